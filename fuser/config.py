@@ -1,0 +1,120 @@
+"""Settings: one table, read by everything.
+
+`fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` writes, `with config.override(...)` for a
+block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value. Settings marked `key` change the code
+of a kernel and are part of its identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: its default, what it means, and whether it changes generated code."""
+
+    name: str
+    default: Any
+    doc: str
+    key: bool = False
+    choices: tuple[Any, ...] = ()
+
+
+def _default_cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return str(pathlib.Path(base) / "fuser")
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
+    Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm"),
+    Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long"),
+    Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed and the group falls back"),
+    Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core"),
+    Setting("max_body_rows", 256, "most rows of one fused loop body", key=True),
+    Setting("numerics", "fast", "'fast' rounds once, 'eager' rounds after every op", key=True, choices=("fast", "eager")),
+    Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
+    Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
+    Setting("linear_backend", "onednn", "matmuls with fp32 weights on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
+)  # fmt: skip
+_BY_NAME = {s.name: s for s in SETTINGS}
+
+
+def _parse(setting: Setting, text: str) -> Any:
+    kind = type(setting.default)
+    try:
+        return text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"FUSER_{setting.name.upper()}={text!r}: expected {kind.__name__}, such as {setting.default!r}"
+        ) from None
+
+
+def check(name: str, value: Any) -> Any:
+    """`value` if `name` is a setting that can take it; raises ConfigError otherwise."""
+    setting = _BY_NAME.get(name)
+    if setting is None:
+        raise ConfigError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
+    if setting.choices and value not in setting.choices:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, setting.choices))}")
+    kind = type(setting.default)
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}={value!r}: expected {kind.__name__}, such as {setting.default!r}")
+    return value
+
+
+class Config(types.ModuleType):
+    """The module itself: settings read as attributes, overridden per thread by `override`."""
+
+    def _start(self) -> None:
+        values = {}
+        for s in SETTINGS:
+            text = os.environ.get(f"FUSER_{s.name.upper()}")
+            values[s.name] = check(s.name, _parse(s, text)) if text is not None else s.default
+        self.__dict__["_values"] = values
+        self.__dict__["_local"] = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _BY_NAME:
+            raise AttributeError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
+        for layer in reversed(getattr(self._local, "layers", ())):
+            if name in layer:
+                return layer[name]
+        return self._values[name]
+
+    def set(self, **values: Any) -> None:
+        """Change settings for the process. ConfigError for an unknown name or value."""
+        self._values.update({k: check(k, v) for k, v in values.items()})
+
+    @contextlib.contextmanager
+    def override(self, **values: Any) -> Iterator[None]:
+        """Change settings for this thread, for a block."""
+        layer = {k: check(k, v) for k, v in values.items()}
+        layers = self._local.__dict__.setdefault("layers", [])
+        layers.append(layer)
+        try:
+            yield
+        finally:
+            layers.remove(layer)
+
+    def key(self) -> tuple[tuple[str, Any], ...]:
+        """The settings that change generated code, as part of a kernel's identity."""
+        return tuple((s.name, getattr(self, s.name)) for s in SETTINGS if s.key)
+
+
+_module = sys.modules[__name__]
+_module.__class__ = Config
+_module._start()  # type: ignore[attr-defined]

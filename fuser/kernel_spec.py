@@ -1,0 +1,112 @@
+"""The records that travel between the rooms. All frozen; none holds a device's code.
+
+`LaunchProgram` is the contract with `runtime/`: all that a launcher must know to go from a call's arguments to its
+outputs. It is data, so the native launcher and the Python one read the same thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.ir.sizes import Program
+
+
+@dataclass(frozen=True)
+class Bind:
+    """Store the number found here in slot `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """The number found here must equal what `code` computes from the slots bound so far."""
+
+    code: Program
+
+
+@dataclass(frozen=True)
+class InputPattern:
+    """What one argument must look like for a kernel to take it.
+
+    kind "tensor": dtype, device type ("cpu", "cuda"), rank, and a `Bind` or `Check` for each size and each stride, in
+    the order size 0 … size n-1, stride 0 … stride n-1. A stride is not checked where its size is at most 1 or the
+    tensor is empty (it is bound all the same). kinds "int", "bool" bind `slot` (an int64 slot); kind "float" binds
+    `slot` of the float array (an int is taken for a float, not the reverse).
+    """
+
+    kind: str
+    dtype: torch.dtype | None = None
+    device_type: str = "cpu"
+    sizes: tuple[Bind | Check, ...] = ()
+    strides: tuple[Bind | Check, ...] = ()
+    slot: int = -1
+
+
+@dataclass(frozen=True)
+class BufferPattern:
+    """A tensor to allocate before the first step. Sizes and strides in elements.
+
+    `output` buffers become torch tensors from torch's own allocator; the others are temporaries from the buffer
+    pool, contiguous, 64-byte aligned, given back after the last step.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[Program, ...]
+    strides: tuple[Program, ...]
+    output: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One loop nest to run: `entry` of the kernel's library over units [0, units).
+
+    The C entry is `void entry(char* const* ptrs, const int64_t* slots, const double* floats, int64_t begin,
+    int64_t end, char* scratch, int32_t* status)`; `ptrs` are the tensor inputs' data pointers in order, then the
+    buffers'. Units are independent: the launcher may split them over threads. `work` estimates the element
+    operations of the whole step (below about 32,768 it is run inline). `scratch` is the bytes of private, 64-byte
+    aligned scratch memory per thread. An entry sets `*status` to a code in `STATUS` when an index is out of range.
+    """
+
+    entry: str
+    units: Program
+    work: Program
+    scratch: Program
+
+
+STATUS = {1: "index out of range"}
+
+
+@dataclass(frozen=True)
+class LaunchProgram:
+    """From arguments to outputs. `outputs` names, for each result, ("buffer", i) or ("input", i)."""
+
+    inputs: tuple[InputPattern, ...]
+    n_slots: int
+    n_floats: int
+    guards: tuple[Program, ...]
+    buffers: tuple[BufferPattern, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[tuple[str, int], ...]
+    single: bool  # the graph returns one tensor, not a tuple
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of an `ArgSpec`. Size and stride tokens are symbols' names or numbers; see `executor.arg_spec`."""
+
+    dtype: torch.dtype
+    device_type: str
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class ArgSpec:
+    """What a kernel is specialised on: no sizes, unless the kernel needs one."""
+
+    args: tuple[Any, ...]
+    config: tuple[Any, ...]
