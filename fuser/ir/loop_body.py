@@ -1,0 +1,296 @@
+"""Loop bodies: straight-line rows recorded by running an `inner_fn` once.
+
+`ops` is the define-by-run face: lowerings call `ops.add(a, b)`, `ops.load(...)`, and the current handler (a ContextVar,
+the only ambient state of a compilation) records a `Row` for each distinct call. What comes out is data: it can be
+hashed, verified, printed, interpreted and stored; closures are gone.
+
+Values have *compute* dtypes: float16 and bfloat16 are loaded into float32, and `round` rows round a float32 value to
+the precision of a narrower type where a user's cast asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
+from fuser.ops import OPS
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are computed."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value. `args` are numbers of earlier rows; `attr` depends on `op`.
+
+    load      attr (buffer name, index tuple); args () or (mask row,)
+    const     attr the Python number
+    scalar    attr the name of a scalar input
+    index     attr an Expr over loop variables and sizes; the value of the index
+    indirect  attr (size Expr, checked); args (row,): an index computed by a row, wrapped if negative, usable in later
+              index expressions as the symbol `%<row number>`
+    round     attr the torch dtype to round to; the value stays in compute dtype
+    to_dtype  args (row,); a change of compute dtype
+    any name of `ops.OPS`
+    """
+
+    op: str
+    args: tuple[int, ...]
+    dtype: torch.dtype
+    attr: Any = None
+
+
+@dataclass(frozen=True)
+class LoopBody:
+    """Rows over loop variables `i0 … in` and the number of the row that is the result."""
+
+    rows: tuple[Row, ...]
+    result: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype of the result."""
+        return self.rows[self.result].dtype
+
+    def loads(self) -> Iterator[tuple[str, tuple[Expr, ...]]]:
+        """Each (buffer, index) that the body reads."""
+        for row in self.rows:
+            if row.op == "load":
+                yield row.attr
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A recorded value: the number of its row and its compute dtype."""
+
+    row: int
+    dtype: torch.dtype
+
+
+def loop_variables(n: int) -> tuple[Expr, ...]:
+    """`i0 … i(n-1)`."""
+    while len(_VARIABLES) < n:
+        _VARIABLES.append(symbol(f"i{len(_VARIABLES)}", LOOP))
+    return tuple(_VARIABLES[:n])
+
+
+_VARIABLES: list[Expr] = []
+
+
+class Recorder:
+    """The recording handler: equal calls give the same row."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._known: dict[Row, int] = {}
+        self._mask: Value | None = None
+
+    def add_row(self, row: Row) -> Value:
+        """Append `row` unless an equal one is there."""
+        n = self._known.get(row)
+        if n is None:
+            n = self._known[row] = len(self.rows)
+            self.rows.append(row)
+        return Value(n, row.dtype)
+
+    def finish(self, result: Value) -> LoopBody:
+        """The body, without rows that its result does not need."""
+        return prune(self.rows, result.row)
+
+
+_handler: contextvars.ContextVar[Recorder] = contextvars.ContextVar("fuser_ops_handler")
+
+
+def prune(rows: Sequence[Row], result: int) -> LoopBody:
+    """A body with only the rows that `result` needs, renumbered."""
+    needed = {result}
+    for n in range(result, -1, -1):
+        if n in needed:
+            needed.update(rows[n].args)
+            needed.update(indirect_rows(rows[n]))
+    order = sorted(needed)
+    if len(order) == len(rows):
+        return LoopBody(tuple(rows), result)
+    number = {old: new for new, old in enumerate(order)}
+    return LoopBody(tuple(renumber(rows[n], number) for n in order), number[result])
+
+
+def row_exprs(row: Row) -> tuple[Expr, ...]:
+    """The index expressions of a row."""
+    if row.op == "load":
+        return tuple(row.attr[1])
+    if row.op == "index":
+        return (row.attr,)
+    return (row.attr[0],) if row.op == "indirect" else ()
+
+
+def indirect_rows(row: Row) -> set[int]:
+    """Numbers of the rows whose values the row's index expressions use."""
+    from_exprs = row_exprs(row)
+    if not from_exprs:
+        return set()
+    return {int(s.name[1:]) for e in from_exprs for s in _indirect_symbols(e)}
+
+
+def _indirect_symbols(e: Expr) -> list[Sym]:
+    from fuser.ir.sizes import symbols
+
+    return [s for s in symbols(e) if s.kind == INDIRECT]
+
+
+def indirect_symbol(row: int) -> Expr:
+    """The index symbol of an `indirect` row."""
+    return symbol(f"%{row}", INDIRECT)
+
+
+def map_exprs(row: Row, fn: Callable[[Expr], Expr]) -> Row:
+    """`row` with `fn` applied to each of its index expressions."""
+    if row.op == "load":
+        return Row(row.op, row.args, row.dtype, (row.attr[0], tuple(fn(e) for e in row.attr[1])))
+    if row.op == "index":
+        return Row(row.op, row.args, row.dtype, fn(row.attr))
+    if row.op == "indirect":
+        return Row(row.op, row.args, row.dtype, (fn(row.attr[0]), row.attr[1]))
+    return row
+
+
+def renumber(row: Row, number: dict[int, int]) -> Row:
+    """`row` with its references moved to new row numbers."""
+    from fuser.ir.sizes import substitute
+
+    args = tuple(number[a] for a in row.args)
+    used = indirect_rows(row)
+    if used:
+        moved = {Sym(f"%{n}", INDIRECT): indirect_symbol(number[n]) for n in used}
+        row = map_exprs(row, lambda e: substitute(e, moved))
+    return Row(row.op, args, row.dtype, row.attr)
+
+
+class _Ops:
+    """`ops.<name>(…)`: the define-by-run calls available to an `inner_fn`. Scalars become constants."""
+
+    def load(self, buffer: str, index: Sequence[Expr], dtype: torch.dtype) -> Value:
+        """The element of `buffer` at the logical `index`, in compute dtype; 0 where the current mask is false."""
+        recorder = _handler.get()
+        mask = recorder._mask
+        args = () if mask is None else (mask.row,)
+        return recorder.add_row(Row("load", args, compute_dtype(dtype), (buffer, tuple(index))))
+
+    def constant(self, value: float | int | bool, dtype: torch.dtype) -> Value:
+        """A constant of compute dtype."""
+        dtype = compute_dtype(dtype)
+        if dtype.is_floating_point:
+            value = float(value)
+        elif dtype is torch.bool:
+            value = bool(value)
+        else:
+            value = int(value)
+        # 0.0 and -0.0, 1 and True are equal to Python: the text keeps them apart.
+        return _handler.get().add_row(Row("const", (), dtype, repr(value)))
+
+    def scalar(self, name: str, dtype: torch.dtype) -> Value:
+        """The scalar input `name` in compute dtype."""
+        return _handler.get().add_row(Row("scalar", (), compute_dtype(dtype), name))
+
+    def index_expr(self, e: Expr | int, dtype: torch.dtype = torch.int64) -> Value:
+        """The value of an index expression."""
+        value = _handler.get().add_row(Row("index", (), torch.int64, expr(e)))
+        return value if dtype is torch.int64 else self.to_dtype(value, dtype)
+
+    def indirect(self, value: Value, size: Expr, checked: bool = True) -> Expr:
+        """`value` as an index into a dim of `size`: wrapped if negative, out of range reported if `checked`."""
+        value = self.to_dtype(value, torch.int64)
+        recorder = _handler.get()
+        mask = recorder._mask
+        args = (value.row,) if mask is None else (value.row, mask.row)
+        out = recorder.add_row(Row("indirect", args, torch.int64, (size, checked)))
+        return indirect_symbol(out.row)
+
+    def round(self, value: Value, dtype: torch.dtype) -> Value:
+        """`value` rounded to the precision of `dtype`, still in compute dtype."""
+        if dtype not in LOW_PRECISION:
+            return value
+        return _handler.get().add_row(Row("round", (value.row,), torch.float32, dtype))
+
+    def to_dtype(self, value: Value, dtype: torch.dtype) -> Value:
+        """`value` converted to the compute dtype of `dtype`, as torch converts."""
+        dtype = compute_dtype(dtype)
+        if value.dtype is dtype:
+            return value
+        row = _handler.get().rows[value.row]
+        if row.op == "const" and value.dtype.is_floating_point and dtype.is_floating_point:
+            return self.constant(float(row.attr), dtype)
+        return _handler.get().add_row(Row("to_dtype", (value.row,), dtype, value.dtype))
+
+    def masked(self, mask: Value, body: Callable[[], Value], other: float | int | bool) -> Value:
+        """`body()` where `mask` holds, else `other`; loads inside `body` are not made where it does not."""
+        recorder = _handler.get()
+        before = recorder._mask
+        recorder._mask = mask if before is None else self.logical_and(before, mask)
+        try:
+            value = body()
+        finally:
+            recorder._mask = before
+        return self.where(mask, value, self.constant(other, value.dtype))
+
+    def where(self, condition: Value, a: Value, b: Value) -> Value:
+        """`a` where `condition`, else `b`."""
+        return _handler.get().add_row(Row("where", (condition.row, a.row, b.row), a.dtype))
+
+    def logical_and(self, a: Value, b: Value) -> Value:
+        """Both, of bools."""
+        return _handler.get().add_row(Row("logical_and", (a.row, b.row), torch.bool))
+
+    def call(self, name: str, *args: Value | float | int) -> Value:
+        """The op `name` of the table. Values of one dtype; numbers take the dtype of the values."""
+        spec = OPS.get(name)
+        if spec is None:
+            raise Unsupported(f"no loop-level op named {name!r}: expected a row of fuser.ops.OPS")
+        dtypes = [a.dtype for a in args if isinstance(a, Value)]
+        operand = next((d for d, s in zip(dtypes, spec.signature or "t" * len(dtypes)) if s == "t"), dtypes[0])
+        values = [a if isinstance(a, Value) else self.constant(a, operand) for a in args]
+        if operand not in spec.dtypes:
+            raise Unsupported(f"op {name!r} is not defined for {operand}")
+        if spec.result == "same":
+            dtype = operand
+        else:
+            dtype = torch.bool if spec.result == "bool" else spec.result  # type: ignore[assignment]
+        return _handler.get().add_row(Row(name, tuple(v.row for v in values), dtype))
+
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        return lambda *args: self.call(name, *args)
+
+
+ops = _Ops()
+
+
+def record(inner_fn: Callable[[tuple[Expr, ...]], Value], rank: int) -> LoopBody:
+    """Run `inner_fn(loop variables)` once under a recording handler."""
+    recorder = Recorder()
+    token = _handler.set(recorder)
+    try:
+        return recorder.finish(inner_fn(loop_variables(rank)))
+    finally:
+        _handler.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """A block whose `ops` calls go to a fresh recorder, for code that builds bodies by hand."""
+    recorder = Recorder()
+    token = _handler.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _handler.reset(token)

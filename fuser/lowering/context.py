@@ -1,0 +1,217 @@
+"""The state of one lowering: symbols and what is known of them, buffers made so far, scalar inputs.
+
+Passed to every `lower_*` function; nothing here is ambient, so eight threads lower eight graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record
+from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, StorageBox, TensorBox, strides_of
+from fuser.ir.sizes import ONE, SIZE, STRIDE, Expr, Sym, evaluate, expr, product, substitute, symbol, symbols
+
+DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A Python float input of the graph, known at run time."""
+
+    name: str
+    hint: float
+
+
+Operand = TensorBox | Scalar | Expr | int | float | bool
+
+
+class LoweringContext:
+    """What `lower_*` functions build with. `numerics` is "fast" or "eager"."""
+
+    def __init__(self, numerics: str = "fast") -> None:
+        self.numerics = numerics
+        self.buffers: list[Buffer] = []
+        self.hints: dict[Sym, int] = {}
+        self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
+        self.scalars: list[Scalar] = []
+        self.origin = ""
+        self.meta: Any = None  # the meta tensor(s) of the node being lowered
+
+    # -- symbols -----------------------------------------------------------------------------------------------------
+    def new_symbol(self, name: str, hint: int, kind: str = SIZE) -> Expr:
+        """A symbol whose value in the example is `hint`."""
+        out = symbol(name, kind)
+        self.hints[Sym(name, kind)] = hint
+        return out
+
+    def canon(self, e: Expr | int) -> Expr:
+        """`e` with all known facts put in."""
+        e = expr(e)
+        while self.facts and any(s in self.facts for s in symbols(e)):
+            e = substitute(e, self.facts)
+        return e
+
+    def hint(self, e: Expr | int) -> int:
+        """The value of `e` in the example."""
+        return evaluate(self.canon(e), self.hints)
+
+    def specialise(self, e: Expr | int) -> int:
+        """Make `e` a constant: its symbols become facts, and guards of the kernel. Returns the value."""
+        e = self.canon(e)
+        for s in sorted(symbols(e)):
+            self.facts[s] = expr(self.hints[s])
+        return self.hint(e)
+
+    def is_equal(self, a: Expr | int, b: Expr | int) -> bool:
+        """Whether `a == b` in every call of this kernel; if true in the example, it becomes a fact."""
+        x, y = self.canon(a), self.canon(b)
+        if x == y:
+            return True
+        if evaluate(x, self.hints) != evaluate(y, self.hints):
+            return False
+        self.learn_equal(x, y)
+        return True
+
+    def learn_equal(self, x: Expr, y: Expr) -> None:
+        """Record `x == y`: one symbol is replaced by the other side, or all symbols become constants."""
+        sx, sy = x.as_symbol(), y.as_symbol()
+        if sx is not None and (sy is None or sy < sx) and sx not in symbols(y):
+            self.facts[sx] = y
+        elif sy is not None and sy not in symbols(x):
+            self.facts[sy] = x
+        else:
+            self.specialise(x)
+            self.specialise(y)
+
+    def is_one(self, size: Expr | int) -> bool:
+        """Whether a size is the constant 1 (not merely 1 in the example)."""
+        return self.canon(size) == ONE
+
+    def broadcast_sizes(self, sizes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
+        """The common size of tensors of `sizes`. A dim that is 1 in one and not in another becomes the constant 1."""
+        rank = max((len(s) for s in sizes), default=0)
+        out: list[Expr] = []
+        for position in range(rank):
+            dims = [s[position - rank + len(s)] for s in sizes if position - rank + len(s) >= 0]
+            out.append(self._broadcast_dim(dims))
+        return tuple(out)
+
+    def _broadcast_dim(self, dims: list[Expr]) -> Expr:
+        dims = [self.canon(d) for d in dims]
+        if all(self.hint(d) == 1 for d in dims):
+            common = next((d for d in dims if d != ONE), ONE)
+            for d in dims:
+                if d != ONE:
+                    self.is_equal(common, d)
+            return self.canon(common)
+        wide = [d for d in dims if self.hint(d) != 1]
+        for d in dims:
+            if self.hint(d) == 1 and d != ONE:
+                self.specialise(d)
+        for d in wide[1:]:
+            if not self.is_equal(wide[0], d):
+                raise Unsupported(f"sizes {wide[0]} and {d} do not broadcast")
+        return self.canon(wide[0])
+
+    # -- loops -------------------------------------------------------------------------------------------------------
+    def new_buffer(self, dtype: torch.dtype, size: Sequence[Expr], order: tuple[int, ...] | None = None) -> Buffer:
+        """A buffer without loops yet, dense in `order` (outermost to innermost; row-major if None)."""
+        if dtype not in DTYPES:
+            raise Unsupported(f"dtype {dtype} is not fused", self.origin)
+        size = tuple(self.canon(s) for s in size)
+        buffer = Buffer(f"buf{len(self.buffers)}", dtype, size, strides_of(size, order), origin=self.origin)
+        self.buffers.append(buffer)
+        return buffer
+
+    def pointwise(
+        self, size: Sequence[Expr], dtype: torch.dtype, inner_fn: Callable[[Index], Value],
+        order: tuple[int, ...] | None = None,
+    ) -> TensorBox:  # fmt: skip
+        """A tensor of `size` whose element at an index is `inner_fn(index)`."""
+        buffer = self.new_buffer(dtype, size, order)
+        body = record(lambda index: self._finish(inner_fn(index), dtype), len(buffer.size))
+        buffer.loops.append(Pointwise(buffer.size, body, loop_variables(len(buffer.size))))
+        return TensorBox(StorageBox(buffer))
+
+    def reduction(
+        self, kind: str, size: Sequence[Expr], reduced: Sequence[Expr], dtype: torch.dtype,
+        inner_fn: Callable[[Index, Index], Value],
+    ) -> TensorBox:  # fmt: skip
+        """A tensor of `size`: `kind` over all `reduced` indices of `inner_fn(index, reduced_index)`."""
+        buffer = self.new_buffer(dtype, size)
+        n = len(buffer.size)
+        domain = (*buffer.size, *(self.canon(r) for r in reduced))
+        body = record(lambda index: inner_fn(index[:n], index[n:]), len(domain))
+        buffer.loops.append(Reduction(domain, body, loop_variables(n), len(reduced), kind))
+        return TensorBox(StorageBox(buffer))
+
+    def _finish(self, value: Value, dtype: torch.dtype) -> Value:
+        value = ops.to_dtype(value, compute_dtype(dtype))
+        return ops.round(value, dtype) if self.numerics == "eager" else value
+
+    def into_slice(
+        self, target: TensorBox, size: Sequence[Expr], inner_fn: Callable[[Index], Value],
+        store_index: Callable[[Index], Index],
+    ) -> None:  # fmt: skip
+        """One more loop that fills part of `target`'s buffer: the value at `index` goes to `store_index(index)`."""
+        buffer = target.storage.buffer
+        size = tuple(self.canon(s) for s in size)
+        body = record(lambda index: self._finish(inner_fn(index), buffer.dtype), len(size))
+        buffer.loops.append(Pointwise(size, body, store_index(loop_variables(len(size)))))
+
+    # -- operands ----------------------------------------------------------------------------------------------------
+    def input_tensor(self, number: int, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr]) -> TensorBox:
+        """The tensor input `number`."""
+        buffer = Buffer(f"in{number}", dtype, tuple(size), tuple(stride), input_number=number)
+        return TensorBox(StorageBox(buffer))
+
+    def size_of(self, operand: Operand) -> tuple[Expr, ...]:
+        """The logical size; () for a number."""
+        return tuple(self.canon(s) for s in operand.size) if isinstance(operand, TensorBox) else ()
+
+    def loader(self, operand: Operand, size: Sequence[Expr], dtype: torch.dtype) -> Callable[[Index], Value]:
+        """A function giving the operand's value, converted to compute dtype, at an index of the broadcast `size`."""
+        if isinstance(operand, TensorBox):
+            own = self.size_of(operand)
+            lead = len(size) - len(own)
+            keep = [not self.is_one(s) for s in own]
+
+            def load(index: Index) -> Value:
+                inner = tuple(i if k else expr(0) for i, k in zip(index[lead:], keep))
+                return ops.to_dtype(operand.load(inner), dtype)
+
+            return load
+        if isinstance(operand, Scalar):
+            scalar = operand
+            return lambda index: ops.to_dtype(ops.scalar(scalar.name, torch.float64), dtype)
+        if isinstance(operand, Expr):
+            size_value = operand
+            if size_value.as_int() is None:
+                return lambda index: ops.index_expr(self.canon(size_value), compute_dtype(dtype))
+            operand = int(size_value.as_int() or 0)
+        number = operand
+        return lambda index: ops.constant(number, dtype)
+
+    def numel(self, operand: TensorBox) -> Expr:
+        """Number of elements."""
+        return product(self.size_of(operand))
+
+
+def as_expr(value: Any) -> Expr:
+    """A size argument as an expression."""
+    if isinstance(value, (int, Expr)):
+        return expr(value)
+    raise Unsupported(f"a size must be an integer or a size expression, not {type(value).__name__}")
+
+
+__all__ = ["DTYPES", "LoweringContext", "Operand", "Scalar", "STRIDE", "as_expr"]
