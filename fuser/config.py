@@ -1,8 +1,8 @@
 """Settings: one table, read by everything.
 
-`fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` writes, `with config.override(...)` for a
-block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value. Settings marked `key` change the code
-of a kernel and are part of its identity.
+`fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` writes, `with config.override(...)`
+for a block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value. Settings marked `key` change the
+code of a kernel and are part of its identity.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed and the group falls back"),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core"),
     Setting("max_body_rows", 256, "most rows of one fused loop body", key=True),
-    Setting("numerics", "fast", "'fast' rounds once, 'eager' rounds after every op", key=True, choices=("fast", "eager")),
+    Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
-    Setting("linear_backend", "onednn", "matmuls with fp32 weights on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
+    Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
 )  # fmt: skip
 _BY_NAME = {s.name: s for s in SETTINGS}
 
@@ -117,4 +117,4 @@ class Config(types.ModuleType):
 
 _module = sys.modules[__name__]
 _module.__class__ = Config
-_module._start()  # type: ignore[attr-defined]
+_module._start()

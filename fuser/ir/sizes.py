@@ -34,7 +34,7 @@ class Call:
     """An operation that is not a polynomial: `fn` is "floordiv", "mod", "min" or "max"."""
 
     fn: str
-    args: tuple["Expr", "Expr"]
+    args: tuple[Expr, Expr]
 
     def __str__(self) -> str:
         a, b = self.args

@@ -1,0 +1,62 @@
+# On a fresh machine with python3, make and g++:
+#   make demo    a real model through torch.compile(backend="fuser"), checked against eager
+#   make test    the test suite
+# Each target makes the virtual environment it needs; a second run starts at once. Settings:
+#   PYTHON=python3.12   the interpreter that makes it        VENV=.venv   where it lies
+#   ARGS="-k softmax"   more arguments for the command       JOBS=2       pytest's worker processes
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cpp fuser/runtime/*.h)
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types imports bench clean
+
+help:
+	@sed -n '2,6p' Makefile | cut -c3-
+	@echo 'Also: make lint, make types, make imports, make bench, make clean'
+
+demo: $(VENV)/.has-base
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(VENV)/.has-test
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.has-dev
+	$(BIN)/ruff check $(ARGS) .
+
+types: $(VENV)/.has-dev
+	$(BIN)/mypy $(ARGS)
+
+imports: $(VENV)/.has-dev
+	$(BIN)/python tools/check_imports.py $(ARGS)
+
+bench: $(VENV)/.has-bench
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# Setuptools comes first, and the builds are not isolated: an isolated one would fetch its own copy of everything.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'fuser needs Python 3.10 or newer: make PYTHON=<a newer one> $(MAKECMDGOALS)'; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo 'no virtual environment could be made: Debian and Ubuntu keep that part in the package python3-venv'; exit 1; }
+	$(PIP) install 'setuptools>=70.1'
+	@touch $@
+
+$(VENV)/.has-base: $(VENV)/.made $(SOURCES)
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@ls fuser/runtime/_launcher*.so >/dev/null 2>&1 || \
+	  echo 'note: no native launcher was built (it needs a C++ compiler and Python.h): the slower Python one runs'
+	@touch $@
+
+$(VENV)/.has-%: $(VENV)/.has-base
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info fuser/runtime/_launcher*.so

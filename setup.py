@@ -1,0 +1,64 @@
+"""Build and metadata of `fuser`. The native launcher is optional: without a compiler the Python one runs instead."""
+
+import os
+import pathlib
+import re
+import shutil
+
+from setuptools import Extension, find_packages, setup
+
+HERE = pathlib.Path(__file__).resolve().parent
+LAUNCHER = "fuser/runtime/launcher.cpp"
+
+
+def version() -> str:
+    """The version that `fuser/__init__.py` states, read without importing it (that would need torch)."""
+    found = re.search(r'^__version__ = "([^"]+)"', (HERE / "fuser/__init__.py").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError('fuser/__init__.py: expected a line `__version__ = "X.Y.Z"`')
+    return found.group(1)
+
+
+def choose_compiler() -> None:
+    """`$CXX`, else g++, else clang++, as the kernels' own toolchain does.
+
+    Setuptools would take the compiler that Python itself was built with, which a fresh machine may not have.
+    """
+    cxx = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if cxx:
+        os.environ.setdefault("CC", cxx)
+        os.environ["CXX"] = cxx
+
+
+def extensions() -> list[Extension]:
+    """The native launcher, where its source is part of this tree."""
+    if not (HERE / LAUNCHER).exists():
+        return []
+    choose_compiler()
+    flags = ["-O2", "-std=c++17", "-fvisibility=hidden"]
+    return [Extension("fuser.runtime._launcher", [LAUNCHER], extra_compile_args=flags, language="c++", optional=True)]
+
+
+TEST = ["pytest>=8", "pytest-xdist>=3"]
+BENCH = ["rich>=13", "matplotlib>=3.8"]
+
+setup(
+    name="fuser",
+    version=version(),
+    description="Just-in-time fusion for PyTorch: subgraphs become single kernels, in a fraction of a second",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["fuser", "fuser.*"]),
+    package_data={"": ["py.typed", "*.cpp", "*.h"]},
+    ext_modules=extensions(),
+    install_requires=["torch>=2.11", "numpy", "sympy", "cachetools"],
+    extras_require={
+        "cuda": ["triton>=3.6"],
+        "test": TEST,
+        "bench": BENCH,
+        "dev": ["ruff", "mypy", *TEST],
+    },
+    entry_points={"torch_dynamo_backends": ["fuser = fuser.frontends.dynamo:fuser_backend"]},
+    zip_safe=False,
+)

@@ -1,0 +1,70 @@
+"""What every test gets: a kernel cache of its own, two threads, the same seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+# Before `fuser.config` is imported, which reads it. A folder for each pytest process: a test that counts compilations
+# must not find the kernels of a neighbour, or of yesterday. Processes that a test starts inherit it.
+_CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
+os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
+# Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
+# take the cores from those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+THREADS = 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(THREADS)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(_CACHE_DIR, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """The same seeds and thread count for each test, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
+    yield
+
+
+@pytest.fixture(scope="session")
+def session_cache_dir() -> str:
+    """The kernel cache of this pytest process, shared by its tests."""
+    return _CACHE_DIR
+
+
+@pytest.fixture
+def fresh_cache_dir(tmp_path, monkeypatch) -> str:
+    """An empty kernel cache for one test and for the processes it starts."""
+    from fuser import config
+
+    path = str(tmp_path / "cache")
+    monkeypatch.setenv("FUSER_CACHE_DIR", path)
+    before = config.cache_dir
+    config.set(cache_dir=path)
+    yield path
+    config.set(cache_dir=before)

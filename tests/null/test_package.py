@@ -1,0 +1,71 @@
+"""The package as it is installed: version, entry point, what a wheel holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fuser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def distribution():
+    """The metadata of `fuser` as installed in this environment; skips where it is only on the path."""
+    try:
+        return importlib.metadata.distribution("fuser")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fuser is on the path, not installed")
+
+
+def test_version(distribution):
+    assert distribution.version == fuser.__version__
+
+
+def test_entry_point_names_the_backend(distribution):
+    (point,) = [p for p in distribution.entry_points if p.group == "torch_dynamo_backends"]
+    assert (point.name, point.value) == ("fuser", "fuser.frontends.dynamo:fuser_backend")
+
+
+def build_wheel(folder: Path, out: Path, **env: str) -> set[str]:
+    """The names in a wheel built from `folder` by the setuptools of this environment."""
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture
+def copied_tree(tmp_path):
+    """What a build needs, copied: a build writes into its tree."""
+    pytest.importorskip("setuptools")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "fuser", tree / "fuser", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def test_wheel_holds_every_source_file(copied_tree, tmp_path):
+    sources = {
+        str(f.relative_to(ROOT))
+        for f in (ROOT / "fuser").rglob("*")
+        if f.suffix in (".py", ".cpp", ".h") or f.name == "py.typed"
+    }
+    assert sources - build_wheel(copied_tree, tmp_path / "out") == set()
+
+
+def test_wheel_builds_without_a_compiler(copied_tree, tmp_path):
+    names = build_wheel(copied_tree, tmp_path / "out", CC="/nowhere/cc", CXX="/nowhere/c++")
+    assert "fuser/__init__.py" in names and not any(n.endswith(".so") for n in names)
