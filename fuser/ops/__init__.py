@@ -1,0 +1,73 @@
+"""Loop-level ops: `OPS` and `REDUCTIONS` by name, and their C++ text."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ops import pointwise, reductions, special
+from fuser.ops.cells import (
+    CPP_TYPEDEFS,
+    CPP_TYPES,
+    compute_dtype,
+    cpp_constant,
+    cpp_convert,
+    cpp_load,
+    cpp_store,
+    expand,
+    template,
+    wrap_int,
+)
+from fuser.ops.prelude import PRELUDE, helpers_in, prelude_for
+from fuser.ops.table import ALL, BOOL, FLOATS, INTS, NO_INDEX, OpRow, ReductionRow
+
+OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS)}
+REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
+
+
+def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
+    """The C++ expression of op `name` on `args`, of compute dtype `dtype`; Unsupported if there is none.
+
+    Arguments are used more than once and should be names or constants. `prelude_for(helpers_in(source))` gives the
+    helpers that the expressions of a source call.
+    """
+    row = OPS.get(name)
+    if row is None:
+        raise Unsupported(f"{name} is not a loop-level op")
+    if len(args) != row.arity:
+        raise TypeError(f"{name} takes {row.arity} arguments, not {len(args)}")
+    return expand(template(row, dtype), dtype, args)
+
+
+def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
+    """The C++ expression of reduction `name`'s combine cell, for an accumulator of `dtype` (see `ReductionRow`)."""
+    row = REDUCTIONS.get(name)
+    if row is None:
+        raise Unsupported(f"{name} is not a reduction")
+    return expand(template(row, dtype), dtype, args)
+
+
+__all__ = [
+    "ALL",
+    "BOOL",
+    "CPP_TYPEDEFS",
+    "CPP_TYPES",
+    "FLOATS",
+    "INTS",
+    "NO_INDEX",
+    "OPS",
+    "PRELUDE",
+    "REDUCTIONS",
+    "OpRow",
+    "ReductionRow",
+    "compute_dtype",
+    "cpp_cell",
+    "cpp_combine",
+    "cpp_constant",
+    "cpp_convert",
+    "cpp_load",
+    "cpp_store",
+    "helpers_in",
+    "prelude_for",
+    "wrap_int",
+]

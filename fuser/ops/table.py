@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float32, torch.float64)
-INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+INTS = (*SIGNED, torch.uint8)
 BOOL = (torch.bool,)
 ALL = (*FLOATS, *INTS, *BOOL)
 
-# A cell: a template with {0} {1} … for the arguments and {T} for the C++ type of the *argument*, a function from the
-# argument's dtype to a template, or None: Unsupported.
+# A cell: a template, a function from the argument's dtype to a template, or None: Unsupported. In a C++ template
+# {0} {1} … are the arguments, {T} the C++ type of the *argument*, {U} the unsigned type in which its integer arithmetic
+# wraps, {I} the integer as wide as a float, {D} the helpers' suffix for its dtype (f32, i64, …), {f} the suffix of the C
+# maths functions ("f" or "").
 Cell = str | Callable[[torch.dtype], str | None] | None
 
 
@@ -31,12 +34,14 @@ class OpRow:
     """One loop-level op.
 
     result: "same" (the arguments' dtype), "bool", or a dtype.
-    signature: per argument "t" (the row's dtype) or "b" (bool), for `where`.
+    signature: per argument "t" (the row's dtype) or "b" (bool), for `where`; empty means all "t".
     eval: the op on torch tensors of compute dtype.
     cpp: its C++ expression for scalars; must vectorise when used inside a simd loop, wherever the machine can.
-    prelude: names of C++ helper functions that the cell calls (see `ops/prelude.py`).
+    prelude: C++ helpers needed beyond those that the cell's text names (they are found by name; see `ops/prelude.py`).
     cost: about how many simple operations it is worth; 1 for an add, 20 for an exp.
-    samples: per dtype family, values that tests feed each argument.
+    domain: the interval from which tests draw arguments, beside special values.
+    ulps: most units in the last place that its float results may be off; 0 means the same bits as eager.
+    extra: facts that lowerings ask for, such as {"int_zero_div": True} (see `notes`).
     """
 
     name: str
@@ -52,3 +57,43 @@ class OpRow:
     domain: tuple[float, float] = (-4.0, 4.0)
     notes: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    ulps: float = 0.0
+
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The result's dtype when the row's arguments have compute dtype `dtype`."""
+        if isinstance(self.result, torch.dtype):
+            return self.result
+        return torch.bool if self.result == "bool" else dtype
+
+
+@dataclass(frozen=True)
+class ReductionRow:
+    """One reduction: fold values into an accumulator that starts at `identity(accumulator dtype)`.
+
+    accumulate: from the input's compute dtype to the accumulator's.
+    result: "acc" (the accumulator's dtype) or a dtype; the caller casts further if the graph asks for it.
+    combine: for plain rows, the new accumulator from ({0} accumulator, {1} value), both of the accumulator's dtype.
+      It is associative up to rounding and commutative, so it also joins two accumulators.
+      For `index` rows, a bool from ({0} accumulator, {1} its index, {2} value, {3} its index): whether value and index
+      replace the accumulator's. Their accumulator starts at (identity, `NO_INDEX`); the result is the index.
+    eval: (tensor of compute dtype, sorted dims, keepdim) -> tensor; index rows take one dim, or all.
+    """
+
+    name: str
+    eval: Callable[[torch.Tensor, tuple[int, ...], bool], torch.Tensor]
+    identity: Callable[[torch.dtype], int | float | bool]
+    combine: Cell
+    accumulate: Callable[[torch.dtype], torch.dtype]
+    triton: Cell = None
+    dtypes: tuple[torch.dtype, ...] = ALL
+    result: str | torch.dtype = "acc"
+    index: bool = False
+    cost: int = 1
+    notes: str = ""
+
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The result's dtype for an input of compute dtype `dtype`."""
+        return self.result if isinstance(self.result, torch.dtype) else self.accumulate(dtype)
+
+
+NO_INDEX = 2**63 - 1

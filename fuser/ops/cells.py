@@ -1,0 +1,174 @@
+"""From a cell of the table to C++ text: types, constants, conversions, loads and stores of the storage dtypes."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ops.table import OpRow, ReductionRow
+
+# What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
+CPP_TYPES: dict[torch.dtype, str] = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.float16: "u16",
+    torch.bfloat16: "u16",
+}
+CPP_TYPEDEFS = """\
+typedef signed char i8; typedef unsigned char u8; typedef short i16; typedef unsigned short u16;
+typedef int i32; typedef unsigned int u32; typedef long long i64; typedef unsigned long long u64;
+"""
+LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
+_SUFFIX = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+_BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64, torch.uint8: 8}
+_ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values stored as `dtype` are computed: float32 for the halves, else itself.
+
+    Raises Unsupported for a dtype that no cell knows (complex, float8, quantised, uint16 and wider).
+    """
+    if dtype in LOW:
+        return torch.float32
+    if dtype not in CPP_TYPES:
+        raise Unsupported(f"dtype {dtype} is not computed by kernels: expected one of {_names(CPP_TYPES)}")
+    return dtype
+
+
+def _names(dtypes: Mapping[torch.dtype, str]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def atom(text: str) -> str:
+    """`text`, in parentheses unless it is one name or one unsigned number."""
+    return text if _ATOM.fullmatch(text) else f"({text})"
+
+
+def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
+    """The C++ template `cell` for arguments of `dtype`, its places filled with `args`."""
+    return cell.format(
+        *map(atom, args),
+        T=CPP_TYPES[dtype],
+        U="u64" if dtype is torch.int64 else "u32",
+        I={torch.float32: "i32", torch.float64: "i64"}.get(dtype, ""),
+        D=_SUFFIX[dtype],
+        f="f" if dtype is torch.float32 else "",
+        bits=_BITS.get(dtype, 0),
+    )
+
+
+def template(row: OpRow | ReductionRow, dtype: torch.dtype) -> str:
+    """The C++ template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
+    cell = row.combine if isinstance(row, ReductionRow) else row.cpp
+    if callable(cell):
+        cell = cell(dtype)
+    if cell is None or dtype not in row.dtypes:
+        raise Unsupported(f"{row.name} has no C++ cell for {dtype}")
+    return cell
+
+
+def _float_text(value: float, dtype: torch.dtype) -> str:
+    double = dtype is torch.float64
+    if not double and math.isfinite(value):
+        try:
+            value = struct.unpack("f", struct.pack("f", value))[0]
+        except OverflowError:
+            value = math.copysign(math.inf, value)
+    suffix = "" if double else "f"
+    if math.isnan(value):
+        return f'__builtin_nan{suffix}("")'
+    if math.isinf(value):
+        return f"{'-' if value < 0 else ''}__builtin_inf{suffix}()"
+    short = repr(value)
+    # Short decimals stay readable; float32 ones are exact here too, as they come from a float32 value's double.
+    return (short if len(short) <= 8 else value.hex()) + suffix
+
+
+def wrap_int(value: int, dtype: torch.dtype) -> int:
+    """`value` modulo the range of the integer `dtype`, as eager wraps it."""
+    bits = _BITS[dtype]
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if dtype is not torch.uint8 and value >> (bits - 1) else value
+
+
+def cpp_constant(value: bool | int | float, dtype: torch.dtype) -> str:
+    """`value` as a C++ constant of compute dtype `dtype`, exact to the bit; out-of-range values convert as eager's."""
+    if dtype is torch.bool:
+        return "true" if value else "false"
+    if dtype.is_floating_point:
+        compute_dtype(dtype)
+        try:
+            return _float_text(float(value), dtype)
+        except OverflowError:
+            return _float_text(math.copysign(math.inf, value), dtype)
+    if dtype not in _BITS:
+        compute_dtype(dtype)
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) else -(1 << 63)
+    number = wrap_int(int(value), dtype)
+    if dtype is not torch.int64 and dtype is not torch.int32:
+        return f"({CPP_TYPES[dtype]}){number}" if number >= 0 else f"({CPP_TYPES[dtype]})({number})"
+    suffix = "LL" if dtype is torch.int64 else ""
+    if number == -(1 << (_BITS[dtype] - 1)):
+        return f"({CPP_TYPES[dtype]})({number + 1}{suffix} - 1)"
+    if dtype is torch.int64:
+        return f"(i64){number}LL" if number >= 0 else f"(i64)({number}LL)"
+    return str(number)
+
+
+def cpp_load(dtype: torch.dtype, text: str) -> str:
+    """The compute value of `text`, an expression for a stored element of `dtype` (bools are loaded as u8)."""
+    if dtype in LOW:
+        return f"fuser_load_{LOW[dtype]}({text})"
+    if dtype is torch.bool:
+        return f"({atom(text)} != 0)"
+    compute_dtype(dtype)
+    return text
+
+
+def cpp_store(dtype: torch.dtype, text: str) -> str:
+    """What to store for the compute value `text` of a tensor of `dtype`."""
+    if dtype in LOW:
+        return f"fuser_store_{LOW[dtype]}({text})"
+    compute_dtype(dtype)
+    return text
+
+
+def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
+    """`text`, of compute dtype `source`, as eager converts it to `target`.
+
+    Where `target` is float16 or bfloat16 the result stays in float32, rounded to what `target` can hold.
+    """
+    source = compute_dtype(source)
+    compute = compute_dtype(target)
+    name = atom(text)
+    if compute is torch.bool:
+        text = f"({name} != 0)" if source is not torch.bool else text
+    elif source.is_floating_point and not compute.is_floating_point:
+        wide = "i64" if compute is torch.int64 else "i32"
+        text = f"fuser_{wide}_from_{_SUFFIX[source]}({text})"
+        text = text if CPP_TYPES[compute] == wide else f"({CPP_TYPES[compute]}){text}"
+    elif source is not compute:
+        text = f"({CPP_TYPES[compute]}){name}"
+    return f"fuser_load_{LOW[target]}(fuser_store_{LOW[target]}({text}))" if target in LOW else text

@@ -1,0 +1,52 @@
+"""C++ helpers for conversions: float16 and bfloat16 in memory, floats to integers as x86 does it."""
+
+from __future__ import annotations
+
+HELPERS: dict[str, str] = {
+    "fuser_load_bfloat16": """\
+FUSER_FN float fuser_load_bfloat16(u16 h) { return FUSER_BITS(float, (u32)h << 16); }
+""",
+    # Round to nearest even; a NaN becomes the quiet one.
+    "fuser_store_bfloat16": """\
+FUSER_FN u16 fuser_store_bfloat16(float x) {
+  const u32 b = FUSER_BITS(u32, x);
+  const u32 r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+  return (u16)(x != x ? 0x7fc0u : r);
+}
+""",
+    # Shift the fields in place and re-bias the exponent; the subtraction normalises denormals exactly.
+    "fuser_load_half": """\
+FUSER_FN float fuser_load_half(u16 h) {
+  const u32 sign = (u32)(h & 0x8000u) << 16, fields = (u32)(h & 0x7fffu) << 13;
+  const u32 normal = fields + (fields >= 0x0f800000u ? 0x70000000u : 0x38000000u);
+  const float tiny = FUSER_BITS(float, fields + 0x38800000u) - FUSER_BITS(float, 0x38800000u);
+  const u32 b = fields < 0x00800000u ? FUSER_BITS(u32, tiny) : normal;
+  return FUSER_BITS(float, b | sign);
+}
+""",
+    # Below 2^-14 adding 0.5 leaves the half's denormal, rounded to nearest even, in the low bits.
+    "fuser_store_half": """\
+FUSER_FN u16 fuser_store_half(float x) {
+  const u32 all = FUSER_BITS(u32, x), b = all & 0x7fffffffu, sign = (all >> 16) & 0x8000u;
+  const float shifted = FUSER_BITS(float, b) + 0.5f;
+  const u32 tiny = FUSER_BITS(u32, shifted) - 0x3f000000u;
+  const u32 normal = (b - 0x38000000u + 0xfffu + ((b >> 13) & 1u)) >> 13;
+  const u32 finite = b < 0x38800000u ? tiny : normal;
+  const u32 large = b > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  return (u16)((b >= 0x47800000u ? large : finite) | sign);
+}
+""",
+}
+
+# Out of range and NaN give the smallest integer, as cvtt* does; the comparison keeps that defined in C++.
+for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807LL - 1)")):
+    for _name, _float in (("f32", "float"), ("f64", "double")):
+        _limit = ("2147483648.0" if _wide == "i32" else "9223372036854775808.0") + ("f" if _name == "f32" else "")
+        # A double between the limit - 1 and the limit truncates to the limit - 1, which fits.
+        _from = "-2147483649.0" if (_wide, _name) == ("i32", "f64") else None
+        _above = f"x > {_from}" if _from else f"x >= -{_limit}"
+        HELPERS[f"fuser_{_wide}_from_{_name}"] = f"""\
+FUSER_FN {_wide} fuser_{_wide}_from_{_name}({_float} x) {{
+  return ({_above}) & (x < {_limit}) ? ({_wide})x : {_low};
+}}
+"""

@@ -1,0 +1,111 @@
+"""C++ helpers for floating-point functions."""
+
+from __future__ import annotations
+
+HELPERS: dict[str, str] = {}
+
+
+def _both(name: str, args: str, body: str) -> None:
+    """Add `fuser_<name>_f32` and `_f64`; in `body` T is the type, {f} and {D} are the suffixes, C(x) a constant."""
+    for kind, f, d in (("float", "f", "f32"), ("double", "", "f64")):
+        params = ", ".join(f"{kind} {a}" for a in args.split())
+        text = body.replace("{f}", f).replace("{D}", d).replace("{T}", kind)
+        HELPERS[f"fuser_{name}_{d}"] = f"FUSER_FN {kind} fuser_{name}_{d}({params}) {{\n{text}}}\n"
+
+
+# The float32 forms go through double: each costs two half-width vectors, and is right to the last bit or nearly.
+for (
+    _name
+) in "acos acosh asin asinh atan atanh cos cosh erfc expm1 log log10 log1p log2 sin sinh tan exp exp2 erf tanh".split():
+    HELPERS[f"fuser_{_name}_f32"] = (
+        f"FUSER_FN float fuser_{_name}_f32(float x) {{ return (float){_name}((double)x); }}\n"
+    )
+    HELPERS[f"fuser_{_name}_f64"] = f"FUSER_FN double fuser_{_name}_f64(double x) {{ return {_name}(x); }}\n"
+for _name in "atan2 hypot pow".split():
+    HELPERS[f"fuser_{_name}_f32"] = (
+        f"FUSER_FN float fuser_{_name}_f32(float x, float y) {{ return (float){_name}((double)x, (double)y); }}\n"
+    )
+    HELPERS[f"fuser_{_name}_f64"] = (
+        f"FUSER_FN double fuser_{_name}_f64(double x, double y) {{ return {_name}(x, y); }}\n"
+    )
+
+_both("fmod", "a b", "  return fmod{f}(a, b);\n")
+_both(
+    "remainder",
+    "a b",
+    """\
+  const {T} r = fmod{f}(a, b);
+  return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
+""",
+)
+_both(
+    "floor_div",
+    "a b",
+    """\
+  const {T} r = fmod{f}(a, b);
+  {T} q = (a - r) / b;
+  q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
+  const {T} low = __builtin_floor{f}(q), exact = a / b;
+  const {T} near = q - low > ({T})0.5 ? low + 1 : low;
+  return b == 0 ? exact : q != 0 ? near : __builtin_copysign{f}(0, exact);
+""",
+)
+_both("sigmoid", "x", "  return 1 / (1 + fuser_exp_{D}(-x));\n")
+_both("round", "x", "  return __builtin_rint{f}(x);\n")
+_both(
+    "nextafter",
+    "a b",
+    """\
+  const {I} x = FUSER_BITS({I}, a);
+  const {I} up = (a < b) == (a > 0) ? 1 : -1;
+  const {T} tiny = __builtin_copysign{f}(FUSER_BITS({T}, ({I})1), b);
+  const {T} near = a == 0 ? tiny : FUSER_BITS({T}, x + up);
+  return (a != a) | (b != b) ? a + b : a == b ? b : near;
+""",
+)
+for _d, _i in (("f32", "i32"), ("f64", "i64")):
+    HELPERS[f"fuser_nextafter_{_d}"] = HELPERS[f"fuser_nextafter_{_d}"].replace("{I}", _i)
+_both(
+    "logaddexp",
+    "a b",
+    """\
+  const {T} m = a > b ? a : b, d = a > b ? b - a : a - b;
+  const {T} s = m + fuser_log1p_{D}(fuser_exp_{D}(d));
+  const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
+  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
+""",
+)
+_both(
+    "logaddexp2",
+    "a b",
+    """\
+  const {T} m = a > b ? a : b, d = a > b ? b - a : a - b;
+  const {T} s = m + fuser_log1p_{D}(fuser_exp2_{D}(d)) * ({T})1.4426950408889634074;
+  const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
+  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
+""",
+)
+_both(
+    "xlogy",
+    "a b",
+    """\
+  const {T} v = a * fuser_log_{D}(b);
+  return b != b ? b : a == 0 ? ({T})0 : v;
+""",
+)
+_both(
+    "xlog1py",
+    "a b",
+    """\
+  const {T} v = a * fuser_log1p_{D}(b);
+  return b != b ? b : a == 0 ? ({T})0 : v;
+""",
+)
+_both(
+    "entr",
+    "x",
+    """\
+  const {T} v = -x * fuser_log_{D}(x);
+  return x != x ? x : x > 0 ? v : x == 0 ? ({T})0 : -__builtin_inf{f}();
+""",
+)

@@ -1,0 +1,176 @@
+"""Rows of exact ops: arithmetic, comparisons, bits, selection. Their results have the same bits as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fuser.ops.table import ALL, BOOL, FLOATS, INTS, OpRow
+
+NUMBERS = (*FLOATS, *INTS)
+WHOLE = (*INTS, *BOOL)
+
+
+def by(
+    floats: str | None = None, ints: str | None = None, bools: str | None = None
+) -> Callable[[torch.dtype], str | None]:
+    """A cell by family of dtypes."""
+    return lambda d: floats if d.is_floating_point else bools if d is torch.bool else ints
+
+
+def _wrap(sign: str) -> str:
+    return f"({{T}})(({{U}}){{0}} {sign} ({{U}}){{1}})"
+
+
+ZERO_DIV = {"int_zero_div": True}
+ZERO_NOTE = "Eager raises for an integer divided by zero; the cell gives 0, so a lowering has to know the divisor."
+
+ARITHMETIC = (
+    OpRow("add", 2, torch.add, by("{0} + {1}", _wrap("+"), "{0} | {1}"), "({0} + {1})"),
+    OpRow("sub", 2, torch.sub, by("{0} - {1}", _wrap("-")), "({0} - {1})", NUMBERS),
+    OpRow("mul", 2, torch.mul, by("{0} * {1}", _wrap("*"), "{0} & {1}"), "({0} * {1})"),
+    OpRow("div", 2, torch.div, "{0} / {1}", "({0} / {1})", FLOATS, cost=4),
+    OpRow(
+        "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})", None, NUMBERS,
+        cost=30, notes=ZERO_NOTE, extra=ZERO_DIV,
+    ),
+    OpRow(
+        "trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+        by("__builtin_trunc{f}({0} / {1})", "fuser_trunc_div_{D}({0}, {1})"),
+        by("libdevice.trunc({0} / {1})"), NUMBERS, cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
+    ),
+    OpRow(
+        "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})", None, NUMBERS,
+        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
+    ),
+    OpRow(
+        "fmod", 2, torch.fmod, "fuser_fmod_{D}({0}, {1})", by("libdevice.fmod({0}, {1})"), NUMBERS,
+        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
+    ),
+    OpRow("neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), "(-{0})", NUMBERS),
+    OpRow(
+        "abs", 1, torch.abs,
+        lambda d: "{0}" if d is torch.uint8 else by("__builtin_fabs{f}({0})", "fuser_abs_{D}({0})")(d),
+        "tl.abs({0})", NUMBERS,
+    ),
+    OpRow(
+        "sign", 1, torch.sign, "({T})(({0} > 0) - ({0} < 0))",
+        "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))", NUMBERS, cost=2,
+    ),
+    OpRow("reciprocal", 1, torch.reciprocal, "1 / {0}", "(1.0 / {0})", FLOATS, cost=4),
+    OpRow(
+        "sqrt", 1, torch.sqrt, "__builtin_sqrt{f}({0})", "tl.sqrt_rn({0})", FLOATS, cost=5, domain=(0.0, 9.0), ulps=0.5,
+        notes="Rounded correctly; eager's vector form is one ulp off at places.",
+    ),
+    OpRow("gcd", 2, torch.gcd, "fuser_gcd_{D}({0}, {1})", None, INTS, cost=60),
+    OpRow("lcm", 2, torch.lcm, "fuser_lcm_{D}({0}, {1})", None, INTS, cost=60),
+)  # fmt: skip
+
+ROUNDING = tuple(
+    OpRow(name, 1, eval, cell, triton, FLOATS)
+    for name, eval, cell, triton in (
+        ("floor", torch.floor, "__builtin_floor{f}({0})", "tl.floor({0})"),
+        ("ceil", torch.ceil, "__builtin_ceil{f}({0})", "tl.ceil({0})"),
+        ("round", torch.round, "__builtin_rint{f}({0})", "libdevice.nearbyint({0})"),
+        ("trunc", torch.trunc, "__builtin_trunc{f}({0})", "libdevice.trunc({0})"),
+        ("frac", torch.frac, "{0} - __builtin_trunc{f}({0})", "({0} - libdevice.trunc({0}))"),
+    )
+)
+
+# Ties give the second argument of maximum and minimum, the first of fmax and fmin: which zero comes out follows eager.
+EXTREMES = (
+    OpRow(
+        "maximum", 2, torch.maximum, by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}"),
+        "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", cost=2,
+    ),
+    OpRow(
+        "minimum", 2, torch.minimum, by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}"),
+        "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", cost=2,
+    ),
+    OpRow(
+        "fmax", 2, torch.fmax, by("({0} >= {1}) | ({1} != {1}) ? {0} : {1}", "{0} > {1} ? {0} : {1}"),
+        "tl.maximum({0}, {1})", NUMBERS, cost=2,
+    ),
+    OpRow(
+        "fmin", 2, torch.fmin, by("({0} <= {1}) | ({1} != {1}) ? {0} : {1}", "{0} < {1} ? {0} : {1}"),
+        "tl.minimum({0}, {1})", NUMBERS, cost=2,
+    ),
+    OpRow("relu", 1, torch.relu, "{0} < 0 ? ({T})0 : {0}", "tl.where({0} < 0, 0, {0})", NUMBERS),
+)  # fmt: skip
+
+_INF = "__builtin_inf{f}()"
+FLOAT_BITS = (
+    OpRow("isnan", 1, torch.isnan, "{0} != {0}", "({0} != {0})", FLOATS, "bool"),
+    OpRow(
+        "isinf", 1, torch.isinf, f"__builtin_fabs{{f}}({{0}}) == {_INF}", "(tl.abs({0}) == float('inf'))",
+        FLOATS, "bool",
+    ),
+    OpRow(
+        "isfinite", 1, torch.isfinite, f"__builtin_fabs{{f}}({{0}}) < {_INF}", "(tl.abs({0}) < float('inf'))",
+        FLOATS, "bool",
+    ),
+    OpRow(
+        "signbit", 1, torch.signbit,
+        by("FUSER_BITS({I}, {0}) < 0", "{0} < 0"),
+        by("libdevice.signbit({0}).to(tl.int1)", "({0} < 0)"), NUMBERS, "bool",
+    ),
+    OpRow("copysign", 2, torch.copysign, "__builtin_copysign{f}({0}, {1})", "libdevice.copysign({0}, {1})", FLOATS),
+    OpRow(
+        "nextafter", 2, torch.nextafter, "fuser_nextafter_{D}({0}, {1})", "libdevice.nextafter({0}, {1})", FLOATS,
+        cost=8,
+    ),
+    OpRow(
+        "heaviside", 2, torch.heaviside, "{0} == 0 ? {1} : ({T})({0} > 0)",
+        "tl.where({0} == 0, {1}, ({0} > 0).to({0}.dtype))", NUMBERS, cost=3,
+    ),
+)  # fmt: skip
+
+COMPARISONS = tuple(
+    OpRow(name, 2, eval, f"{{0}} {sign} {{1}}", f"({{0}} {sign} {{1}})", ALL, "bool")
+    for name, eval, sign in (
+        ("eq", torch.eq, "=="),
+        ("ne", torch.ne, "!="),
+        ("lt", torch.lt, "<"),
+        ("le", torch.le, "<="),
+        ("gt", torch.gt, ">"),
+        ("ge", torch.ge, ">="),
+    )
+)
+
+LOGICAL = (
+    *(
+        OpRow(
+            name, 2, eval, f"({{0}} != 0) {sign} ({{1}} != 0)", f"(({{0}} != 0) {sign} ({{1}} != 0))", ALL, "bool",
+        )
+        for name, eval, sign in (
+            ("logical_and", torch.logical_and, "&"),
+            ("logical_or", torch.logical_or, "|"),
+            ("logical_xor", torch.logical_xor, "^"),
+        )
+    ),
+    OpRow("logical_not", 1, torch.logical_not, by("{0} == 0", "{0} == 0", "!{0}"), "({0} == 0)", ALL, "bool"),
+    *(
+        OpRow(
+            name, 2, eval, by(None, f"({{T}})({{0}} {sign} {{1}})", f"{{0}} {sign} {{1}}"),
+            f"({{0}} {sign} {{1}})", WHOLE,
+        )
+        for name, eval, sign in (
+            ("bitwise_and", torch.bitwise_and, "&"),
+            ("bitwise_or", torch.bitwise_or, "|"),
+            ("bitwise_xor", torch.bitwise_xor, "^"),
+        )
+    ),
+    OpRow(
+        "bitwise_not", 1, torch.bitwise_not, by(None, "({T})~{0}", "!{0}"), by(None, "(~{0})", "({0} == 0)"), WHOLE
+    ),
+    OpRow("lshift", 2, torch.bitwise_left_shift, "fuser_lshift_{D}({0}, {1})", None, INTS, cost=3),
+    OpRow("rshift", 2, torch.bitwise_right_shift, "fuser_rshift_{D}({0}, {1})", None, INTS, cost=3),
+)  # fmt: skip
+
+SELECTION = (
+    OpRow("where", 3, torch.where, "{0} ? {1} : {2}", "tl.where({0}, {1}, {2})", signature="btt"),
+    OpRow("identity", 1, torch.clone, "{0}", "{0}", cost=0),
+)
+
+ROWS = (*ARITHMETIC, *ROUNDING, *EXTREMES, *FLOAT_BITS, *COMPARISONS, *LOGICAL, *SELECTION)

@@ -1,0 +1,105 @@
+"""C++ helpers that cells call, by name. A source gets those it names, and those that they name, and no others.
+
+No header is included. Helpers are `static inline`, take and give scalars, and are free of branches wherever that is
+possible, so that a compiler vectorises the loop they are inlined into. Functions of libm are declared, not included:
+those that glibc's libmvec has in vector form carry the attribute that lets g++ call it (`FUSER_SIMD_MATH` is defined by
+the toolchain where linking with -lmvec works).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fuser.ops import conversions_cpp, integer_cpp, math_cpp
+
+_MACROS = {
+    "FUSER_FN": """\
+#define FUSER_FN static inline __attribute__((always_inline, unused))
+""",
+    "FUSER_VEC": """\
+#if defined(FUSER_SIMD_MATH)
+#define FUSER_VEC __attribute__((simd("notinbranch"), const))
+#else
+#define FUSER_VEC __attribute__((const))
+#endif
+""",
+    # Fused where the machine can: elsewhere a call into libm for each would cost more than the last bit is worth.
+    "FUSER_FMA": """\
+#if defined(__FMA__) || defined(__FP_FAST_FMA) || defined(__aarch64__)
+#define FUSER_FMAF(a, b, c) __builtin_fmaf(a, b, c)
+#define FUSER_FMA(a, b, c) __builtin_fma(a, b, c)
+#else
+#define FUSER_FMAF(a, b, c) ((a) * (b) + (c))
+#define FUSER_FMA(a, b, c) ((a) * (b) + (c))
+#endif
+""",
+    "FUSER_BITS": """\
+#define FUSER_BITS(T, x) __builtin_bit_cast(T, x)
+""",
+}
+_ALIASES = {"FUSER_FMAF": "FUSER_FMA"}
+
+# Functions with a vector form in libmvec (glibc 2.35 and later for most), by number of arguments.
+_VECTOR_1 = (
+    "acos acosh asin asinh atan atanh cbrt cos cosh erf erfc exp exp10 exp2 expm1"
+    " log log10 log1p log2 sin sinh tan tanh"
+)
+_VECTOR_2 = "atan2 hypot pow"
+_SCALAR_1 = "lgamma tgamma j0 j1 y0 y1"
+_SCALAR_2 = "fmod"
+
+
+def _declarations() -> dict[str, str]:
+    out = {}
+    for names, arity, attribute in (
+        (_VECTOR_1, 1, "FUSER_VEC "),
+        (_VECTOR_2, 2, "FUSER_VEC "),
+        (_SCALAR_1, 1, ""),
+        (_SCALAR_2, 2, ""),
+    ):
+        for name in names.split():
+            for suffix, kind in (("", "double"), ("f", "float")):
+                args = ", ".join([kind] * arity)
+                out[name + suffix] = f'extern "C" {attribute}{kind} {name}{suffix}({args});\n'
+    return out
+
+
+PRELUDE: dict[str, str] = {
+    **_MACROS,
+    **_declarations(),
+    **conversions_cpp.HELPERS,
+    **integer_cpp.HELPERS,
+    **math_cpp.HELPERS,
+}
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_CELL_WORD = re.compile(r"\b(?:fuser|FUSER)_\w+")
+
+
+def _alias(word: str) -> str:
+    return _ALIASES.get(word, word)
+
+
+def helpers_in(source: str) -> tuple[str, ...]:
+    """Names of the helpers that a kernel's `source` calls, in order of first use."""
+    return tuple(dict.fromkeys(w for w in map(_alias, _CELL_WORD.findall(source)) if w in PRELUDE))
+
+
+def _needs(name: str) -> list[str]:
+    words = map(_alias, _WORD.findall(PRELUDE[name]))
+    return [w for w in dict.fromkeys(words) if w != name and w in PRELUDE]
+
+
+def prelude_for(names: Iterable[str]) -> str:
+    """Source text of the helpers `names` and of all that they need, each once, in order of need."""
+    done: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        if name not in done:
+            for need in _needs(name):
+                visit(need)
+            done[name] = None
+
+    for name in sorted(set(names)):
+        visit(name)
+    return "".join(PRELUDE[name] for name in done)

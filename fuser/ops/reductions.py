@@ -1,0 +1,89 @@
+"""Rows of reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuser.ops.pointwise import NUMBERS, by
+from fuser.ops.table import ReductionRow
+
+Dims = tuple[int, ...]
+
+
+def _same(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Integers and bools add up in int64, as eager's do."""
+    return dtype if dtype.is_floating_point else torch.int64
+
+
+def _to_bool(_: torch.dtype) -> torch.dtype:
+    return torch.bool
+
+
+def _smallest(dtype: torch.dtype) -> int | float | bool:
+    if dtype is torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _largest(dtype: torch.dtype) -> int | float | bool:
+    if dtype is torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _dim_by_dim(op: Callable[..., Any]) -> Callable[[torch.Tensor, Dims, bool], torch.Tensor]:
+    """`op(x, dim, keepdim)` over several dims, the last first."""
+
+    def run(x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
+        for d in sorted(dims, reverse=True):
+            x = op(x, d, keepdim)
+        return x
+
+    return run
+
+
+def _index(op: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, Dims, bool], torch.Tensor]:
+    def run(x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
+        if len(dims) == 1:
+            return op(x, dims[0], keepdim)
+        if len(dims) != x.dim():
+            raise ValueError(f"{op.__name__} reduces one dimension or all of {x.dim()}, not {len(dims)}")
+        out = op(x)
+        return out.reshape([1] * x.dim()) if keepdim else out
+
+    return run
+
+
+def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
+    """Better value, or the same value at a lower index. NaN is better than any number and equal to NaN."""
+    floats = (
+        f"({{2}} {sign} {{0}}) | (({{2}} != {{2}}) & ({{0}} == {{0}}))"
+        " | ((({2} == {0}) | (({2} != {2}) & ({0} != {0}))) & ({3} < {1}))"
+    )
+    whole = f"({{2}} {sign} {{0}}) | (({{2}} == {{0}}) & ({{3}} < {{1}}))"
+    return by(floats, whole, whole)
+
+
+_ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
+_MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
+_MAX = by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
+_MIN = by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
+
+ROWS = (
+    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, _ADD, _wide, "tl.sum({0}, {1})"),
+    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, _MUL, _wide),
+    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), _smallest, _MAX, _same, cost=2),
+    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), _largest, _MIN, _same, cost=2),
+    ReductionRow("any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool),
+    ReductionRow("all", lambda x, d, k: torch.all(x.bool(), d, k), lambda _: True, "{0} & {1}", _to_bool),
+    ReductionRow("argmax", _index(torch.argmax), _smallest, _replaces(">"), _same, None, NUMBERS, torch.int64, True, 4),
+    ReductionRow("argmin", _index(torch.argmin), _largest, _replaces("<"), _same, None, NUMBERS, torch.int64, True, 4),
+)  # fmt: skip
