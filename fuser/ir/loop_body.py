@@ -4,7 +4,7 @@
 the only ambient state of a compilation) records a `Row` for each distinct call. What comes out is data: it can be
 hashed, verified, printed, interpreted and stored; closures are gone.
 
-Values have *compute* dtypes: float16 and bfloat16 are loaded into float32, and `round` rows round a float32 value to
+Values have *compute* dtypes: float16 and bfloat16 are loaded into float32, and `round_to` rows round a float32 value to
 the precision of a narrower type where a user's cast asks for it.
 """
 
@@ -40,7 +40,7 @@ class Row:
     index     attr an Expr over loop variables and sizes; the value of the index
     indirect  attr (size Expr, checked); args (row,): an index computed by a row, wrapped if negative, usable in later
               index expressions as the symbol `%<row number>`
-    round     attr the torch dtype to round to; the value stays in compute dtype
+    round_to  attr the torch dtype to round to; the value stays in compute dtype
     to_dtype  args (row,); a change of compute dtype
     any name of `ops.OPS`
     """
@@ -217,11 +217,11 @@ class _Ops:
         out = recorder.add_row(Row("indirect", args, torch.int64, (size, checked)))
         return indirect_symbol(out.row)
 
-    def round(self, value: Value, dtype: torch.dtype) -> Value:
+    def round_to(self, value: Value, dtype: torch.dtype) -> Value:
         """`value` rounded to the precision of `dtype`, still in compute dtype."""
         if dtype not in LOW_PRECISION:
             return value
-        return _handler.get().add_row(Row("round", (value.row,), torch.float32, dtype))
+        return _handler.get().add_row(Row("round_to", (value.row,), torch.float32, dtype))
 
     def to_dtype(self, value: Value, dtype: torch.dtype) -> Value:
         """`value` converted to the compute dtype of `dtype`, as torch converts."""

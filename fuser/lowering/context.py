@@ -157,7 +157,7 @@ class LoweringContext:
 
     def _finish(self, value: Value, dtype: torch.dtype) -> Value:
         value = ops.to_dtype(value, compute_dtype(dtype))
-        return ops.round(value, dtype) if self.numerics == "eager" else value
+        return ops.round_to(value, dtype) if self.numerics == "eager" else value
 
     def into_slice(
         self, target: TensorBox, size: Sequence[Expr], inner_fn: Callable[[Index], Value],

@@ -1,0 +1,68 @@
+"""Small pieces of C++ text: expressions over sizes, names, indented lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuser.ir.sizes import INDIRECT, Call, Expr, Sym, is_nonnegative
+
+FLOOR_HELPERS = """\
+static inline i64 floor_div(i64 a, i64 b) { i64 q = b ? a / b : 0; return q - (b && (a % b != 0) && ((a < 0) != (b < 0))); }
+static inline i64 floor_mod(i64 a, i64 b) { return b ? a - floor_div(a, b) * b : 0; }
+"""
+
+
+def cpp_name(s: Sym) -> str:
+    """The C++ variable of a symbol; an indirect one is the row that computes it."""
+    return f"t{s.name[1:]}" if s.kind == INDIRECT else s.name
+
+
+def cpp_expr(e: Expr, name: Callable[[Sym], str] = cpp_name) -> str:
+    """An integer expression."""
+    if not e.terms:
+        return "0"
+    parts: list[str] = []
+    for monomial, c in e.terms:
+        factors = [name(a) if isinstance(a, Sym) else _call(a, name) for a in monomial]
+        if c != 1 or not factors:
+            factors.insert(0, str(c) if c >= 0 else f"({c})")
+        parts.append(" * ".join(factors))
+    return " + ".join(parts)
+
+
+def _call(c: Call, name: Callable[[Sym], str]) -> str:
+    a, b = cpp_expr(c.args[0], name), cpp_expr(c.args[1], name)
+    if c.fn in ("min", "max"):
+        sign = "<" if c.fn == "min" else ">"
+        return f"(({a}) {sign} ({b}) ? ({a}) : ({b}))"
+    divisor = c.args[1].as_int()
+    plain = is_nonnegative(c.args[0]) and divisor is not None and divisor > 0
+    if c.fn == "floordiv":
+        return f"(({a}) / {b})" if plain else f"floor_div({a}, {b})"
+    return f"(({a}) % {b})" if plain else f"floor_mod({a}, {b})"
+
+
+class Lines:
+    """Indented lines of a source."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.lines: list[str] = []
+        self.depth = depth
+
+    def add(self, text: str) -> None:
+        """One line at the current depth."""
+        self.lines.append("  " * self.depth + text if text else "")
+
+    def open(self, text: str) -> None:
+        """A line that opens a block."""
+        self.add(text + " {")
+        self.depth += 1
+
+    def close(self, text: str = "}") -> None:
+        """A line that closes a block."""
+        self.depth -= 1
+        self.add(text)
+
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(self.lines) + "\n"

@@ -1,0 +1,232 @@
+"""Which loops run in one kernel.
+
+Nodes are taken in order of execution. Kernels have an order too, and a node may join a kernel that comes no earlier
+than any kernel it reads from: that never makes a cycle and needs no search. Among those, `score_fusion` (bytes of
+memory traffic saved) chooses; `can_fuse` says yes or why not, and the reasons are kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fuser.ir.sizes import ZERO, Expr, Sym, expr, substitute
+from fuser.lowering.context import LoweringContext
+from fuser.scheduler.align import Axes, Matching, digits_of
+from fuser.scheduler.nodes import Node
+
+FEW_ROWS, LONG = 4, 1 << 18  # a reduction of fewer, longer rows than this is split over threads
+MOST_BUFFERS = 48
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Nodes that share one loop nest. `order` is its place in the sequence of launches."""
+
+    order: int
+    axes: Axes = field(default_factory=Axes)
+    reduced: set[Sym] = field(default_factory=set)
+    nodes: list[Node] = field(default_factory=list)
+    maps: dict[str, dict[Sym, Expr]] = field(default_factory=dict)  # node name -> variable -> expression over axes
+    produced: dict[str, Node] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
+    after: set[str] = field(default_factory=set)  # buffers that need a reduction of this kernel to be complete
+    n_rows: int = 0
+
+    def node_axes(self, node: Node) -> set[Sym]:
+        """The axes that a member runs over."""
+        out: set[Sym] = set()
+        for e in self.maps[node.name].values():
+            out |= {d for d, _ in digits_of(e, self.axes.size) or []}
+        return out
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of `can_fuse`: a matching to apply, or a reason."""
+
+    matching: Matching | None
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.matching is not None
+
+
+@dataclass
+class Fusion:
+    """The outcome of scheduling: kernels in launch order, and why nodes were kept apart."""
+
+    kernels: list[Kernel]
+    reasons: list[tuple[str, str, str]]  # (node, kernel's first node, reason)
+
+
+def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int) -> Verdict:
+    """Whether `node` can run in `kernel`'s loops, at its end."""
+    if kernel.n_rows + len(node.rows) > most_rows:
+        return Verdict(None, f"the fused body would have more than {most_rows} rows")
+    if len(kernel.reads | node.reads | set(kernel.produced)) > MOST_BUFFERS:
+        return Verdict(None, f"the kernel would touch more than {MOST_BUFFERS} buffers")
+    matching = Matching(kernel.axes.copy(), node.sizes())
+    for row in node.rows:
+        if row.op != "load" or row.attr[0] not in kernel.produced:
+            continue
+        producer = kernel.produced[row.attr[0]]
+        if not producer.identity_store:
+            return Verdict(None, f"{producer.buffer.name} is filled by several loops")
+        if not _line_up(kernel, matching, producer, row.attr[1]):
+            return Verdict(None, f"reads {producer.buffer.name} at another index than it is written")
+    return _check_axes(ctx, kernel, node, matching)
+
+
+def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Expr, ...]) -> bool:
+    """Match the reader's index with the producer's store index, dim by dim."""
+    own = kernel.maps[producer.name]
+    for e, store in zip(index, producer.store_index):
+        variables = digits_of(e, matching.sizes)
+        axes = matching.axis_digits(substitute(store, own))
+        if variables is None or axes is None or not matching.match([v for v, _ in variables], axes):
+            return False
+    return True
+
+
+def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching) -> Verdict:
+    """Place the variables that no shared buffer placed, and check what is reduced."""
+    parts = [p for v, _ in node.domain for p in matching.variable_digits(v) if p not in matching.variables]
+    used = matching.used_axes()
+    free = [a for a in matching.axes.order if a not in used]
+    if parts:
+        if not free:
+            return Verdict(None, "runs over loops that the kernel does not have")
+        if not matching.match(parts, free):
+            return Verdict(None, "its loops have other sizes than the kernel's")
+        free = []
+    reduced = _split_set(kernel.reduced, matching)
+    if node.is_reduction:
+        own = {matching.variables[p][0] for v, _ in node.reduced for p in matching.variable_digits(v)}
+        if free:
+            return Verdict(None, "reduces only part of the kernel's loops")
+        if reduced and own != reduced:
+            return Verdict(None, "reduces over other loops than the kernel")
+    elif free and set(free) != reduced:
+        return Verdict(None, "covers only part of the kernel's loops")
+    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel):
+        return Verdict(None, "few long rows: the reduction is split over threads")
+    return Verdict(matching)
+
+
+def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
+    out: set[Sym] = set()
+    for a in axes:
+        out.update(matching.axis_digits(expr(a)) or [])
+    return out
+
+
+def _few_long_rows(ctx: LoweringContext, kernel: Kernel) -> bool:
+    rows, row = 1, 1
+    for a in kernel.axes.order:
+        n = ctx.hint(kernel.axes.size[a])
+        if a in kernel.reduced:
+            row *= n
+        else:
+            rows *= n
+    return rows < FEW_ROWS and row >= LONG
+
+
+def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
+    """Put `node` into `kernel` as `matching` found."""
+    if matching.axis_splits:
+        for mapping in kernel.maps.values():
+            for v in mapping:
+                mapping[v] = substitute(mapping[v], matching.axis_splits)
+        kernel.reduced = _split_set(kernel.reduced, matching)
+    kernel.axes = matching.axes
+    kernel.maps[node.name] = {v: matching.expression(v) for v, _ in node.domain}
+    if node.is_reduction:
+        kernel.reduced = {matching.variables[p][0] for v, _ in node.reduced for p in matching.variable_digits(v)}
+    _register(kernel, node)
+
+
+def _register(kernel: Kernel, node: Node) -> None:
+    kernel.nodes.append(node)
+    kernel.produced[node.buffer.name] = node
+    if node.is_reduction or node.reads & kernel.after:
+        kernel.after.add(node.buffer.name)
+    kernel.reads |= node.reads
+    kernel.n_rows += len(node.rows)
+
+
+def start_kernel(node: Node, order: int) -> Kernel:
+    """A kernel with `node` alone."""
+    kernel = Kernel(order)
+    mapping: dict[Sym, Expr] = {}
+    for v, size in node.domain:
+        mapping[v] = expr(kernel.axes.add(size))
+    kernel.maps[node.name] = mapping
+    kernel.reduced = {mapping[v].as_symbol() or v for v, _ in node.reduced}
+    _register(kernel, node)
+    return kernel
+
+
+def score_fusion(ctx: LoweringContext, kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]) -> int:
+    """Bytes of memory traffic saved by running `node` in `kernel`: what it reads that the kernel makes or reads."""
+    shared = (node.reads & kernel.reads) | (node.reads & set(kernel.produced))
+    return sum(buffers.get(b, (0, 0))[0] for b in shared)
+
+
+def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int) -> Fusion:
+    """Assign every node to a kernel. `sizes` gives (bytes, elements) by buffer name in the example."""
+    kernels: list[Kernel] = []
+    home: dict[str, int] = defaultdict(lambda: -1)  # buffer -> order of the last kernel that fills it
+    last_reader: dict[str, int] = {}
+    reasons: list[tuple[str, str, str]] = []
+    for node in nodes:
+        earliest = max((home[b] for b in node.reads), default=-1)
+        candidates = _candidates(kernels, node, earliest, last_reader)
+        candidates.sort(key=lambda k: (-score_fusion(ctx, k, node, sizes), k.order))
+        chosen: Kernel | None = None
+        for kernel in candidates:
+            verdict = can_fuse(ctx, kernel, node, most_rows)
+            if verdict and (kernel.order == earliest and node.reads & set(kernel.produced)
+                            or _shares_an_access(kernel, node, verdict)):  # fmt: skip
+                assert verdict.matching is not None
+                apply(kernel, node, verdict.matching)
+                chosen = kernel
+                break
+            reasons.append((node.name, kernel.nodes[0].name, verdict.reason or "no memory access in common"))
+        if chosen is None:
+            chosen = start_kernel(node, len(kernels))
+            kernels.append(chosen)
+        home[node.buffer.name] = max(home[node.buffer.name], chosen.order)
+        for b in node.reads:
+            last_reader[b] = chosen.order
+    return Fusion(kernels, reasons)
+
+
+def _candidates(kernels: list[Kernel], node: Node, earliest: int, last_reader: dict[str, int]) -> list[Kernel]:
+    orders = {earliest} if earliest >= 0 else set()
+    orders |= {last_reader[b] for b in node.reads if last_reader.get(b, -1) >= earliest}
+    return [kernels[o] for o in sorted(orders) if o >= 0][:8]
+
+
+def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
+    """Whether some element that the node reads is read or made by the kernel at the same point of its loops."""
+    matching = verdict.matching
+    assert matching is not None
+    mine = {v: matching.expression(v) for v, _ in node.domain if matching.is_assigned(v)}
+    wanted = {
+        (r.attr[0], tuple(substitute(e, mine) for e in r.attr[1])) for r in node.rows if r.op == "load"
+    }
+    if any(b in kernel.produced for b, _ in wanted):
+        return True
+    buffers = {b for b, _ in wanted}
+    for other in kernel.nodes:
+        if not other.reads & buffers:
+            continue
+        theirs = {v: substitute(e, matching.axis_splits) for v, e in kernel.maps[other.name].items()}
+        for r in other.rows:
+            if r.op == "load" and (r.attr[0], tuple(substitute(e, theirs) for e in r.attr[1])) in wanted:
+                return True
+    return False
+
+
+__all__ = ["Fusion", "Kernel", "Verdict", "can_fuse", "fuse", "score_fusion", "start_kernel", "ZERO"]

@@ -1,0 +1,113 @@
+"""Recomputing cheap producers inside their readers.
+
+A pointwise buffer that is read at an index which cannot line up with the reader's loops (broadcast, sliced, shifted,
+under a mask) would need a kernel of its own. Where recomputing costs little, its rows are copied into the reader
+instead, with the reader's index in place of its loop variables. Buffers nobody reads any more disappear later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, prune, row_exprs
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, substitute, symbols
+from fuser.scheduler.align import digits_of
+from fuser.scheduler.nodes import Node, normalise, row_cost
+
+CHEAP = 8  # operations a recomputed element may cost
+MOST_ROWS = 96  # rows a reader may have after it took in a producer
+
+
+def inline_cheap(nodes: list[Node]) -> None:
+    """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
+    by_buffer = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    for node in nodes:
+        if any(_should_inline(by_buffer.get(r.attr[0]), node, r) for r in node.rows if r.op == "load"):
+            _inline_into(node, by_buffer)
+
+
+def _should_inline(producer: Node | None, reader: Node, load: Row) -> bool:
+    if producer is None or producer is reader:
+        return False
+    if not producer.reads:
+        return True
+    index: tuple[Expr, ...] = load.attr[1]
+    sizes = reader.sizes()
+    digits = [digits_of(e, sizes) for e in index]
+    used = {v for d in digits if d is not None for v, _ in d}
+    if all(d is not None for d in digits) and used == set(sizes) and not load.args:
+        return False  # the scheduler can line the two up
+    if len(reader.rows) + len(producer.rows) > MOST_ROWS:
+        return False
+    read = {s for e in index for s in symbols(e) if s.kind == LOOP}
+    innermost = reader.domain[-1][0] if reader.domain else None
+    hoisted = innermost not in read
+    return hoisted or producer.cost() <= CHEAP
+
+
+def _inline_into(reader: Node, by_buffer: Mapping[str, Node]) -> None:
+    out = Recorder()
+    number: dict[int, int] = {}
+    for n, row in enumerate(reader.rows):
+        producer = by_buffer.get(row.attr[0]) if row.op == "load" else None
+        if producer is not None and _should_inline(producer, reader, row):
+            index = tuple(_renumbered(e, number) for e in row.attr[1])
+            mask = number[row.args[0]] if row.args else None
+            number[n] = copy_rows(out, producer, index, mask)
+        else:
+            number[n] = out.add_row(_moved(row, number)).row
+    body = prune(out.rows, number[reader.result])
+    reader.rows, reader.result = list(body.rows), body.result
+    normalise(reader)
+    reader.update_reads()
+
+
+def _renumbered(e: Expr, number: Mapping[int, int]) -> Expr:
+    moved = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
+    return substitute(e, moved) if moved else e
+
+
+def _moved(row: Row, number: Mapping[int, int]) -> Row:
+    if indirect_rows(row):
+        row = map_exprs(row, lambda e: _renumbered(e, number))
+    return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
+
+
+def copy_rows(out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None) -> int:
+    """Add `producer`'s rows, evaluated at `index`, to `out`; loads only where `mask` holds. Returns the result's row."""
+    variables = {v for v, _ in producer.domain}
+    mapping: dict[Sym, Expr] = {}
+    for store, e in zip(producer.store_index, index):
+        mapping.update(_solve(store, e, producer.sizes()))
+    assert set(mapping) >= variables, "an identity store covers every loop variable"
+    number: dict[int, int] = {}
+    for n, row in enumerate(producer.rows):
+        if row_exprs(row):
+            row = map_exprs(row, lambda e: substitute(_renumbered(e, number), mapping))
+        args = [number[a] for a in row.args]
+        if mask is not None and row.op in ("load", "indirect"):
+            own = 0 if row.op == "load" else 1
+            if len(args) > own:
+                args[own] = out.add_row(Row("logical_and", (args[own], mask), torch.bool)).row
+            else:
+                args.append(mask)
+        number[n] = out.add_row(Row(row.op, tuple(args), row.dtype, row.attr)).row
+    return number[producer.result]
+
+
+def _solve(store: Expr, e: Expr, sizes: Mapping[Sym, Expr]) -> dict[Sym, Expr]:
+    """Loop variables from `store == e`, where `store` is a mixed-radix number of loop variables."""
+    digits = digits_of(store, sizes)
+    assert digits is not None
+    out: dict[Sym, Expr] = {}
+    rest = e
+    for position, (v, size) in enumerate(reversed(digits)):
+        last = position == len(digits) - 1
+        out[v] = rest if last else rest % size
+        rest = rest // size
+    return out
+
+
+__all__ = ["inline_cheap", "copy_rows", "row_cost", "expr"]

@@ -1,0 +1,177 @@
+"""Scheduler nodes: the loops of the buffers, with indices put into a form that can be compared.
+
+A node is one `Pointwise` or `Reduction` of one buffer. Its loop variables are its own; facts are put in, loops of size
+1 are gone, and a variable that is taken apart by `//` and `%` is split in two, so that most indices are sums of
+`variable * stride`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fuser.ir.loop_body import LoopBody, Row, map_exprs, row_exprs
+from fuser.ir.nodes import Buffer, Pointwise, Reduction
+from fuser.ir.sizes import (
+    LOOP, ONE, ZERO, Call, Expr, Sym, atoms, divide_exactly, simplify_divmod, substitute, symbol,
+)  # fmt: skip
+from fuser.lowering.context import LoweringContext
+from fuser.ops import OPS
+
+
+@dataclass(eq=False)
+class Node:
+    """One loop nest of one buffer. `domain` lists (variable, size), the reduced ones last."""
+
+    name: str
+    buffer: Buffer
+    domain: list[tuple[Sym, Expr]]
+    n_reduced: int
+    kind: str  # "" for pointwise, else the reduction
+    rows: list[Row]
+    result: int
+    store_index: tuple[Expr, ...]
+    identity_store: bool
+    reads: set[str] = field(default_factory=set)
+    position: int = 0
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether it reduces."""
+        return bool(self.kind)
+
+    @property
+    def kept(self) -> list[tuple[Sym, Expr]]:
+        """The loops that are not reduced."""
+        return self.domain[: len(self.domain) - self.n_reduced] if self.n_reduced else list(self.domain)
+
+    @property
+    def reduced(self) -> list[tuple[Sym, Expr]]:
+        """The reduced loops."""
+        return self.domain[len(self.domain) - self.n_reduced :] if self.n_reduced else []
+
+    def sizes(self) -> dict[Sym, Expr]:
+        """Size by loop variable."""
+        return dict(self.domain)
+
+    def cost(self) -> int:
+        """About how many simple operations a point costs, loads apart."""
+        return sum(row_cost(r) for r in self.rows)
+
+    def update_reads(self) -> None:
+        """Recompute the set of buffers read, after rows changed."""
+        self.reads = {r.attr[0] for r in self.rows if r.op == "load"}
+
+
+_FREE_ROWS = frozenset({"load", "const", "scalar", "index", "indirect", "reduced"})
+
+
+def row_cost(row: Row) -> int:
+    """About how many simple operations one evaluation of the row costs."""
+    if row.op in _FREE_ROWS:
+        return 0
+    spec = OPS.get(row.op)
+    return spec.cost if spec is not None else 1
+
+
+def make_nodes(ctx: LoweringContext, buffers: list[Buffer]) -> list[Node]:
+    """Nodes of `buffers`, in order, normalised."""
+    out: list[Node] = []
+    for buffer in buffers:
+        buffer.size = tuple(ctx.canon(s) for s in buffer.size)
+        buffer.stride = tuple(ctx.canon(s) for s in buffer.stride)
+        for n, loops in enumerate(buffer.loops):
+            node = _make_node(ctx, buffer, loops, n)
+            node.position = len(out)
+            out.append(node)
+    return out
+
+
+def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Pointwise | Reduction, n: int) -> Node:
+    body: LoopBody = loops.body
+    domain = [(Sym(f"i{k}", LOOP), ctx.canon(size)) for k, size in enumerate(loops.domain)]
+    reduction = isinstance(loops, Reduction)
+    rows = [map_exprs(r, ctx.canon) if row_exprs(r) else r for r in body.rows]
+    store = tuple(ctx.canon(e) for e in loops.store_index)
+    node = Node(
+        name=buffer.name if n == 0 else f"{buffer.name}.{n}",
+        buffer=buffer,
+        domain=domain,
+        n_reduced=loops.n_reduced if reduction else 0,
+        kind=loops.kind if reduction else "",
+        rows=rows,
+        result=body.result,
+        store_index=store,
+        identity_store=len(buffer.loops) == 1,
+    )
+    normalise(node)
+    node.update_reads()
+    return node
+
+
+def normalise(node: Node) -> None:
+    """Drop loops of size 1, resolve divisions, split variables that indices take apart."""
+    ones = {v: ZERO for v, size in node.domain if size == ONE}
+    if ones:
+        kept_before = len(node.kept)
+        node.n_reduced -= sum(1 for v, _ in node.domain[kept_before:] if v in ones)
+        node.domain = [(v, s) for v, s in node.domain if v not in ones]
+        replace_variables(node, ones)
+    for _ in range(8):
+        simplify(node)
+        split = _find_split(node)
+        if split is None:
+            return
+        split_variable(node, *split)
+
+
+def replace_variables(node: Node, mapping: Mapping[Sym, Expr]) -> None:
+    """Substitute loop variables in every index of the node."""
+    node.rows = [map_exprs(r, lambda e: substitute(e, mapping)) if row_exprs(r) else r for r in node.rows]
+    node.store_index = tuple(substitute(e, mapping) for e in node.store_index)
+
+
+def simplify(node: Node) -> None:
+    """Resolve divisions and remainders by the loop bounds."""
+    sizes = node.sizes()
+    node.rows = [map_exprs(r, lambda e: simplify_divmod(e, sizes)) if row_exprs(r) else r for r in node.rows]
+    node.store_index = tuple(simplify_divmod(e, sizes) for e in node.store_index)
+
+
+def _calls(e: Expr) -> list[Call]:
+    out = []
+    for a in atoms(e):
+        if isinstance(a, Call):
+            out.append(a)
+            out += _calls(a.args[0])
+    return out
+
+
+def _find_split(node: Node) -> tuple[Sym, Expr] | None:
+    """A variable `v` of size `q*d` of which some index takes `v // d` or `v % d`."""
+    sizes = node.sizes()
+    exprs = [e for r in node.rows for e in row_exprs(r)]
+    for e in (*exprs, *node.store_index):
+        for c in _calls(e):
+            if c.fn not in ("floordiv", "mod"):
+                continue
+            v = c.args[0].as_symbol()
+            if v is None or v not in sizes or c.args[1] == ONE:
+                continue
+            quotient = divide_exactly(sizes[v], c.args[1])
+            if quotient is not None and quotient != ONE:
+                return v, c.args[1]
+    return None
+
+
+def split_variable(node: Node, v: Sym, inner: Expr) -> None:
+    """Replace loop `v` by two: `v = hi * inner + lo`."""
+    hi, lo = Sym(f"{v.name}h", LOOP), Sym(f"{v.name}l", LOOP)
+    size = node.sizes()[v]
+    outer = divide_exactly(size, inner)
+    assert outer is not None
+    at = [s for s, _ in node.domain].index(v)
+    if at >= len(node.kept):
+        node.n_reduced += 1
+    node.domain[at : at + 1] = [(hi, outer), (lo, inner)]
+    replace_variables(node, {v: symbol(hi.name, LOOP) * inner + symbol(lo.name, LOOP)})

@@ -1,0 +1,334 @@
+"""Kernel plans: what the scheduler hands to a code generator.
+
+A plan is one loop nest with everything decided: axes in order, which of them are reduced, which one runs over vector
+lanes, the fused rows with flat addresses, the stores and the reductions with their phases. It holds no code and no
+device, and hashes by its text.
+
+Phases: a row that needs the result of a reduction of the same nest belongs to a later pass over the reduced axes. A
+pass recomputes what it needs from earlier ones; the generator may keep costly values in a row buffer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
+from fuser.ir.sizes import (
+    INDIRECT, LOOP, ONE, ZERO, Expr, Sym, coefficient, expr, product, simplify_divmod, substitute, symbols,
+)  # fmt: skip
+from fuser.lowering.context import LoweringContext
+from fuser.scheduler.fusion import Kernel
+from fuser.scheduler.nodes import Node, row_cost
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A loop of the nest. `hint` is its size in the example: it guides choices, never results."""
+
+    sym: Sym
+    size: Expr
+    reduced: bool
+    hint: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write row `row` to `buffer` at the flat `address`. `full`: inside the reduced (or vector) loops."""
+
+    buffer: str
+    address: Expr
+    row: int
+    phase: int
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Reduce row `row` by `kind` over the reduced axes; the result is the row `reduced` with attr `number`."""
+
+    number: int
+    kind: str
+    row: int
+    dtype: torch.dtype
+    phase: int
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One loop nest. `axes` from outermost to innermost; `vector` is the axis that runs over lanes."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    vector: Sym | None
+    rows: tuple[Row, ...]
+    phases: tuple[int, ...]  # per row: the first pass in which it can be computed
+    varies: tuple[frozenset[Sym], ...]  # per row: the axes along which its value varies
+    stores: tuple[Store, ...]
+    reductions: tuple[Reduce, ...]
+    buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
+    split: bool  # few outputs, much to reduce: partial results per chunk, then combined
+    comments: tuple[str, ...] = ()
+
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """The axes that are reduced."""
+        return tuple(a for a in self.axes if a.reduced)
+
+    @property
+    def n_phases(self) -> int:
+        """Passes over the reduced axes."""
+        return 1 + max((s.phase for s in self.stores), default=0)
+
+
+class _Builder:
+    """Collects the fused rows of one kernel."""
+
+    def __init__(self, ctx: LoweringContext, kernel: Kernel, buffers: dict[str, tuple[Expr, ...]]) -> None:
+        self.ctx = ctx
+        self.kernel = kernel
+        self.strides = buffers
+        self.out = Recorder()
+        self.values: dict[str, int] = {}
+        self.stores: list[tuple[str, Expr, int]] = []
+        self.reductions: list[tuple[str, int, torch.dtype]] = []
+
+    def add(self, node: Node, is_stored: Callable[[str], bool]) -> None:
+        """Append a member's rows, then its store or reduction."""
+        mapping = self.kernel.maps[node.name]
+        sizes = self.kernel.axes.size
+        number: dict[int, int] = {}
+
+        def moved(e: Expr) -> Expr:
+            indirect = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
+            return simplify_divmod(substitute(substitute(e, mapping), indirect), sizes)
+
+        for n, row in enumerate(node.rows):
+            if row.op == "load":
+                if row.attr[0] in self.values:
+                    number[n] = self.values[row.attr[0]]
+                    continue
+                address = flat_address(row.attr[1], self.strides[row.attr[0]])
+                row = Row("load", row.args, row.dtype, (row.attr[0], (address,)))
+            if row_exprs(row):
+                row = map_exprs(row, moved)
+            args = tuple(number[a] for a in row.args)
+            number[n] = self.out.add_row(Row(row.op, args, row.dtype, row.attr)).row
+        result = number[node.result]
+        if node.is_reduction:
+            self.reductions.append((node.kind, result, node.buffer.dtype))
+            from fuser.ir.loop_body import compute_dtype
+
+            dtype = compute_dtype(node.buffer.dtype)
+            result = self.out.add_row(Row("reduced", (), dtype, len(self.reductions) - 1)).row
+        if node.identity_store:
+            self.values[node.buffer.name] = result
+        if is_stored(node.buffer.name):
+            address = moved(flat_address(node.store_index, self.strides[node.buffer.name]))
+            self.stores.append((node.buffer.name, address, result))
+
+
+def flat_address(index: tuple[Expr, ...], stride: tuple[Expr, ...]) -> Expr:
+    """The element offset of a logical index."""
+    out = ZERO
+    for i, s in zip(index, stride):
+        out = out + i * s
+    return out
+
+
+def build_plan(
+    ctx: LoweringContext, kernel: Kernel, strides: dict[str, tuple[Expr, ...]], dtypes: dict[str, torch.dtype],
+    is_stored: Callable[[str], bool],
+) -> KernelPlan | None:  # fmt: skip
+    """The plan of a kernel, or None if nothing that it computes is needed outside."""
+    builder = _Builder(ctx, kernel, strides)
+    for node in kernel.nodes:
+        builder.add(node, is_stored)
+    if not builder.stores:
+        return None
+    rows, stores, reductions = _live(builder)
+    axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
+    axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
+    vector = _choose_vector(axes, rows, stores)
+    if vector is not None:
+        axes.sort(key=lambda a: (a.reduced, a.sym == vector))
+    return _finish(kernel, axes, vector, rows, stores, reductions, dtypes)
+
+
+def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], list[tuple[str, int, torch.dtype]]]:
+    """Drop rows and reductions that no store needs; renumber."""
+    rows = builder.out.rows
+    needed: set[int] = set()
+    pending = [row for _, _, row in builder.stores] + [
+        int(s.name[1:]) for _, e, _ in builder.stores for s in symbols(e) if s.kind == INDIRECT
+    ]
+    live_reductions: set[int] = set()
+    while pending:
+        n = pending.pop()
+        if n in needed:
+            continue
+        needed.add(n)
+        pending += [*rows[n].args, *indirect_rows(rows[n])]
+        if rows[n].op == "reduced":
+            live_reductions.add(rows[n].attr)
+            pending.append(builder.reductions[rows[n].attr][1])
+    number = {old: new for new, old in enumerate(sorted(needed))}
+    red_number = {old: new for new, old in enumerate(sorted(live_reductions))}
+
+    def moved(e: Expr) -> Expr:
+        used = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
+        return substitute(e, used) if used else e
+
+    out = []
+    for n in sorted(needed):
+        row = map_exprs(rows[n], moved) if indirect_rows(rows[n]) else rows[n]
+        attr = red_number[row.attr] if row.op == "reduced" else row.attr
+        out.append(Row(row.op, tuple(number[a] for a in row.args), row.dtype, attr))
+    stores = [(b, moved(e), number[r]) for b, e, r in builder.stores]
+    reductions = [(k, number[r], d) for i, (k, r, d) in enumerate(builder.reductions) if i in live_reductions]
+    return out, stores, reductions
+
+
+def _all_exprs(rows: list[Row], stores: list[tuple[str, Expr, int]]) -> list[Expr]:
+    return list({e for r in rows for e in row_exprs(r)} | {e for _, e, _ in stores})
+
+
+def _order_and_merge(
+    ctx: LoweringContext, axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]]
+) -> tuple[list[Axis], list[Row], list[tuple[str, Expr, int]]]:
+    """Axes in the order of the main access's strides, neighbours that behave as one merged."""
+    main = _main_access(rows, stores, axes)
+    position = {a.sym: i for i, a in enumerate(axes)}
+
+    def key(a: Axis) -> tuple[bool, float, int]:
+        c = coefficient(main, a.sym) if main is not None else None
+        stride = abs(ctx.hint(c)) if c is not None and _is_plain(c) else 0
+        return (a.reduced, -stride if stride else -float("inf") if a.reduced else 1.0, position[a.sym])
+
+    axes = sorted(axes, key=key)
+    at = 0
+    while at + 1 < len(axes):
+        x, y = axes[at], axes[at + 1]
+        if x.reduced == y.reduced and all(_mergeable(e, x, y) for e in _all_exprs(rows, stores)):
+            mapping = {x.sym: ZERO}
+            rows = [map_exprs(r, lambda e: substitute(e, mapping)) if row_exprs(r) else r for r in rows]
+            stores = [(b, substitute(e, mapping), r) for b, e, r in stores]
+            axes[at : at + 2] = [Axis(y.sym, x.size * y.size, y.reduced, x.hint * y.hint)]
+            at = max(at - 1, 0)
+        else:
+            at += 1
+    return axes, rows, stores
+
+
+def _is_plain(e: Expr) -> bool:
+    return all(s.kind not in (INDIRECT, LOOP) for s in symbols(e))
+
+
+def _main_access(rows: list[Row], stores: list[tuple[str, Expr, int]], axes: list[Axis]) -> Expr | None:
+    """The address that touches most axes: a store if one does, else a load."""
+    everywhere = [e for _, e, _ in stores] + [r.attr[1][0] for r in rows if r.op == "load"]
+    count = {e: sum(1 for a in axes if a.sym in symbols(e)) for e in everywhere}
+    return max(everywhere, key=lambda e: count[e], default=None)
+
+
+def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
+    cx, cy = coefficient(e, x.sym), coefficient(e, y.sym)
+    return cx is not None and cy is not None and cx == cy * y.size
+
+
+def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]]) -> Sym | None:
+    """The axis with most neighbouring accesses."""
+    if not axes:
+        return None
+    accesses = [(r.attr[1][0], 1.0) for r in rows if r.op == "load"] + [(e, 2.0) for _, e, _ in stores]
+    reductions = any(a.reduced for a in axes)
+
+    def score(item: tuple[int, Axis]) -> tuple[float, int]:
+        at, a = item
+        total = 0.0
+        for e, weight in accesses:
+            if reductions and not any(x.reduced and x.sym in symbols(e) for x in axes):
+                continue  # outside the reduced loops
+            c = coefficient(e, a.sym)
+            if c == ONE:
+                total += weight
+            elif c is not None and c == ZERO:
+                total += weight / 4
+        if a.hint < 8:
+            total /= 8
+        return (total, at)
+
+    return max(enumerate(axes), key=score)[1].sym
+
+
+def _finish(
+    kernel: Kernel, axes: list[Axis], vector: Sym | None, rows: list[Row], stores: list[tuple[str, Expr, int]],
+    reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype],
+) -> KernelPlan:  # fmt: skip
+    phases: list[int] = []
+    varies: list[frozenset[Sym]] = []
+    reduce_phase: dict[int, int] = {}
+    own = {a.sym for a in axes}
+    kept = frozenset(a.sym for a in axes if not a.reduced)
+    for row in rows:
+        deps = [*row.args, *indirect_rows(row)]
+        phase = max((phases[d] for d in deps), default=0)
+        along = frozenset(s for e in row_exprs(row) for s in symbols(e) if s in own).union(*(varies[d] for d in deps))
+        if row.op == "reduced":
+            phase = phases[reductions[row.attr][1]] + 1
+            reduce_phase[row.attr] = phase - 1
+            along = kept
+        phases.append(phase)
+        varies.append(along)
+    final = tuple(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores)
+    done = tuple(Reduce(i, k, r, d, reduce_phase[i]) for i, (k, r, d) in enumerate(reductions))
+    used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [b for b, _, _ in stores])
+    return KernelPlan(
+        name=_name(kernel, axes, rows, done),
+        axes=tuple(axes), vector=vector, rows=tuple(rows), phases=tuple(phases), varies=tuple(varies), stores=final,
+        reductions=done, buffers=tuple((b, dtypes[b]) for b in used), split=_wants_split(axes, vector, done, final),
+        comments=tuple(f"{n.buffer.name}: {n.buffer.origin}" for n in kernel.nodes if n.buffer.origin),
+    )  # fmt: skip
+
+
+def _store_phase(phases: list[int], rows: list[Row], row: int, address: Expr) -> int:
+    used = [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
+    return max([phases[row], *(phases[u] for u in used)])
+
+
+SPLIT_UNITS, SPLIT_WORK = 8, 1 << 16
+
+
+def _wants_split(axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...]) -> bool:
+    """Few independent results, much to reduce, one pass over the data."""
+    if not reductions or any(r.phase for r in reductions):
+        return False
+    reduced = {a.sym for a in axes if a.reduced}
+    if any(symbols(s.address) & reduced for s in stores if s.phase > 0):
+        return False
+    units, work = 1, 1
+    for a in axes:
+        work *= a.hint
+        if not a.reduced:
+            units *= -(-a.hint // LANE_BLOCK) if a.sym == vector else a.hint
+    return units < SPLIT_UNITS and work >= SPLIT_WORK
+
+
+LANE_BLOCK = 256
+
+
+def _name(kernel: Kernel, axes: list[Axis], rows: list[Row], reductions: tuple[Reduce, ...]) -> str:
+    kinds = dict.fromkeys(r.kind for r in reductions)
+    head = "_".join(["red", *kinds]) if kinds else "pw"
+    return f"{head}_d{len(axes)}"[:48]
+
+
+def plan_cost(plan: KernelPlan) -> int:
+    """Operations of one point of the nest."""
+    return max(1, sum(row_cost(r) for r in plan.rows))
+
+
+def points(plan: KernelPlan) -> Expr:
+    """Points of the whole nest."""
+    return product(a.size for a in plan.axes)
