@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -35,15 +36,19 @@ def test_entry_point_names_the_backend(distribution):
     assert (point.name, point.value) == ("fuser", "fuser.frontends.dynamo:fuser_backend")
 
 
-def build_wheel(folder: Path, out: Path, **env: str) -> set[str]:
-    """The names in a wheel built from `folder` by the setuptools of this environment."""
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+def build(kind: str, folder: Path, out: Path, **env: str) -> set[str]:
+    """The names in a "wheel" or "sdist" built from `folder` by the setuptools of this environment."""
+    out.mkdir()
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env={**os.environ, **env}
     )
     assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+    (archive,) = out.iterdir()
+    if kind == "wheel":
+        return set(zipfile.ZipFile(archive).namelist())
+    with tarfile.open(archive) as tar:
+        return {name.partition("/")[2] for name in tar.getnames()}
 
 
 @pytest.fixture
@@ -57,15 +62,16 @@ def copied_tree(tmp_path):
     return tree
 
 
-def test_wheel_holds_every_source_file(copied_tree, tmp_path):
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_every_source_file_is_packed(copied_tree, tmp_path, kind):
     sources = {
-        str(f.relative_to(ROOT))
-        for f in (ROOT / "fuser").rglob("*")
+        str(f.relative_to(copied_tree))
+        for f in (copied_tree / "fuser").rglob("*")
         if f.suffix in (".py", ".cpp", ".h") or f.name == "py.typed"
     }
-    assert sources - build_wheel(copied_tree, tmp_path / "out") == set()
+    assert sources - build(kind, copied_tree, tmp_path / "out") == set()
 
 
 def test_wheel_builds_without_a_compiler(copied_tree, tmp_path):
-    names = build_wheel(copied_tree, tmp_path / "out", CC="/nowhere/cc", CXX="/nowhere/c++")
+    names = build("wheel", copied_tree, tmp_path / "out", CC="/nowhere/cc", CXX="/nowhere/c++")
     assert "fuser/__init__.py" in names and not any(n.endswith(".so") for n in names)
