@@ -25,8 +25,19 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, indirect_rows, row_exprs
 from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, expr, floordiv, minimum, product, symbol, symbols
 from fuser.ops import (
-    CPP_TYPEDEFS, CPP_TYPES, NO_INDEX, REDUCTIONS, ReductionRow, cpp_cell, cpp_combine, cpp_constant, cpp_convert,
-    cpp_load, cpp_store, helpers_in, prelude_for,
+    CPP_TYPEDEFS,
+    CPP_TYPES,
+    NO_INDEX,
+    REDUCTIONS,
+    ReductionRow,
+    cpp_cell,
+    cpp_combine,
+    cpp_constant,
+    cpp_convert,
+    cpp_load,
+    cpp_store,
+    helpers_in,
+    prelude_for,
 )  # fmt: skip
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
@@ -141,7 +152,7 @@ class _Nest:
     def closure(self, roots: Iterable[int], stop: set[int] | None = None) -> list[int]:
         """Rows inside the innermost loops that `roots` need, in order; not looking behind `stop`."""
         seen: set[int] = set()
-        pending = [r for r in roots]
+        pending = list(roots)
         while pending:
             n = pending.pop()
             if n in seen or not self.is_full(n):
@@ -287,7 +298,8 @@ class _Nest:
         self.out.add("i64 unit = begin;")
         for at, (variable, size) in reversed(list(enumerate(digits))):
             last = at == 0
-            self.out.add(f"i64 {variable} = {'unit' if last else f'unit % ({size})'};" + ("" if last else f" unit /= {size};"))
+            text = f"i64 {variable} = unit;" if last else f"i64 {variable} = unit % ({size}); unit /= {size};"
+            self.out.add(text)
         self.out.open("for (i64 u = begin; u < end; ++u)")
 
     def close_units(self, digits: Sequence[tuple[str, str]]) -> None:
@@ -392,7 +404,8 @@ class _Nest:
         available = {n for n in self.kept_rows if self.first_pass(n) < phase}
         for n in self.closure(self.roots(phase), available):
             if n in available:
-                self.out.add(f"const {CPP_TYPES[self.plan.rows[n].dtype]} t{n} = kept{self.kept_rows[n]}[{self.kept_at()}];")
+                kept = f"kept{self.kept_rows[n]}[{self.kept_at()}]"
+                self.out.add(f"const {CPP_TYPES[self.plan.rows[n].dtype]} t{n} = {kept};")
                 continue
             self.declare(n)
             if n in self.kept_rows and self.first_pass(n) == phase:
@@ -468,7 +481,8 @@ class _Nest:
         if spec.index:
             v, i = self.plan.rows[r.row].args
             self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(v))};")
-            self.out.add(f"const bool better{k} = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'at{k}[l]', f'x{k}', self.ref(i))};")
+            better = cpp_combine(r.kind, acc, f"acc{k}[l]", f"at{k}[l]", f"x{k}", self.ref(i))
+            self.out.add(f"const bool better{k} = {better};")
             self.out.add(f"acc{k}[l] = better{k} ? x{k} : acc{k}[l];")
             self.out.add(f"at{k}[l] = better{k} ? {self.ref(i)} : at{k}[l];")
             return
@@ -522,7 +536,8 @@ class _Nest:
         size = product(a.size for a in self.red_axes) * (self.lanes if self.is_column else 1) * 8 + 64
         for n, k in self.kept_rows.items():
             kind = CPP_TYPES[self.plan.rows[n].dtype]
-            self.out.add(f"{kind}* __restrict kept{k} = ({kind}*)(scratch + {k} * (({cpp_expr(size)} + 63) / 64 * 64));")
+            at = f"{k} * (({cpp_expr(size)} + 63) / 64 * 64)"
+            self.out.add(f"{kind}* __restrict kept{k} = ({kind}*)(scratch + {at});")
             offset = offset + size + 64
         return offset
 

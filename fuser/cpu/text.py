@@ -7,7 +7,10 @@ from collections.abc import Callable
 from fuser.ir.sizes import INDIRECT, Call, Expr, Sym, is_nonnegative
 
 FLOOR_HELPERS = """\
-static inline i64 floor_div(i64 a, i64 b) { i64 q = b ? a / b : 0; return q - (b && (a % b != 0) && ((a < 0) != (b < 0))); }
+static inline i64 floor_div(i64 a, i64 b) {
+  i64 q = b ? a / b : 0;
+  return q - (b && (a % b != 0) && ((a < 0) != (b < 0)));
+}
 static inline i64 floor_mod(i64 a, i64 b) { return b ? a - floor_div(a, b) * b : 0; }
 """
 

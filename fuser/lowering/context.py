@@ -182,13 +182,14 @@ class LoweringContext:
     def loader(self, operand: Operand, size: Sequence[Expr], dtype: torch.dtype) -> Callable[[Index], Value]:
         """A function giving the operand's value, converted to compute dtype, at an index of the broadcast `size`."""
         if isinstance(operand, TensorBox):
-            own = self.size_of(operand)
+            box = operand
+            own = self.size_of(box)
             lead = len(size) - len(own)
             keep = [not self.is_one(s) for s in own]
 
             def load(index: Index) -> Value:
                 inner = tuple(i if k else expr(0) for i, k in zip(index[lead:], keep))
-                return ops.to_dtype(operand.load(inner), dtype)
+                return ops.to_dtype(box.load(inner), dtype)
 
             return load
         if isinstance(operand, Scalar):

@@ -24,8 +24,8 @@ ALL = (*FLOATS, *INTS, *BOOL)
 
 # A cell: a template, a function from the argument's dtype to a template, or None: Unsupported. In a C++ template
 # {0} {1} … are the arguments, {T} the C++ type of the *argument*, {U} the unsigned type in which its integer arithmetic
-# wraps, {I} the integer as wide as a float, {D} the helpers' suffix for its dtype (f32, i64, …), {f} the suffix of the C
-# maths functions ("f" or "").
+# wraps, {I} the integer as wide as a float, {D} the helpers' suffix for its dtype (f32, i64, …), {f} the suffix of the
+# C maths functions ("f" or "").
 Cell = str | Callable[[torch.dtype], str | None] | None
 
 

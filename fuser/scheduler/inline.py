@@ -76,7 +76,7 @@ def _moved(row: Row, number: Mapping[int, int]) -> Row:
 
 
 def copy_rows(out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None) -> int:
-    """Add `producer`'s rows, evaluated at `index`, to `out`; loads only where `mask` holds. Returns the result's row."""
+    """Add `producer`'s rows, evaluated at `index`, to `out`; loads only where `mask` holds. Returns the result row."""
     variables = {v for v, _ in producer.domain}
     mapping: dict[Sym, Expr] = {}
     for store, e in zip(producer.store_index, index):

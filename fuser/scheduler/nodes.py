@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from fuser.ir.loop_body import LoopBody, Row, map_exprs, row_exprs
 from fuser.ir.nodes import Buffer, Pointwise, Reduction
 from fuser.ir.sizes import (
-    LOOP, ONE, ZERO, Call, Expr, Sym, atoms, divide_exactly, simplify_divmod, substitute, symbol,
+    LOOP,
+    ONE,
+    ZERO,
+    Call,
+    Expr,
+    Sym,
+    atoms,
+    divide_exactly,
+    simplify_divmod,
+    substitute,
+    symbol,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.ops import OPS
@@ -90,15 +100,14 @@ def make_nodes(ctx: LoweringContext, buffers: list[Buffer]) -> list[Node]:
 def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Pointwise | Reduction, n: int) -> Node:
     body: LoopBody = loops.body
     domain = [(Sym(f"i{k}", LOOP), ctx.canon(size)) for k, size in enumerate(loops.domain)]
-    reduction = isinstance(loops, Reduction)
     rows = [map_exprs(r, ctx.canon) if row_exprs(r) else r for r in body.rows]
     store = tuple(ctx.canon(e) for e in loops.store_index)
     node = Node(
         name=buffer.name if n == 0 else f"{buffer.name}.{n}",
         buffer=buffer,
         domain=domain,
-        n_reduced=loops.n_reduced if reduction else 0,
-        kind=loops.kind if reduction else "",
+        n_reduced=loops.n_reduced if isinstance(loops, Reduction) else 0,
+        kind=loops.kind if isinstance(loops, Reduction) else "",
         rows=rows,
         result=body.result,
         store_index=store,

@@ -17,7 +17,17 @@ import torch
 
 from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
 from fuser.ir.sizes import (
-    INDIRECT, LOOP, ONE, ZERO, Expr, Sym, coefficient, expr, product, simplify_divmod, substitute, symbols,
+    INDIRECT,
+    LOOP,
+    ONE,
+    ZERO,
+    Expr,
+    Sym,
+    coefficient,
+    product,
+    simplify_divmod,
+    substitute,
+    symbols,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.fusion import Kernel
@@ -212,7 +222,7 @@ def _order_and_merge(
         x, y = axes[at], axes[at + 1]
         if x.reduced == y.reduced and all(_mergeable(e, x, y) for e in _all_exprs(rows, stores)):
             mapping = {x.sym: ZERO}
-            rows = [map_exprs(r, lambda e: substitute(e, mapping)) if row_exprs(r) else r for r in rows]
+            rows = [_substituted(r, mapping) for r in rows]
             stores = [(b, substitute(e, mapping), r) for b, e, r in stores]
             axes[at : at + 2] = [Axis(y.sym, x.size * y.size, y.reduced, x.hint * y.hint)]
             at = max(at - 1, 0)
@@ -230,6 +240,10 @@ def _main_access(rows: list[Row], stores: list[tuple[str, Expr, int]], axes: lis
     everywhere = [e for _, e, _ in stores] + [r.attr[1][0] for r in rows if r.op == "load"]
     count = {e: sum(1 for a in axes if a.sym in symbols(e)) for e in everywhere}
     return max(everywhere, key=lambda e: count[e], default=None)
+
+
+def _substituted(row: Row, mapping: dict[Sym, Expr]) -> Row:
+    return map_exprs(row, lambda e: substitute(e, mapping)) if row_exprs(row) else row
 
 
 def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
@@ -300,7 +314,9 @@ def _store_phase(phases: list[int], rows: list[Row], row: int, address: Expr) ->
 SPLIT_UNITS, SPLIT_WORK = 8, 1 << 16
 
 
-def _wants_split(axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...]) -> bool:
+def _wants_split(
+    axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...]
+) -> bool:
     """Few independent results, much to reduce, one pass over the data."""
     if not reductions or any(r.phase for r in reductions):
         return False
