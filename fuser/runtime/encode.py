@@ -1,0 +1,150 @@
+"""A `LaunchProgram` as one array of 64-bit integers, in the order in which a launch reads it.
+
+launcher.cpp walks this array from front to back on every call:
+
+    inputs     tensor: 0, DLPack dtype word, DLPack device type, rank, an item for each size and each stride
+               int, bool, float: 1, 2 or 3, slot
+    guards     count, an item each
+    buffers    count; each: is output, torch's scalar type, item size, rank, an item for each size, and, for outputs,
+               for each stride
+    steps      count; each: items for units, work, scratch
+    outputs    single, count; each: 0 buffer, 1 input or 2 earlier result, and its number
+
+An item is CONST value, LOAD slot, CODE n followed by n words of a program, or BIND slot.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from fuser.errors import BackendError
+from fuser.ir.sizes import LE, PUSH, SLOT, Program
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram
+from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
+
+CONST, LOAD, CODE, BIND = range(4)
+KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
+FROM_BUFFER, FROM_INPUT, FROM_RESULT = range(3)
+
+Encoded = tuple[tuple[int, ...], bytes, tuple[str, ...], tuple[torch.dtype, ...]]
+
+
+class Encoder:
+    """Writes one program's words, and checks on the way that nothing can lead a launch astray."""
+
+    def __init__(self, program: LaunchProgram) -> None:
+        self.program = program
+        self.words: list[int] = []
+        self.bound: set[int] = set()
+        self.depth = 1
+
+    def slot(self, k: int) -> int:
+        if not 0 <= k < self.program.n_slots:
+            raise BackendError(f"launch program: slot {k} of {self.program.n_slots} does not exist")
+        return k
+
+    def load(self, k: int) -> int:
+        if self.slot(k) not in self.bound:
+            raise BackendError(f"launch program: slot {k} is read before an input binds it")
+        return k
+
+    def code(self, code: Program) -> None:
+        """An item that computes a number."""
+        self.depth = max(self.depth, self.check_code(code))
+        if len(code) == 2:
+            self.words += [CONST if code[0] == PUSH else LOAD, code[1]]
+        else:
+            self.words += [CODE, len(code), *code]
+
+    def check_code(self, code: Program) -> int:
+        """The deepest stack that `code` needs; BackendError if it is no program."""
+        i = depth = deepest = 0
+        while i < len(code):
+            op = code[i]
+            if op in (PUSH, SLOT) and i + 1 < len(code):
+                if op == SLOT:
+                    self.load(code[i + 1])
+                depth, i = depth + 1, i + 2
+            elif SLOT < op <= LE and depth >= 2:
+                depth, i = depth - 1, i + 1
+            else:
+                raise BackendError(f"launch program: {code} is no program of fuser.ir.sizes at word {i}")
+            deepest = max(deepest, depth)
+        if depth != 1:
+            raise BackendError(f"launch program: {code} leaves {depth} numbers, expected one")
+        return deepest
+
+    def item(self, item: Bind | Check) -> None:
+        if isinstance(item, Check):
+            self.code(item.code)
+            return
+        self.words += [BIND, self.slot(item.slot)]
+        self.bound.add(item.slot)
+
+    def input(self, pattern: InputPattern) -> None:
+        self.words.append(KINDS[pattern.kind])
+        if pattern.kind == "tensor":
+            assert pattern.dtype is not None
+            if len(pattern.sizes) != len(pattern.strides):
+                raise BackendError(f"launch program: {len(pattern.sizes)} sizes but {len(pattern.strides)} strides")
+            self.words += [DTYPE_WORDS[pattern.dtype], DEVICE_TYPES[pattern.device_type], len(pattern.sizes)]
+            for item in (*pattern.sizes, *pattern.strides):
+                self.item(item)
+        elif pattern.kind == "float":
+            if not 0 <= pattern.slot < self.program.n_floats:
+                raise BackendError(f"launch program: float {pattern.slot} of {self.program.n_floats} does not exist")
+            self.words.append(pattern.slot)
+        else:
+            self.words.append(self.slot(pattern.slot))
+            self.bound.add(pattern.slot)
+
+    def buffer(self, b: BufferPattern) -> None:
+        self.words += [int(b.output), scalar_type(b.dtype), b.dtype.itemsize, len(b.sizes)]
+        if b.output and len(b.sizes) != len(b.strides):
+            raise BackendError(f"launch program: {len(b.sizes)} sizes but {len(b.strides)} strides")
+        for code in (*b.sizes, *b.strides) if b.output else b.sizes:
+            self.code(code)
+
+    def outputs(self) -> None:
+        p = self.program
+        if p.single and len(p.outputs) != 1:
+            raise BackendError(f"launch program: a single result was announced, but {len(p.outputs)} are named")
+        self.words += [int(p.single), len(p.outputs)]
+        first: dict[tuple[str, int], int] = {}
+        for n, (kind, i) in enumerate(p.outputs):
+            known = len(p.inputs) if kind == "input" else len(p.buffers)
+            if kind not in ("input", "buffer") or not 0 <= i < known or (kind == "buffer" and not p.buffers[i].output):
+                raise BackendError(f"launch program: result {n} names {kind} {i}, which is no input and no output buffer")
+            if kind == "buffer" and (kind, i) in first:
+                self.words += [FROM_RESULT, first[kind, i]]
+            else:
+                first[kind, i] = n
+                self.words += [FROM_INPUT if kind == "input" else FROM_BUFFER, i]
+
+    def encode(self) -> Encoded:
+        p = self.program
+        for pattern in p.inputs:
+            self.input(pattern)
+        self.words.append(len(p.guards))
+        for guard in p.guards:
+            self.code(guard)
+        self.words.append(len(p.buffers))
+        for b in p.buffers:
+            self.buffer(b)
+        self.words.append(len(p.steps))
+        for step in p.steps:
+            for code in (step.units, step.work, step.scratch):
+                self.code(code)
+        self.outputs()
+        tensors = sum(pattern.kind == "tensor" for pattern in p.inputs)
+        n_dims = max((2 * len(b.sizes) for b in p.buffers), default=0)
+        header = (len(p.inputs), p.n_slots, p.n_floats, tensors + len(p.buffers), len(p.buffers), n_dims, self.depth)
+        stream = array("q", self.words).tobytes()
+        return header, stream, tuple(s.entry for s in p.steps), tuple(b.dtype for b in p.buffers)
+
+
+def encode(program: LaunchProgram) -> Encoded:
+    """`program` for the native launcher: header, words, step entries, buffer dtypes. BackendError if it is ill-formed."""
+    return Encoder(program).encode()

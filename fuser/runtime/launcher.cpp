@@ -1,0 +1,1155 @@
+// The native launcher: from a Python call to a kernel's steps without running Python, and the buffer pool's memory.
+//
+// One file, the C standard and CPython's C API only, so that it builds in half a second on a user's machine. What it
+// needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides), the C shim of
+// libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a slower
+// stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which is
+// walked from front to back on every call: match the arguments, test the guards, size the buffers, run the steps.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+namespace {
+
+// -- DLPack 1.x, as its specification lays it out ---------------------------------------------------------------------
+struct DLTensor {
+  char* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint32_t dtype;  // code, bits, lanes: compared as one word
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLManaged {
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(DLManaged*);
+  uint64_t flags;
+  DLTensor tensor;
+};
+
+struct DLExchange {
+  uint32_t major, minor;
+  DLExchange* previous;
+  void* allocate;
+  void* to_managed;
+  int (*from_managed)(DLManaged*, void** out);
+  int (*parse)(void* object, DLTensor* out);
+  void* current_stream;
+};
+
+constexpr int32_t kCPU = 1;
+
+// -- What `setup` was given -------------------------------------------------------------------------------------------
+typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
+typedef PyObject* (*WrapTensor)(void* const& tensor);  // at::TensorBase const&: a reference to one pointer
+
+struct {
+  PyTypeObject *tensor, *parameter;
+  DLExchange* dlpack;
+  // Where a tensor object keeps its TensorImpl, and that its dispatch keys; -1: ask `plain_tensor`.
+  int64_t impl_offset, keys_offset;
+  uint64_t plain_keys[8];
+  int n_plain_keys;
+  getter requires_grad;
+  void* requires_grad_closure;
+  // The thread's dispatch keys, as differences from the default; no library: ask `plain_context`.
+  void* c10_library;
+  uint64_t harmless_included, harmful_excluded;
+  bool (*grad_enabled)();
+  bool (*function_mode)();
+  int (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+  int (*delete_tensor)(void*);
+  int (*data_ptr)(void*, void**);
+  WrapTensor wrap;
+  int (*num_threads)();
+  void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*omp_thread_num)();
+  int (*omp_num_threads)();
+  int (*omp_in_parallel)();
+  PyObject *py_empty_strided, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
+} torch;
+
+uint64_t disabled_devices;  // bit d: DLPack device type d is off
+
+// -- The pool: warm blocks of memory, least recently used first out -----------------------------------------------------
+constexpr size_t kHuge = size_t(2) << 20;
+constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
+constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
+
+struct Block {
+  char* data;
+  size_t size;
+  int64_t idle_since;
+  Block *newer, *older;
+};
+
+struct {
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+  Block *newest, *oldest;
+  size_t limit = size_t(256) << 20;
+  int64_t idle_ns = 5000000000;
+  size_t idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes;
+  uint64_t hits, misses, returned;
+  bool trimmer;
+} pool;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+// Four classes to an octave, so that a block serves sizes up to a quarter smaller than itself.
+size_t size_class(size_t n) {
+  size_t step = size_t(1) << (63 - __builtin_clzll(n | 1));
+  step = step > 16384 ? step / 4 : 4096;
+  return (n + step - 1) / step * step;
+}
+
+char* map_block(size_t size) {
+  size_t extra = size >= kHuge ? kHuge : 0;
+  char* raw = (char*)mmap(nullptr, size + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == (char*)MAP_FAILED) return nullptr;
+  if (!extra) return raw;
+  char* data = (char*)(((uintptr_t)raw + kHuge - 1) & ~(uintptr_t)(kHuge - 1));
+  if (data > raw) munmap(raw, data - raw);
+  if (raw + extra > data) munmap(data + size, raw + extra - data);
+#ifdef MADV_HUGEPAGE
+  madvise(data, size, MADV_HUGEPAGE);
+#endif
+  return data;
+}
+
+void free_block(Block* b) {
+  munmap(b->data, b->size);
+  free(b);
+}
+
+void pool_unlink(Block* b) {  // under the lock
+  (b->newer ? b->newer->older : pool.newest) = b->older;
+  (b->older ? b->older->newer : pool.oldest) = b->newer;
+  pool.idle_bytes -= b->size;
+  pool.idle_blocks--;
+}
+
+Block* pool_take(size_t bytes) {
+  size_t size = size_class(bytes < 4096 ? 4096 : bytes);
+  pthread_mutex_lock(&pool.lock);
+  Block* b = pool.newest;
+  while (b && b->size != size) b = b->older;
+  if (b) {
+    pool_unlink(b);
+    pool.hits++;
+  } else {
+    pool.misses++;
+  }
+  pool.used_bytes += size;
+  pool.used_blocks++;
+  if (pool.used_bytes + pool.idle_bytes > pool.peak_bytes) pool.peak_bytes = pool.used_bytes + pool.idle_bytes;
+  pthread_mutex_unlock(&pool.lock);
+  if (b) return b;
+  b = (Block*)calloc(1, sizeof(Block));
+  if (b) {
+    b->size = size;
+    b->data = map_block(size);
+    if (b->data) return b;
+    free(b);
+  }
+  pthread_mutex_lock(&pool.lock);
+  pool.used_bytes -= size;
+  pool.used_blocks--;
+  pthread_mutex_unlock(&pool.lock);
+  return nullptr;
+}
+
+// Unlinks every idle block that is older than `before`, and the oldest while more than `limit` bytes are idle.
+Block* pool_collect(int64_t before, size_t limit) {  // under the lock
+  Block* out = nullptr;
+  while (pool.oldest && (pool.idle_bytes > limit || pool.oldest->idle_since < before)) {
+    Block* b = pool.oldest;
+    pool_unlink(b);
+    pool.returned++;
+    b->older = out;
+    out = b;
+  }
+  return out;
+}
+
+size_t free_chain(Block* b) {
+  size_t bytes = 0;
+  while (b) {
+    Block* next = b->older;
+    bytes += b->size;
+    free_block(b);
+    b = next;
+  }
+  return bytes;
+}
+
+// Runs only while blocks are idle, and ends by itself when none is left.
+void* trimmer_main(void*) {
+  pthread_mutex_lock(&pool.lock);
+  while (pool.oldest) {
+    Block* chain = pool_collect(now_ns() - pool.idle_ns, pool.limit);
+    if (chain) {
+      pthread_mutex_unlock(&pool.lock);
+      free_chain(chain);
+      pthread_mutex_lock(&pool.lock);
+      continue;
+    }
+    if (!pool.oldest) break;
+    int64_t until = pool.oldest->idle_since + pool.idle_ns + 1000000;
+    timespec t = {time_t(until / 1000000000), long(until % 1000000000)};
+    pthread_cond_timedwait(&pool.wake, &pool.lock, &t);
+  }
+  pool.trimmer = false;
+  pthread_mutex_unlock(&pool.lock);
+  return nullptr;
+}
+
+void start_trimmer() {  // under the lock
+  pthread_attr_t attr;
+  pthread_attr_init(&attr);
+  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&attr, 64 << 10);
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);  // signals stay with the program's own threads
+  pthread_t thread;
+  pool.trimmer = pthread_create(&thread, &attr, trimmer_main, nullptr) == 0;
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  pthread_attr_destroy(&attr);
+}
+
+void pool_give(Block* b) {
+  pthread_mutex_lock(&pool.lock);
+  pool.used_bytes -= b->size;
+  pool.used_blocks--;
+  pool.idle_bytes += b->size;
+  pool.idle_blocks++;
+  b->idle_since = now_ns();
+  b->newer = nullptr;
+  b->older = pool.newest;
+  (pool.newest ? pool.newest->newer : pool.oldest) = b;
+  pool.newest = b;
+  Block* chain = pool_collect(INT64_MIN, pool.limit);
+  if (pool.oldest && !pool.trimmer) start_trimmer();
+  pthread_mutex_unlock(&pool.lock);
+  free_chain(chain);
+}
+
+void pool_init_lock() {
+  pthread_mutex_init(&pool.lock, nullptr);
+  pthread_condattr_t attr;
+  pthread_condattr_init(&attr);
+  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+  pthread_cond_init(&pool.wake, &attr);
+  pthread_condattr_destroy(&attr);
+}
+
+// A forked child has the blocks but not the thread.
+void before_fork() { pthread_mutex_lock(&pool.lock); }
+void after_fork_parent() { pthread_mutex_unlock(&pool.lock); }
+void after_fork_child() {
+  pool_init_lock();
+  pool.trimmer = false;
+}
+
+// -- What a thread keeps ----------------------------------------------------------------------------------------------
+struct ThreadState {
+  const uint64_t* dispatch_keys;  // torch's own thread-local pair: included, excluded
+  char* arena;                    // small temporaries and scratch; one launch at a time uses it
+  size_t arena_size;
+  ~ThreadState() { free(arena); }
+};
+thread_local ThreadState thread_state;
+
+char* arena(ThreadState& ts, size_t bytes) {
+  if (ts.arena_size < bytes) {
+    free(ts.arena);
+    size_t size = size_class(bytes < 8192 ? 8192 : bytes);
+    ts.arena = (char*)aligned_alloc(4096, size);
+    ts.arena_size = ts.arena ? size : 0;
+  }
+  return ts.arena;
+}
+
+// -- Programs: see sizes.program ----------------------------------------------------------------------------------------
+enum Op { PUSH, SLOT, ADD, MUL, FLOORDIV, MOD, MIN, MAX, EQ, NE, LT, LE };
+enum Item { CONST, LOAD, CODE, BIND };         // how one number is found, or that it is stored
+enum Source { FROM_BUFFER, FROM_INPUT, FROM_RESULT };
+
+inline int64_t wrap_add(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
+inline int64_t wrap_mul(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
+
+int64_t floor_div(int64_t a, int64_t b) {
+  if (b == 0) return 0;
+  if (b == -1) return int64_t(0 - uint64_t(a));
+  int64_t q = a / b;
+  return q - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+int64_t floor_mod(int64_t a, int64_t b) {
+  if (b == 0 || b == -1) return 0;
+  int64_t r = a % b;
+  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+
+int64_t run_ops(const int64_t* op, const int64_t* end, const int64_t* slots, int64_t* top) {
+  while (op < end) {
+    int64_t kind = *op++;
+    if (kind <= SLOT) {
+      *top++ = kind == PUSH ? *op : slots[*op];
+      op++;
+      continue;
+    }
+    int64_t b = *--top, a = top[-1], r;
+    switch (kind) {
+      case ADD: r = wrap_add(a, b); break;
+      case MUL: r = wrap_mul(a, b); break;
+      case FLOORDIV: r = floor_div(a, b); break;
+      case MOD: r = floor_mod(a, b); break;
+      case MIN: r = a < b ? a : b; break;
+      case MAX: r = a > b ? a : b; break;
+      case EQ: r = a == b; break;
+      case NE: r = a != b; break;
+      case LT: r = a < b; break;
+      default: r = a <= b; break;
+    }
+    top[-1] = r;
+  }
+  return top[-1];
+}
+
+// The number that the item at `p` stands for; `p` moves past it.
+inline int64_t value(const int64_t*& p, const int64_t* slots, int64_t* stack) {
+  int64_t tag = *p++, v = *p++;
+  if (tag == CONST) return v;
+  if (tag == LOAD) return slots[v];
+  const int64_t* ops = p;
+  p += v;
+  return run_ops(ops, p, slots, stack);
+}
+
+// -- Kernels and handles ----------------------------------------------------------------------------------------------
+struct Kernel {
+  int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
+  uint64_t hits;
+  StepEntry* entries;
+  PyObject* dtypes;  // of the buffers, for the stand-in that allocates through Python
+  int64_t stream[1];
+};
+
+struct Handle {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject *slow, *weakrefs;
+  Kernel** kernels;
+  Py_ssize_t n_kernels, last;
+  int64_t words;  // scratch words that the hungriest kernel needs for a call
+  unsigned long long hits, misses;
+};
+
+enum ArgKind { TENSOR, INT, BOOL, FLOAT };
+
+struct Arg {
+  int kind;
+  double real;
+  int64_t integer;
+  DLTensor tensor;
+};
+
+// One call's numbers, in one piece of memory.
+struct Frame {
+  int64_t *slots, *dims, *stack;
+  double* floats;
+  char** pointers;
+  void** outputs;  // a handle of torch's C shim, or a PyObject* where that is missing
+  int64_t* steps;  // units, work for each step
+};
+
+Frame frame_of(const Kernel* k, int64_t* w) {
+  Frame f;
+  f.slots = w, w += k->n_slots;
+  f.floats = (double*)w, w += k->n_floats;
+  f.pointers = (char**)w, w += k->n_pointers;
+  f.outputs = (void**)w, w += k->n_buffers;
+  f.steps = w, w += 2 * k->n_steps;
+  f.dims = w, w += k->n_dims;
+  f.stack = w;
+  return f;
+}
+
+bool truth(PyObject* answer) {  // steals; an error counts as no
+  if (!answer) {
+    PyErr_Clear();
+    return false;
+  }
+  bool yes = answer == Py_True;
+  Py_DECREF(answer);
+  return yes;
+}
+
+// Whether no mode, transform, autocast or forward derivative is at work in this thread.
+bool context_is_plain(ThreadState& ts) {
+  if (torch.c10_library && torch.function_mode) {
+    if (!ts.dispatch_keys) {
+      ts.dispatch_keys = (const uint64_t*)dlsym(torch.c10_library, "_ZN3c104impl26raw_local_dispatch_key_setE");
+    }
+    const uint64_t* keys = ts.dispatch_keys;
+    if (keys && !(keys[0] & ~torch.harmless_included) && !(keys[1] & torch.harmful_excluded) && !torch.function_mode()) {
+      PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level_name);
+      if (level && PyLong_CheckExact(level) && PyLong_AsLong(level) < 0) return true;
+    }
+  }
+  return truth(PyObject_CallNoArgs(torch.plain_context));
+}
+
+bool tensor_is_plain(PyObject* o, bool grad) {
+  if (grad) {
+    PyObject* requires = torch.requires_grad(o, torch.requires_grad_closure);
+    if (!requires) PyErr_Clear();
+    Py_XDECREF(requires);
+    if (requires != Py_False) return false;
+  }
+  if (torch.keys_offset < 0) return truth(PyObject_CallOneArg(torch.plain_tensor, o));
+  const char* impl = *(const char* const*)((const char*)o + torch.impl_offset);
+  uint64_t keys = *(const uint64_t*)(impl + torch.keys_offset);
+  for (int i = 0; i < torch.n_plain_keys; i++) {
+    if (torch.plain_keys[i] == keys) return true;
+  }
+  return false;
+}
+
+bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
+  PyTypeObject* type = Py_TYPE(o);
+  if (type == torch.tensor || type == torch.parameter) {
+    if (!tensor_is_plain(o, grad)) return false;
+    if (torch.dlpack->parse(o, &a.tensor)) {
+      PyErr_Clear();
+      return false;
+    }
+    a.kind = TENSOR;
+    devices |= uint64_t(1) << (a.tensor.device_type & 63);
+    return true;
+  }
+  if (type == &PyBool_Type) {
+    a.kind = BOOL;
+    a.integer = o == Py_True;
+    return true;
+  }
+  if (type == &PyLong_Type) {
+    int overflow = 0;
+    a.kind = INT;
+    a.integer = PyLong_AsLongLongAndOverflow(o, &overflow);
+    return !overflow;
+  }
+  if (PyFloat_Check(o)) {
+    a.kind = FLOAT;
+    a.real = PyFloat_AS_DOUBLE(o);
+    return true;
+  }
+  return false;
+}
+
+bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
+  if (uint32_t(p[0]) != t.dtype || p[1] != t.device_type || p[2] != t.ndim) return false;
+  int n = t.ndim;
+  p += 3;
+  bool empty = false;
+  for (int d = 0; d < 2 * n; d++) {
+    int64_t found = d < n ? t.shape[d] : t.strides[d - n];
+    empty |= d < n && found == 0;
+    if (*p == BIND) {
+      f.slots[p[1]] = found;
+      p += 2;
+    } else if (value(p, f.slots, f.stack) != found && (d < n || !(empty || t.shape[d - n] <= 1))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether `k` takes these arguments. Leaves the slots bound and returns the stream's rest, or null.
+const int64_t* match(const Kernel* k, const Arg* args, Py_ssize_t n, const Frame& f) {
+  if (k->n_inputs != n) return nullptr;
+  const int64_t* p = k->stream;
+  char** pointer = f.pointers;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const Arg& a = args[i];
+    int64_t kind = *p++;
+    if (kind == TENSOR) {
+      if (a.kind != TENSOR || !match_tensor(a.tensor, p, f)) return nullptr;
+      *pointer++ = a.tensor.data + a.tensor.byte_offset;
+    } else if (kind == FLOAT) {
+      if (a.kind != FLOAT && a.kind != INT) return nullptr;
+      f.floats[*p++] = a.kind == FLOAT ? a.real : double(a.integer);
+    } else {
+      if (a.kind != kind) return nullptr;
+      f.slots[*p++] = a.integer;
+    }
+  }
+  for (int64_t guards = *p++; guards > 0; guards--) {
+    if (!value(p, f.slots, f.stack)) return nullptr;
+  }
+  return p;
+}
+
+// -- Outputs ----------------------------------------------------------------------------------------------------------
+PyObject* int_tuple(const int64_t* v, int64_t n) {
+  PyObject* t = PyTuple_New(n);
+  for (int64_t i = 0; t && i < n; i++) {
+    PyObject* item = PyLong_FromLongLong(v[i]);
+    if (!item) Py_CLEAR(t);
+    else PyTuple_SET_ITEM(t, i, item);
+  }
+  return t;
+}
+
+PyObject* allocate_in_python(const int64_t* sizes, const int64_t* strides, int64_t n, PyObject* dtype) {
+  PyObject *a = int_tuple(sizes, n), *b = int_tuple(strides, n), *out = nullptr;
+  if (a && b) out = PyObject_CallFunctionObjArgs(torch.py_empty_strided, a, b, dtype, nullptr);
+  Py_XDECREF(a);
+  Py_XDECREF(b);
+  return out;
+}
+
+void drop_outputs(const Frame& f, int64_t n_buffers) {
+  for (int64_t i = 0; i < n_buffers; i++) {
+    if (!f.outputs[i]) continue;
+    if (torch.wrap) torch.delete_tensor(f.outputs[i]);
+    else Py_DECREF((PyObject*)f.outputs[i]);
+  }
+}
+
+void advise_huge(char* data, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  uintptr_t begin = ((uintptr_t)data + kHuge - 1) & ~(uintptr_t)(kHuge - 1);
+  uintptr_t end = ((uintptr_t)data + bytes) & ~(uintptr_t)(kHuge - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// A new tensor for output buffer `i`: its handle and data pointer. False with a Python error set.
+bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
+                     const int64_t* sizes, const int64_t* strides, int64_t n) {
+  void *made = nullptr, *data = nullptr;
+  if (torch.wrap && scalar >= 0) {
+    if (torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) made = nullptr;
+    if (made) torch.data_ptr(made, &data);
+  }
+  if (!made) {  // through Python, which also has the right exception for what went wrong above
+    PyObject* o = allocate_in_python(sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i));
+    DLTensor t;
+    if (!o) return false;
+    if (torch.dlpack->parse(o, &t)) {
+      Py_DECREF(o);
+      return false;
+    }
+    data = t.data;
+    if (torch.wrap) {
+      Py_DECREF(o);
+      PyErr_SetString(PyExc_RuntimeError, "the launcher could not allocate an output that torch.empty_strided can");
+      return false;
+    }
+    made = o;
+  }
+  f.outputs[i] = made;
+  f.pointers[n_inputs + i] = (char*)data;
+  size_t bytes = itemsize;
+  for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
+  if (bytes >= kAdvise) advise_huge((char*)data, bytes);
+  return true;
+}
+
+// -- Steps ------------------------------------------------------------------------------------------------------------
+constexpr int64_t kParallelWork = 32768;  // element operations that are worth one more thread
+constexpr int64_t kReleaseWork = 32768;   // and those that are worth letting other Python threads run
+
+struct Launch {
+  StepEntry entry;
+  const Frame* f;
+  int64_t units;
+  char* scratch;
+  size_t scratch_size;
+  int32_t status;
+};
+
+void run_part(Launch* l, int64_t begin, int64_t end, int64_t thread) {
+  int32_t status = 0;
+  l->entry(l->f->pointers, l->f->slots, l->f->floats, begin, end, l->scratch + thread * l->scratch_size, &status);
+  if (status) __atomic_store_n(&l->status, status, __ATOMIC_RELAXED);
+}
+
+void parallel_body(void* p) {
+  Launch* l = (Launch*)p;
+  int64_t n = torch.omp_num_threads(), i = torch.omp_thread_num();
+  int64_t part = l->units / n, rest = l->units % n;
+  int64_t begin = i * part + (i < rest ? i : rest), end = begin + part + (i < rest);
+  if (begin < end) run_part(l, begin, end, i);
+}
+
+int64_t thread_count(int64_t units, int64_t work) {
+  if (work < 2 * kParallelWork || units < 2 || !torch.gomp_parallel || torch.omp_in_parallel()) return 1;
+  int64_t n = torch.num_threads(), most = work / kParallelWork;
+  n = n < most ? n : most;
+  return n < units ? n : units;
+}
+
+int32_t run_steps(const Kernel* k, const Frame& f, char* scratch, size_t scratch_size) {
+  for (int64_t s = 0; s < k->n_steps; s++) {
+    int64_t units = f.steps[2 * s];
+    if (units <= 0) continue;
+    int64_t threads = thread_count(units, f.steps[2 * s + 1]);
+    Launch l = {k->entries[s], &f, units, scratch, scratch_size, 0};
+    if (threads <= 1) run_part(&l, 0, units, 0);
+    else torch.gomp_parallel(parallel_body, &l, unsigned(threads), 0);
+    if (l.status) return l.status;
+  }
+  return 0;
+}
+
+// -- One run ----------------------------------------------------------------------------------------------------------
+inline size_t round64(size_t n) { return (n + 63) & ~size_t(63); }
+
+PyObject* wrap_output(void* made) {
+  if (!torch.wrap) return (PyObject*)made;
+  PyObject* o = nullptr;
+  try {
+    o = torch.wrap(*(void* const*)made);
+  } catch (...) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch could not make a Python object of an output");
+  }
+  torch.delete_tensor(made);
+  return o;
+}
+
+// One result: an output buffer, the very object of an argument, or an earlier result once more.
+PyObject* take_result(const int64_t*& p, const Frame& f, PyObject* const* args, PyObject* earlier) {
+  int64_t source = *p++, i = *p++;
+  if (source == FROM_BUFFER) {
+    void* made = f.outputs[i];
+    f.outputs[i] = nullptr;
+    return wrap_output(made);
+  }
+  PyObject* o = source == FROM_INPUT ? args[i] : PyTuple_GET_ITEM(earlier, i);
+  Py_INCREF(o);
+  return o;
+}
+
+PyObject* results(const int64_t* p, const Frame& f, PyObject* const* args) {
+  int64_t single = *p++, n = *p++;
+  if (single) return take_result(p, f, args, nullptr);
+  PyObject* out = PyTuple_New(n);
+  for (int64_t i = 0; out && i < n; i++) {
+    PyObject* o = take_result(p, f, args, out);
+    if (!o) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, o);
+  }
+  return out;
+}
+
+// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
+PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
+              int32_t* status) {
+  int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
+  size_t temporary = 0;
+  if (n_buffers) memset(f.outputs, 0, sizeof(void*) * n_buffers);
+  for (int64_t i = 0; i < n_buffers; i++) {
+    int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3];
+    p += 4;
+    for (int64_t d = 0; d < (output ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
+    if (output) {
+      if (!allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n)) {
+        drop_outputs(f, n_buffers);
+        return nullptr;
+      }
+      continue;
+    }
+    size_t bytes = itemsize;
+    for (int64_t d = 0; d < n; d++) bytes *= size_t(dims[d]);
+    f.pointers[inputs + i] = (char*)temporary;  // an offset until the block is known
+    temporary += round64(bytes);
+  }
+  int64_t total_work = 0, threads = 1;
+  size_t scratch = 0;
+  p++;
+  for (int64_t s = 0; s < k->n_steps; s++) {
+    int64_t units = f.steps[2 * s] = value(p, f.slots, f.stack);
+    int64_t work = f.steps[2 * s + 1] = value(p, f.slots, f.stack);
+    size_t bytes = size_t(value(p, f.slots, f.stack));
+    scratch = bytes > scratch ? bytes : scratch;
+    total_work += work;
+    if (bytes) {
+      int64_t t = thread_count(units, work);
+      threads = t > threads ? t : threads;
+    }
+  }
+  scratch = scratch ? round64(scratch) + 64 : 0;
+  size_t need = temporary + scratch * size_t(threads);
+  Block* block = need >= kPoolMin ? pool_take(need) : nullptr;
+  char* base = block ? block->data : need ? arena(ts, need) : nullptr;
+  if (need && !base) {
+    drop_outputs(f, n_buffers);
+    return PyErr_NoMemory();
+  }
+  for (int64_t i = 0; temporary && i < n_buffers; i++) {
+    if (!f.outputs[i]) f.pointers[inputs + i] += (uintptr_t)base;
+  }
+  if (total_work >= kReleaseWork) {
+    PyThreadState* state = PyEval_SaveThread();
+    *status = run_steps(k, f, base + temporary, scratch);
+    PyEval_RestoreThread(state);
+  } else {
+    *status = run_steps(k, f, base + temporary, scratch);
+  }
+  if (block) pool_give(block);
+  PyObject* out = *status ? nullptr : results(p, f, args);
+  drop_outputs(f, n_buffers);
+  return out;
+}
+
+// -- The handle, as Python sees it --------------------------------------------------------------------------------------
+PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t status) {
+  h->misses++;
+  PyObject* tuple = PyTuple_New(n);
+  if (!tuple) return nullptr;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    Py_INCREF(args[i]);
+    PyTuple_SET_ITEM(tuple, i, args[i]);
+  }
+  PyObject* code = PyLong_FromLong(status);
+  PyObject* out = code ? PyObject_CallFunctionObjArgs(h->slow, tuple, code, nullptr) : nullptr;
+  Py_XDECREF(code);
+  Py_DECREF(tuple);
+  return out;
+}
+
+bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args) {
+  bool grad = torch.grad_enabled();
+  uint64_t devices = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (!read_arg(objects[i], grad, args[i], devices)) return false;
+  }
+  return !((devices ? devices : uint64_t(1) << kCPU) & disabled_devices);
+}
+
+// The most recently used kernel first, then the others in the order they were added.
+Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
+  Py_ssize_t last = h->last;
+  for (Py_ssize_t i = -1; i < h->n_kernels; i++) {
+    if (i == last) continue;
+    Kernel* k = h->kernels[i < 0 ? last : i];
+    f = frame_of(k, words);
+    rest = match(k, args, n, f);
+    if (!rest) continue;
+    if (i >= 0) h->last = i;
+    return k;
+  }
+  return nullptr;
+}
+
+PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+  if (names && PyTuple_GET_SIZE(names)) {
+    PyErr_SetString(PyExc_TypeError, "a fusion handle takes its inputs as positional arguments: no keywords");
+    return nullptr;
+  }
+  if (!h->n_kernels) return call_slow(h, objects, n, 0);
+  constexpr Py_ssize_t kArgs = 12;
+  constexpr int64_t kWords = 192;
+  Arg few_args[kArgs], *args = few_args;
+  int64_t few_words[kWords], *words = few_words;
+  void* more = nullptr;
+  if (n > kArgs || h->words > kWords) {
+    more = malloc(sizeof(Arg) * n + sizeof(int64_t) * h->words);
+    if (!more) return PyErr_NoMemory();
+    args = (Arg*)more;
+    words = (int64_t*)(args + n);
+  }
+  ThreadState& ts = thread_state;
+  PyObject* out = nullptr;
+  int32_t status = 0;
+  Kernel* k = nullptr;
+  if (context_is_plain(ts) && read_args(objects, n, args)) {
+    Frame f;
+    const int64_t* rest;
+    k = find_kernel(h, args, n, words, f, rest);
+    if (k) out = run(k, rest, f, objects, ts, &status);
+  }
+  free(more);
+  if (out) {
+    k->hits++;
+    h->hits++;
+    return out;
+  }
+  if (k && !status) return nullptr;
+  return call_slow(h, objects, n, status);
+}
+
+bool add_kernel(Handle* h, Kernel* k) {
+  Kernel** list = (Kernel**)realloc(h->kernels, sizeof(Kernel*) * (h->n_kernels + 1));
+  if (!list) return false;
+  list[h->n_kernels] = k;
+  h->kernels = list;
+  if (k->words > h->words) h->words = k->words;
+  h->last = h->n_kernels++;
+  return true;
+}
+
+void free_kernel(Kernel* k) {
+  Py_XDECREF(k->dtypes);
+  free(k->entries);
+  free(k);
+}
+
+// The library stays loaded: other handles, or a launch in another thread, may be using it.
+bool load_entries(Kernel* k, PyObject* names, const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    PyErr_Format(PyExc_OSError, "kernel library %s cannot be loaded: %s", path, dlerror());
+    return false;
+  }
+  for (int64_t i = 0; i < k->n_steps; i++) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+    if (!name) return false;
+    k->entries[i] = (StepEntry)dlsym(library, name);
+    if (!k->entries[i]) {
+      PyErr_Format(PyExc_OSError, "kernel library %s has no entry %s", path, name);
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
+  PyObject *program, *path;
+  if (!PyArg_ParseTuple(arguments, "OO&:add_kernel", &program, PyUnicode_FSConverter, &path)) return nullptr;
+  PyObject* encoded = PyObject_CallOneArg(torch.encode, program);
+  const char* stream;
+  Py_ssize_t length;
+  PyObject *names, *dtypes;
+  Kernel *k = nullptr, head = {};
+  bool ok = encoded && PyArg_ParseTuple(encoded, "(LLLLLLL)y#O!O!", &head.n_inputs, &head.n_slots, &head.n_floats,
+                                        &head.n_pointers, &head.n_buffers, &head.n_dims, &head.depth, &stream, &length,
+                                        &PyTuple_Type, &names, &PyTuple_Type, &dtypes);
+  if (ok) {
+    k = (Kernel*)calloc(1, sizeof(Kernel) + size_t(length));
+    head.n_steps = PyTuple_GET_SIZE(names);
+    head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 2 * head.n_steps + head.n_dims +
+                 head.depth;
+    if (k) {
+      *k = head;
+      memcpy(k->stream, stream, size_t(length));
+      Py_INCREF(dtypes);
+      k->dtypes = dtypes;
+      k->entries = (StepEntry*)calloc(size_t(head.n_steps) + 1, sizeof(StepEntry));
+    }
+    ok = k && k->entries && load_entries(k, names, PyBytes_AS_STRING(path)) && add_kernel((Handle*)self, k);
+    if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
+  }
+  Py_XDECREF(encoded);
+  Py_DECREF(path);
+  if (!ok) {
+    if (k) free_kernel(k);
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* handle_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject* slow;
+  static const char* names[] = {"slow", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O:Handle", (char**)names, &slow)) return nullptr;
+  if (!torch.dlpack) {
+    PyErr_SetString(PyExc_RuntimeError, "the native launcher is not set up: use fuser.runtime.launcher.make_handle");
+    return nullptr;
+  }
+  Handle* h = (Handle*)type->tp_alloc(type, 0);
+  if (!h) return nullptr;
+  Py_INCREF(slow);
+  h->slow = slow;
+  h->vectorcall = handle_call;
+  return (PyObject*)h;
+}
+
+int handle_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(((Handle*)self)->slow);
+  return 0;
+}
+
+int handle_clear(PyObject* self) {
+  Handle* h = (Handle*)self;
+  PyObject* slow = h->slow;
+  Py_INCREF(Py_None);  // a call while the cycle is being taken apart finds something to call
+  h->slow = Py_None;
+  Py_XDECREF(slow);
+  return 0;
+}
+
+void handle_dealloc(PyObject* self) {
+  Handle* h = (Handle*)self;
+  PyObject_GC_UnTrack(self);
+  if (h->weakrefs) PyObject_ClearWeakRefs(self);
+  Py_CLEAR(h->slow);
+  for (Py_ssize_t i = 0; i < h->n_kernels; i++) free_kernel(h->kernels[i]);
+  free(h->kernels);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* handle_kernel_hits(PyObject* self, void*) {
+  Handle* h = (Handle*)self;
+  PyObject* out = PyTuple_New(h->n_kernels);
+  for (Py_ssize_t i = 0; out && i < h->n_kernels; i++) {
+    PyObject* n = PyLong_FromUnsignedLongLong(h->kernels[i]->hits);
+    if (!n) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, n);
+  }
+  return out;
+}
+
+PyMethodDef handle_methods[] = {
+    {"add_kernel", handle_add_kernel, METH_VARARGS,
+     "add_kernel(program, library_path): later calls that match `program` run the library's entries."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef handle_members[] = {
+    {"slow", T_OBJECT, offsetof(Handle, slow), READONLY, "what answers calls that no kernel takes"},
+    {"hits", T_ULONGLONG, offsetof(Handle, hits), READONLY, "calls that a kernel answered"},
+    {"misses", T_ULONGLONG, offsetof(Handle, misses), READONLY, "calls that went to `slow`"},
+    {"kernel_count", T_PYSSIZET, offsetof(Handle, n_kernels), READONLY, "kernels added so far"},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef handle_getset[] = {
+    {"kernel_hits", handle_kernel_hits, nullptr, "calls that each kernel answered, in the order they were added",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject HandleType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool ready_handle_type() {
+  HandleType.tp_name = "fuser.runtime._launcher.Handle";
+  HandleType.tp_basicsize = sizeof(Handle);
+  HandleType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+  HandleType.tp_doc = "Handle(slow): runs the kernel that takes the call's arguments, or slow(args, status).";
+  HandleType.tp_new = handle_new;
+  HandleType.tp_dealloc = handle_dealloc;
+  HandleType.tp_traverse = handle_traverse;
+  HandleType.tp_clear = handle_clear;
+  HandleType.tp_call = PyVectorcall_Call;
+  HandleType.tp_vectorcall_offset = offsetof(Handle, vectorcall);
+  HandleType.tp_weaklistoffset = offsetof(Handle, weakrefs);
+  HandleType.tp_methods = handle_methods;
+  HandleType.tp_members = handle_members;
+  HandleType.tp_getset = handle_getset;
+  return PyType_Ready(&HandleType) == 0;
+}
+
+// -- Module functions ---------------------------------------------------------------------------------------------------
+PyObject* module_set_enabled(PyObject*, PyObject* arguments) {
+  int device, on;
+  if (!PyArg_ParseTuple(arguments, "ip:set_enabled", &device, &on)) return nullptr;
+  uint64_t bit = uint64_t(1) << (device & 63);
+  disabled_devices = on ? disabled_devices & ~bit : disabled_devices | bit;
+  Py_RETURN_NONE;
+}
+
+template <class T>
+void address(PyObject* table, const char* name, T& out) {
+  PyObject* v = PyDict_GetItemString(table, name);
+  out = v && v != Py_None ? (T)PyLong_AsVoidPtr(v) : nullptr;
+}
+
+int64_t number(PyObject* table, const char* name, int64_t missing) {
+  PyObject* v = PyDict_GetItemString(table, name);
+  return v && v != Py_None ? int64_t(PyLong_AsUnsignedLongLongMask(v)) : missing;
+}
+
+PyObject* object(PyObject* table, const char* name) {
+  PyObject* v = PyDict_GetItemString(table, name);
+  Py_XINCREF(v);
+  if (!v && !PyErr_Occurred()) PyErr_Format(PyExc_KeyError, "setup needs %s", name);
+  return v;
+}
+
+bool setup_plain_keys(PyObject* table) {
+  PyObject* keys = PyDict_GetItemString(table, "plain_keys");
+  Py_ssize_t n = keys && PyTuple_Check(keys) ? PyTuple_GET_SIZE(keys) : 0;
+  torch.n_plain_keys = 0;
+  for (Py_ssize_t i = 0; i < n && i < 8; i++) {
+    torch.plain_keys[torch.n_plain_keys++] = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(keys, i));
+  }
+  return !PyErr_Occurred();
+}
+
+// setup(table): what `torch_abi.py` found. Called once, before the first handle.
+PyObject* module_setup(PyObject*, PyObject* table) {
+  if (!PyDict_Check(table)) {
+    PyErr_SetString(PyExc_TypeError, "setup takes the dict that fuser.runtime.torch_abi makes");
+    return nullptr;
+  }
+  torch.tensor = (PyTypeObject*)object(table, "tensor");
+  torch.parameter = (PyTypeObject*)object(table, "parameter");
+  torch.py_empty_strided = object(table, "py_empty_strided");
+  torch.plain_tensor = object(table, "plain_tensor");
+  torch.plain_context = object(table, "plain_context");
+  torch.encode = object(table, "encode");
+  torch.forward_ad = object(table, "forward_ad");
+  torch.level_name = object(table, "level_name");
+  PyObject* capsule = object(table, "dlpack");
+  PyObject* flag = object(table, "requires_grad");
+  if (PyErr_Occurred()) return nullptr;
+  if (Py_TYPE(flag) != &PyGetSetDescr_Type) {
+    PyErr_SetString(PyExc_TypeError, "Tensor.requires_grad is no getset descriptor in this torch");
+    return nullptr;
+  }
+  torch.requires_grad = ((PyGetSetDescrObject*)flag)->d_getset->get;
+  torch.requires_grad_closure = ((PyGetSetDescrObject*)flag)->d_getset->closure;
+  torch.impl_offset = number(table, "impl_offset", -1);
+  torch.keys_offset = number(table, "keys_offset", -1);
+  torch.harmless_included = uint64_t(number(table, "harmless_included", 0));
+  torch.harmful_excluded = uint64_t(number(table, "harmful_excluded", 0));
+  address(table, "c10_library", torch.c10_library);
+  address(table, "grad_enabled", torch.grad_enabled);
+  address(table, "function_mode", torch.function_mode);
+  address(table, "empty_strided", torch.empty_strided);
+  address(table, "delete_tensor", torch.delete_tensor);
+  address(table, "data_ptr", torch.data_ptr);
+  address(table, "wrap", torch.wrap);
+  address(table, "num_threads", torch.num_threads);
+  address(table, "gomp_parallel", torch.gomp_parallel);
+  address(table, "omp_thread_num", torch.omp_thread_num);
+  address(table, "omp_num_threads", torch.omp_num_threads);
+  address(table, "omp_in_parallel", torch.omp_in_parallel);
+  DLExchange* api = (DLExchange*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  Py_DECREF(capsule);
+  if (!setup_plain_keys(table) || !api) return nullptr;
+  while (api && api->major != 1) api = api->previous;
+  if (!api || !api->parse || !api->from_managed || !torch.grad_enabled) {
+    PyErr_SetString(PyExc_RuntimeError, "torch's DLPack table is not of version 1, or a needed address is missing");
+    return nullptr;
+  }
+  torch.dlpack = api;
+  Py_RETURN_NONE;
+}
+
+PyObject* module_pool_limits(PyObject*, PyObject* arguments) {
+  long long limit;
+  double idle;
+  if (!PyArg_ParseTuple(arguments, "Ld:pool_limits", &limit, &idle)) return nullptr;
+  pthread_mutex_lock(&pool.lock);
+  pool.limit = limit < 0 ? 0 : size_t(limit);
+  pool.idle_ns = int64_t(idle * 1e9);
+  Block* chain = pool_collect(INT64_MIN, pool.limit);
+  pthread_cond_signal(&pool.wake);
+  pthread_mutex_unlock(&pool.lock);
+  free_chain(chain);
+  Py_RETURN_NONE;
+}
+
+PyObject* module_pool_trim(PyObject*, PyObject*) {
+  pthread_mutex_lock(&pool.lock);
+  Block* chain = pool_collect(INT64_MAX, 0);
+  pthread_mutex_unlock(&pool.lock);
+  return PyLong_FromSize_t(free_chain(chain));
+}
+
+PyObject* module_pool_stats(PyObject*, PyObject*) {
+  pthread_mutex_lock(&pool.lock);
+  auto p = pool;
+  pthread_mutex_unlock(&pool.lock);
+  return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:O}", "idle_bytes", (Py_ssize_t)p.idle_bytes, "idle_blocks",
+                       (Py_ssize_t)p.idle_blocks, "used_bytes", (Py_ssize_t)p.used_bytes, "used_blocks",
+                       (Py_ssize_t)p.used_blocks, "peak_bytes", (Py_ssize_t)p.peak_bytes, "hits",
+                       (unsigned long long)p.hits, "misses", (unsigned long long)p.misses, "returned",
+                       (unsigned long long)p.returned, "trimmer", p.trimmer ? Py_True : Py_False);
+}
+
+struct PoolTensor {
+  DLManaged managed;
+  Block* block;
+  int64_t dims[1];
+};
+
+void delete_pool_tensor(DLManaged* m) {  // from any thread, with or without the GIL
+  PoolTensor* t = (PoolTensor*)m;
+  pool_give(t->block);
+  free(t);
+}
+
+// pool_tensor(sizes, strides, dtype word, bytes): a CPU tensor over a block, which goes back when the storage dies.
+PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
+  PyObject *sizes, *strides;
+  unsigned long long dtype;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(arguments, "O!O!Kn:pool_tensor", &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &dtype, &bytes))
+    return nullptr;
+  Py_ssize_t n = PyTuple_GET_SIZE(sizes);
+  PoolTensor* t = n == PyTuple_GET_SIZE(strides) ? (PoolTensor*)calloc(1, sizeof(PoolTensor) + sizeof(int64_t) * 2 * n)
+                                                 : nullptr;
+  if (!t) {
+    PyErr_SetString(PyExc_ValueError, "pool_tensor: as many strides as sizes are needed");
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    t->dims[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
+    t->dims[n + i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
+  }
+  t->block = PyErr_Occurred() ? nullptr : pool_take(size_t(bytes));
+  if (!t->block) {
+    free(t);
+    return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
+  }
+  t->managed.major = 1;
+  t->managed.deleter = delete_pool_tensor;
+  t->managed.tensor = {t->block->data, kCPU, 0, int32_t(n), uint32_t(dtype), t->dims, t->dims + n, 0};
+  void* out = nullptr;
+  if (torch.dlpack->from_managed(&t->managed, &out)) {
+    delete_pool_tensor(&t->managed);
+    return nullptr;
+  }
+  return (PyObject*)out;
+}
+
+PyMethodDef module_methods[] = {
+    {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
+    {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
+    {"pool_limits", module_pool_limits, METH_VARARGS, "pool_limits(bytes, idle_seconds)"},
+    {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
+    {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
+    {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_launcher", "The native launcher of fuser.", -1,
+                                 module_methods,        nullptr,     nullptr,                         nullptr,
+                                 nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__launcher() {
+  if (!ready_handle_type()) return nullptr;
+  PyObject* m = PyModule_Create(&module_definition);
+  if (!m) return nullptr;
+  pool_init_lock();
+  pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+  Py_INCREF(&HandleType);
+  if (PyModule_AddObject(m, "Handle", (PyObject*)&HandleType) < 0) {
+    Py_DECREF(&HandleType);
+    Py_DECREF(m);
+    return nullptr;
+  }
+  return m;
+}

@@ -1,0 +1,205 @@
+"""Handles: the callables that go from arguments to kernels. Native where possible, in Python otherwise.
+
+The native launcher is `fuser.runtime._launcher` if it was built at installation; else it is built here, once for each
+source, Python and compiler, into the cache folder. Building takes half a second, in a thread started by `prepare` or by the
+first handle; handles made meanwhile run in Python and change over by themselves. With no compiler they stay so: one warning,
+and `reason()` says why.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from types import ModuleType
+from typing import Any
+
+from fuser import config
+from fuser.errors import BackendError, CompileError
+from fuser.kernel_spec import LaunchProgram
+from fuser.runtime import native_build, python_launcher, python_pool, torch_abi
+from fuser.runtime.encode import encode
+from fuser.runtime.python_launcher import Slow
+
+_lock = threading.Lock()
+_done = threading.Event()
+_thread: threading.Thread | None = None
+_native: ModuleType | None = None
+_reason: str | None = None
+_disabled: set[str] = set()
+_waiting: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles made before the native launcher was ready
+
+
+class Handle:
+    """`handle(*args)` for the time before the native launcher: runs in Python, then hands every call on to it."""
+
+    def __init__(self, slow: Slow) -> None:
+        self._slow = slow
+        self._lock = threading.Lock()
+        self._kernels: list[tuple[LaunchProgram, str]] = []
+        self._python = python_launcher.Handle(slow)
+        self._target: Any = self._python
+
+    def __call__(self, *args: Any) -> Any:
+        return self._target(*args)
+
+    def add_kernel(self, program: LaunchProgram, library_path: str) -> None:
+        """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
+        with self._lock:
+            self._target.add_kernel(program, library_path)
+            self._kernels.append((program, library_path))
+
+    def upgrade(self, native: ModuleType) -> None:
+        """Change over to the native launcher, with all kernels."""
+        with self._lock:
+            if self._target is not self._python:
+                return
+            target = native.Handle(self._slow)
+            for program, path in self._kernels:
+                target.add_kernel(program, path)
+            self._target = target
+
+    @property
+    def slow(self) -> Slow:
+        """What answers calls that no kernel takes."""
+        return self._slow
+
+    @property
+    def hits(self) -> int:
+        """Calls that a kernel answered."""
+        return self._sum("hits")
+
+    @property
+    def misses(self) -> int:
+        """Calls that went to `slow`."""
+        return self._sum("misses")
+
+    def _sum(self, name: str) -> int:
+        target = self._target
+        n: int = getattr(self._python, name)
+        return n if target is self._python else n + int(getattr(target, name))
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels added so far."""
+        return len(self._kernels)
+
+    @property
+    def kernel_hits(self) -> tuple[int, ...]:
+        """Calls that each kernel answered, in the order they were added."""
+        target, before = self._target, self._python.kernel_hits
+        if target is self._python:
+            return before
+        now: tuple[int, ...] = target.kernel_hits
+        return tuple(n + (before[i] if i < len(before) else 0) for i, n in enumerate(now))
+
+
+def make_handle(slow: Slow) -> Any:
+    """A handle without kernels: `handle(*args)`, `add_kernel(program, library_path)`, `hits`, `misses`, `kernel_count`.
+
+    `slow(args, status)` answers every call that no kernel takes (status 0) or whose kernel reported a status of
+    `kernel_spec.STATUS`, and its result is the call's.
+    """
+    prepare()
+    if _native is not None:
+        return _native.Handle(slow)
+    handle = Handle(slow)
+    with _lock:
+        if not _done.is_set():
+            _waiting.add(handle)
+            return handle
+    if _native is not None:
+        handle.upgrade(_native)
+    return handle
+
+
+def set_enabled(device_type: str, on: bool) -> None:
+    """Whether handles may run kernels on tensors of `device_type`; if not, every such call goes to `slow`."""
+    if device_type not in torch_abi.DEVICE_TYPES:
+        raise BackendError(f"device {device_type!r}: expected one of {', '.join(torch_abi.DEVICE_TYPES)}")
+    with _lock:
+        (_disabled.discard if on else _disabled.add)(device_type)
+        python_launcher.set_enabled(device_type, on)
+        if _native is not None:
+            _native.set_enabled(torch_abi.DEVICE_TYPES[device_type], on)
+
+
+def prepare() -> None:
+    """Start getting the native launcher ready, in the background if it has to be built. Returns at once."""
+    global _thread
+    if _thread is not None or _done.is_set():
+        return
+    with _lock:
+        if _thread is not None or _done.is_set():
+            return
+        ready = native_build.installed() or native_build.cached(config.cache_dir)
+        if ready is not None:
+            _start(ready)
+            return
+        cache_dir = config.cache_dir
+        _thread = threading.Thread(target=_build, args=(cache_dir,), name="fuser-launcher", daemon=True)
+        _thread.start()
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Wait until it is known whether there is a native launcher. Whether there is."""
+    prepare()
+    _done.wait(timeout)
+    return is_native()
+
+
+def native() -> ModuleType | None:
+    """The native launcher's module, once it is ready."""
+    return _native
+
+
+def is_native() -> bool:
+    """Whether handles run native code by now."""
+    return _native is not None
+
+
+def reason() -> str | None:
+    """Why handles run in Python, if the native launcher could not be had."""
+    return _reason
+
+
+def _build(cache_dir: str) -> None:
+    try:
+        module = native_build.build(cache_dir)
+    except (CompileError, OSError) as e:
+        with _lock:
+            _fail(str(e))
+        return
+    with _lock:
+        _start(module)
+        handles = list(_waiting)
+        _waiting.clear()
+    for handle in handles:
+        handle.upgrade(module)
+
+
+def _start(module: ModuleType) -> None:
+    """Set up a loaded module. Under the lock."""
+    global _native
+    try:
+        module.setup(torch_abi.describe() | {"encode": encode})
+        module.pool_limits(int(config.pool_limit_bytes), float(config.pool_idle_seconds))
+        for device_type in _disabled:
+            module.set_enabled(torch_abi.DEVICE_TYPES[device_type], False)
+    except (RuntimeError, TypeError, KeyError) as e:
+        _fail(f"this torch does not offer what the native launcher needs: {e}")
+        return
+    _native = module
+    _done.set()
+
+
+def _fail(why: str) -> None:
+    """Stay with Python. Under the lock."""
+    global _reason
+    _reason = why
+    _done.set()
+    _waiting.clear()
+    warnings.warn(f"fuser: calls go through the slower Python launcher, because {why}", RuntimeWarning, stacklevel=2)
+
+
+__all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "python_pool", "reason", "set_enabled", "wait"]

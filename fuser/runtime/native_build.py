@@ -1,0 +1,150 @@
+"""Finding or building the launcher's extension module."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from types import ModuleType
+
+from fuser import config
+from fuser.errors import CompileError
+
+SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")
+MODULE = "fuser.runtime._launcher"
+FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+def installed() -> ModuleType | None:
+    """The extension that was built with the package, if there is one that loads."""
+    try:
+        return importlib.import_module(MODULE)
+    except ImportError:
+        return None
+
+
+def compilers() -> list[list[str]]:
+    """Compiler commands to try: $CXX if set, else g++, else clang++, as far as they exist."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    commands = [named] if named else [["g++"], ["clang++"]]
+    return [c for c in commands if shutil.which(c[0])]
+
+
+@functools.cache
+def _source() -> bytes:
+    return SOURCE.read_bytes()
+
+
+def _key(compiler: list[str]) -> str:
+    path = shutil.which(compiler[0]) or compiler[0]
+    found = os.stat(path)
+    parts = [
+        sysconfig.get_config_var("SOABI") or "", *compiler, os.path.realpath(path),
+        str(found.st_size), str(found.st_mtime_ns), *FLAGS,
+    ]  # fmt: skip
+    return hashlib.sha256(_source() + "\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _target(cache_dir: str, compiler: list[str]) -> pathlib.Path:
+    return pathlib.Path(cache_dir) / "native" / f"{_key(compiler)}.so"
+
+
+def load(path: pathlib.Path) -> ModuleType:
+    """The extension module in the file `path`. ImportError if it is none."""
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_loader(MODULE, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def cached(cache_dir: str) -> ModuleType | None:
+    """The extension that an earlier process left in the cache folder."""
+    if not cache_dir:
+        return None
+    for compiler in compilers():
+        with contextlib.suppress(OSError, ImportError):
+            path = _target(cache_dir, compiler)
+            if path.exists():
+                return load(path)
+    return None
+
+
+@contextlib.contextmanager
+def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
+    """Where to build: in the cache, or in a folder that goes away if there is none or it cannot be written."""
+    if cache_dir:
+        with contextlib.suppress(OSError):
+            folder = pathlib.Path(cache_dir) / "native"
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if os.access(folder, os.W_OK):
+                yield folder
+                return
+    with tempfile.TemporaryDirectory(prefix="fuser-native-") as name:
+        yield pathlib.Path(name)
+
+
+def build(cache_dir: str) -> ModuleType:
+    """Compile and load the extension. CompileError, with every compiler's log, if none can."""
+    found = compilers()
+    if not found:
+        named = os.environ.get("CXX")
+        what = f"$CXX is {named!r}, which does not exist" if named else "there is neither g++ nor clang++"
+        raise CompileError(f"there is no C++ compiler: {what}; install one or set CXX")
+    logs = []
+    for compiler in found:
+        with _folder(cache_dir) as folder:
+            try:
+                path = folder / f"{_key(compiler)}.so"
+                _compile(compiler, path)
+                return load(path)
+            except (CompileError, ImportError) as e:
+                logs.append(f"{shlex.join(compiler)}: {e}")
+    raise CompileError(f"the native launcher could not be built: {'; '.join(logs)}", "\n".join(logs))
+
+
+def _compile(compiler: list[str], path: pathlib.Path) -> None:
+    """Compile to `path` under a name of its own first, so that other processes see all of it or nothing."""
+    handle, part = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    include = sysconfig.get_paths()["include"]
+    command = [*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", part]
+    try:
+        _run(command)
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as e:
+        raise CompileError(f"{command[0]} cannot be run: {e}") from None
+    atexit.register(process.kill)  # a process that ends before its compiler takes it along
+    try:
+        output, _ = process.communicate(timeout=config.compile_timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise CompileError(f"{command[0]} ran longer than {config.compile_timeout_seconds} s") from None
+    finally:
+        atexit.unregister(process.kill)
+    if process.returncode:
+        log = output.decode(errors="replace").strip()
+        last = log.splitlines()[0] if log else "no message"
+        raise CompileError(f"{command[0]} ended with code {process.returncode}: {last}", log)

@@ -1,0 +1,274 @@
+"""The launcher in Python: what launcher.cpp does, for machines without a compiler and for the moments before it is built.
+
+The two are kept alike step by step (same order of checks, same counters, same errors) and run the same tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuser.ir.sizes import Program, run_program
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.runtime import python_pool, torch_abi
+from fuser.runtime.encode import encode
+
+Slow = Callable[[tuple[Any, ...], int], Any]
+
+PARALLEL_WORK = 32768  # element operations that are worth one more thread
+POOL_MIN = 256 << 10  # smaller temporaries need no pool
+
+_disabled: set[str] = set()
+
+
+def set_enabled(device_type: str, on: bool) -> None:
+    """Whether handles may run kernels on tensors of `device_type`."""
+    (_disabled.discard if on else _disabled.add)(device_type)
+
+
+# -- matching -------------------------------------------------------------------------------------------------------------
+def _readable(args: Sequence[Any]) -> bool:
+    """Whether every argument is of a kind that a kernel may take, on an enabled device."""
+    if not torch_abi.plain_context():
+        return False
+    grad = torch.is_grad_enabled()
+    devices = set()
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            if not torch_abi.plain_tensor(a) or (grad and a.requires_grad):
+                return False
+            devices.add(a.device.type)
+        elif type(a) is int:
+            if not -(1 << 63) <= a < 1 << 63:
+                return False
+        elif not isinstance(a, (bool, float)):
+            return False
+    return not (devices or {"cpu"}) & _disabled
+
+
+def _numbers_match(found: Sequence[int], items: Sequence[Bind | Check], slots: list[int], checked: list[bool]) -> bool:
+    for number, item, needed in zip(found, items, checked, strict=True):
+        if isinstance(item, Bind):
+            slots[item.slot] = number
+        elif needed and run_program(item.code, slots) != number:
+            return False
+    return True
+
+
+def _tensor_matches(a: Any, pattern: InputPattern, slots: list[int]) -> bool:
+    if not isinstance(a, torch.Tensor) or a.dtype != pattern.dtype or a.device.type != pattern.device_type:
+        return False
+    sizes = a.shape
+    if len(sizes) != len(pattern.sizes):
+        return False
+    strides_count = [a.numel() > 0 and s > 1 for s in sizes]
+    return _numbers_match(sizes, pattern.sizes, slots, [True] * len(sizes)) and _numbers_match(
+        a.stride(), pattern.strides, slots, strides_count
+    )
+
+
+def _scalar_matches(a: Any, pattern: InputPattern, slots: list[int], floats: list[float]) -> bool:
+    if pattern.kind == "float":
+        if isinstance(a, float) or type(a) is int:
+            floats[pattern.slot] = float(a)
+            return True
+        return False
+    if type(a) is not {"int": int, "bool": bool}[pattern.kind]:
+        return False
+    slots[pattern.slot] = int(a)
+    return True
+
+
+def match(program: LaunchProgram, args: Sequence[Any]) -> tuple[list[int], list[float]] | None:
+    """The slots and floats that `args` bind if they are what `program` takes, else None."""
+    if len(args) != len(program.inputs):
+        return None
+    slots, floats = [0] * program.n_slots, [0.0] * program.n_floats
+    for a, pattern in zip(args, program.inputs, strict=True):
+        if pattern.kind == "tensor":
+            if not _tensor_matches(a, pattern, slots):
+                return None
+        elif not _scalar_matches(a, pattern, slots, floats):
+            return None
+    if not all(run_program(guard, slots) for guard in program.guards):
+        return None
+    return slots, floats
+
+
+# -- running --------------------------------------------------------------------------------------------------------------
+@functools.cache
+def _openmp() -> tuple[Any, Any, Any, Any] | None:
+    """torch's own OpenMP: GOMP_parallel, omp_get_thread_num, omp_get_num_threads, omp_in_parallel."""
+    lib = torch_abi.library("libtorch_cpu.so")
+    try:
+        return lib.GOMP_parallel, lib.omp_get_thread_num, lib.omp_get_num_threads, lib.omp_in_parallel  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+
+
+_PARALLEL_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_STEP = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)  # fmt: skip
+
+
+def thread_count(units: int, work: int) -> int:
+    """Threads that a step is split over."""
+    openmp = _openmp()
+    if work < 2 * PARALLEL_WORK or units < 2 or openmp is None or openmp[3]():
+        return 1
+    return min(torch.get_num_threads(), work // PARALLEL_WORK, units)
+
+
+@dataclass
+class _Run:
+    """One call's memory: kept alive while its steps run."""
+
+    slots: Any
+    floats: Any
+    pointers: Any
+    scratch: int = 0
+    scratch_size: int = 0
+
+    def part(self, entry: Any, begin: int, end: int, thread: int) -> int:
+        """Run `entry` over [begin, end) with thread `thread`'s scratch; its status."""
+        status = ctypes.c_int32(0)
+        scratch = self.scratch + thread * self.scratch_size
+        entry(self.pointers, self.slots, self.floats, begin, end, scratch, ctypes.addressof(status))
+        return status.value
+
+    def step(self, entry: Any, units: int, work: int) -> int:
+        """Run one step over all its units; its status."""
+        openmp, threads = _openmp(), thread_count(units, work)
+        if threads <= 1 or openmp is None:
+            return self.part(entry, 0, units, 0)
+        statuses: list[int] = []
+
+        def body(_: Any) -> None:
+            n, i = openmp[2](), openmp[1]()
+            share, rest = divmod(units, n)
+            begin = i * share + min(i, rest)
+            end = begin + share + (i < rest)
+            if begin < end:
+                statuses.append(self.part(entry, begin, end, i))
+
+        callback = _PARALLEL_BODY(body)
+        openmp[0](callback, None, threads, 0)
+        return max(statuses, default=0)
+
+
+def _round64(n: int) -> int:
+    return (n + 63) & ~63
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One program with its library's entries."""
+
+    program: LaunchProgram
+    entries: tuple[Any, ...]
+    hits: int = 0
+
+    def _buffers(self, slots: list[int]) -> tuple[dict[int, torch.Tensor], dict[int, int], int]:
+        """Output tensors, offsets of the temporaries, and the bytes of all temporaries."""
+        outputs: dict[int, torch.Tensor] = {}
+        offsets: dict[int, int] = {}
+        total = 0
+        for i, b in enumerate(self.program.buffers):
+            sizes = [run_program(code, slots) for code in b.sizes]
+            if b.output:
+                strides = [run_program(code, slots) for code in b.strides]
+                outputs[i] = torch.empty_strided(sizes, strides, dtype=b.dtype, device="cpu")
+            else:
+                offsets[i] = total
+                total += _round64(math.prod(sizes) * b.dtype.itemsize)
+        return outputs, offsets, total
+
+    def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
+        """Status and result of one call whose arguments matched."""
+        outputs, offsets, temporary = self._buffers(slots)
+        sizes = [[run_program(c, slots) for c in (s.units, s.work, s.scratch)] for s in self.program.steps]
+        scratch = max((s for _, _, s in sizes), default=0)
+        scratch = _round64(scratch) + 64 if scratch else 0
+        threads = max((thread_count(u, w) for u, w, s in sizes if s), default=1)
+        with python_pool.block(temporary + scratch * threads) as base:
+            pointers = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
+            pointers += [
+                outputs[i].data_ptr() if i in outputs else base + offsets[i] for i in range(len(self.program.buffers))
+            ]
+            run = _Run(_c_array(ctypes.c_int64, slots), _c_array(ctypes.c_double, floats),
+                       _c_array(ctypes.c_void_p, pointers), base + temporary, scratch)  # fmt: skip
+            for entry, (units, work, _) in zip(self.entries, sizes, strict=True):
+                status = run.step(entry, units, work) if units > 0 else 0
+                if status:
+                    return status, None
+        named = [args[i] if kind == "input" else outputs[i] for kind, i in self.program.outputs]
+        return 0, named[0] if self.program.single else tuple(named)
+
+
+def _c_array(kind: Any, values: Sequence[Any]) -> Any:
+    return (kind * max(len(values), 1))(*values)
+
+
+def _load(program: LaunchProgram, library_path: str) -> Kernel:
+    encode(program)  # the same checks of the program as the native launcher makes
+    lib = ctypes.CDLL(library_path)  # OSError names the path
+    try:
+        entries = tuple(_STEP(ctypes.cast(lib[s.entry], ctypes.c_void_p).value or 0) for s in program.steps)
+    except AttributeError as e:
+        raise OSError(f"kernel library {library_path} has no such entry: {e}") from None
+    return Kernel(program, entries)
+
+
+# -- the handle -----------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class Handle:
+    """`handle(*args)` runs the kernel that takes the call's arguments, or `slow(args, status)`."""
+
+    slow: Slow
+    hits: int = 0
+    misses: int = 0
+    _kernels: list[Kernel] = field(default_factory=list)
+    _last: int = 0
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels added so far."""
+        return len(self._kernels)
+
+    @property
+    def kernel_hits(self) -> tuple[int, ...]:
+        """Calls that each kernel answered, in the order they were added."""
+        return tuple(k.hits for k in self._kernels)
+
+    def add_kernel(self, program: LaunchProgram, library_path: str) -> None:
+        """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
+        self._kernels.append(_load(program, library_path))
+        self._last = len(self._kernels) - 1
+
+    def __call__(self, *args: Any) -> Any:
+        status = 0
+        if self._kernels and _readable(args):
+            last, kernels = self._last, tuple(self._kernels)
+            for i in (last, *(i for i in range(len(kernels)) if i != last)):
+                bound = match(kernels[i].program, args)
+                if bound is None:
+                    continue
+                self._last = i
+                status, out = kernels[i].run(*bound, args)
+                if not status:
+                    kernels[i].hits += 1
+                    self.hits += 1
+                    return out
+                break
+        self.misses += 1
+        return self.slow(args, status)
+
+
+__all__ = ["BufferPattern", "Handle", "Kernel", "Program", "Step", "match", "set_enabled", "thread_count"]

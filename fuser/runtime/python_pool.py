@@ -1,0 +1,210 @@
+"""The buffer pool in Python, through libc: what the native pool does, until that is built or where it cannot be.
+
+Blocks are anonymous memory, from 2 MiB on aligned to and advised onto huge pages; idle ones are kept up to a limit and
+for a time, the least recently used going first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HUGE = 2 << 20
+POOL_MIN = 256 << 10  # below this malloc does
+MADV_HUGEPAGE = 14
+
+
+def size_class(n: int) -> int:
+    """`n` rounded up, four classes to an octave: a block serves sizes up to a quarter smaller than itself."""
+    n = max(n, 4096)
+    step = max((1 << (n.bit_length() - 1)) // 4, 4096)
+    return -(-n // step) * step
+
+
+@functools.cache
+def _libc() -> Any:
+    lib = ctypes.CDLL(None, use_errno=True)
+    lib.mmap.restype = ctypes.c_void_p
+    lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    lib.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    lib.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return lib
+
+
+def _map(size: int) -> int:
+    extra = HUGE if size >= HUGE else 0
+    read_write, private_anonymous = 3, 0x22
+    raw = _libc().mmap(None, size + extra, read_write, private_anonymous, -1, 0)
+    if raw is None or raw == ctypes.c_void_p(-1).value:
+        raise MemoryError(f"the buffer pool could not map {size} bytes")
+    if not extra:
+        return int(raw)
+    data = (raw + HUGE - 1) // HUGE * HUGE
+    if data > raw:
+        _libc().munmap(raw, data - raw)
+    if raw + extra > data:
+        _libc().munmap(data + size, raw + extra - data)
+    _libc().madvise(data, size, MADV_HUGEPAGE)
+    return int(data)
+
+
+@dataclass
+class _Idle:
+    size: int
+    data: int
+    since: float
+
+
+class Pool:
+    """Warm blocks. Thread-safe."""
+
+    def __init__(self, limit: int, idle_seconds: float) -> None:
+        self._limit, self._idle_seconds = limit, idle_seconds
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset_after_fork)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a deleter may run inside another call of the same thread
+        self._idle: list[_Idle] = []  # oldest first
+        self._timer: threading.Timer | None = None
+        self._used: dict[int, int] = {}
+        self._counts = {"hits": 0, "misses": 0, "returned": 0, "peak_bytes": 0}
+
+    def _reset_after_fork(self) -> None:
+        self._lock = threading.RLock()
+        self._timer = None
+
+    def limits(self, limit: int, idle_seconds: float) -> None:
+        """Most idle bytes, and how long a block may be idle."""
+        with self._lock:
+            self._limit, self._idle_seconds = max(limit, 0), idle_seconds
+            self._collect(float("-inf"), self._limit)
+
+    def take(self, nbytes: int) -> int:
+        """The address of a block of at least `nbytes`."""
+        size = size_class(nbytes)
+        with self._lock:
+            data = next((b.data for b in reversed(self._idle) if b.size == size), 0)
+            self._counts["hits" if data else "misses"] += 1
+            self._idle = [b for b in self._idle if b.data != data]
+            data = data or _map(size)
+            self._used[data] = size
+            total = sum(self._used.values()) + self._idle_bytes()
+            self._counts["peak_bytes"] = max(self._counts["peak_bytes"], total)
+        return data
+
+    def give(self, data: int) -> None:
+        """Put a block back."""
+        with self._lock:
+            self._idle.append(_Idle(self._used.pop(data), data, time.monotonic()))
+            self._collect(float("-inf"), self._limit)
+            self._schedule()
+
+    def _idle_bytes(self) -> int:
+        return sum(b.size for b in self._idle)
+
+    def _collect(self, before: float, limit: int) -> int:
+        bytes_back = 0
+        while self._idle and (self._idle_bytes() > limit or self._idle[0].since < before):
+            b = self._idle.pop(0)
+            _libc().munmap(b.data, b.size)
+            self._counts["returned"] += 1
+            bytes_back += b.size
+        return bytes_back
+
+    def _schedule(self) -> None:
+        if self._timer is None and self._idle:
+            wait = max(self._idle[0].since + self._idle_seconds - time.monotonic(), 0.0) + 0.001
+            self._timer = threading.Timer(wait, self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._collect(time.monotonic() - self._idle_seconds, self._limit)
+            self._schedule()
+
+    def trim(self) -> int:
+        """Give every idle block back to the system; the bytes given back."""
+        with self._lock:
+            return self._collect(float("inf"), 0)
+
+    def stats(self) -> dict[str, int]:
+        """Counters, as `fuser.runtime.pool.stats` describes them."""
+        with self._lock:
+            return {
+                "idle_bytes": self._idle_bytes(), "idle_blocks": len(self._idle),
+                "used_bytes": sum(self._used.values()), "used_blocks": len(self._used), **self._counts,
+                "trimmer": self._timer is not None,
+            }  # fmt: skip
+
+
+pool = Pool(256 << 20, 5.0)
+
+
+@contextlib.contextmanager
+def block(nbytes: int) -> Iterator[int]:
+    """The 64-byte aligned address of `nbytes` for the block's length: from the pool if large; 0 for none."""
+    if nbytes >= POOL_MIN:
+        data = pool.take(nbytes)
+        try:
+            yield data
+        finally:
+            pool.give(data)
+        return
+    small = ctypes.create_string_buffer(nbytes + 64) if nbytes else None
+    yield (ctypes.addressof(small) + 63) & ~63 if small is not None else 0
+
+
+# -- tensors over blocks, through DLPack ----------------------------------------------------------------------------------
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("dtype", ctypes.c_uint32), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _DLManaged(ctypes.Structure):
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _DELETER)]
+
+
+_alive: dict[int, tuple[Any, ...]] = {}  # what a tensor's block needs until its deleter runs
+
+
+@_DELETER
+def _delete(managed: int) -> None:
+    _alive.pop(managed)[-1]()
+
+
+@functools.cache
+def _new_capsule() -> Callable[..., Any]:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new
+
+
+def tensor(sizes: tuple[int, ...], strides: tuple[int, ...], dtype_word: int, nbytes: int) -> torch.Tensor:
+    """A CPU tensor over a block of `nbytes`, which goes back when the tensor's storage dies."""
+    data, n = pool.take(nbytes), len(sizes)
+    dims = (ctypes.c_int64 * max(2 * n, 1))(*sizes, *strides)
+    at = ctypes.addressof(dims)
+    managed = _DLManaged(_DLTensor(data, 1, 0, n, dtype_word, at, at + 8 * n, 0), None, _delete)
+    _alive[ctypes.addressof(managed)] = (managed, dims, functools.partial(pool.give, data))
+    capsule = _new_capsule()(ctypes.addressof(managed), b"dltensor", None)
+    out: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return out

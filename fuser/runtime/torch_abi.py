@@ -1,0 +1,241 @@
+"""What the native launcher needs of torch at run time: addresses and layouts, looked up and checked, never assumed.
+
+The launcher is built without torch's headers. Everything here is found by name in the libraries that are already
+loaded and tried against what torch's Python says, on real tensors, before it is used. Whatever is missing or does not
+agree is left out, and the launcher then asks `plain_tensor`, `plain_context` or `torch.empty_strided` instead: slower,
+with the same answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+# DLPack's numbers: type codes with bits, and device types.
+DTYPE_WORDS: dict[torch.dtype, int] = {
+    dtype: code | bits << 8 | 1 << 16
+    for dtype, code, bits in (
+        (torch.int8, 0, 8), (torch.int16, 0, 16), (torch.int32, 0, 32), (torch.int64, 0, 64),
+        (torch.uint8, 1, 8), (torch.uint16, 1, 16), (torch.uint32, 1, 32), (torch.uint64, 1, 64),
+        (torch.float16, 2, 16), (torch.float32, 2, 32), (torch.float64, 2, 64), (torch.bfloat16, 4, 16),
+        (torch.complex64, 5, 64), (torch.complex128, 5, 128), (torch.bool, 6, 8),
+    )
+}  # fmt: skip
+DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+
+_C: Any = torch._C
+_TENSOR_WORDS = 32  # a TensorImpl is about this many words; its dispatch keys are in the first few
+
+
+def plain_tensor(t: torch.Tensor) -> bool:
+    """Whether `t` is an ordinary strided tensor: no negative or conjugate bit, no wrapper, no other layout."""
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and _keys(t) in plain_keys()
+
+
+def plain_context() -> bool:
+    """Whether no mode, transform, autocast or forward derivative is at work in this thread."""
+    included, excluded = _thread_keys()
+    masks = _context_masks()
+    if (included ^ masks["default_included"]) & ~masks["harmless_included"]:
+        return False
+    if (excluded ^ masks["default_excluded"]) & masks["harmful_excluded"]:
+        return False
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return False
+    return _function_modes_harmless()
+
+
+def _function_modes_harmless() -> bool:
+    """`torch.set_default_device` is a mode too, and says nothing to a call whose devices are known."""
+    n: int = _C._len_torch_function_stack()
+    if not n:
+        return True
+    from torch.utils._device import DeviceContext
+
+    return all(type(_C._get_function_stack_at(i)) is DeviceContext for i in range(n))
+
+
+def _keys(t: torch.Tensor) -> int:
+    raw: int = _C._dispatch_keys(t).raw_repr()
+    return raw
+
+
+@functools.cache
+def plain_keys() -> tuple[int, ...]:
+    """The dispatch keys of ordinary tensors: made in and outside of inference mode."""
+    keys = [_keys(torch.empty(1, device="cpu"))]
+    with torch.inference_mode():
+        keys.append(_keys(torch.empty(1, device="cpu")))
+    return tuple(keys)
+
+
+def _thread_keys() -> tuple[int, int]:
+    """The dispatch keys that this thread includes and excludes for every op."""
+    return _C._dispatch_tls_local_include_set().raw_repr(), _C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+@functools.cache
+def _context_masks() -> dict[str, int]:
+    """What a fresh thread includes and excludes, and which differences from that matter.
+
+    A key that is included on top of the default means a mode or a transform; only that of inference mode is harmless.
+    By default exactly the autocast keys are excluded: one that no longer is means autocast.
+    """
+    found: list[tuple[int, int]] = []
+    thread = threading.Thread(target=lambda: found.append(_thread_keys()))
+    thread.start()
+    thread.join()
+    included, excluded = found[0]
+    inplace_or_view = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView).raw_repr()
+    return {
+        "default_included": included,
+        "default_excluded": excluded,
+        "harmless_included": inplace_or_view,
+        "harmful_excluded": excluded,
+    }
+
+
+# -- libraries and symbols -----------------------------------------------------------------------------------------------
+@functools.cache
+def library(name: str) -> ctypes.CDLL | None:
+    """A library of torch's that is already loaded, such as "libtorch_cpu.so"."""
+    path = os.path.join(os.path.dirname(torch.__file__), "lib", name)
+    try:
+        return ctypes.CDLL(path, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
+    except (OSError, AttributeError):
+        return None
+
+
+def symbol(library_name: str, *names: str) -> int | None:
+    """The address of the first of `names` that the library, or one it depends on, exports."""
+    lib = library(library_name)
+    for name in names if lib is not None else ():
+        try:
+            return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
+        except AttributeError:
+            continue
+    return None
+
+
+# name in the launcher's table -> library and symbols to try. The first block is the documented C shim.
+_SYMBOLS: dict[str, tuple[str, ...]] = {
+    "empty_strided": ("libtorch_cpu.so", "aoti_torch_empty_strided"),
+    "delete_tensor": ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
+    "data_ptr": ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
+    "grad_enabled": ("libtorch_cpu.so", "aoti_torch_grad_mode_is_enabled"),
+    "wrap": ("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
+    "function_mode": ("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv"),
+    "num_threads": ("libtorch_cpu.so", "_ZN2at15get_num_threadsEv", "omp_get_max_threads"),
+    "gomp_parallel": ("libtorch_cpu.so", "GOMP_parallel"),
+    "omp_thread_num": ("libtorch_cpu.so", "omp_get_thread_num"),
+    "omp_num_threads": ("libtorch_cpu.so", "omp_get_num_threads"),
+    "omp_in_parallel": ("libtorch_cpu.so", "omp_in_parallel"),
+}
+# Each of these is of use only with the others.
+_GROUPS = (
+    ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
+    ("num_threads", "gomp_parallel", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
+)
+_DISPATCH_TLS = "_ZN3c104impl26raw_local_dispatch_key_setE"
+
+
+@functools.cache
+def scalar_type(dtype: torch.dtype) -> int:
+    """torch's own number of `dtype`, which the C shim takes; -1 where the shim cannot say."""
+    address = symbol("libtorch_cpu.so", "aoti_torch_dtype_" + str(dtype).removeprefix("torch."))
+    if address is None:
+        return -1
+    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+
+
+def _word(address: int) -> int:
+    return int(ctypes.c_uint64.from_address(address).value)
+
+
+def _impl(t: torch.Tensor) -> int:
+    pointer: int = _C.TensorBase._cdata.__get__(t)
+    return pointer
+
+
+def _samples() -> list[torch.Tensor]:
+    with torch.no_grad():
+        flat = torch.empty(4, device="cpu")
+        tensors = [flat, torch.empty(2, 2, device="cpu").t(), torch._neg_view(flat), torch.empty(2, device="meta")]
+        tensors.append(torch.nn.Parameter(torch.empty(3, device="cpu")))
+        tensors.append(torch.empty(2, dtype=torch.complex64, device="cpu").conj())
+    with torch.inference_mode():
+        tensors.append(torch.empty(1, device="cpu"))
+    return tensors
+
+
+def _only_offset(words: int, agrees: Any) -> int:
+    offsets = [8 * i for i in range(words) if agrees(8 * i)]
+    return offsets[0] if len(offsets) == 1 else -1
+
+
+def tensor_layout() -> tuple[int, int]:
+    """Offsets of the TensorImpl pointer in a tensor object and of the dispatch keys in a TensorImpl; -1 if unclear.
+
+    Found by reading a few tensors of every kind word by word and comparing with what torch says of them.
+    """
+    samples = _samples()
+    try:
+        words = torch.Tensor.__basicsize__ // 8
+        impl = _only_offset(words, lambda at: all(_word(id(t) + at) == _impl(t) for t in samples))
+        if impl < 0:
+            return -1, -1
+        # Words before the keys are read for all samples; the search ends at the first that agrees with all of them.
+        for at in range(8, 8 * _TENSOR_WORDS, 8):
+            if all(_word(_impl(t) + at) == _keys(t) for t in samples):
+                return impl, at
+    except (AttributeError, TypeError):
+        pass
+    return -1, -1
+
+
+def _dispatch_tls_agrees() -> bool:
+    """Whether torch's thread-local pair of dispatch keys is where and what the launcher takes it for."""
+    address, masks = symbol("libc10.so", _DISPATCH_TLS), _context_masks()
+    if address is None:
+        return False
+
+    def agrees() -> bool:
+        included, excluded = _thread_keys()
+        differences = included ^ masks["default_included"], excluded ^ masks["default_excluded"]
+        return (_word(address), _word(address + 8)) == differences
+
+    answers = [agrees()]
+    with torch.inference_mode():
+        answers.append(agrees())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answers.append(agrees() and bool(_word(address + 8) & masks["harmful_excluded"]))
+    return all(answers)
+
+
+def describe() -> dict[str, Any]:
+    """The launcher's table: see `module_setup` in launcher.cpp. Missing addresses are None."""
+    table: dict[str, Any] = {name: symbol(*where) for name, where in _SYMBOLS.items()}
+    for group in _GROUPS:
+        if any(table[name] is None for name in group):
+            table.update(dict.fromkeys(group))
+    impl, keys = tensor_layout()
+    c10 = library("libc10.so") if _dispatch_tls_agrees() else None
+    masks = _context_masks()
+    table.update(
+        tensor=torch.Tensor, parameter=torch.nn.Parameter, plain_keys=plain_keys(), impl_offset=impl, keys_offset=keys,
+        c10_library=c10._handle if c10 is not None else None, harmless_included=masks["harmless_included"],
+        harmful_excluded=masks["harmful_excluded"], plain_tensor=plain_tensor, plain_context=plain_context,
+        forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
+        requires_grad=_C.TensorBase.requires_grad, dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    )  # fmt: skip
+    return table
+
+
+def _empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
