@@ -45,7 +45,9 @@ class LoweringContext:
         self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
         self.scalars: list[Scalar] = []
         self.origin = ""
-        self.meta: Any = None  # the meta tensor(s) of the node being lowered
+        self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors
+        self.meta: Any = None
+        self.arg_metas: tuple[Any, ...] = ()
 
     # -- symbols -----------------------------------------------------------------------------------------------------
     def new_symbol(self, name: str, hint: int, kind: str = SIZE) -> Expr:
@@ -159,6 +161,13 @@ class LoweringContext:
         value = ops.to_dtype(value, compute_dtype(dtype))
         return ops.round_to(value, dtype) if self.numerics == "eager" else value
 
+    def order_of_meta(self) -> tuple[int, ...] | None:
+        """The order of dims in memory that eager gives the node's result; None for row-major."""
+        meta = self.meta
+        if not isinstance(meta, torch.Tensor) or meta.is_contiguous():
+            return None
+        return memory_order(meta.size(), meta.stride())
+
     def into_slice(
         self, target: TensorBox, size: Sequence[Expr], inner_fn: Callable[[Index], Value],
         store_index: Callable[[Index], Index],
@@ -206,6 +215,18 @@ class LoweringContext:
     def numel(self, operand: TensorBox) -> Expr:
         """Number of elements."""
         return product(self.size_of(operand))
+
+
+def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Dims from outermost to innermost if the strides are dense, else None."""
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
+    expected = 1
+    for d in reversed(order):
+        if size[d] != 1:
+            if stride[d] != expected:
+                return None
+            expected *= size[d]
+    return tuple(order)
 
 
 def as_expr(value: Any) -> Expr:

@@ -1,0 +1,107 @@
+"""Launch programs: what both devices' generators share. Sizes become slots, facts become checks and guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.ir.nodes import Buffer
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, program, relation_program, symbols
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.lowering.context import LoweringContext
+from fuser.lowering.graph import Lowered, NumberInput, TensorInput
+
+
+@dataclass
+class ProgramBuilder:
+    """Assigns slots and pointers for one lowered graph."""
+
+    lowered: Lowered
+    slots: dict[Sym, int] = field(default_factory=dict)
+    floats: dict[str, int] = field(default_factory=dict)
+    pointers: dict[str, int] = field(default_factory=dict)
+    patterns: list[InputPattern] = field(default_factory=list)
+    guards: list[tuple[int, ...]] = field(default_factory=list)
+    buffers: list[BufferPattern] = field(default_factory=list)
+
+    @property
+    def ctx(self) -> LoweringContext:
+        """The lowering's symbols and facts."""
+        return self.lowered.ctx
+
+    def bind_inputs(self) -> None:
+        """Patterns for all arguments; every fact that a symbol got is checked."""
+        for number, record in enumerate(self.lowered.inputs):
+            if isinstance(record, NumberInput):
+                self._bind_number(record)
+            else:
+                self._bind_tensor(number, record)
+        for s, e in sorted(self.ctx.facts.items()):
+            if s in self.slots:
+                self.guards.append(relation_program("eq", Expr({(s,): 1}), self.ctx.canon(e), self.slots))
+
+    def _bind_number(self, record: NumberInput) -> None:
+        if record.kind == "float":
+            self.floats[record.name] = len(self.floats)
+            self.patterns.append(InputPattern("float", slot=self.floats[record.name]))
+            return
+        slot = self._slot(Sym(record.name))
+        self.patterns.append(InputPattern(record.kind, slot=slot))
+
+    def _bind_tensor(self, number: int, record: TensorInput) -> None:
+        self.pointers[f"in{number}"] = len(self.pointers)
+        sizes = tuple(self._token(e) for e in record.size)
+        strides = tuple(self._token(e) for e in record.stride)
+        self.patterns.append(InputPattern("tensor", record.dtype, record.device_type, sizes, strides))
+
+    def _token(self, e: Expr) -> Bind | Check:
+        known = self.ctx.canon(e)
+        if all(s in self.slots for s in symbols(known)):
+            return Check(program(known, self.slots))
+        own = e.as_symbol()
+        if own is not None and own not in self.slots:
+            return Bind(self._slot(own))
+        return Check(program(e, self.slots))
+
+    def _slot(self, s: Sym) -> int:
+        return self.slots.setdefault(s, len(self.slots))
+
+    def add_buffer(self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool) -> None:
+        """Memory to allocate for `name`."""
+        self.pointers[name] = self.n_inputs + len(self.buffers)
+        self.buffers.append(
+            BufferPattern(dtype, tuple(self.code(s) for s in size), tuple(self.code(s) for s in stride), output)
+        )
+
+    def add_buffers(self, buffers: Sequence[Buffer]) -> None:
+        """Memory for the scheduled buffers; outputs of the graph are torch's, the rest temporaries."""
+        outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
+        for b in buffers:
+            self.add_buffer(b.name, b.dtype, b.size, b.stride, b.name in outputs)
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of tensor inputs."""
+        return sum(isinstance(r, TensorInput) for r in self.lowered.inputs)
+
+    def code(self, e: Expr) -> tuple[int, ...]:
+        """A size expression as a program over the slots."""
+        return program(self.ctx.canon(e), self.slots)
+
+    def step(self, entry: str, units: Expr, work: Expr, scratch: Expr) -> Step:
+        """One launch."""
+        return Step(entry, self.code(units), self.code(work), self.code(scratch))
+
+    def finish(self, steps: Sequence[Step], buffers: Sequence[Buffer], single: bool) -> LaunchProgram:
+        """The complete program."""
+        at = {b.name: i for i, b in enumerate(buffers)}
+        outputs = tuple((kind, at[name] if kind == "buffer" else name) for kind, name in self.lowered.outputs)
+        return LaunchProgram(
+            tuple(self.patterns), len(self.slots), len(self.floats), tuple(self.guards), tuple(self.buffers),
+            tuple(steps), outputs, single,
+        )  # fmt: skip
+
+
+__all__ = ["INDIRECT", "LOOP", "ProgramBuilder"]

@@ -1,0 +1,62 @@
+"""A lowered graph → C++ source → shared library → what the launcher runs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from fuser.codegen.program import ProgramBuilder
+from fuser.cpu import codegen, toolchain
+from fuser.kernel_spec import LaunchProgram
+from fuser.lowering.graph import Lowered
+from fuser.scheduler.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """One compiled variant of a fusion group. `library` is the path of its code, `source` its text."""
+
+    name: str
+    program: LaunchProgram
+    source: str
+    library: str
+    n_kernels: int
+    reasons: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A generated source and how to launch it; no compiler was needed."""
+
+    name: str
+    text: str
+    program: LaunchProgram
+    n_kernels: int
+    reasons: tuple[tuple[str, str, str], ...]
+
+
+def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
+    """C++ for all kernels of a schedule, in one source."""
+    builder = ProgramBuilder(lowered)
+    builder.bind_inputs()
+    builder.add_buffers(plan.buffers)
+    bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats)
+    functions: list[codegen.Function] = []
+    for number, kernel in enumerate(plan.plans):
+        made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
+        for p in made.partials:
+            builder.add_buffer(p.name, p.dtype, (p.size,), (codegen.ONE,), False)
+        functions += made.functions
+    text = codegen.source_text(functions, comment)
+    steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
+    program = builder.finish(steps, plan.buffers, single)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
+    return Source(name, text, program, len(plan.plans), plan.reasons)
+
+
+def compile_source(source: Source) -> FusedKernel:
+    """Run the compiler, or take its earlier result from disk. Raises CompileError."""
+    library = toolchain.compile_library(source.text)
+    return FusedKernel(source.name, source.program, source.text, library, source.n_kernels, source.reasons)

@@ -1,0 +1,147 @@
+"""The C++ compiler: finding it, what it can do, running it with a time limit, keeping what it made on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+
+from fuser import config
+from fuser.errors import CompileError
+
+FLAGS = (
+    "-O3", "-std=c++17", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fvisibility=default", "-w",
+)  # fmt: skip
+_GCC_FLAGS = ("-mprefer-vector-width=512",)
+_lock = threading.Lock()
+
+
+@functools.lru_cache(maxsize=8)
+def find_compiler(cxx: str | None) -> tuple[str, ...]:
+    """The command of the C++ compiler: `$CXX` (given as `cxx`), else g++, else clang++. CompileError if there is none."""
+    for candidate in (cxx, "g++", "clang++"):
+        if candidate:
+            words = shlex.split(candidate)
+            path = shutil.which(words[0]) if words else None
+            if path:
+                return (path, *words[1:])
+    raise CompileError("no C++ compiler: expected $CXX, g++ or clang++ on the PATH; groups run unfused until there is one")
+
+
+def _run(command: list[str], timeout: float) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{command[0]} ran longer than {timeout:g} s and was stopped") from None
+    except OSError as e:
+        raise CompileError(f"{command[0]} cannot be run: {e}") from None
+    return done.returncode, done.stdout + done.stderr
+
+
+@functools.lru_cache(maxsize=8)
+def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(compile flags, libraries) that this compiler takes: vector maths of libmvec where linking with it works."""
+    identity = hashlib.sha256(f"{compiler}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
+    known = _cache_folder() / f"toolchain-{identity}"
+    if known.exists():
+        text = known.read_text().splitlines()
+        return tuple(shlex.split(text[0])), tuple(shlex.split(text[1]))
+    source = (
+        'extern "C" __attribute__((simd("notinbranch"), const)) float expf(float);\n'
+        'extern "C" __attribute__((simd("notinbranch"), const)) float erfcf(float);\n'
+        'extern "C" void probe(float* x, long n) {\n#pragma omp simd\nfor (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n'
+    )
+    timeout = config.compile_timeout_seconds
+    choices = (
+        ((*FLAGS, *_GCC_FLAGS, "-DFUSER_SIMD_MATH"), ("-Wl,--no-undefined", "-lmvec", "-lm")),
+        ((*FLAGS, *_GCC_FLAGS), ("-Wl,--no-undefined", "-lm")),
+        (FLAGS, ("-lm",)),
+    )
+    log = ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "probe.cpp"
+        path.write_text(source)
+        for flags, libraries in choices:
+            plain = source if "-DFUSER_SIMD_MATH" in flags else source.replace('__attribute__((simd("notinbranch"), const)) ', "")
+            path.write_text(plain)
+            code, log = _run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
+            if code == 0:
+                _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")
+                return flags, libraries
+    raise CompileError(f"{compiler[0]} does not compile a small loop; is it a C++17 compiler?", log)
+
+
+def _stamp(path: str) -> str:
+    info = os.stat(os.path.realpath(path))
+    return f"{os.path.realpath(path)}:{info.st_size}:{info.st_mtime_ns}"
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        import platform
+
+        return platform.processor() + platform.machine()
+    lines = [ln for ln in text.split("\n\n")[0].splitlines() if ln.startswith(("model name", "flags", "Features"))]
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=1)
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fuser-")
+
+
+def _cache_folder() -> pathlib.Path:
+    folder = config.cache_dir
+    for candidate in ([pathlib.Path(folder) / "cpu"] if folder else []):
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+            return candidate
+        except OSError:
+            break
+    return pathlib.Path(_private_folder().name)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def compile_library(source: str) -> str:
+    """The path of a shared library made from `source`; from disk if it was made before. Raises CompileError."""
+    compiler = find_compiler(os.environ.get("CXX"))
+    flags, libraries = flags_for(compiler)
+    identity = "\n".join((source, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
+    name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    folder = _cache_folder()
+    library = folder / f"{name}.so"
+    if library.exists():
+        return str(library)
+    path = folder / f"{name}.{os.getpid()}.{threading.get_ident()}.cpp"
+    made = path.with_suffix(".so")
+    try:
+        path.write_text(source)
+        command = [*compiler, *flags, str(path), "-o", str(made), *libraries]
+        code, log = _run(command, config.compile_timeout_seconds)
+        if code != 0:
+            raise CompileError(f"{compiler[0]} failed with exit code {code}", log)
+        os.replace(made, library)
+        os.replace(path, library.with_suffix(".cpp"))
+    except OSError as e:
+        raise CompileError(f"cannot write the kernel to {folder}: {e}") from None
+    finally:
+        for leftover in (path, made):
+            leftover.unlink(missing_ok=True)
+    return str(library)

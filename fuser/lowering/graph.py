@@ -1,0 +1,178 @@
+"""A canonical graph and example inputs → buffers with loops, and the pattern of inputs that the result is good for.
+
+Eager's own shape functions run beside the lowering, on meta tensors made like the examples: they give each result's
+dtype and strides, and eager's errors. The symbolic sizes come from the lowerings; the two must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs
+from fuser.errors import FuserError, Unsupported
+from fuser.ir.nodes import TensorBox, strides_of
+from fuser.ir.sizes import STRIDE, Expr, Sym, expr
+from fuser.lowering import host
+from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
+from fuser.lowering.registry import find, supports
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """A tensor input: its dtype, device type, and its sizes and strides as expressions."""
+
+    dtype: torch.dtype
+    device_type: str
+    size: tuple[Expr, ...]
+    stride: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class NumberInput:
+    """An int ("int", "bool"; a size symbol) or float ("float"; a scalar by name) input."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class Lowered:
+    """What a lowering gives the scheduler."""
+
+    ctx: LoweringContext
+    inputs: list[TensorInput | NumberInput]
+    outputs: list[tuple[str, Any]]  # ("buffer", name) or ("input", argument number)
+
+
+def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast") -> Lowered:
+    """Lower `graph` for inputs like `examples` (tensors, fake tensors or numbers). Raises Unsupported."""
+    ctx = LoweringContext(numerics)
+    inputs: list[TensorInput | NumberInput] = []
+    values: list[Any] = []
+    metas: list[Any] = []
+    for number, example in enumerate(examples):
+        record, value, meta = _input(ctx, number, example)
+        inputs.append(record)
+        values.append(value)
+        metas.append(meta)
+    for node in graph.calls:
+        value, meta = _lower_node(ctx, node, values, metas)
+        values.append(value)
+        metas.append(meta)
+    outputs = [_output(ctx, o, values, metas, graph.functional) for o in graph.outputs]
+    return Lowered(ctx, inputs, outputs)
+
+
+def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:
+    if isinstance(example, torch.Tensor):
+        return _tensor_input(ctx, number, example)
+    name = f"x{number}"
+    if isinstance(example, (bool, int)):
+        kind = "bool" if isinstance(example, bool) else "int"
+        return NumberInput(kind, name), ctx.new_symbol(name, int(example)), example
+    if isinstance(example, float):
+        scalar = Scalar(name, example)
+        ctx.scalars.append(scalar)
+        return NumberInput("float", name), scalar, example
+    raise Unsupported(f"input {number} is a {type(example).__name__}: expected a tensor, an int, a float or a bool")
+
+
+def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[TensorInput, TensorBox, torch.Tensor]:
+    if t.dtype not in DTYPES:
+        raise Unsupported(f"input {number} has dtype {t.dtype}, which is not fused")
+    size = [int(n) for n in t.shape]
+    stride = [int(n) for n in t.stride()]
+    symbols = tuple(ctx.new_symbol(f"x{number}_{d}", n) for d, n in enumerate(size))
+    dense = memory_order(size, stride)
+    if t.is_contiguous() or t.numel() == 0:
+        strides = strides_of(symbols)
+    elif dense is not None:
+        strides = strides_of(symbols, dense)
+    else:
+        strides = tuple(_stride(ctx, number, d, size[d], stride[d]) for d in range(len(size)))
+    box = ctx.input_tensor(number, t.dtype, symbols, strides)
+    meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
+    return TensorInput(t.dtype, t.device.type, symbols, strides), box, meta
+
+
+def _stride(ctx: LoweringContext, number: int, d: int, size: int, stride: int) -> Expr:
+    if size > 1 and stride in (0, 1):
+        return expr(stride)
+    return ctx.new_symbol(f"x{number}_s{d}", stride, STRIDE)
+
+
+def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], metas: list[Any]) -> tuple[Any, Any]:
+    if node.op == "getitem":
+        source, at = node.args
+        return values[source.index][at], metas[source.index][at]
+    args = map_refs(node.args, lambda r: values[r.index])
+    meta_args = map_refs(node.args, lambda r: metas[r.index])
+    if node.op in host.HOST:
+        return host.HOST[node.op](ctx, *args), host.META[node.op](*meta_args)
+    lowering = find(node.op)
+    if lowering is None:
+        raise Unsupported(supports(node.op) or "", node.op)
+    kwargs = {k: map_refs(v, lambda r: values[r.index]) for k, v in node.kwargs}
+    meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
+    meta_kwargs.pop("device", None)
+    meta_kwargs.pop("pin_memory", None)
+    meta = run_meta(node.op, meta_args, meta_kwargs)
+    ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
+    ctx.meta, ctx.arg_metas = meta, meta_args
+    try:
+        value = lowering(ctx, *args, **kwargs)
+    except Unsupported as e:
+        raise e if e.node else Unsupported(e.reason, node.op) from None
+    except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
+        raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
+    _agree(ctx, node, value, meta)
+    return value, meta
+
+
+def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises."""
+    target: Any = torch.ops
+    for part in op.split("."):
+        target = getattr(target, part)
+    if not any(isinstance(a, torch.Tensor) for a in torch.utils._pytree.tree_leaves((args, kwargs))):
+        kwargs = {**kwargs, "device": "meta"}
+    try:
+        return target(*args, **kwargs)
+    except FuserError:
+        raise
+    except Exception as e:
+        raise Unsupported(f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", op) from None
+
+
+def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> None:
+    """The lowering's sizes and dtype must be eager's: anything else is a defect, and is not run."""
+    if isinstance(value, TensorBox):
+        mine = tuple(ctx.hint(s) for s in value.size)
+        if mine != tuple(meta.shape) or value.dtype != meta.dtype:
+            raise Unsupported(f"lowered to {value.dtype}{mine}, eager has {meta.dtype}{tuple(meta.shape)}", node.op)
+    elif isinstance(value, (tuple, list)) and isinstance(meta, (tuple, list)):
+        for v, m in zip(value, meta):
+            _agree(ctx, node, v, m)
+
+
+def _output(ctx: LoweringContext, o: Any, values: list[Any], metas: list[Any], functional: bool) -> tuple[str, Any]:
+    value = values[o.index] if isinstance(o, Ref) else o
+    if not isinstance(value, TensorBox):
+        raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
+    buffer = value.storage.buffer
+    if value.view is None:
+        return ("input", buffer.input_number) if buffer.input_number >= 0 else ("buffer", buffer.name)
+    if not functional:
+        raise Unsupported("an output is a view: eager's shares memory with what it views")
+    meta = metas[o.index]
+    ctx.meta, ctx.op, ctx.origin = meta, "copy", "copy of a view"
+    size = ctx.size_of(value)
+    copy = ctx.pointwise(size, value.dtype, ctx.loader(value, size, value.dtype), ctx.order_of_meta())
+    return "buffer", copy.storage.buffer.name
+
+
+__all__ = ["Lowered", "NumberInput", "Sym", "TensorInput", "lower_graph", "run_meta"]

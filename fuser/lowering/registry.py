@@ -1,0 +1,52 @@
+"""Which operators can be lowered, and by what. Lowerings live in a file per family; each registers here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fuser.lowering.context import LoweringContext
+
+Lowering = Callable[..., Any]
+LOWERINGS: dict[str, Lowering] = {}
+REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
+VIEWS: set[str] = set()  # operators whose result aliases their first argument
+
+
+def lower(*names: str, view: bool = False) -> Callable[[Lowering], Lowering]:
+    """Register a function `(ctx, *args, **kwargs)` for operators such as "aten.add" (arguments as in the schema)."""
+
+    def register(fn: Lowering) -> Lowering:
+        for name in names:
+            if name in LOWERINGS:
+                raise ValueError(f"{name} is lowered twice")
+            LOWERINGS[name] = fn
+            if view:
+                VIEWS.add(name)
+        return fn
+
+    return register
+
+
+def refuse(reason: str, *names: str) -> None:
+    """Leave operators to ATen, with the reason that users will read."""
+    REFUSED.update(dict.fromkeys(names, reason))
+
+
+def find(name: str) -> Lowering | None:
+    """The lowering of "aten.add" or "aten.add.Tensor"; an overload's own entry comes first."""
+    found = LOWERINGS.get(name)
+    if found is None and name.count(".") == 2:
+        found = LOWERINGS.get(name.rsplit(".", 1)[0])
+    return found
+
+
+def supports(name: str) -> str | None:
+    """None if the operator can be lowered, else why not."""
+    if find(name) is not None:
+        return None
+    packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
+    return REFUSED.get(packet, f"no lowering for {packet}")
+
+
+__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "find", "lower", "refuse", "supports"]

@@ -1,0 +1,96 @@
+"""From lowered buffers to kernel plans: the whole scheduler in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.nodes import Buffer
+from fuser.ir.sizes import Expr
+from fuser.lowering.graph import Lowered, TensorInput
+from fuser.scheduler.fusion import Fusion, fuse
+from fuser.scheduler.inline import inline_cheap
+from fuser.scheduler.nodes import Node, make_nodes
+from fuser.scheduler.plan import KernelPlan, build_plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Plans in launch order, the buffers that need memory, and why nodes were kept apart."""
+
+    plans: tuple[KernelPlan, ...]
+    buffers: tuple[Buffer, ...]
+    reasons: tuple[tuple[str, str, str], ...]
+
+
+def schedule(lowered: Lowered, most_rows: int) -> Schedule:
+    """Decide everything about the kernels of a lowered graph."""
+    ctx = lowered.ctx
+    outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
+    nodes = make_nodes(ctx, _live_buffers(ctx.buffers, outputs))
+    inline_cheap(nodes)
+    nodes = _live_nodes(nodes, outputs)
+    strides = {b.name: b.stride for b in ctx.buffers}
+    dtypes = {b.name: b.dtype for b in ctx.buffers}
+    sizes: dict[str, tuple[int, int]] = {}
+    for b in ctx.buffers:
+        n = 1
+        for s in b.size:
+            n *= ctx.hint(s)
+        sizes[b.name] = (n * b.dtype.itemsize, n)
+    _add_inputs(lowered, strides, dtypes, sizes)
+    fusion = fuse(ctx, nodes, sizes, most_rows)
+    stored = outputs | _crossing(fusion)
+    plans = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]
+    needed = {s.buffer for p in plans if p is not None for s in p.stores}
+    missing = outputs - needed
+    if missing:
+        raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
+    buffers = tuple(b for b in ctx.buffers if b.name in needed)
+    return Schedule(tuple(p for p in plans if p is not None), buffers, tuple(fusion.reasons))
+
+
+def _add_inputs(
+    lowered: Lowered, strides: dict[str, tuple[Expr, ...]], dtypes: dict[str, torch.dtype],
+    sizes: dict[str, tuple[int, int]],
+) -> None:  # fmt: skip
+    ctx = lowered.ctx
+    for number, record in enumerate(lowered.inputs):
+        if isinstance(record, TensorInput):
+            name = f"in{number}"
+            strides[name] = tuple(ctx.canon(s) for s in record.stride)
+            dtypes[name] = record.dtype
+            n = 1
+            for s in record.size:
+                n *= ctx.hint(s)
+            sizes[name] = (n * record.dtype.itemsize, n)
+
+
+def _live_buffers(buffers: list[Buffer], outputs: set[str]) -> list[Buffer]:
+    live: set[str] = set()
+    for b in reversed(buffers):
+        if b.name in outputs or b.name in live:
+            live.add(b.name)
+            live.update(name for loops in b.loops for name, _ in loops.body.loads())
+    return [b for b in buffers if b.name in live]
+
+
+def _live_nodes(nodes: list[Node], outputs: set[str]) -> list[Node]:
+    live = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if node.buffer.name in live:
+            live |= node.reads
+            kept.append(node)
+    return kept[::-1]
+
+
+def _crossing(fusion: Fusion) -> set[str]:
+    """Buffers that one kernel makes and another reads."""
+    out: set[str] = set()
+    for kernel in fusion.kernels:
+        for node in kernel.nodes:
+            out |= {b for b in node.reads if b not in kernel.produced}
+    return out
