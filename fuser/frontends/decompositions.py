@@ -1,0 +1,45 @@
+"""Which composite operators AOTAutograd takes apart: those that neither a kernel nor a library call does whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuser import lowering
+from fuser.passes.classify import LIBRARY, op_name
+
+# Kept whole for ATen: their decompositions gather element by element or rebuild what a library does in one pass.
+_KEPT_FOR_ATEN = frozenset(
+    (
+        "aten._scaled_dot_product_attention_math aten.upsample_bicubic2d aten.upsample_bilinear2d "
+        "aten.upsample_linear1d aten.upsample_nearest1d aten.upsample_nearest2d aten.upsample_nearest3d "
+        "aten.upsample_trilinear3d aten._upsample_nearest_exact1d aten._upsample_nearest_exact2d "
+        "aten._upsample_nearest_exact3d aten._upsample_bilinear2d_aa aten._upsample_bicubic2d_aa aten.grid_sampler_2d "
+        "aten.im2col aten.col2im aten.max_pool2d_with_indices aten.max_pool3d_with_indices aten.avg_pool2d "
+        "aten.avg_pool3d aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten._euclidean_dist aten._cdist_forward "
+        "aten.embedding_bag aten._embedding_bag aten.index_add aten.index_copy aten.lstm aten.gru aten.native_dropout "
+        "aten.unsafe_split aten.unsafe_split_with_sizes aten.max_unpool2d aten.max_unpool3d aten._weight_norm_interface"
+    ).split()
+)
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_FOR_ATEN or name in LIBRARY or lowering.supports(name) is None
+
+
+def _composite_implicit(op: Any) -> bool:
+    """These are taken apart by the dispatcher while tracing, whatever the table says."""
+    return isinstance(op, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+@functools.cache
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """The table for AOTAutograd: torch's core decompositions without the operators that are kept whole."""
+    from torch._decomp import core_aten_decompositions
+
+    return {op: f for op, f in core_aten_decompositions().items() if _composite_implicit(op) or not _is_kept(op_name(op))}

@@ -1,0 +1,254 @@
+"""`torch.compile(model, backend="fuser")`: from dynamo's graph to a program of fused groups and ATen calls."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config, interface
+from fuser.errors import ConfigError, FuserError, Unsupported
+from fuser.frontends.decompositions import decomposition_table
+from fuser.frontends.program import Program
+from fuser.frontends.records import (
+    CompiledGraph,
+    GroupRecord,
+    UnfusedOp,
+    compilations,
+    forget_compilations,
+    last_compilation,
+    remember,
+)
+from fuser.passes.classify import op_name
+from fuser.passes.extract import GroupPlan, Plan, extract
+from fuser.passes.grouping import Grouping, group_nodes
+from fuser.passes.post_grad import POST_GRAD
+from fuser.passes.runner import run_passes
+
+__all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+_MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+Function = Callable[..., Any]
+
+
+def fuser_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Function:
+    """Compile a graph captured by dynamo; called by `torch.compile`.
+
+    `options` are settings of `fuser.config` for this graph alone. `mode` is accepted for the sake of scripts that set
+    it, and changes nothing. ConfigError for an unknown setting, value or mode.
+    """
+    checked = _checked_options(options or {}, mode)
+    with config.override(**checked):
+        function = _compile(gm, example_inputs, checked)
+    return _with_options(function, checked) if checked else function
+
+
+def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    try:
+        if mode not in _MODES:
+            raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
+        return {name: config.check(name, value) for name, value in options.items()}
+    except ConfigError as error:
+        raise _unwrapped(error) from None
+
+
+def _unwrapped(error: ConfigError) -> ConfigError:
+    """The same error in a form that dynamo hands to the user as it is, not inside one of its own."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    found: ConfigError = type("ConfigError", (ConfigError, ShortenTraceback), {"first_useful_frame": None})(str(error))
+    return found
+
+
+def _with_options(function: Function, options: dict[str, Any]) -> Function:
+    """Kernels are compiled at the first call of each class of arguments, so the settings must hold then too."""
+
+    def call(*args: Any) -> Any:
+        with config.override(**options):
+            return function(*args)
+
+    return call
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Function:
+    reason = _why_eager(gm, example_inputs)
+    if reason is not None:
+        return _run_eager(gm, reason, options)
+    if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
+        return _compile_single(gm, example_inputs, options)
+    return _InferenceCompiler(gm, example_inputs, options).compile()
+
+
+def _compile_single(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Function:
+    """A graph that returns one tensor, as no graph of dynamo's does: compiled as one that returns a tuple."""
+    gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    output = gm.graph.output_node()
+    output.args = ((output.args[0],),)
+    gm.recompile()
+    function = _InferenceCompiler(gm, example_inputs, options).compile()
+    return lambda *args: function(*args)[0]
+
+
+def _why_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    if not config.enabled:
+        return "config.enabled is False"
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+        return "the graph needs gradients; call it under torch.no_grad() or torch.inference_mode() to have it fused"
+    if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
+        return "the graph has inputs that are containers"
+    return None
+
+
+def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:
+    if reason not in _said:
+        _said.add(reason)
+        _log.warning("a graph runs unfused: %s", reason)
+    remember(CompiledGraph("eager", reason, options=options))
+    return gm.forward
+
+
+class _InferenceCompiler:
+    """Compiles one graph that needs no gradients."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> None:
+        self.gm = gm
+        self.example_inputs = example_inputs
+        self.options = options
+        self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_forward`
+        self.direct: Function | None = None
+
+    def compile(self) -> Function:
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        wrapped: Function = aot_module_simplified(
+            self.gm,
+            self.example_inputs,
+            fw_compiler=self.compile_forward,
+            bw_compiler=_compile_backward,
+            inference_compiler=self.compile_forward,
+            decompositions=decomposition_table(),
+        )
+        return self.direct if self.direct is not None else wrapped
+
+    def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+        """AOTAutograd's forward compiler: takes the functional graph, returns a function of a list of inputs."""
+        start = time.perf_counter()
+        passes = run_passes(module, POST_GRAD)
+        grouping = group_nodes(module.graph)
+        plan = extract(module.graph, grouping)
+        keys = [interface.register_fusion(g.graph) for g in plan.groups]
+        handles = {k: interface.fusion_handle(k) for k in keys}
+        _prepare(keys, plan.groups)
+        wrapper_reason = self._why_wrapped(module)
+        try:
+            program = Program(module, plan, [(f"fusion_{k}", handles[k]) for k in keys])
+            source = program.source
+        except Unsupported as error:
+            _log.warning("a graph runs unfused: %s", error.reason)
+            remember(CompiledGraph("eager", error.reason, options=self.options))
+            return module.forward
+        if wrapper_reason is None:
+            self.direct = _handle_alone(module, plan, handles) or program.function
+        remember(
+            CompiledGraph(
+                route="direct" if wrapper_reason is None else "wrapped",
+                reason=wrapper_reason or "",
+                groups=_group_records(plan, keys),
+                unfused=_unfused(plan, grouping),
+                passes=passes,
+                source=source,
+                seconds=time.perf_counter() - start,
+                options=self.options,
+            )
+        )
+        return program.boxed
+
+    def _why_wrapped(self, module: fx.GraphModule) -> str | None:
+        """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""
+        tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
+        if any(True for _ in self.gm.parameters()) or any(True for _ in self.gm.buffers()):
+            return "the graph holds parameters of its own"
+        if len({id(t) for t in tensors}) != len(tensors):
+            return "one tensor is several inputs"
+        if any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
+            return "an input requires gradients"
+        if self.autocast:
+            return "autocast is on"
+        if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
+            return "the traced graph has other inputs"
+        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
+
+
+def _metadata_reason(context: Any, inputs: int) -> str | None:
+    """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?"""
+    meta = getattr(context, "fw_metadata", None)
+    if meta is None:
+        return "the analysis of aliases and mutations is not at hand"
+    try:
+        nothing = {
+            "an input is written": meta.num_mutated_inp_runtime_indices + meta.num_mutated_graph_handled_indices,
+            "an output is a view of an input or of another output": meta.num_outputs_aliased,
+            "an intermediate result is the base of an output": meta.num_intermediate_bases,
+            "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
+            "effects are ordered by tokens": len(meta.tokens),
+            "grad mode is changed": int(meta.grad_enabled_mutation is not None),
+            "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
+            "inputs are added or merged": abs(len(meta.input_info) - inputs),
+            "an input or output is a tensor subclass": sum(
+                type(m).__name__ != "PlainTensorMeta" for m in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+            ),
+        }
+    except (AttributeError, TypeError):
+        return "the analysis of aliases and mutations has an unknown form"
+    return next((reason for reason, count in nothing.items() if count), None)
+
+
+def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+    """Backward graphs run on ATen."""
+    return module.forward
+
+
+def _handle_alone(module: fx.GraphModule, plan: Plan, handles: dict[int, Function]) -> Function | None:
+    """The fusion handle itself, when it takes the graph's inputs and gives its outputs as they are."""
+    if len(plan.groups) != 1 or plan.outside:
+        return None
+    (group,) = plan.groups
+    placeholders = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+    (results,) = module.graph.output_node().args
+    if group.inputs != placeholders or group.outputs != tuple(results):  # type: ignore[arg-type]
+        return None
+    (handle,) = handles.values()
+    return handle
+
+
+def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
+    """Have the kernels of all groups compiled at once, for the arguments seen while tracing."""
+    prepare = getattr(interface, "prepare", None)
+    if prepare is None:
+        return
+    for key, group in dict(zip(keys, groups, strict=True)).items():
+        try:
+            prepare(key, [n.meta.get("val") for n in group.inputs])
+        except FuserError as error:
+            _log.debug("fusion %d is not compiled ahead: %s", key, error)
+
+
+def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:
+    return tuple(
+        GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True)
+    )
+
+
+def _unfused(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
+    return tuple(
+        UnfusedOp(n.name, op_name(n.target), grouping.reasons[n.name]) for n in plan.outside if n.name in grouping.reasons
+    )

@@ -1,0 +1,230 @@
+"""The outer program: one generated Python function, straight-line code over locals.
+
+Each statement calls a fusion handle or an ATen operator bound beforehand; a value is deleted after its last use, so
+that its memory serves the next statement.
+"""
+
+from __future__ import annotations
+
+import heapq
+import keyword
+import linecache
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.errors import Unsupported
+from fuser.passes.extract import GroupPlan, Plan
+
+_SERIAL = [0]
+_INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+    operator.truediv: "/",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+}
+
+
+class _Statement:
+    """One step: what it defines, what it reads, its place in the original order."""
+
+    def __init__(self, defines: Sequence[fx.Node], reads: Sequence[fx.Node], rank: int, text: str) -> None:
+        self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
+
+
+class Program:
+    """Writes and compiles the outer function of one graph.
+
+    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text; `function(*inputs)`
+    returns a tuple, `boxed([inputs])` too, and empties its argument so that inputs can be freed early.
+    """
+
+    def __init__(self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Callable[..., Any]]]) -> None:
+        self.module = module
+        self.plan = plan
+        self.scope: dict[str, Any] = {}
+        self._bound: dict[tuple[type, Any], str] = {}
+        self._names: dict[fx.Node, str] = {}
+        self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._functions = functions
+        self.body = self._body()
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def source(self) -> str:
+        return self._text(boxed=False)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self._compile(boxed=False)
+
+    @property
+    def boxed(self) -> Callable[..., Any]:
+        function = self._compile(boxed=True)
+        function._boxed_call = True  # type: ignore[attr-defined]
+        return function
+
+    # Names and literals.
+
+    def _name(self, node: fx.Node) -> str:
+        name = self._names.get(node)
+        if name is None:
+            name = node.name if not keyword.iskeyword(node.name) else node.name + "_"
+            self._names[node] = name
+        return name
+
+    def _bind(self, value: Any, hint: str) -> str:
+        """A global name for a function or constant."""
+        key = (type(value), id(value))
+        name = self._bound.get(key)
+        if name is None:
+            name = self._bound[key] = f"{hint.upper()}_{len(self._bound)}"
+            self.scope[name] = value
+        return name
+
+    def _literal(self, value: Any) -> str:
+        match value:
+            case fx.Node():
+                return self._name(value)
+            case tuple():
+                return f"({''.join(self._literal(v) + ', ' for v in value)})"
+            case list():
+                return f"[{', '.join(map(self._literal, value))}]"
+            case slice():
+                return f"slice({self._literal(value.start)}, {self._literal(value.stop)}, {self._literal(value.step)})"
+            case dict():
+                return "{" + ", ".join(f"{k!r}: {self._literal(v)}" for k, v in value.items()) + "}"
+            case float() if not math.isfinite(value):
+                return self._bind(value, "float")
+            case None | bool() | int() | float() | str():
+                return repr(value)
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                raise Unsupported(f"a symbolic number {value} that is no node of the graph")
+        return self._bind(value, type(value).__name__)
+
+    # Statements.
+
+    def _call(self, node: fx.Node) -> str:
+        args = [self._literal(a) for a in node.args]
+        if node.target is operator.getitem:
+            return f"{args[0]}[{args[1]}]"
+        infix = _INFIX.get(node.target)  # type: ignore[arg-type]
+        if infix is not None and not node.kwargs:
+            return f"{args[0]} {infix} {args[1]}"
+        args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
+        target = node.target
+        label = str(getattr(target, "__name__", "call")).replace(".", "_")
+        call = getattr(target, "_op", target)  # an overload's bare builtin: one Python frame less
+        return f"{self._bind(call, label if label.isidentifier() else 'call')}({', '.join(args)})"
+
+    def _outside(self, node: fx.Node, rank: int) -> _Statement:
+        if node.op == "get_attr":
+            text = self._bind(_attribute(self.module, str(node.target)), "constant")
+        elif node.op == "call_function":
+            text = self._call(node)
+        else:
+            raise Unsupported(f"{node.op} {node.target} cannot be written as a call")
+        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}")
+
+    def _group(self, plan: GroupPlan, function: str, rank: int) -> _Statement:
+        call = f"{function}({', '.join(map(self._name, plan.inputs))})"
+        names = ", ".join(map(self._name, plan.outputs))
+        several = isinstance(plan.graph.output_node().args[0], tuple)
+        target = f"({names},)" if several else names
+        return _Statement(plan.outputs, plan.inputs, rank, f"{target} = {call}")
+
+    def _statements(self) -> list[_Statement]:
+        rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
+        found = [self._outside(n, rank[n]) for n in self.plan.outside]
+        for plan, (name, function) in zip(self.plan.groups, self._functions, strict=True):
+            found.append(self._group(plan, self._bind(function, name), max(rank[o] for o in plan.outputs)))
+        return _ordered(found)
+
+    def _body(self) -> list[str]:
+        output = self.module.graph.output_node()
+        statements = self._statements()
+        (result,) = output.args
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        last: dict[fx.Node, int] = {}
+        for i, s in enumerate(statements):
+            for node in (*s.defines, *s.reads):
+                last[node] = i
+        for node in output.all_input_nodes:
+            last.pop(node, None)
+        dead: dict[int, list[str]] = {}
+        for node, i in last.items():
+            dead.setdefault(i, []).append(self._name(node))
+        lines = []
+        for i, s in enumerate(statements):
+            lines.append(s.text)
+            if i in dead:
+                lines.append(f"del {', '.join(dead[i])}")
+        lines.append(f"return {self._literal(tuple(results))}")
+        return lines
+
+    def _text(self, boxed: bool) -> str:
+        names = [self._name(p) for p in self.placeholders]
+        lines = [f"def call({', '.join(names)}):"]
+        if boxed:
+            lines = ["def call(INPUTS):"]
+            if names:
+                lines.append(f"    ({', '.join(names)},) = INPUTS")
+            lines.append("    INPUTS.clear()")
+        return "\n".join([*lines, *("    " + b for b in self.body), ""])
+
+    def _compile(self, boxed: bool) -> Callable[..., Any]:
+        text = self._text(boxed)
+        found = self._compiled.get(text)
+        if found is None:
+            _SERIAL[0] += 1
+            filename = f"<fuser program {_SERIAL[0]}>"
+            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            scope = dict(self.scope)
+            exec(compile(text, filename, "exec"), scope)
+            found = self._compiled[text] = scope["call"]
+        return found
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _ordered(statements: list[_Statement]) -> list[_Statement]:
+    """Statements in an order in which everything is defined before it is read, as near to their ranks as that allows."""
+    maker = {node: i for i, s in enumerate(statements) for node in s.defines}
+    missing = []
+    users: list[list[int]] = [[] for _ in statements]
+    for i, s in enumerate(statements):
+        makers = {maker[r] for r in s.reads if r in maker}
+        missing.append(len(makers))
+        for m in makers:
+            users[m].append(i)
+    ready = [(s.rank, i) for i, s in enumerate(statements) if not missing[i]]
+    heapq.heapify(ready)
+    result = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        result.append(statements[i])
+        for user in users[i]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (statements[user].rank, user))
+    if len(result) != len(statements):
+        raise Unsupported("the groups of this graph depend on each other in a circle")
+    return result

@@ -1,0 +1,173 @@
+"""What a node of an ATen graph is to the grouping: computation that can be fused, something free, or neither, and why.
+
+A free node (a view, a tensor made from numbers alone) costs nothing inside a kernel, so it is copied into each group
+that reads it and stays outside only for readers outside.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import interface, lowering
+
+aten = torch.ops.aten
+
+
+class Kind(enum.Enum):
+    """The part a node plays in the grouping."""
+
+    INPUT = "input"  # placeholder, attribute
+    FREE = "free"  # view or creation: copied to its readers
+    COMPUTE = "compute"  # can be fused
+    EXTERN = "extern"  # runs on ATen
+    ITEM = "item"  # one result of a node with several
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Kind of a node, and for an extern the sentence that says why it is one."""
+
+    kind: Kind
+    reason: str = ""
+
+
+# Views by meaning whose schema does not say so.
+_UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
+# Creation from numbers alone: cheaper computed again in each kernel than stored once.
+_CREATION = frozenset({"aten.full", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "prims.iota"})
+# Library calls: kernels of their own would be slower, so they are not even asked for.
+LIBRARY = {
+    name: "a library's kernel does this better"
+    for name in (
+        *("aten.mm aten.addmm aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot aten.addmv").split(),
+        *("aten.convolution aten._convolution aten.conv2d aten.conv1d aten.conv3d").split(),
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+    )
+}
+_BARE_DTYPES = frozenset(
+    getattr(torch, n)
+    for n in (
+        *("float64 float32 float16 bfloat16 int8 int16 int32 int64 uint8 bool").split(),
+        *("uint16 uint32 uint64 float8_e4m3fn float8_e5m2").split(),
+    )
+)
+
+
+def op_name(target: Any) -> str:
+    """`aten.add` for the overload `aten.add.Tensor`; a readable name for anything else."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    return getattr(target, "__name__", str(target))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's recorded value: one, several, or none."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+
+
+def is_view(target: Any) -> bool:
+    """Whether every call of `target` returns a view of its first argument and does nothing else."""
+    if target in _UNSAFE_VIEWS:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    infos = [r.alias_info for r in target._schema.returns]
+    return bool(infos) and all(i is not None and not i.is_write for i in infos)
+
+
+def _tensor_reason(t: torch.Tensor) -> str | None:
+    if t.layout is not torch.strided:
+        return f"a tensor has layout {t.layout}, only strided tensors are fused"
+    if t.dtype not in _BARE_DTYPES:
+        return f"a tensor has dtype {t.dtype}, which no kernel takes"
+    return None
+
+
+def _device_reason(tensors: list[torch.Tensor]) -> str | None:
+    """Kernels run on one device; a 0-dim CPU tensor beside another device's is left to ATen too."""
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+    for device in devices:
+        if not interface.has_fusion_backend(device.type):
+            return f"no fusion backend for device {device.type!r} is registered"
+    return None
+
+
+def _schema_reason(target: torch._ops.OpOverload) -> str | None:
+    library = LIBRARY.get(op_name(target))
+    if library is not None:
+        return library
+    if target._schema.is_mutable:
+        return "it writes one of its arguments"
+    tags = target.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "it draws random numbers"
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        return "its result's size or value depends on data"
+    return None
+
+
+def _extern_reason(node: fx.Node) -> str | None:
+    """Why a call of an ATen overload cannot be part of a kernel; None if it can."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"{op_name(target)} is not an ATen operator"
+    reason = _schema_reason(target)
+    if reason is not None:
+        return reason
+    results = tensors_of(node.meta.get("val"))
+    if not results:
+        return "its result is not a tensor"
+    args = [t for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))]
+    for t in (*args, *results):
+        reason = _tensor_reason(t)
+        if reason is not None:
+            return reason
+    return _device_reason([*args, *results]) or lowering.supports(op_name(target))
+
+
+def _is_creation(node: fx.Node) -> bool:
+    return op_name(node.target) in _CREATION and not any(tensors_of(a.meta.get("val")) for a in node.all_input_nodes)
+
+
+def classify(node: fx.Node) -> Verdict:
+    """What `node` is; an extern's verdict says why."""
+    if node.op in ("placeholder", "get_attr"):
+        return Verdict(Kind.INPUT)
+    if node.op == "output":
+        return Verdict(Kind.OUTPUT)
+    if node.op != "call_function":
+        return Verdict(Kind.EXTERN, f"{node.op} {node.target} is not a call of an ATen operator")
+    if node.target is operator.getitem:
+        return Verdict(Kind.ITEM)
+    reason = _extern_reason(node)
+    if reason is not None:
+        return Verdict(Kind.EXTERN, reason)
+    several = isinstance(node.meta.get("val"), (tuple, list))
+    if (is_view(node.target) and not several) or _is_creation(node):
+        return Verdict(Kind.FREE)
+    if is_view(node.target):
+        return Verdict(Kind.EXTERN, "it returns several views at once")
+    return Verdict(Kind.COMPUTE)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether the node computes sizes or other Python numbers rather than tensors."""
+    value = node.meta.get("val")
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_size_arithmetic(node: fx.Node) -> bool:
+    """A number computed from sizes, not from a tensor's data."""
+    data = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.data_dependent_output in node.target.tags
+    return is_number(node) and not data

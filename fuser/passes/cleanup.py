@@ -1,0 +1,159 @@
+"""Small rewrites that make graphs shorter and equal layers equal. Each returns how many places it changed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.passes.classify import is_view
+
+aten = torch.ops.aten
+
+
+def _reaches_output(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory a result of the graph may share: the results, and what they are views or items of."""
+    found: set[fx.Node] = set()
+    stack = list(graph.output_node().all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if is_view(node.target) or node.target is operator.getitem:
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _same_static_shape(a: Any, b: Any) -> bool:
+    """Equal sizes and strides, without adding a guard on a symbol."""
+
+    def plain(t: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(s if isinstance(s, int) else str(s) for s in (*t.shape, *t.stride()))
+
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.dtype == b.dtype and a.device == b.device and len(a.shape) == len(b.shape) and plain(a) == plain(b)
+
+
+# Operators that give back their argument when it already has the shape, dtype and strides of the result.
+_IDENTITIES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.lift_fresh.default,
+        aten.clone.default,
+        aten._to_copy.default,
+    }
+)
+
+
+def remove_noops(module: fx.GraphModule) -> int:
+    """Drop views, copies and casts that change nothing and that no result of the graph may be."""
+    graph = module.graph
+    kept = _reaches_output(graph)
+    changed = 0
+    for node in list(graph.nodes):
+        if node.target not in _IDENTITIES or node in kept or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        if source.op == "placeholder" and not is_view(node.target):
+            continue  # a copy of an input guards against the input being written later
+        if _same_static_shape(node.meta.get("val"), source.meta.get("val")):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def _bounds(node: fx.Node) -> list[tuple[int, int]] | None:
+    """Start and end of each piece of a split; None where a size is symbolic."""
+    value = node.meta.get("val")
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if not isinstance(value, (tuple, list)) or not isinstance(dim, int):
+        return None
+    sizes = [v.shape[dim] for v in value]
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [(a, a + s) for a, s in zip(starts, sizes, strict=True)]
+
+
+_SPLITS = frozenset(
+    {aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
+)
+
+
+def split_to_slices(module: fx.GraphModule) -> int:
+    """A split whose pieces are picked one by one becomes slices, which groups can take singly."""
+    graph = module.graph
+    changed = 0
+    for node in list(graph.nodes):
+        if node.target not in _SPLITS or any(u.target is not operator.getitem for u in node.users):
+            continue
+        bounds = _bounds(node)
+        if bounds is None:
+            continue
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        for item in list(node.users):
+            start, end = bounds[item.args[1]]  # type: ignore[index]
+            with graph.inserting_before(item):
+                new = graph.call_function(aten.slice.Tensor, (node.args[0], dim, start, end))
+            new.meta = dict(item.meta)
+            item.replace_all_uses_with(new)
+            graph.erase_node(item)
+        graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+def _key(value: Any) -> Any:
+    """A hashable form of an argument that tells 1, 1.0 and True apart."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, slice):
+        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target.name().startswith("aten::empty")
+
+
+def merge_equal(module: fx.GraphModule) -> int:
+    """Compute equal calls once, except those whose result is, or shares memory with, a result of the graph."""
+    graph = module.graph
+    kept = _reaches_output(graph)
+    seen: dict[Any, fx.Node] = {}
+    changed = 0
+    writes = any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
+    if writes:
+        return 0
+    for node in list(graph.nodes):
+        if not _is_pure(node) or node in kept:
+            continue
+        key = (node.target, _key(node.args), tuple((k, _key(v)) for k, v in sorted(node.kwargs.items())))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def drop_dead(module: fx.GraphModule) -> int:
+    """Remove calls whose results nobody reads and that do nothing else."""
+    before = len(module.graph.nodes)
+    module.graph.eliminate_dead_code()
+    return before - len(module.graph.nodes)

@@ -1,0 +1,182 @@
+"""From a grouping to a plan: which nodes run outside, and each group as a graph of its own.
+
+Placeholders are created in the order in which members first read them, so equal layers give equal graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.passes.classify import Kind, op_name
+from fuser.passes.grouping import Grouping
+
+# Views with constants that differ from one call site to the next: taken into a group, they would make equal groups
+# differ. They stay outside when what they view is computed outside; views of the graph's own inputs are taken in.
+_POSITIONAL = frozenset({"aten.slice", "aten.select", "aten.narrow"})
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group: its graph, and the outer graph's nodes that it reads and gives, in order."""
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups, and the nodes that run one by one, in the outer graph's order."""
+
+    groups: tuple[GroupPlan, ...]
+    outside: tuple[fx.Node, ...]
+
+
+class _Needs:
+    """Walks backward from what must run and finds what else must run outside."""
+
+    def __init__(self, graph: fx.Graph, grouping: Grouping) -> None:
+        self.grouping = grouping
+        self.outside: set[fx.Node] = set()
+        self.exports: set[fx.Node] = set()
+        self.visited_groups: set[int] = set()
+        self.stack: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op == "output" or (grouping.kinds[node] is Kind.EXTERN and _must_run(node)):
+                self.stack.append(node)
+
+    def run(self) -> None:
+        while self.stack:
+            node = self.stack.pop()
+            if node in self.outside or node in self.exports:
+                continue
+            group = self.grouping.group_of.get(node)
+            if group is None:
+                self.outside.add(node)
+                self.stack.extend(node.all_input_nodes)
+            else:
+                self.exports.add(node)
+                if group not in self.visited_groups:
+                    self.visited_groups.add(group)
+                    self.stack.extend(_external_inputs(self.grouping, group))
+
+
+def _must_run(node: fx.Node) -> bool:
+    target = node.target
+    mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return mutable or node.is_impure() or not isinstance(target, torch._ops.OpOverload)
+
+
+def is_inlined(grouping: Grouping, node: fx.Node) -> bool:
+    """Whether a free node is copied into the groups that read it."""
+    if grouping.kinds[node] is not Kind.FREE:
+        return False
+    if op_name(node.target) not in _POSITIONAL:
+        return True
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    while grouping.kinds[base] is Kind.FREE and base.args and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+    return grouping.kinds[base] is not Kind.EXTERN and not _is_item_of_extern(grouping, base)
+
+
+def _is_item_of_extern(grouping: Grouping, node: fx.Node) -> bool:
+    return grouping.kinds[node] is Kind.ITEM and node not in grouping.group_of
+
+
+def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
+    """What a group's members read, through inlined nodes, from outside of it; in the order of first reading."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        for arg in node.all_input_nodes:
+            if grouping.group_of.get(arg) == group:
+                continue
+            if is_inlined(grouping, arg):
+                visit(arg)
+            else:
+                found[arg] = None
+
+    for member in grouping.groups[group].nodes:
+        visit(member)
+    return tuple(found)
+
+
+def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
+    new.meta = {k: old.meta[k] for k in ("val", "stack_trace", "tensor_meta") if k in old.meta}
+    return new
+
+
+class _Builder:
+    """Writes one group as a graph of its own."""
+
+    def __init__(self, grouping: Grouping, group: int, inputs: tuple[fx.Node, ...]) -> None:
+        self.members = grouping.groups[group].nodes
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.inputs = inputs
+
+    def build(self, exports: set[fx.Node], as_tuple: bool) -> GroupPlan:
+        for i, node in enumerate(self.inputs):
+            self.env[node] = _copy_meta(self.graph.placeholder(f"arg{i}"), node)
+        for member in self.members:
+            self._copy(member)
+        outputs = tuple(m for m in self.members if m in exports)
+        results = tuple(self.env[o] for o in outputs)
+        self.graph.output(results if as_tuple or len(results) != 1 else results[0])
+        ops = tuple(op_name(n.target) for n in self.graph.nodes if n.op == "call_function")
+        return GroupPlan(self.graph, self.inputs, outputs, ops)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        found = self.env.get(node)
+        if found is None:
+            for arg in node.all_input_nodes:
+                self._copy(arg)
+            found = self.env[node] = _copy_meta(self.graph.node_copy(node, self.env.__getitem__), node)
+        return found
+
+
+def _returned(graph: fx.Graph) -> tuple[Any, ...]:
+    (result,) = graph.output_node().args
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _inputs(graph: fx.Graph, grouping: Grouping, group: int, whole: bool) -> tuple[fx.Node, ...]:
+    """A group's inputs; those of a group that is the whole graph in the graph's own order, so that it is called as is."""
+    inputs = _external_inputs(grouping, group)
+    if not whole:
+        return inputs
+    wanted = set(inputs)
+    return tuple(n for n in graph.nodes if n in wanted)
+
+
+def extract(graph: fx.Graph, grouping: Grouping) -> Plan:
+    """The plan of a grouping. A group that is the whole graph returns a tuple, any other a tensor where it has one result.
+
+    Nodes whose results nobody needs appear nowhere.
+    """
+    needs = _Needs(graph, grouping)
+    needs.run()
+    outside = tuple(n for n in graph.nodes if n in needs.outside and n.op not in ("placeholder", "output"))
+    used = [i for i in range(len(grouping.groups)) if i in needs.visited_groups]
+    whole = not outside and len(used) == 1
+    groups = tuple(_Builder(grouping, i, _inputs(graph, grouping, i, whole)).build(needs.exports, whole) for i in used)
+    if whole and groups[0].outputs != _returned(graph):
+        reordered = _reorder(groups[0], _returned(graph))
+        groups = (reordered,) if reordered is not None else groups
+    return Plan(groups, outside)
+
+
+def _reorder(plan: GroupPlan, wanted: tuple[Any, ...]) -> GroupPlan | None:
+    """The same group with its results in the order of `wanted`; None if it does not give exactly those."""
+    if set(wanted) != set(plan.outputs) or len(wanted) != len(plan.outputs):
+        return None
+    output = plan.graph.output_node()
+    by_node = dict(zip(plan.outputs, output.args[0], strict=True))  # type: ignore[arg-type]
+    output.args = (tuple(by_node[w] for w in wanted),)
+    return GroupPlan(plan.graph, plan.inputs, wanted, plan.ops)

@@ -1,0 +1,284 @@
+"""Maximal convex groups of fusible nodes, in time linear in the graph.
+
+A *unit* is a compute or extern node together with the getitems that pick its results. Free nodes (views, creation) are
+transparent: a unit depends on what its arguments' views are views of. Each unit gets a level: the number of externs
+after a fusible one on the longest path to it. Along a path between two fusible units of one level there is no extern, so
+connected fusible units of one level form a convex group, and groups depend on each other only from lower levels to
+higher ones. Then `_contract` joins groups of different levels where no other path runs between them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fuser.passes.classify import Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
+
+_SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
+_MAX_READERS = 3  # a group read by more groups than this stays apart: equal readers should stay equal
+
+
+@dataclass
+class Group:
+    """Members in the graph's order: compute nodes and the getitems of their results."""
+
+    nodes: list[fx.Node]
+
+
+@dataclass
+class Grouping:
+    """The groups of a graph, each node's kind, and why each unfused operator is unfused."""
+
+    groups: list[Group]
+    kinds: dict[fx.Node, Kind]
+    reasons: dict[str, str]
+    group_of: dict[fx.Node, int] = field(default_factory=dict)
+
+
+class _Sets:
+    """Disjoint sets of 0 … n-1; the smallest member represents."""
+
+    def __init__(self, n: int) -> None:
+        self.parent = list(range(n))
+
+    def find(self, a: int) -> int:
+        while self.parent[a] != a:
+            self.parent[a] = self.parent[self.parent[a]]
+            a = self.parent[a]
+        return a
+
+    def union(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        self.parent[max(a, b)] = min(a, b)
+
+
+class _Units:
+    """The graph with getitems folded into their producers and free nodes looked through."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.verdicts: dict[fx.Node, Verdict] = {}
+        self.index: dict[fx.Node, int] = {}
+        self.heads: list[fx.Node] = []
+        self.fusible: list[bool] = []
+        self.preds: list[tuple[int, ...]] = []
+        self.bases: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of a free node
+        for node in graph.nodes:
+            self._add(node)
+        self.users: list[list[int]] = [[] for _ in self.heads]
+        for u, preds in enumerate(self.preds):
+            for p in preds:
+                self.users[p].append(u)
+
+    def _add(self, node: fx.Node) -> None:
+        verdict = self.verdicts[node] = classify(node)
+        match verdict.kind:
+            case Kind.FREE:
+                self.bases[node] = self._sources(node)
+            case Kind.ITEM if (source := node.args[0]) in self.index:
+                self.index[node] = self.index[source]  # type: ignore[index]
+            case Kind.ITEM | Kind.COMPUTE | Kind.EXTERN:
+                preds = {self.index[s] for s in self._sources(node) if s in self.index}
+                self.index[node] = len(self.heads)
+                self.heads.append(node)
+                self.fusible.append(verdict.kind is Kind.COMPUTE)
+                self.preds.append(tuple(sorted(preds)))
+
+    def _sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What the arguments of a node are, or are views of."""
+        found: dict[fx.Node, None] = {}
+        for arg in node.all_input_nodes:
+            for source in self.bases.get(arg, (arg,)):
+                found[source] = None
+        return tuple(found)
+
+    def sources(self, u: int) -> tuple[fx.Node, ...]:
+        return self._sources(self.heads[u])
+
+
+def _levels(units: _Units) -> list[int]:
+    """Per unit its level: 0 for the first fusible ones, -1 for externs that need none of them."""
+    levels: list[int] = []
+    for u, preds in enumerate(units.preds):
+        if units.fusible[u]:
+            found = [levels[p] + (not units.fusible[p]) for p in preds]
+        else:
+            found = [levels[p] for p in preds]
+        levels.append(max(found, default=-1) if not units.fusible[u] else max([0, *found]))
+    return levels
+
+
+def _connect(units: _Units, levels: list[int]) -> _Sets:
+    """Join fusible units of one level that are connected, or that read one tensor that is the main input of both."""
+    sets = _Sets(len(units.heads))
+    main: dict[tuple[int, fx.Node], int] = {}
+    for u, preds in enumerate(units.preds):
+        if not units.fusible[u]:
+            continue
+        for p in preds:
+            if units.fusible[p] and levels[p] == levels[u]:
+                sets.union(u, p)
+        source = _main_input(units, u)
+        if source is not None:
+            sets.union(u, main.setdefault((levels[u], source), u))
+    return sets
+
+
+def _hint(size: Any) -> int:
+    """A number for a size without adding a guard; 8,192 for a symbol of unknown value."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if isinstance(hint, int) else 8192
+
+
+def numel_hint(value: Any) -> int:
+    """Elements of the largest tensor in a node's recorded value; adds no guard."""
+    best = 0
+    for t in tensors_of(value):
+        n = 1
+        for s in t.shape:
+            n *= _hint(s)
+        best = max(best, n)
+    return best
+
+
+def _main_input(units: _Units, u: int) -> fx.Node | None:
+    """The one tensor that makes up most of what a unit reads, if it also is as large as what the unit writes."""
+    read = [(numel_hint(s.meta.get("val")), i, s) for i, s in enumerate(units.sources(u)) if not is_number(s)]
+    if not read:
+        return None
+    size, _, source = max(read)
+    if sum(n for n, _, _ in read) > 1.5 * size or numel_hint(units.heads[u].meta.get("val")) > size:
+        return None
+    return source
+
+
+class _Condensed:
+    """The graph of groups and externs, whose edges `_contract` removes one by one."""
+
+    def __init__(self, units: _Units, sets: _Sets, levels: list[int]) -> None:
+        self.sets = sets
+        self.users: dict[int, set[int]] = {}
+        self.preds: dict[int, set[int]] = {}
+        self.lowest = list(levels)  # per group; one level each until groups are joined
+        self.highest = list(levels)
+        for u, preds in enumerate(units.preds):
+            here = sets.find(u)
+            self.users.setdefault(here, set())
+            self.preds.setdefault(here, set())
+            for p in preds:
+                there = sets.find(p)
+                if there != here:
+                    self.users[there].add(here)
+                    self.preds[here].add(there)
+
+    def another_path(self, a: int, b: int) -> bool:
+        """Whether a path other than the edge leads from a to b; True too when the search gets long.
+
+        Levels never fall along a path, so what lies above b is not visited.
+        """
+        stack = [u for u in self.users[a] if u != b]
+        seen = set(stack)
+        while stack:
+            if len(seen) > _SEARCH_LIMIT:
+                return True
+            here = stack.pop()
+            for user in self.users[here]:
+                if user == b:
+                    return True
+                if user not in seen and self.lowest[user] <= self.highest[b]:
+                    seen.add(user)
+                    stack.append(user)
+        return False
+
+    def join(self, a: int, b: int) -> int:
+        """Make a and b one; returns the name of the whole."""
+        self.sets.union(a, b)
+        whole = self.sets.find(a)
+        part = b if whole == a else a
+        self.lowest[whole] = min(self.lowest[a], self.lowest[b])
+        self.highest[whole] = max(self.highest[a], self.highest[b])
+        for neighbours, back in ((self.users, self.preds), (self.preds, self.users)):
+            for other in neighbours.pop(part):
+                back[other].discard(part)
+                if other != whole:
+                    back[other].add(whole)
+                    neighbours[whole].add(other)
+            neighbours[whole].discard(whole)
+        return whole
+
+
+def _contract(units: _Units, sets: _Sets, levels: list[int]) -> None:
+    """Join a group into a later group that reads it, where nothing else runs between the two."""
+    condensed = _Condensed(units, sets, levels)
+    groups = [u for u in range(len(units.heads)) if units.fusible[u] and sets.find(u) == u]
+    for a in sorted(groups, key=lambda g: -levels[g]):
+        if sets.find(a) != a:
+            continue
+        readers = [b for b in condensed.users[a] if units.fusible[b]]
+        if len(readers) > _MAX_READERS:
+            continue
+        for b in sorted(readers):
+            here = sets.find(a)
+            there = sets.find(b)
+            if here != there and not condensed.another_path(here, there):
+                condensed.join(here, there)
+
+
+def _is_worth_it(units: _Units, members: list[int]) -> str | None:
+    """Why a group is dissolved; None for one that is kept."""
+    for u in members:
+        if any(tensors_of(s.meta.get("val")) for s in units.sources(u)):
+            return None
+    return "it is computed from numbers alone"
+
+
+def group_nodes(graph: fx.Graph) -> Grouping:
+    """Partition the fusible nodes of a functional ATen graph into groups; every other operator gets a reason."""
+    units = _Units(graph)
+    levels = _levels(units)
+    sets = _connect(units, levels)
+    _contract(units, sets, levels)
+    kinds = {n: v.kind for n, v in units.verdicts.items()}
+    reasons = {n.name: v.reason for n, v in units.verdicts.items() if v.reason and not is_size_arithmetic(n)}
+    members: dict[int, list[int]] = {}
+    for u, fusible in enumerate(units.fusible):
+        if fusible:
+            members.setdefault(sets.find(u), []).append(u)
+    result = Grouping([], kinds, reasons)
+    for found in members.values():
+        _keep_or_dissolve(units, found, result)
+    for node in graph.nodes:
+        group = result.group_of.get(units.heads[units.index[node]]) if node in units.index else None
+        if group is not None:
+            result.group_of[node] = group
+            result.groups[group].nodes.append(node)
+    return result
+
+
+def _keep_or_dissolve(units: _Units, found: list[int], result: Grouping) -> None:
+    reason = _is_worth_it(units, found)
+    for u in found:
+        head = units.heads[u]
+        if reason is None:
+            result.group_of[head] = len(result.groups)
+        else:
+            result.kinds[head] = Kind.EXTERN
+            result.reasons[head.name] = reason
+    if reason is None:
+        result.groups.append(Group([]))
+
+
+def describe(graph: fx.Graph, grouping: Grouping) -> str:
+    """A readable listing: each operator with its group or its reason."""
+    lines = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        where = grouping.group_of.get(node)
+        note = f"group {where}" if where is not None else grouping.reasons.get(node.name, grouping.kinds[node].value)
+        lines.append(f"{node.name:30} {op_name(node.target):30} {note}")
+    return "\n".join(lines)

@@ -1,0 +1,13 @@
+"""Passes over the functional ATen graph, in the order in which they run."""
+
+from __future__ import annotations
+
+from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
+from fuser.passes.runner import Pass
+
+POST_GRAD: tuple[Pass, ...] = (
+    Pass("remove_noops", remove_noops),
+    Pass("split_to_slices", split_to_slices),
+    Pass("merge_equal", merge_equal),
+    Pass("drop_dead", drop_dead),
+)
