@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser import lowering
-from fuser.passes.classify import LIBRARY, op_name
+from fuser.passes.classify import LIBRARY, op_name, qualified_name
 
 # Kept whole for ATen: their decompositions gather element by element or rebuild what a library does in one pass.
 _KEPT_FOR_ATEN = frozenset(
@@ -32,9 +32,10 @@ def _is_kept(name: str) -> bool:
 
 def _composite_implicit(op: Any) -> bool:
     """These are taken apart by the dispatcher while tracing, whatever the table says."""
-    return isinstance(op, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key))
 
 
 @functools.cache
@@ -42,4 +43,5 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """The table for AOTAutograd: torch's core decompositions without the operators that are kept whole."""
     from torch._decomp import core_aten_decompositions
 
-    return {op: f for op, f in core_aten_decompositions().items() if _composite_implicit(op) or not _is_kept(op_name(op))}
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    return {op: f for op, f in table.items() if _composite_implicit(op) or not _is_kept(op_name(op))}

@@ -139,8 +139,9 @@ class _InferenceCompiler:
         )
         return self.direct if self.direct is not None else wrapped
 
-    def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+    def compile_forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's forward compiler: takes the functional graph, returns a function of a list of inputs."""
+        module = gm
         start = time.perf_counter()
         passes = run_passes(module, POST_GRAD)
         grouping = group_nodes(module.graph)
@@ -204,7 +205,8 @@ def _metadata_reason(context: Any, inputs: int) -> str | None:
             "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),
             "an input or output is a tensor subclass": sum(
-                type(m).__name__ != "PlainTensorMeta" for m in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+                type(m).__name__ != "PlainTensorMeta"
+                for m in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
             ),
         }
     except (AttributeError, TypeError):
@@ -212,9 +214,9 @@ def _metadata_reason(context: Any, inputs: int) -> str | None:
     return next((reason for reason, count in nothing.items() if count), None)
 
 
-def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+def _compile_backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
     """Backward graphs run on ATen."""
-    return module.forward
+    return gm.forward
 
 
 def _handle_alone(module: fx.GraphModule, plan: Plan, handles: dict[int, Function]) -> Function | None:
@@ -243,12 +245,9 @@ def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
 
 
 def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:
-    return tuple(
-        GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True)
-    )
+    return tuple(GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True))
 
 
 def _unfused(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
-    return tuple(
-        UnfusedOp(n.name, op_name(n.target), grouping.reasons[n.name]) for n in plan.outside if n.name in grouping.reasons
-    )
+    why = grouping.reasons
+    return tuple(UnfusedOp(n.name, op_name(n.target), why[n.name]) for n in plan.outside if n.name in why)

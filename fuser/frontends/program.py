@@ -48,8 +48,8 @@ class _Statement:
 class Program:
     """Writes and compiles the outer function of one graph.
 
-    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text; `function(*inputs)`
-    returns a tuple, `boxed([inputs])` too, and empties its argument so that inputs can be freed early.
+    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text.
+    `function(*inputs)` returns a tuple; so does `boxed([inputs])`, which empties its argument to free inputs early.
     """
 
     def __init__(self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Callable[..., Any]]]) -> None:
@@ -206,7 +206,7 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
 
 
 def _ordered(statements: list[_Statement]) -> list[_Statement]:
-    """Statements in an order in which everything is defined before it is read, as near to their ranks as that allows."""
+    """Statements in an order in which all is defined before it is read, as near to their ranks as that allows."""
     maker = {node: i for i, s in enumerate(statements) for node in s.defines}
     missing = []
     users: list[list[int]] = [[] for _ in statements]

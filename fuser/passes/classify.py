@@ -43,14 +43,11 @@ _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
 # Creation from numbers alone: cheaper computed again in each kernel than stored once.
 _CREATION = frozenset({"aten.full", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "prims.iota"})
 # Library calls: kernels of their own would be slower, so they are not even asked for.
-LIBRARY = {
-    name: "a library's kernel does this better"
-    for name in (
-        *("aten.mm aten.addmm aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot aten.addmv").split(),
-        *("aten.convolution aten._convolution aten.conv2d aten.conv1d aten.conv3d").split(),
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-    )
-}
+_LIBRARY_OPS = (
+    "aten.mm aten.addmm aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot aten.addmv aten.convolution "
+    "aten._convolution aten.conv1d aten.conv2d aten.conv3d aten._scaled_dot_product_flash_attention_for_cpu"
+)
+LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), "a library's kernel does this better")
 _BARE_DTYPES = frozenset(
     getattr(torch, n)
     for n in (
@@ -65,6 +62,11 @@ def op_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket)
     return getattr(target, "__name__", str(target))
+
+
+def qualified_name(target: torch._ops.OpOverload) -> str:
+    """`aten::add.Tensor`: the name under which the dispatcher knows an overload."""
+    return str(target.name())  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

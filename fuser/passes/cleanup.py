@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.passes.classify import is_view
+from fuser.passes.classify import is_view, qualified_name
 
 aten = torch.ops.aten
 
@@ -102,7 +102,7 @@ def split_to_slices(module: fx.GraphModule) -> int:
             continue
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         for item in list(node.users):
-            start, end = bounds[item.args[1]]  # type: ignore[index]
+            start, end = bounds[item.args[1]]
             with graph.inserting_before(item):
                 new = graph.call_function(aten.slice.Tensor, (node.args[0], dim, start, end))
             new.meta = dict(item.meta)
@@ -128,7 +128,7 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and not target.name().startswith("aten::empty")
+    return torch.Tag.nondeterministic_seeded not in target.tags and not qualified_name(target).startswith("aten::empty")
 
 
 def merge_equal(module: fx.GraphModule) -> int:

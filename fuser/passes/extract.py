@@ -147,7 +147,7 @@ def _returned(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def _inputs(graph: fx.Graph, grouping: Grouping, group: int, whole: bool) -> tuple[fx.Node, ...]:
-    """A group's inputs; those of a group that is the whole graph in the graph's own order, so that it is called as is."""
+    """A group's inputs; where the group is the whole graph in the graph's own order, so that it is called as is."""
     inputs = _external_inputs(grouping, group)
     if not whole:
         return inputs
@@ -156,9 +156,10 @@ def _inputs(graph: fx.Graph, grouping: Grouping, group: int, whole: bool) -> tup
 
 
 def extract(graph: fx.Graph, grouping: Grouping) -> Plan:
-    """The plan of a grouping. A group that is the whole graph returns a tuple, any other a tensor where it has one result.
+    """The plan of a grouping.
 
-    Nodes whose results nobody needs appear nowhere.
+    A group that is the whole graph returns a tuple, any other a tensor where it has one result. Nodes whose results
+    nobody needs appear nowhere.
     """
     needs = _Needs(graph, grouping)
     needs.run()

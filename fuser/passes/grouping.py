@@ -2,8 +2,8 @@
 
 A *unit* is a compute or extern node together with the getitems that pick its results. Free nodes (views, creation) are
 transparent: a unit depends on what its arguments' views are views of. Each unit gets a level: the number of externs
-after a fusible one on the longest path to it. Along a path between two fusible units of one level there is no extern, so
-connected fusible units of one level form a convex group, and groups depend on each other only from lower levels to
+after a fusible one on the longest path to it. Along a path between two fusible units of one level there is no extern,
+so connected fusible units of one level form a convex group, and groups depend on each other only from lower levels to
 higher ones. Then `_contract` joins groups of different levels where no other path runs between them.
 """
 

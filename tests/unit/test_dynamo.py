@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit import dynamo_support  # noqa: F401
-
 from fuser import config
 from fuser.errors import ConfigError
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend, last_compilation

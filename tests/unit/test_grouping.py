@@ -10,8 +10,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.unit import dynamo_support  # noqa: F401
-
 from fuser import interface
 from fuser.passes.classify import Kind
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
@@ -203,7 +201,8 @@ def test_random_graphs_are_partitioned_into_convex_groups(seed):
     # The condensed graph has no circle: the program can be put into an order.
     from fuser.frontends.program import Program
 
-    program = Program(module, plan, [(f"g{i}", fx.GraphModule(torch.nn.Module(), g.graph)) for i, g in enumerate(plan.groups)])
+    functions = [(f"g{i}", fx.GraphModule(torch.nn.Module(), g.graph)) for i, g in enumerate(plan.groups)]
+    program = Program(module, plan, functions)
     expected = module(X / 8, X / 8)
     for got, want in zip(program.function(X / 8, X / 8), expected):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
