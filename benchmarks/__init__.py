@@ -1,0 +1,1 @@
+"""Benchmarks of fuser beside its rivals: `python -m benchmarks --help`."""

@@ -1,0 +1,26 @@
+"""The command line, as a record that every suite takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser."""
+
+    device: str = "cpu"
+    rows: str = ""
+    quick: bool = False
+    full: bool = False
+    mode: str = "infer"
+    rivals: tuple[str, ...] = ("eager", "inductor", "xla")
+
+    def wants(self, name: str) -> bool:
+        """Is this row selected?"""
+        return re.search(self.rows, name) is not None
+
+    def has(self, rival: str) -> bool:
+        """Does this rival run?"""
+        return rival in self.rivals

@@ -1,0 +1,207 @@
+"""Kernels in three sizes: eager, the rivals and fuser, beside a warm copy of the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import checks, contestants
+from benchmarks.kernel_rows import ROWS, SIZES, Row, moved_bytes, seeded
+from benchmarks.options import Options
+from benchmarks.progress import progress
+from benchmarks.report import Bars, Claim, Report, Table, at_least, ratio, spread
+from benchmarks.runner import Budget, Call, Timing, copy_call, geomean, interleave
+
+COPY_TARGET = 0.6
+INDUCTOR_TARGET = 3.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row at one size: timings by contestant, verdicts by contestant, failures to run by contestant."""
+
+    row: Row
+    size: str
+    shape: tuple[int, ...]
+    moved: int
+    timings: dict[str, Timing]
+    verdicts: dict[str, checks.Verdict]
+    failures: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """row/size."""
+        return f"{self.row.name}/{self.size}"
+
+    def over(self, rival: str, mine: str = "fuser") -> float | None:
+        """How many times faster `mine` is than `rival`, by medians."""
+        if rival not in self.timings or mine not in self.timings:
+            return None
+        return self.timings[rival].median / self.timings[mine].median
+
+    def copy_share(self, mine: str) -> float | None:
+        """The share of the copy's rate that `mine` reaches."""
+        return self.over("copy", mine)
+
+
+def _xla_call(row: Row, args: tuple[Any, ...]) -> Call | None:
+    from benchmarks import xla
+
+    fn = xla.functions().get(row.name)
+    return Call(xla.compiled(fn), tuple(map(xla.to_jax, args))) if fn else None
+
+
+def _call_for(name: str, row: Row, args: tuple[Any, ...]) -> Call | None:
+    if name == "xla":
+        return _xla_call(row, args)
+    mine = checks.clones(args) if row.mutates else args
+    return Call(contestants.compile_for(name, row.fn), mine)
+
+
+def _outputs(name: str, call: Call, row: Row, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    if name == "xla":
+        from benchmarks import xla
+
+        out = call.fn(*call.args)
+        return [xla.to_torch(o) for o in (out if isinstance(out, tuple) else (out,))]
+    return checks.run_on_clones(call.fn, args, row.mutates)
+
+
+def _as_eager_dtype(name: str, out: list[torch.Tensor], eager: list[torch.Tensor]) -> list[torch.Tensor]:
+    """JAX has no int64 by default: its integers are compared by value."""
+    return [o.to(e.dtype) for o, e in zip(out, eager, strict=True)] if name == "xla" else out
+
+
+def measure(row: Row, size: str, names: list[str], device: str, budget: Budget) -> Result:
+    """Compile a row for every contestant, check the results, then time them and the copy interleaved."""
+    torch._dynamo.reset()
+    shape = row.sizes[SIZES.index(size)]
+    args = row.make(seeded(row.name, size, device), shape)
+    eager = checks.run_on_clones(row.fn, args, row.mutates)
+    exact = checks.run_on_clones(row.fn, checks.to_float64(args), row.mutates)
+    calls: dict[str, Call] = {}
+    verdicts: dict[str, checks.Verdict] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        try:
+            call = _call_for(name, row, args)
+            if call is None:
+                continue
+            out = _as_eager_dtype(name, _outputs(name, call, row, args), eager)
+        except Exception as error:  # a contestant that fails must not end the run of the others
+            lines = str(error).strip().splitlines()
+            failures[name] = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            continue
+        verdicts[name] = checks.judge(out, eager, exact)
+        calls[name] = call
+    moved = moved_bytes(row, args, eager)
+    del exact
+    calls["copy"] = copy_call(moved, device)
+    return Result(row, size, shape, moved, interleave(calls, budget, device), verdicts, failures)
+
+
+def _cell(result: Result, name: str) -> str:
+    if name in result.failures:
+        return "failed"
+    verdict = result.verdicts.get(name)
+    if verdict and verdict.problem:
+        return "WRONG"
+    timing = result.timings.get(name)
+    return "–" if timing is None else spread(timing)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def _table(results: list[Result], size: str, names: list[str]) -> Table:
+    best = "fuser" if "fuser" in names else names[-1]
+    columns = ("row", "shape", *names, "copy", f"{best} of copy", f"{best} × inductor", f"{best} × eager")
+    rows = []
+    for r in results:
+        if r.size != size:
+            continue
+        cells = [_cell(r, n) for n in [*names, "copy"]]
+        shape = "×".join(map(str, r.shape))
+        rows.append(
+            (r.row.name, shape, *cells, _share(r.copy_share(best)), ratio(r.over("inductor", best)), ratio(r.over("eager", best)))
+        )
+    return Table(f"kernels, {size}: median [p10–p90]; ratios are times faster", columns, rows)
+
+
+def _lowest(pairs: list[tuple[str, float]]) -> str:
+    name, value = min(pairs, key=lambda p: p[1])
+    return f"{value:.2f} at {name}"
+
+
+def _claims(results: list[Result]) -> list[Claim]:
+    large = [r for r in results if r.size == "large" and "fuser" in r.timings]
+    over = {rival: [(r.name, v) for r in large if (v := r.over(rival)) is not None] for rival in ("inductor", "eager")}
+    claims = [
+        at_least(
+            f"large rows over Inductor (geometric mean of {len(over['inductor'])})",
+            geomean([v for _, v in over["inductor"]]) if over["inductor"] else None,
+            INDUCTOR_TARGET,
+        )
+    ]
+    for rival, pairs in over.items():
+        slower = [f"{name} {value:.2f}" for name, value in pairs if value < 1]
+        reached = (f"lowest {_lowest(pairs)}; below: {', '.join(slower) or 'none'}") if pairs else "not measured"
+        claims.append(Claim(f"no large row below {rival}", "≥ 1 ×", reached, not slower if pairs else None))
+    shares = [(r.name, s) for r in large if r.row.memory_bound and (s := r.copy_share("fuser")) is not None]
+    low = [f"{name} {100 * s:.0f} %" for name, s in shares if s < COPY_TARGET]
+    reached = f"{len(shares) - len(low)} of {len(shares)} rows; below: {', '.join(low) or 'none'}"
+    claims.append(
+        Claim("large, memory-bound rows at the copy rate", "≥ 60 % each", reached if shares else "not measured", not low if shares else None)
+    )
+    return claims
+
+
+def _record(r: Result) -> dict[str, Any]:
+    return {
+        "row": r.name,
+        "shape": r.shape,
+        "bytes": r.moved,
+        "seconds": {name: t.record() for name, t in r.timings.items()},
+        "error_over_eager": {
+            name: [v.error, v.eager_error] for name, v in r.verdicts.items() if v.error is not None
+        },
+        "problems": {name: v.problem for name, v in r.verdicts.items() if v.problem} | r.failures,
+    }
+
+
+def _report(results: list[Result], names: list[str], notes: list[str]) -> Report:
+    report = Report("kernels", notes=notes)
+    report.tables = [_table(results, size, names) for size in SIZES if any(r.size == size for r in results)]
+    report.claims = _claims(results)
+    report.records = [_record(r) for r in results]
+    for r in results:
+        problems = {name: v.problem for name, v in r.verdicts.items() if v.problem} | r.failures
+        for name, problem in problems.items():
+            target = report.wrong if name == "fuser" else report.notes
+            target.append(f"{r.name}, {name}: {problem}")
+    for size in SIZES:
+        groups = {
+            r.row.name: {n: s for n in names if (s := r.copy_share(n)) is not None} for r in results if r.size == size
+        }
+        report.bars.append(Bars(f"kernels, {size}", "share of the copy rate", groups))
+    return report
+
+
+def run(options: Options) -> Report:
+    """All selected rows; with --quick the small and medium sizes only."""
+    notes: list[str] = []
+    rivals = [r for r in ("eager", "inductor", "xla") if options.has(r)]
+    names = contestants.present([*rivals, "fuser"], notes)
+    sizes = SIZES[:2] if options.quick else SIZES
+    todo = [(row, size) for row in ROWS for size in sizes if options.wants(f"{row.name}/{size}")]
+    results = []
+    with progress("kernels", len(todo)) as bar:
+        for row, size in todo:
+            bar.step(f"{row.name}/{size}")
+            results.append(measure(row, size, names, options.device, Budget.of(options.quick)))
+    if not results:
+        notes.append(f"no row matches {options.rows!r}")
+    return _report(results, names, notes)
