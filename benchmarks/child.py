@@ -33,7 +33,9 @@ def spawn(suite: str, params: dict[str, Any], cache: str, timeout: float = 900.0
     """What the suite's `child(params)` returns, run in a fresh process; {"error": sentence} if it failed."""
     command = [sys.executable, "-m", "benchmarks.child", suite, json.dumps(params)]
     try:
-        done = subprocess.run(command, env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no result within {timeout:.0f} s"}
     for line in reversed(done.stdout.splitlines()):

@@ -126,7 +126,14 @@ def _table(results: list[Result], size: str, names: list[str]) -> Table:
         cells = [_cell(r, n) for n in [*names, "copy"]]
         shape = "×".join(map(str, r.shape))
         rows.append(
-            (r.row.name, shape, *cells, _share(r.copy_share(best)), ratio(r.over("inductor", best)), ratio(r.over("eager", best)))
+            (
+                r.row.name,
+                shape,
+                *cells,
+                _share(r.copy_share(best)),
+                ratio(r.over("inductor", best)),
+                ratio(r.over("eager", best)),
+            )
         )
     return Table(f"kernels, {size}: median [p10–p90]; ratios are times faster", columns, rows)
 
@@ -154,7 +161,12 @@ def _claims(results: list[Result]) -> list[Claim]:
     low = [f"{name} {100 * s:.0f} %" for name, s in shares if s < COPY_TARGET]
     reached = f"{len(shares) - len(low)} of {len(shares)} rows; below: {', '.join(low) or 'none'}"
     claims.append(
-        Claim("large, memory-bound rows at the copy rate", "≥ 60 % each", reached if shares else "not measured", not low if shares else None)
+        Claim(
+            "large, memory-bound rows at the copy rate",
+            "≥ 60 % each",
+            reached if shares else "not measured",
+            not low if shares else None,
+        )
     )
     return claims
 
@@ -165,9 +177,7 @@ def _record(r: Result) -> dict[str, Any]:
         "shape": r.shape,
         "bytes": r.moved,
         "seconds": {name: t.record() for name, t in r.timings.items()},
-        "error_over_eager": {
-            name: [v.error, v.eager_error] for name, v in r.verdicts.items() if v.error is not None
-        },
+        "error_over_eager": {name: [v.error, v.eager_error] for name, v in r.verdicts.items() if v.error is not None},
         "problems": {name: v.problem for name, v in r.verdicts.items() if v.problem} | r.failures,
     }
 

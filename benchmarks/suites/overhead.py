@@ -102,7 +102,9 @@ def _flat_table(timings: dict[int, dict[str, Timing]], report: Report) -> Table:
         (f"{count:,}", spread(t["fuser handle"]), spread(t["run_fusion"]), seconds(each[count]))
         for count, t in timings.items()
     ]
-    return Table("the same with more specifications registered", ("specs", "handle", "run_fusion", "register one"), rows)
+    return Table(
+        "the same with more specifications registered", ("specs", "handle", "run_fusion", "register one"), rows
+    )
 
 
 def _claims(timings: dict[str, Timing], flat: dict[int, dict[str, Timing]]) -> list[Claim]:
@@ -118,7 +120,12 @@ def _claims(timings: dict[str, Timing], flat: dict[int, dict[str, Timing]]) -> l
             f"{growth:.2f} × over 1 to {most:,}" if growth else "not measured",
             growth <= FLAT if growth and most == COUNTS[-1] else None,
         ),
-        at_most("the same through torch.compile", mine.median / inductor.median if mine and inductor else None, 0.75, "× Inductor"),
+        at_most(
+            "the same through torch.compile",
+            mine.median / inductor.median if mine and inductor else None,
+            0.75,
+            "× Inductor",
+        ),
     ]
 
 
@@ -126,7 +133,13 @@ def run(options: Options) -> Report:
     """All contestants interleaved, then the number of registered specifications grown."""
     report = Report("overhead")
     budget = Budget.of(options.quick)
-    wanted = ["fuser handle", "fuser", *(r for r in ("eager", "inductor", "xla") if options.has(r)), "dynamo", "aot_eager"]
+    wanted = [
+        "fuser handle",
+        "fuser",
+        *(r for r in ("eager", "inductor", "xla") if options.has(r)),
+        "dynamo",
+        "aot_eager",
+    ]
     names = contestants.present([n for n in wanted if options.wants(n)], report.notes)
     flat: dict[int, dict[str, Timing]] = {}
     with progress("overhead", 1 + len(COUNTS)) as bar:

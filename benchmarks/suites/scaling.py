@@ -104,7 +104,9 @@ def _report(times: dict[str, dict[int, float]], report: Report) -> Report:
         rows.append((name, *(seconds(by_nodes.get(n)) for n in NODES), *(ratio(steps.get(n)) for n in NODES[1:])))
         report.records.append({"contestant": name, "seconds": by_nodes})
     columns = ("contestant", *(f"{n} nodes" for n in NODES), *(f"T({n})/T({n // 2})" for n in NODES[1:]))
-    title = "scaling: seconds from the graph to the first result, empty caches, process already warmed up by a small graph"
+    title = (
+        "scaling: seconds from the graph to the first result, empty caches, process already warmed up by a small graph"
+    )
     report.tables = [Table(title, columns, rows)]
     report.claims = _claims(times)
     groups = {f"{n} nodes": {name: t[n] for name, t in times.items() if n in t} for n in NODES}

@@ -116,7 +116,9 @@ def _claims(results: dict[str, dict[str, Any]]) -> list[Claim]:
         return [Claim("compilations for all sizes through fusion_handle", "1 for each class", "not measured", None)]
     reached = ", ".join(f"{case} {n}" for case, n in counts.items())
     return [
-        Claim("compilations for all sizes through fusion_handle", "1 for each class", reached, set(counts.values()) == {1})
+        Claim(
+            "compilations for all sizes through fusion_handle", "1 for each class", reached, set(counts.values()) == {1}
+        )
     ]
 
 
@@ -135,11 +137,11 @@ def _report(results: dict[str, dict[str, Any]], count: int, notes: list[str]) ->
     rows.sort(key=lambda r: [c.name for c in CASES].index(r[0]))
     columns = ("function", "contestant", "compilations", "all results", "ms each")
     report.tables = [Table(f"shapes: {count} sizes of (rows, columns), fresh process, empty caches", columns, rows)]
-    groups = {
-        case.name: {n: r[case.name]["seconds"] for n, r in results.items() if case.name in r} for case in CASES
-    }
+    groups = {case.name: {n: r[case.name]["seconds"] for n, r in results.items() if case.name in r} for case in CASES}
     report.bars = [Bars(f"shapes, {count} sizes", "seconds", groups)]
-    report.notes.append("for rivals a compilation is a graph that Dynamo handed over; past its limit of 8 it runs eagerly")
+    report.notes.append(
+        "for rivals a compilation is a graph that Dynamo handed over; past its limit of 8 it runs eagerly"
+    )
     return report
 
 
