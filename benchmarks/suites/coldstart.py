@@ -72,7 +72,7 @@ def child(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _xla_child(args: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """As `child`; the first time includes the start of JAX's CPU client, which `import jax` leaves to the first array."""
+    """As `child`; the first time includes the start of JAX's CPU client, which its import puts off."""
     import jax  # noqa: F401  as with torch, the import itself is not counted
 
     from benchmarks import xla

@@ -1,0 +1,211 @@
+"""The benchmarks' own machinery: a wrong result must be seen, and what is compared must be comparable."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import checks, contestants, models, runner
+from benchmarks.child import spawn
+from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
+from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
+from benchmarks.suites import overhead, scaling, shapes
+
+
+def test_quantiles_interpolate_between_samples():
+    timing = runner.Timing((4.0, 1.0, 2.0, 3.0, 5.0))
+    assert timing.median == 3.0
+    assert timing.quantile(0.0) == 1.0
+    assert timing.quantile(1.0) == 5.0
+    assert timing.quantile(0.1) == pytest.approx(1.4)
+
+
+def test_rounds_alternate_between_contestants():
+    seen = []
+    calls = {name: runner.Call(seen.append, (name,)) for name in "ab"}
+    budget = runner.Budget(row_seconds=0.0, sample_seconds=0.0, min_rounds=3, max_rounds=3)
+    timings = runner.interleave(calls, budget)
+    assert seen[-6:] == ["a", "b", "a", "b", "a", "b"]
+    assert [len(t.samples) for t in timings.values()] == [3, 3]
+
+
+def test_copy_call_moves_half_in_and_half_out():
+    call = runner.copy_call(1000, "cpu")
+    target = call.fn(*call.args)
+    assert call.args[0].nbytes + target.nbytes == 1000
+    assert target.eq(1).all()
+
+
+X = torch.linspace(-3, 3, 1000)
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        (X + 1e-3, "is off eager's by up to"),
+        (X.double(), "expected the same dtype and sizes"),
+        (X[:-1], "expected the same dtype and sizes"),
+        (torch.where(X > 2.9, torch.nan, X), "is off eager's by up to"),
+    ],
+)
+def test_a_wrong_result_is_named(out, expected):
+    assert expected in (checks.judge([out], [X]).problem or "")
+
+
+def test_integers_and_booleans_must_be_equal():
+    eager = torch.arange(10)
+    assert checks.judge([eager.clone()], [eager]).problem is None
+    off = eager.clone()
+    off[3] += 1
+    assert "1 of 10 elements" in (checks.judge([off], [eager]).problem or "")
+
+
+def test_a_result_less_exact_than_eager_is_named_though_within_tolerance():
+    exact = torch.linspace(1, 2, 1000, dtype=torch.float64)
+    eager = exact.float()
+    coarse = eager * (1 + 2e-6)
+    assert checks.judge([coarse], [eager]).problem is None
+    assert "against float64" in (checks.judge([coarse], [eager], [exact]).problem or "")
+    assert checks.judge([eager.clone()], [eager], [exact]).problem is None
+
+
+def test_missing_results_are_named():
+    assert "1 results: expected 2" in (checks.judge([X], [X, X]).problem or "")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+def test_eager_passes_the_check_of_every_row(row):
+    args = row.make(seeded(row.name, "small", "cpu"), row.sizes[0])
+    before = checks.clones(args)
+    eager = checks.run_on_clones(row.fn, args, row.mutates)
+    exact = checks.run_on_clones(row.fn, checks.to_float64(args), row.mutates)
+    assert checks.judge(eager, eager, exact).problem is None
+    assert all(torch.equal(a, b) for a, b in zip(args, before)), "the inputs must survive a checked run"
+    assert all(e.isfinite().all() for e in eager)
+    assert len(row.sizes) == len(SIZES)
+    assert moved_bytes(row, args, eager) > 0
+
+
+def test_rows_are_seeded_by_name_and_size():
+    row = ROWS[0]
+    a, b = (row.make(seeded(row.name, "small", "cpu"), row.sizes[0])[0] for _ in range(2))
+    other = row.make(seeded(row.name, "medium", "cpu"), row.sizes[0])[0]
+    assert torch.equal(a, b)
+    assert not torch.equal(a, other)
+    assert len({r.name for r in ROWS}) == len(ROWS) >= 24
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Lets a plain function stand in for fuser, and keeps the run to eager and it."""
+
+    def install(change):
+        monkeypatch.setattr(contestants, "why_absent", lambda name: None)
+        monkeypatch.setitem(contestants.COMPILE, "fuser", lambda fn, dynamic=False: lambda *args: change(fn(*args)))
+
+    return install
+
+
+COMMAND = ["kernels", "--quick", "--rivals", "eager", "--rows", "^relu_mul_add/small"]
+
+
+def test_a_wrong_row_makes_the_exit_status_non_zero(stand_in, capsys, tmp_path):
+    stand_in(lambda out: out + 0.01)
+    path = tmp_path / "out.json"
+    assert command.main([*COMMAND, "--json", str(path)]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    suite = json.loads(path.read_text())["suites"][0]
+    assert suite["wrong"]
+    assert "fuser" in suite["records"][0]["problems"]
+
+
+def test_a_failing_contestant_is_reported_and_counts_as_wrong(stand_in, capsys):
+    def fail(out):
+        raise RuntimeError("no such kernel")
+
+    stand_in(fail)
+    assert command.main(COMMAND) == 1
+    assert "no such kernel" in capsys.readouterr().out
+
+
+def test_right_rows_exit_with_zero_and_state_the_targets(stand_in, capsys, tmp_path):
+    stand_in(lambda out: out)
+    path = tmp_path / "out.json"
+    assert command.main([*COMMAND, "--json", str(path)]) == 0
+    assert "no large row below eager" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert data["machine"]["torch"] == torch.__version__
+    assert set(data["suites"][0]["records"][0]["seconds"]) == {"eager", "fuser", "copy"}
+
+
+@pytest.mark.parametrize(
+    "argv", [["nothing"], ["kernels", "--rivals", "numpy"], ["kernels", "--rows", "("], ["models", "--mode", "train"]]
+)
+def test_a_bad_command_line_is_refused(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv)
+    assert stop.value.code == 2
+    assert re.search("error: ", capsys.readouterr().err)
+
+
+def test_a_failing_child_process_is_a_sentence(tmp_path):
+    result = spawn("coldstart", {"contestant": "nobody", "device": "cpu"}, str(tmp_path))
+    assert "exit status 1" in result["error"]
+    assert "nobody" in result["error"]
+
+
+@pytest.mark.parametrize("nodes", [20, 250])
+def test_random_graphs_have_their_size_and_use_every_value(nodes):
+    module = scaling.random_graph(nodes, seed=nodes)
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    assert len(calls) == nodes
+    assert all(n.users for n in calls)
+    again = scaling.random_graph(nodes, seed=nodes)
+    assert [n.target for n in again.graph.nodes] == [n.target for n in module.graph.nodes]
+
+
+def test_growth_needs_both_sizes():
+    assert scaling.growth({250: 1.0, 500: 3.0, 2000: 9.0}) == {500: 3.0}
+
+
+def test_sizes_are_distinct_and_hold_the_edges():
+    found = shapes.sizes(100)
+    assert len(set(found)) == 100
+    assert {(0, 5), (1, 5), (5, 0), (5, 1), (0, 0), (1, 1)} <= set(found)
+
+
+def test_distinct_graphs_differ():
+    codes = {overhead.distinct_graph(n).code for n in range(1, 200)}
+    assert len(codes) == 199
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_small_models_agree_with_float64(name):
+    model, inputs = models.build(name, quick=True, device="cpu")
+    with torch.no_grad():
+        out = model(*inputs)
+        exact = model.double()(*checks.to_float64(inputs))
+    assert out.isfinite().all()
+    assert out.std() > 0
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_is_aligned():
+    lines = Table("t", ("row", "ms"), [("a", "1"), ("long", "10")]).text().splitlines()
+    assert lines == ["t", "row   ms", "----  --", "a      1", "long  10"]
+
+
+def test_claims_say_met_missed_or_open():
+    assert at_most("x", 2.0, 1.0).text().startswith("MISSED  x: target ≤ 1 s, reached 2 s")
+    assert at_least("x", 2.0, 1.0).met is True
+    assert at_most("x", None, 1.0).met is None
+    assert Report("s", claims=[Claim("x", "1", "2", None)]).text().splitlines()[1].startswith("open")
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.2 µs"), (5e-8, "50 ns")])
+def test_seconds_choose_a_unit(value, text):
+    assert seconds(value) == text
