@@ -204,7 +204,7 @@ def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, in
 
 def _candidates(kernels: list[Kernel], node: Node, earliest: int, last_reader: dict[str, int]) -> list[Kernel]:
     orders = {earliest} if earliest >= 0 else set()
-    orders |= {last_reader[b] for b in node.reads if last_reader.get(b, -1) >= earliest}
+    orders |= {last_reader[b] for b in node.reads if last_reader.get(b, -1) >= max(earliest, 0)}
     return [kernels[o] for o in sorted(orders) if o >= 0][:8]
 
 
