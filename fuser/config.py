@@ -15,7 +15,7 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fuser.errors import ConfigError
 
@@ -113,6 +113,11 @@ class Config(types.ModuleType):
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""
         return tuple((s.name, getattr(self, s.name)) for s in SETTINGS if s.key)
+
+
+if TYPE_CHECKING:  # the table's names are known at run time only
+
+    def __getattr__(name: str) -> Any: ...
 
 
 _module = sys.modules[__name__]

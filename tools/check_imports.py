@@ -24,10 +24,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernel_spec",),  # up to here: records and settings, free for all
     ("ops",),
     ("ir",),
+    ("canonical",),
     ("lowering",),
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
-    ("compiler", "executor", "kernel_cache", "fallback", "canonical"),
+    ("compiler", "executor", "kernel_cache", "fallback"),
     ("interface",),
     ("passes",),
     ("frontends",),
@@ -193,7 +194,7 @@ def check_layer(own: str, imp: Import, target: str) -> str | None:
     if theirs[0] <= mine[0] or any(covers(a, own) and covers(b, target) for a, b in ALLOWED):
         return None
     if not target:
-        return "nothing inside imports from the package's front. Cure: import the module that defines the name"
+        return "no such module, or a name of the package's front. Cure: import the module that defines the name"
     return (
         f"{mine[1]!r} lies below {theirs[1]!r}, and imports point downwards. "
         f"Cure: move what both need into {mine[1]!r} or lower, or take it as an argument"

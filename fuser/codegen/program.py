@@ -68,7 +68,9 @@ class ProgramBuilder:
     def _slot(self, s: Sym) -> int:
         return self.slots.setdefault(s, len(self.slots))
 
-    def add_buffer(self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool) -> None:
+    def add_buffer(
+        self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool
+    ) -> None:
         """Memory to allocate for `name`."""
         self.pointers[name] = self.n_inputs + len(self.buffers)
         self.buffers.append(

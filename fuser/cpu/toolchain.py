@@ -25,14 +25,16 @@ _lock = threading.Lock()
 
 @functools.lru_cache(maxsize=8)
 def find_compiler(cxx: str | None) -> tuple[str, ...]:
-    """The command of the C++ compiler: `$CXX` (given as `cxx`), else g++, else clang++. CompileError if there is none."""
+    """The C++ compiler's command: `$CXX` (given as `cxx`), else g++, else clang++. CompileError if there is none."""
     for candidate in (cxx, "g++", "clang++"):
         if candidate:
             words = shlex.split(candidate)
             path = shutil.which(words[0]) if words else None
             if path:
                 return (path, *words[1:])
-    raise CompileError("no C++ compiler: expected $CXX, g++ or clang++ on the PATH; groups run unfused until there is one")
+    raise CompileError(
+        "no C++ compiler: expected $CXX, g++ or clang++ on the PATH; groups run unfused until there is one"
+    )
 
 
 def _run(command: list[str], timeout: float) -> tuple[int, str]:
@@ -58,7 +60,9 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
     source = (
         'extern "C" __attribute__((simd("notinbranch"), const)) float expf(float);\n'
         'extern "C" __attribute__((simd("notinbranch"), const)) float erfcf(float);\n'
-        'extern "C" void probe(float* x, long n) {\n#pragma omp simd\nfor (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n'
+        'extern "C" void probe(float* x, long n) {\n'
+        "#pragma omp simd\n"
+        "for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n"
     )
     timeout = config.compile_timeout_seconds
     choices = (
@@ -69,10 +73,9 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
     log = ""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "probe.cpp"
-        path.write_text(source)
+        plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
         for flags, libraries in choices:
-            plain = source if "-DFUSER_SIMD_MATH" in flags else source.replace('__attribute__((simd("notinbranch"), const)) ', "")
-            path.write_text(plain)
+            path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
             code, log = _run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
                 _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")

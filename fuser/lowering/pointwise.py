@@ -15,7 +15,8 @@ from fuser.lowering.registry import LOWERINGS, lower
 
 # operator of ATen: op of the table. Computed in the dtype of the result.
 UNARY = {
-    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal", "sqrt": "sqrt", "rsqrt": "rsqrt",
+    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal",
+    "sqrt": "sqrt", "rsqrt": "rsqrt",
     "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log2": "log2", "log10": "log10", "log1p": "log1p",
     "sin": "sin", "cos": "cos", "tan": "tan", "asin": "asin", "acos": "acos", "atan": "atan", "sinh": "sinh",
     "cosh": "cosh", "tanh": "tanh", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "erf": "erf", "erfc": "erfc",

@@ -65,13 +65,17 @@ def count(ctx: LoweringContext, x: TensorBox, dims: Dims) -> Expr:
 
 
 @lower("aten.sum")
-def lower_sum(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+def lower_sum(
+    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
     """Sum; integers add up in int64."""
     return reduce(ctx, "sum", x, dims, keepdim, result_dtype(ctx))
 
 
 @lower("aten.mean")
-def lower_mean(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+def lower_mean(
+    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
     """Sum divided by the number of elements."""
     dtype = result_dtype(ctx)
     wide = compute_dtype(dtype)
@@ -159,7 +163,12 @@ def moments(
 
 @lower("aten.native_layer_norm")
 def lower_layer_norm(
-    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, bias: TensorBox | None, eps: float
+    ctx: LoweringContext,
+    x: TensorBox,
+    shape: Sequence[Any],
+    weight: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
 ) -> tuple[TensorBox, TensorBox, TensorBox]:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dims; mean and rstd as further results."""
     size = ctx.size_of(x)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fuser.lowering.context import LoweringContext
 
 Lowering = Callable[..., Any]
+_F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
 
 
-def lower(*names: str, view: bool = False) -> Callable[[Lowering], Lowering]:
+def lower(*names: str, view: bool = False) -> Callable[[_F], _F]:
     """Register a function `(ctx, *args, **kwargs)` for operators such as "aten.add" (arguments as in the schema)."""
 
-    def register(fn: Lowering) -> Lowering:
+    def register(fn: _F) -> _F:
         for name in names:
             if name in LOWERINGS:
                 raise ValueError(f"{name} is lowered twice")
