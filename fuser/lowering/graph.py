@@ -19,6 +19,7 @@ from fuser.ir.sizes import STRIDE, Expr, Sym, expr
 from fuser.lowering import host
 from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
 from fuser.lowering.registry import find, supports
+from fuser.lowering.shapes import elementwise_meta
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,9 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
 
 def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises."""
+    known = elementwise_meta(op, args, kwargs)
+    if known is not None:
+        return known
     target: Any = torch.ops
     for part in op.split("."):
         target = getattr(target, part)
