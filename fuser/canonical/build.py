@@ -1,0 +1,290 @@
+"""From an FX graph to its canonical form, and to the rows from which the fallback is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from fuser.canonical.builder import Builder, renumber
+from fuser.canonical.calls import named_operator, translate
+from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, is_constant, map_refs, refs_of
+from fuser.canonical.schemas import Kind
+from fuser.errors import GraphError
+
+REQUIRED = object()  # the default of an input that has none
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call as it was written, for the fallback. `args` and `kwargs` refer to other rows by `Ref`."""
+
+    index: int
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A graph taken in: what it computes, and how it was written.
+
+    `bound` are the tensors that the graph holds itself (parameters, buffers, constants); they are its first inputs.
+    `inputs` and `defaults` are the placeholders, in order. `opaque` are Python objects that only identity tells apart.
+    `blocked` says, if not empty, why no kernel can run this graph.
+    """
+
+    graph: CanonicalGraph
+    bound: tuple[torch.Tensor, ...]
+    inputs: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    opaque: tuple[Any, ...]
+    blocked: tuple[str, ...]
+    pointwise: frozenset[int]
+    rows: tuple[Row, ...]
+    output: Any
+
+
+@dataclass
+class _State:
+    """One pass over a graph's nodes. `env` holds each node's canonical value, `raw` its row's number."""
+
+    builder: Builder
+    module: torch.nn.Module | None
+    env: list[Any] = field(default_factory=list)
+    raw: dict[torch.fx.Node, int] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    placeholders: list[tuple[int, str, Any]] = field(default_factory=list)
+    bound: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    impure_rows: set[int] = field(default_factory=set)
+    output: Any = None
+    has_output: bool = False
+
+
+def canonicalize(graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False) -> Registered:
+    """The canonical form of `graph`. Linear in its nodes. GraphError says what is wrong with it."""
+    module = graph if isinstance(graph, torch.fx.GraphModule) else getattr(graph, "owning_module", None)
+    fx = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
+    if not isinstance(fx, torch.fx.Graph):
+        raise GraphError(
+            f"a graph was expected, a torch.fx.Graph or GraphModule, and not {type(graph).__name__}: "
+            "torch.fx.symbolic_trace makes one of a module or function"
+        )
+    state = _State(Builder(), module)
+    for node in fx.nodes:
+        _visit(state, node)
+    if not state.rows:
+        raise GraphError("the graph is empty: expected placeholders, calls and an output")
+    if not state.has_output:
+        raise GraphError("the graph has no output node: end it with graph.output(value)")
+    if not any(True for _ in refs_of(state.output)):
+        raise GraphError("the graph returns nothing: expected an output of at least one of its nodes")
+    return _finish(state, functional)
+
+
+def _visit(state: _State, node: torch.fx.Node) -> None:
+    index = len(state.rows)
+    args = _raw(state, node, node.args)
+    kwargs = {k: _raw(state, node, v) for k, v in node.kwargs.items()}
+    state.raw[node] = index
+    target = _target(node)
+    state.rows.append(Row(index, node.op, target, args, kwargs))
+    if node.op == "output":
+        if state.has_output:
+            raise GraphError(f"the graph has a second output, {node.name!r}: expected one, with a tuple of results")
+        state.output, state.has_output = args[0] if args else None, True
+        state.env.append(None)
+    else:
+        state.env.append(_value(state, node, target, args, kwargs))
+
+
+def _raw(state: _State, user: torch.fx.Node, value: Any) -> Any:
+    """`value` with nodes as references to rows; every node must have been seen."""
+    if isinstance(value, torch.fx.Node):
+        index = state.raw.get(value)
+        if index is None:
+            where = (
+                "is defined after it: the graph is cyclic or out of order, and expected was every node after those it "
+                "uses"
+                if value.graph is user.graph
+                else "belongs to another graph: expected nodes of this one"
+            )
+            raise GraphError(f"node {user.name!r} uses {value.name!r}, which {where} (Graph.lint() finds such nodes)")
+        return Ref(index)
+    if isinstance(value, (tuple, list)):
+        items = [_raw(state, user, v) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {k: _raw(state, user, v) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_raw(state, user, v) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def _target(node: torch.fx.Node) -> Any:
+    if node.op != "call_function" or not isinstance(node.target, str):
+        return node.target
+    try:
+        return named_operator(node.target)
+    except GraphError as e:
+        raise GraphError(f"node {node.name!r}: {e}") from None
+
+
+def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    b = state.builder
+    if node.op == "placeholder":
+        default = args[0] if args else REQUIRED
+        ref = b.add("input", (), (), _input_kind(node))
+        state.placeholders.append((ref.index, str(node.target), default))
+        return ref
+    if node.op == "get_attr":
+        return _attribute(state, node)
+    before = len(b.nodes)
+    if node.op == "call_module":
+        module = _fetch(state, node)
+        here = tuple(_here(state, a) for a in args), {k: _here(state, v) for k, v in kwargs.items()}
+        value: Any = b.opaque_call(f"call.module.{type(module).__name__}", module, *here)
+    elif node.op in ("call_function", "call_method"):
+        here = tuple(_here(state, a) for a in args), {k: _here(state, v) for k, v in kwargs.items()}
+        try:
+            value = translate(b, node.op, target, *here)
+        except GraphError as e:
+            raise GraphError(f"node {node.name!r}: {e}") from None
+    else:
+        raise GraphError(f"node {node.name!r} is of the unknown kind {node.op!r}: expected one of torch.fx's")
+    if any(i in b.impure for i in range(before, len(b.nodes))):
+        state.impure_rows.add(len(state.rows) - 1)
+    return value
+
+
+def _here(state: _State, value: Any) -> Any:
+    """A raw value with canonical values in place of rows. Lists stay lists for the translations to see."""
+    return map_refs(value, lambda r: state.env[r.index])
+
+
+def _input_kind(node: torch.fx.Node) -> Kind:
+    example = node.meta.get("val", node.meta.get("example_value"))
+    numbers = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return Kind.NUMBER if isinstance(example, numbers) or node.type in (int, float, bool) else Kind.INPUT
+
+
+def _fetch(state: _State, node: torch.fx.Node) -> Any:
+    found: Any = state.module
+    if found is None:
+        raise GraphError(
+            f"node {node.name!r} reads the attribute {node.target!r}, but the graph has no module that owns it: "
+            "register a torch.fx.GraphModule"
+        )
+    for part in str(node.target).split("."):
+        if not hasattr(found, part):
+            raise GraphError(f"node {node.name!r} reads {node.target!r}, which the graph's module does not have")
+        found = getattr(found, part)
+    return found
+
+
+def _attribute(state: _State, node: torch.fx.Node) -> Any:
+    """A tensor becomes one more input, bound at registration; a plain value a constant; the rest is opaque."""
+    value = _fetch(state, node)
+    b = state.builder
+    if isinstance(value, torch.Tensor):
+        known = state.bound.get(id(value))
+        if known is not None:
+            return Ref(known[0])
+        ref = b.add("input", (), (), Kind.TENSOR)
+        state.bound[id(value)] = (ref.index, value)
+        return ref
+    if is_constant(value):
+        return tuple(value) if isinstance(value, list) else value
+    return b.add("attribute", (b.object(value),), (), Kind.ANY)
+
+
+# -- the end of the pass -----------------------------------------------------------------------------------------------
+def _finish(state: _State, functional: bool) -> Registered:
+    b = state.builder
+    output = _tuples(_here(state, state.output))
+    if not is_constant(output):
+        output = b.spell(output)
+    inputs = [i for i, _ in state.bound.values()] + [i for i, _, _ in state.placeholders]
+    live = _live(b.nodes, set(refs_of(output)) | b.impure)
+    order = [*inputs, *(i for i in sorted(live) if b.nodes[i].op != "input")]
+    nodes, output = renumber(b.nodes, order, output)
+    new = {old: i for i, old in enumerate(order)}
+    _spell_defaults(b, state, nodes)
+    rows = _live_rows(state)
+    graph = CanonicalGraph(tuple(nodes), len(inputs), output, functional)
+    return Registered(
+        graph=graph,
+        bound=tuple(t for _, t in state.bound.values()),
+        inputs=tuple(name for _, name, _ in state.placeholders),
+        defaults=tuple(default for _, _, default in state.placeholders),
+        opaque=tuple(b.opaque),
+        blocked=_reasons(b, graph),
+        pointwise=frozenset(new[i] for i in b.pointwise if i in new),
+        rows=rows,
+        output=_tuples(state.output),
+    )
+
+
+def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> None:
+    """A default value is part of what the graph computes."""
+    first = len(state.bound)
+    for i, (_, _, default) in enumerate(state.placeholders):
+        if default is not REQUIRED:
+            nodes[first + i] = CanonicalNode(first + i, "input", (), (("default", b.spell(default)),))
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_tuples(v) for v in value)
+    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _live(nodes: Sequence[CanonicalNode], roots: set[int]) -> set[int]:
+    live: set[int] = set()
+    for node in reversed(nodes):
+        if node.index in roots or node.index in live:
+            live.add(node.index)
+            live.update(node.refs())
+    return live
+
+
+def _live_rows(state: _State) -> tuple[Row, ...]:
+    live = set(refs_of(state.output)) | state.impure_rows
+    for row in reversed(state.rows):
+        if row.index in live:
+            live.update(refs_of(row.args))
+            live.update(refs_of(row.kwargs))
+    kept = []
+    for row in state.rows:
+        if row.op == "get_attr" and row.index in live:
+            row = Row(row.index, row.op, _bound_value(state, row), (), {})
+        if row.op == "placeholder" or (row.index in live and row.op != "output"):
+            kept.append(row)
+    return tuple(kept)
+
+
+def _bound_value(state: _State, row: Row) -> Any:
+    """A `Ref` to the number of the bound tensor, or the constant itself."""
+    value = state.env[row.index]
+    if isinstance(value, Ref):
+        for n, (index, _) in enumerate(state.bound.values()):
+            if index == value.index:
+                return Ref(n)
+        held = state.builder.nodes[value.index].args[0]
+        return state.builder.opaque[held.index] if isinstance(held, Opaque) else held
+    return value
+
+
+def _reasons(b: Builder, graph: CanonicalGraph) -> tuple[str, ...]:
+    out = [f"{op} writes into a tensor" for op in dict.fromkeys(b.mutations)]
+    out += [f"{op} is not an operator that can be fused" for op in dict.fromkeys(b.unknown)]
+    if len(graph.nodes) == graph.n_inputs:
+        out.append("the graph has no operations")
+    for i, value in enumerate(graph.outputs):
+        if not isinstance(value, Ref):
+            out.append(f"output {i} is not a tensor")
+    return tuple(out)

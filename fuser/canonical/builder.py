@@ -1,0 +1,125 @@
+"""Where canonical nodes are made: one `Builder` for each graph, and what every translation of a call uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fuser.canonical.graph import CanonicalNode, Opaque, Ref, is_constant, map_refs
+from fuser.canonical.schemas import Call, Kind, bind_overload, bind_packet
+
+
+class Untranslatable(Exception):
+    """This call has no operator behind it; the fallback runs it as it stands."""
+
+
+@dataclass
+class Builder:
+    """Nodes made so far, in order. `impure` are those that must stay though nobody reads them."""
+
+    nodes: list[CanonicalNode] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    impure: set[int] = field(default_factory=set)
+    opaque: list[Any] = field(default_factory=list)
+    mutations: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    pointwise: set[int] = field(default_factory=set)
+
+    def add(self, op: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], kind: Kind) -> Ref:
+        """A node as it stands."""
+        index = len(self.nodes)
+        self.nodes.append(CanonicalNode(index, op, tuple(args), tuple(kwargs)))
+        self.kinds.append(kind)
+        return Ref(index)
+
+    def kind(self, value: Any) -> Kind:
+        """What is known of a canonical value."""
+        if isinstance(value, Ref):
+            return self.kinds[value.index]
+        if isinstance(value, (bool, int, float, complex)):
+            return Kind.NUMBER
+        if isinstance(value, torch.dtype):
+            return Kind.DTYPE
+        return Kind.SIZES if isinstance(value, tuple) else Kind.ANY
+
+    def is_number(self, value: Any) -> bool:
+        """Whether `value` is certainly a number."""
+        return self.kind(value) is Kind.NUMBER
+
+    def aten(self, name: str, *args: Any, **kwargs: Any) -> Ref:
+        """A call of the packet `name` of ATen. Untranslatable if there is none, or none that takes the arguments."""
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            raise Untranslatable(f"aten.{name} does not exist")
+        return self.packet(packet, args, kwargs)
+
+    def packet(self, packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
+        """A call of the overload of `packet` that takes the arguments."""
+        call = bind_packet(packet, args, kwargs, self.kinds)
+        if call is None:
+            raise Untranslatable(f"no overload of {packet} takes these arguments")
+        return self._call(call, args)
+
+    def overload(self, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref | None:
+        """A call of exactly this overload; None if the arguments do not fit its schema."""
+        call = bind_overload(overload, args, kwargs, self.kinds)
+        return None if call is None else self._call(call, args)
+
+    def _call(self, call: Call, args: Sequence[Any]) -> Ref:
+        if not is_constant(call.args) or not is_constant([v for _, v in call.kwargs]):
+            raise Untranslatable(f"{call.op} has an argument without a canonical spelling")
+        s = call.signature
+        kind = s.result
+        if s.pointwise and kind is Kind.TENSOR and args and all(self.is_number(a) for a in args):
+            kind = Kind.NUMBER
+        ref = self.add(call.op, call.args, call.kwargs, kind)
+        if s.pointwise:
+            self.pointwise.add(ref.index)
+        if s.mutable:
+            self.mutations.append(call.op)
+        if s.mutable or s.random or kind is Kind.NONE:
+            self.impure.add(ref.index)
+        return ref
+
+    def opaque_call(self, op: str, what: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
+        """A call that only Python can make: `op` names it, `what` is the callable where the name is not enough."""
+        head: tuple[Any, ...] = () if what is None else (self.object(what),)
+        spelled = tuple(self.spell(a) for a in args)
+        named = sorted((k, self.spell(v)) for k, v in kwargs.items())
+        ref = self.add(op, (*head, *spelled), named, Kind.ANY)
+        self.impure.add(ref.index)
+        self.unknown.append(op)
+        return ref
+
+    def object(self, what: Any) -> Opaque:
+        """`what` as one of the graph's opaque objects, which are told apart by identity."""
+        for i, known in enumerate(self.opaque):
+            if known is what:
+                return Opaque(i, type(what).__name__)
+        self.opaque.append(what)
+        return Opaque(len(self.opaque) - 1, type(what).__name__)
+
+    def spell(self, value: Any) -> Any:
+        """`value` with what has no canonical spelling replaced by `Opaque`."""
+        if is_constant(value):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple(self.spell(v) for v in value)
+        if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+            return {k: self.spell(v) for k, v in value.items()}
+        return self.object(value)
+
+
+def renumber(nodes: Sequence[CanonicalNode], order: Sequence[int], output: Any) -> tuple[list[CanonicalNode], Any]:
+    """The nodes of `order`, in that order, numbered from 0, and the output that reads them."""
+    new = {old: Ref(i) for i, old in enumerate(order)}
+    refs: Callable[[Ref], Ref] = lambda r: new[r.index]  # noqa: E731
+    kept = [
+        CanonicalNode(i, n.op, map_refs(n.args, refs), map_refs(n.kwargs, refs))
+        for i, n in enumerate(nodes[old] for old in order)
+    ]
+    return kept, map_refs(output, refs)

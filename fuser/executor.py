@@ -1,0 +1,230 @@
+"""What happens when no kernel takes a call: check the arguments, find out their `ArgSpec`, compile once or fall back.
+
+A call goes to a specification's handle, which is native code. It looks for a kernel that takes the arguments and runs
+it; only where there is none, it calls `Executor.slow`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import compiler, config
+from fuser.canonical import REQUIRED, text_of
+from fuser.errors import CompileError, InputError
+from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec
+from fuser.kernel_spec import ArgSpec, TensorSpec
+from fuser.runtime import launcher
+
+# Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
+MAX_VARIANTS = 8
+_MISS = object()
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (bool, int, float)
+
+
+# -- what arguments are like -------------------------------------------------------------------------------------------
+def arg_spec(args: Sequence[Any], settings: tuple[tuple[str, Any], ...]) -> ArgSpec:
+    """The class of `args`: no sizes, but which of them are equal, 0 or 1.
+
+    A size is 0, 1 or "s<n>", where n counts different sizes in order of appearance over all arguments. A stride is 0, 1,
+    "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" where it has no meaning (the
+    size is at most 1), else "t". Numbers are "int", "float" or "bool".
+    """
+    seen: dict[int, str] = {}
+    return ArgSpec(tuple(_one_arg(a, seen) for a in args), settings)
+
+
+def _one_arg(a: Any, seen: dict[int, str]) -> Any:
+    if not isinstance(a, torch.Tensor):
+        return type(a).__name__
+    sizes, strides = tuple(a.shape), a.stride()
+    tokens = tuple(s if s <= 1 else seen.setdefault(s, f"s{len(seen)}") for s in sizes)
+    return TensorSpec(a.dtype, a.device.type, tokens, _stride_tokens(sizes, strides))
+
+
+def _stride_tokens(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+    spans = {size * stride: k for k, (size, stride) in reversed(list(enumerate(zip(sizes, strides)))) if size > 1}
+    out: list[Any] = []
+    for size, stride in zip(sizes, strides):
+        if size <= 1:
+            out.append("x")
+        elif stride <= 1:
+            out.append(stride)
+        else:
+            out.append(f"d{spans[stride]}" if stride in spans else "t")
+    return tuple(out)
+
+
+def why_unfit(args: Sequence[Any]) -> str | None:
+    """None if a kernel may run on these arguments, else the reason why ATen must."""
+    device: str | None = None
+    grad = torch.is_grad_enabled()
+    for i, a in enumerate(args):
+        if not isinstance(a, torch.Tensor):
+            if type(a) not in _NUMBERS:
+                return f"input {i} is a {type(a).__name__}"
+            continue
+        reason = _why_unfit_tensor(a, grad)
+        if reason is not None:
+            return f"input {i} {reason}"
+        if device is not None and str(a.device) != device:
+            return f"inputs are on {device} and on {a.device}"
+        device = str(a.device)
+    return None if device is not None else "there is no tensor among the inputs"
+
+
+def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
+    if type(a) not in _PLAIN_TENSORS:
+        return f"is of the tensor subclass {type(a).__name__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(a):
+        return "is inside a transform of torch.func"
+    if a.layout is not torch.strided:
+        return f"has the layout {a.layout}"
+    if grad and a.requires_grad:
+        return "requires a gradient, which kernels do not compute"
+    if a.is_quantized or a.is_nested:
+        return "is quantized or nested"
+    return "is lazily conjugated or negated" if a.is_conj() or a.is_neg() else None
+
+
+# -- one specification's calls -----------------------------------------------------------------------------------------
+class Executor:
+    """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self._local = threading.local()
+        self._added: dict[int, FusedKernel] = {}
+        self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
+
+    def slow(self, args: tuple[Any, ...], status: int) -> Any:
+        """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
+        if status:
+            return self._fall_back(args, f"a kernel reported status {status}")
+        if getattr(self._local, "probing", False):
+            return _MISS
+        filled = self._complete(args)
+        if len(filled) != len(args):
+            return self.handle(*filled)
+        reason = self._why_not(args)
+        return self._fall_back(args, reason) if reason is not None else self._compile_and_run(args)
+
+    def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
+        r = self.spec.registered
+        n_bound = len(r.bound)
+        given = len(args) - n_bound
+        if given < len(r.inputs):
+            args = (*args, *r.defaults[max(given, 0) :])
+        if given > len(r.inputs) or any(a is REQUIRED for a in args):
+            required = sum(d is REQUIRED for d in r.defaults)
+            wanted = f"{required}" if required == len(r.inputs) else f"{required} to {len(r.inputs)}"
+            raise InputError(
+                f"fusion {self.spec.key} was called with {given} inputs: expected {wanted} ({', '.join(r.inputs)})"
+            )
+        for i, a in enumerate(args[n_bound:]):
+            if not _is_acceptable(a) and a is not r.defaults[i]:
+                raise InputError(
+                    f"input {i} ({r.inputs[i]}) of fusion {self.spec.key} is of type {type(a).__name__}: "
+                    "expected a tensor or a number"
+                )
+        return args
+
+    def _why_not(self, args: tuple[Any, ...]) -> str | None:
+        if not config.enabled:
+            return "fusion is switched off (config.enabled is False)"
+        if self.spec.blocked:
+            return self.spec.blocked[0]
+        reason = why_unfit(args)
+        if reason is None:
+            device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+            reason = compiler.why_not(device) or self._why_no_broadcast(args)
+        return reason
+
+    def _why_no_broadcast(self, args: tuple[Any, ...]) -> str | None:
+        for group in self.spec.broadcast_groups:
+            shapes = [args[i].shape for i in group if isinstance(args[i], torch.Tensor)]
+            if not _broadcasts(shapes):
+                return f"sizes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast"
+        return None
+
+    def _compile_and_run(self, args: tuple[Any, ...]) -> Any:
+        key = arg_spec(args, self.spec.config)
+        store = self.spec.store
+        have = store.count(key)
+        while True:
+            entry, compiled = store.get_or_compile(key, lambda: self._compile(args), have)
+            if entry.reason is not None and len(entry.kernels) <= have:
+                return self._fall_back(args, entry.reason)
+            result = self._probe(args)
+            if result is not _MISS:
+                return result
+            have = len(entry.kernels)
+            if compiled:
+                store.close(key, f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for")
+            elif have >= MAX_VARIANTS:
+                store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
+
+    def _compile(self, args: tuple[Any, ...]) -> FusedKernel:
+        try:
+            with config.override(**dict(self.spec.config)):
+                kernel = compiler.compile_runtime(self.spec, args)
+            self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
+        except CompileError as e:
+            _warn_once(e)
+            raise
+        return kernel
+
+    def _probe(self, args: tuple[Any, ...]) -> Any:
+        """The result of a kernel, or `_MISS` if none takes the call."""
+        self._local.probing = True
+        try:
+            return self.handle(*args)
+        finally:
+            self._local.probing = False
+
+    def _fall_back(self, args: tuple[Any, ...], reason: str) -> Any:
+        self.spec.store.note_fallback(reason)
+        return self.spec.fallback(*args)
+
+
+def _is_acceptable(a: Any) -> bool:
+    return isinstance(a, (torch.Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _broadcasts(shapes: Sequence[torch.Size]) -> bool:
+    for dim in range(1, max(map(len, shapes), default=0) + 1):
+        sizes = {s[-dim] for s in shapes if len(s) >= dim} - {1}
+        if len(sizes) > 1:
+            return False
+    return True
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(error: CompileError) -> None:
+    text = str(error)
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"fuser: {text}; the groups concerned run by ATen", RuntimeWarning, stacklevel=2)
+
+
+def explain_entry(entry: KernelEntry) -> str:
+    """One line: the class of arguments, and its kernels or why there are none."""
+    args = ", ".join(_text(a) for a in entry.spec.args)
+    names = ", ".join(k.name for k in entry.kernels)
+    return f"({args}): {names or 'no kernel'}{f', because {entry.reason}' if entry.reason else ''}"
+
+
+def _text(a: Any) -> str:
+    if not isinstance(a, TensorSpec):
+        return str(a)
+    sizes = ", ".join(map(str, a.sizes))
+    strides = ", ".join(map(str, a.strides))
+    return f"{text_of(a.dtype).removeprefix('torch.')} on {a.device_type} [{sizes}] strides [{strides}]"

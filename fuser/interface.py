@@ -1,0 +1,102 @@
+"""The front door: register, run, interrogate, debug."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from fuser import compiler, config
+from fuser.canonical import canonicalize
+from fuser.compiler import FusionBackend
+from fuser.executor import Executor
+from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.runtime import launcher
+
+Graph = torch.fx.Graph | torch.fx.GraphModule
+
+
+# -- register and run --------------------------------------------------------------------------------------------------
+def register_fusion(graph: Graph, *, functional: bool = False) -> int:
+    """The key of `graph`, a torch.fx Graph or GraphModule of ATen or torch-level calls. GraphError says what is wrong.
+
+    An equal graph gives the same key. Tensors that the graph holds itself are bound as they are now. The settings that
+    change generated code are those in force now. `functional` promises that nobody will write into the inputs or the
+    results, so that a result may be a copy where eager gives a view.
+    """
+    registered = canonicalize(graph, functional)
+    settings = config.key()
+    identity = registered.graph.hash, settings, tuple(map(id, registered.opaque))
+
+    def make_spec(key: int) -> tuple[KernelSpec, Callable[..., Any]]:
+        spec = compiler.compile_upfront(registered, key, settings)
+        return spec, Executor(spec).handle
+
+    return REGISTRY.register(identity, registered.bound, make_spec, _bind).key
+
+
+def _bind(handle: Callable[..., Any], bound: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    return functools.partial(handle, *bound)
+
+
+def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
+    """The results of a registered fusion, as a list. UnknownKeyError; InputError for wrong inputs; else as eager."""
+    registration = REGISTRY.find(key)
+    if not isinstance(inputs, (list, tuple)):
+        inputs = [inputs]
+    result = registration.handle(*inputs)
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def fusion_handle(key: int) -> Callable[..., Any]:
+    """What to call with the inputs, for speed: returns a tensor, or a tuple, as the graph's output does."""
+    return REGISTRY.find(key).handle
+
+
+def kernel_spec(key: int) -> KernelSpec:
+    """The specification behind a key."""
+    return REGISTRY.find(key).spec
+
+
+# -- interrogate -------------------------------------------------------------------------------------------------------
+def can_fuse_on_cpu() -> bool:
+    """Whether groups of CPU tensors are fused."""
+    return config.enabled and compiler.why_not("cpu") is None
+
+
+def can_fuse_on_gpu() -> bool:
+    """Whether groups of CUDA tensors are fused."""
+    return config.enabled and compiler.why_not("cuda") is None
+
+
+def override_can_fuse_on_cpu(value: bool | None) -> None:
+    """Fuse on the CPU or not, from the next call on, whatever was found out; None goes back to that."""
+    _override("cpu", value)
+
+
+def override_can_fuse_on_gpu(value: bool | None) -> None:
+    """Fuse on CUDA devices or not, from the next call on, whatever was found out; None goes back to that."""
+    _override("cuda", value)
+
+
+def _override(device_type: str, value: bool | None) -> None:
+    compiler.override_can_fuse(device_type, value)
+    launcher.set_enabled(device_type, value is not False)
+
+
+def register_fusion_backend(device_type: str, backend: FusionBackend | None) -> None:
+    """Compile groups on `device_type` with `backend`; None takes it away. BackendError if it is not one."""
+    compiler.register_backend(device_type, backend)
+
+
+def has_fusion_backend(device_type: str) -> bool:
+    """Whether there is a backend for `device_type`."""
+    return compiler.find_backend(device_type) is not None
+
+
+def num_compiled_kernels() -> int:
+    """How many kernels this process has compiled or taken from the disk."""
+    return sum(len(spec.store.kernels) for spec in REGISTRY.specs())

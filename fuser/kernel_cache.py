@@ -1,0 +1,241 @@
+"""Kernel specifications, and each one's kernels: the only owner of locks on them.
+
+The registry finds a specification by its key or by what it computes. A specification's `KernelStore` compiles once for
+each `ArgSpec`, whoever asks and however many ask at once; a failure is remembered with its reason and not tried again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fuser.canonical import CanonicalGraph, Registered
+from fuser.errors import UnknownKeyError
+from fuser.fallback import Fallback
+from fuser.kernel_spec import ArgSpec, LaunchProgram
+
+
+class FusedKernel(Protocol):
+    """What a device's compiler gives: the way to launch it, its library, and its source for reading."""
+
+    @property
+    def program(self) -> LaunchProgram: ...
+    @property
+    def library(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass
+class KernelEntry:
+    """What the store knows of one `ArgSpec`. `reason` is why there is no kernel, or no further one."""
+
+    spec: ArgSpec
+    kernels: list[FusedKernel] = field(default_factory=list)
+    reason: str | None = None
+    compiling: bool = False
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """ "compiling", "ready" or "failed"."""
+        if self.compiling:
+            return "compiling"
+        return "ready" if self.kernels else "failed"
+
+
+class KernelStore:
+    """The kernels of one specification, by `ArgSpec`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._entries: dict[ArgSpec, KernelEntry] = {}
+        self._fallbacks: Counter[str] = Counter()
+
+    def get_or_compile(
+        self, arg_spec: ArgSpec, compile_kernel: Callable[[], FusedKernel], have: int
+    ) -> tuple[KernelEntry, bool]:
+        """The entry of `arg_spec` with more than `have` kernels, or with a reason; True if this call compiled.
+
+        While one thread compiles, others that ask for the same wait. `compile_kernel` raises an exception whose text is
+        the reason; only what is not an `Exception` (an interrupt) passes through, and is not remembered.
+        """
+        with self._lock:
+            entry = self._entries.setdefault(arg_spec, KernelEntry(arg_spec))
+            while entry.compiling:
+                self._changed.wait()
+            if entry.reason is not None or len(entry.kernels) > have:
+                return entry, False
+            entry.compiling = True
+        kernel, reason, began = None, None, time.perf_counter()
+        try:
+            kernel = compile_kernel()
+        except Exception as e:
+            reason = getattr(e, "reason", None) or str(e) or type(e).__name__
+        finally:
+            with self._lock:
+                entry.compiling = False
+                entry.seconds += time.perf_counter() - began
+                entry.reason = reason
+                if kernel is not None:
+                    entry.kernels.append(kernel)
+                self._changed.notify_all()
+        return entry, kernel is not None
+
+    def count(self, arg_spec: ArgSpec) -> int:
+        """How many kernels `arg_spec` has so far."""
+        with self._lock:
+            entry = self._entries.get(arg_spec)
+            return len(entry.kernels) if entry is not None else 0
+
+    def close(self, arg_spec: ArgSpec, reason: str) -> None:
+        """Compile nothing more for `arg_spec`."""
+        with self._lock:
+            entry = self._entries.setdefault(arg_spec, KernelEntry(arg_spec))
+            entry.reason = entry.reason or reason
+
+    def note_fallback(self, reason: str) -> None:
+        """Count one call that ran by ATen."""
+        with self._lock:
+            self._fallbacks[reason] += 1
+
+    @property
+    def entries(self) -> tuple[KernelEntry, ...]:
+        """What is known of each `ArgSpec` seen, in the order of arrival."""
+        with self._lock:
+            return tuple(self._entries.values())
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Calls that ran by ATen, by reason. Calls that a kernel took are not seen here."""
+        with self._lock:
+            return dict(self._fallbacks)
+
+    @property
+    def kernels(self) -> tuple[FusedKernel, ...]:
+        """All kernels, in the order in which their `ArgSpec`s arrived."""
+        with self._lock:
+            return tuple(k for e in self._entries.values() for k in e.kernels)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Wall time spent compiling, failures included."""
+        with self._lock:
+            return sum(e.seconds for e in self._entries.values())
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSpec:
+    """A fusion group, registered: what it computes, without devices or sizes, and the kernels made for it so far.
+
+    `config` are the settings, in force at registration, that change generated code. `blocked` says, if not empty, why
+    no kernel can run the group. `broadcast_groups` name the inputs that meet in one elementwise computation and so
+    must broadcast together.
+    """
+
+    key: int
+    graph: CanonicalGraph
+    registered: Registered
+    config: tuple[tuple[str, Any], ...]
+    broadcast_groups: tuple[tuple[int, ...], ...]
+    blocked: tuple[str, ...]
+    fallback: Fallback
+    store: KernelStore
+
+    @functools.cached_property
+    def partitions(self) -> tuple[tuple[int, ...], ...]:
+        """For each input, the broadcast groups that it is in."""
+        out: list[list[int]] = [[] for _ in range(self.graph.n_inputs)]
+        for n, group in enumerate(self.broadcast_groups):
+            for i in group:
+                out[i].append(n)
+        return tuple(map(tuple, out))
+
+    @property
+    def hash(self) -> str:
+        """The canonical graph's content hash, the same in every process."""
+        return self.graph.hash
+
+    def __repr__(self) -> str:
+        return f"KernelSpec({self.key}, {len(self.graph.calls)} ops, {len(self.store.kernels)} kernels)"
+
+
+@dataclass(frozen=True, eq=False)
+class Registration:
+    """A key's meaning: a specification, the tensors bound to it, and the handle that calls take."""
+
+    key: int
+    spec: KernelSpec
+    bound: tuple[torch.Tensor, ...]
+    handle: Callable[..., Any]
+
+
+Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
+
+
+class Registry:
+    """Every specification and registration of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._specs: dict[Identity, tuple[KernelSpec, Callable[..., Any]]] = {}
+        self._by_identity: dict[tuple[Identity, tuple[int, ...]], Registration] = {}
+        self._by_key: dict[int, Registration] = {}
+
+    def register(
+        self, identity: Identity, bound: tuple[torch.Tensor, ...],
+        make_spec: Callable[[int], tuple[KernelSpec, Callable[..., Any]]],
+        bind: Callable[[Callable[..., Any], tuple[torch.Tensor, ...]], Callable[..., Any]],
+    ) -> Registration:  # fmt: skip
+        """The registration of what `identity` computes on `bound`; `make_spec(key)` makes its specification if new."""
+        full = identity, tuple(id(t) for t in bound)
+        with self._lock:
+            known = self._by_identity.get(full)
+            if known is not None:
+                return known
+            key = self._free_key(identity)
+            if identity not in self._specs:
+                self._specs[identity] = make_spec(key)
+            spec, handle = self._specs[identity]
+            registration = Registration(key, spec, bound, bind(handle, bound) if bound else handle)
+            self._by_identity[full] = self._by_key[key] = registration
+            return registration
+
+    def _free_key(self, identity: Identity) -> int:
+        """A key made of the content hash, so that it is the same in every process that registers in the same order."""
+        key = int(identity[0][:15], 16)
+        while key in self._by_key:
+            key += 1
+        return key
+
+    def find(self, key: int) -> Registration:
+        """The registration of `key`. UnknownKeyError if there is none."""
+        found = self._by_key.get(key) if isinstance(key, int) else None
+        if found is None:
+            raise UnknownKeyError(f"unknown key {key!r}: expected one that register_fusion returned in this process")
+        return found
+
+    def registrations(self, keys: Iterable[int] | None = None) -> tuple[Registration, ...]:
+        """All registrations, or those of `keys`, in the order of registration."""
+        if keys is not None:
+            return tuple(self.find(k) for k in keys)
+        with self._lock:
+            return tuple(self._by_key.values())
+
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """All specifications, in the order of registration."""
+        with self._lock:
+            return tuple(spec for spec, _ in self._specs.values())
+
+
+REGISTRY = Registry()
