@@ -6,35 +6,68 @@ the backend of the arguments' device.
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser.canonical import CanonicalGraph, Registered, refs_of
-from fuser.errors import BackendError, Unsupported
+from fuser import config
+from fuser.canonical import HOST_OF_PACKET, CanonicalGraph, Ref, Registered, refs_of
+from fuser.cpu import fused_kernel, toolchain
+from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.lowering.graph import Lowered, lower_graph
+from fuser.scheduler.schedule import Schedule, schedule
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------
+class Source(Protocol):
+    """Generated code: `text` for a compiler, and what it takes to launch it."""
+
+    @property
+    def text(self) -> str: ...
+
+
 @runtime_checkable
 class FusionBackend(Protocol):
-    """A device's way from a plan to a kernel. `can_fuse` is None, or the reason why it cannot now."""
+    """A device's way from scheduled loops to a kernel. `can_fuse` is None, or the reason why it cannot now.
+
+    `codegen` needs neither a compiler nor the device. Both may raise Unsupported, `compile` also CompileError.
+    """
 
     name: str
 
     def can_fuse(self) -> str | None: ...
 
-    def codegen(self, plan: Any) -> str: ...
+    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> Source: ...
 
-    def compile(self, plan: Any, source: str) -> FusedKernel: ...
+    def compile(self, source: Any) -> FusedKernel: ...
 
 
-# Where the package's own backends are; each module has a `BACKEND`.
-BUILT_IN = {"cpu": "fuser.cpu", "cuda": "fuser.cuda"}
+class CpuBackend:
+    """C++, by the compiler of the machine."""
+
+    name = "cpp"
+
+    def can_fuse(self) -> str | None:
+        try:
+            toolchain.find_compiler(os.environ.get("CXX"))
+        except CompileError as e:
+            return str(e)
+        return None
+
+    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> fused_kernel.Source:
+        return fused_kernel.generate(lowered, plan, single, comment)
+
+    def compile(self, source: fused_kernel.Source) -> FusedKernel:
+        return fused_kernel.compile_source(source)
+
+
+BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend}
 _backends: dict[str, FusionBackend | None] = {}
 _overrides: dict[str, bool] = {}
 _lock = threading.Lock()
@@ -67,14 +100,9 @@ def find_backend(device_type: str) -> FusionBackend | None:
     """The backend of a device type, if there is one."""
     with _lock:
         if device_type not in _backends:
-            _backends[device_type] = _built_in(device_type)
+            make = BUILT_IN.get(device_type)
+            _backends[device_type] = make() if make is not None else None
         return _backends[device_type]
-
-
-def _built_in(device_type: str) -> FusionBackend | None:
-    if device_type not in BUILT_IN:
-        return None
-    return getattr(importlib.import_module(BUILT_IN[device_type]), "BACKEND", None)
 
 
 def override_can_fuse(device_type: str, value: bool | None) -> None:
@@ -142,5 +170,34 @@ def _bits(mask: int) -> tuple[int, ...]:
 
 # -- runtime -----------------------------------------------------------------------------------------------------------
 def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
-    """The kernel of `spec` for arguments like `args` (bound tensors first). Unsupported or CompileError if there is none."""
-    raise Unsupported("the runtime compiler is not part of this build")
+    """The kernel of `spec` for arguments like `args` (bound tensors first). Raises Unsupported or CompileError."""
+    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    backend = find_backend(device_type)
+    if backend is None:
+        raise Unsupported(f"no fusion backend for {device_type}")
+    return backend.compile(generate(spec, args, backend))
+
+
+def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:
+    """The source of the kernel of `spec` for arguments like `args`; no compiler and no device needed."""
+    numbers = frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
+    graph = with_numbers(spec.graph, numbers)
+    lowered = lower_graph(graph, args, config.numerics)
+    plan = schedule(lowered, config.max_body_rows)
+    return backend.codegen(lowered, plan, graph.single, spec.graph.text)
+
+
+def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGraph:
+    """`graph` for calls in which `inputs` are numbers: operators on numbers alone become Python's."""
+    numbers = set(inputs)
+    nodes = list(graph.nodes)
+    for node in graph.calls:
+        operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
+        if node.op.startswith("host."):
+            numbers.add(node.index)
+        elif node.op in HOST_OF_PACKET and not node.kwargs and operands and all(operands):
+            nodes[node.index] = dataclasses.replace(node, op=HOST_OF_PACKET[node.op])
+            numbers.add(node.index)
+    if nodes == list(graph.nodes):
+        return graph
+    return dataclasses.replace(graph, nodes=tuple(nodes))

@@ -31,9 +31,9 @@ _NUMBERS = (bool, int, float)
 def arg_spec(args: Sequence[Any], settings: tuple[tuple[str, Any], ...]) -> ArgSpec:
     """The class of `args`: no sizes, but which of them are equal, 0 or 1.
 
-    A size is 0, 1 or "s<n>", where n counts different sizes in order of appearance over all arguments. A stride is 0, 1,
-    "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" where it has no meaning (the
-    size is at most 1), else "t". Numbers are "int", "float" or "bool".
+    A size is 0, 1 or "s<n>", where n counts different sizes in order of appearance over all arguments. A stride is
+    0, 1, "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" where it has no meaning
+    (the size is at most 1), else "t". Numbers are "int", "float" or "bool".
     """
     seen: dict[int, str] = {}
     return ArgSpec(tuple(_one_arg(a, seen) for a in args), settings)

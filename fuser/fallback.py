@@ -16,7 +16,7 @@ from fuser.canonical import Ref, Registered, Row, refs_of
 
 
 class Fallback:
-    """A callable of the group's inputs, bound tensors first. Returns a tensor, or a tuple as the graph's output does."""
+    """A callable of the group's inputs, bound tensors first. Returns what the graph's output does, lists as tuples."""
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered

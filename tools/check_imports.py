@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config",),
     ("ir.sizes",),
+    ("canonical",),
     ("kernel_spec",),  # up to here: records and settings, free for all
     ("ops",),
     ("ir",),

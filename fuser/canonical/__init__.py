@@ -1,13 +1,13 @@
 """Canonical graphs: the form in which fusion groups are compared, hashed, compiled and kept."""
 
 from fuser.canonical.build import REQUIRED, Registered, Row, canonicalize
-from fuser.canonical.calls import HOST_OPS, NUMBER_OPS
+from fuser.canonical.calls import HOST_OF_PACKET, HOST_OPS
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, map_refs, refs_of, text_of
 from fuser.canonical.schemas import Kind
 
 __all__ = [
+    "HOST_OF_PACKET",
     "HOST_OPS",
-    "NUMBER_OPS",
     "REQUIRED",
     "CanonicalGraph",
     "CanonicalNode",

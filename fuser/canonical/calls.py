@@ -30,27 +30,23 @@ BINARY = {
 }  # fmt: skip
 UNARY = {"neg": "neg", "pos": "positive", "invert": "bitwise_not", "abs": "abs"}
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
-# What the packets above and a few more do when every argument is a number.
-NUMBER_OPS: dict[str, Callable[..., Any]] = {
-    **{f"aten.{packet}": getattr(operator, name) for name, packet in BINARY.items() if name not in ("and", "or")},
-    "aten.bitwise_and": operator.and_, "aten.bitwise_or": operator.or_,
-    **{f"aten.{packet}": getattr(operator, name) for name, packet in UNARY.items()},
-    "aten.rsub": lambda a, b: b - a, "aten.reciprocal": lambda a: 1 / a, "aten.square": lambda a: a * a,
-}  # fmt: skip
-# Python's functions on numbers and sizes, which have no operator.
+# What the calls "host.<name>" and "sizes.<name>" do: Python on numbers and sizes, which has no operator.
+_PYTHON_NAMES = {"and": "and_", "or": "or_"}
+_MATH = "sqrt exp log log2 log10 sin cos tan tanh floor ceil trunc".split()
 HOST_OPS: dict[str, Callable[..., Any]] = {
-    **{f"math.{n}": getattr(math, n) for n in ("sqrt exp log log2 log10 sin cos tan tanh pow floor ceil trunc").split()},
-    "sym.max": max, "sym.min": min, "sym.int": int, "sym.float": float, "sym.round": round,
-    "sym.not": operator.not_, "sym.ite": lambda c, a, b: a if c else b, "sym.bool": bool,
+    **{f"host.{n}": getattr(operator, _PYTHON_NAMES.get(n, n)) for n in (*BINARY, *UNARY) if n != "matmul"},
+    **{f"host.{n}": getattr(math, n) for n in _MATH},
+    "host.max": max, "host.min": min, "host.int": int, "host.float": float, "host.bool": bool, "host.round": round,
+    "host.not": operator.not_, "host.ite": lambda c, a, b: a if c else b,
     "sizes.slice": operator.getitem, "sizes.item": operator.getitem, "sizes.cat": operator.add, "sizes.len": len,
 }  # fmt: skip
 _HOST_CALLS: dict[Any, str] = {
-    **{getattr(math, n.removeprefix("math.")): n for n in HOST_OPS if n.startswith("math.")},
-    builtins.max: "sym.max", builtins.min: "sym.min", builtins.int: "sym.int", builtins.float: "sym.float",
-    builtins.round: "sym.round", builtins.bool: "sym.bool", operator.not_: "sym.not",
-    torch.sym_max: "sym.max", torch.sym_min: "sym.min", torch.sym_int: "sym.int", torch.sym_float: "sym.float",
-    torch.sym_not: "sym.not", torch.sym_ite: "sym.ite",
+    **{getattr(math, n): f"host.{n}" for n in _MATH}, math.pow: "host.pow", operator.not_: "host.not",
+    **{getattr(builtins, n): f"host.{n}" for n in ("max", "min", "int", "float", "round", "bool")},
+    **{getattr(torch, f"sym_{n}"): f"host.{n}" for n in ("max", "min", "int", "float", "not", "ite")},
 }  # fmt: skip
+# The packets that a number in place of an unknown input turns into Python's operators.
+HOST_OF_PACKET = {f"aten.{packet}": f"host.{n}" for n, packet in (*BINARY.items(), *UNARY.items()) if n != "matmul"}
 _CASTS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
     "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
@@ -98,14 +94,14 @@ def _hashable(target: Any) -> bool:
     return getattr(type(target), "__hash__", None) is not None
 
 
-_HOME_MODULES = (torch, torch._C._nn, torch._C._special, torch._C._linalg, torch._C._fft)
+_HOMES = (torch, *(getattr(torch._C, n) for n in ("_nn", "_special", "_linalg", "_fft")))
 
 
 def _is_torch_function(target: Any, name: str) -> bool:
     """Whether `target` is torch's own binding of an operator: a builtin, never Python code under the same name."""
     if not isinstance(target, type(torch.add)) and not isinstance(target, type(len)):
         return False
-    return any(getattr(home, name, None) is target for home in _HOME_MODULES)
+    return any(getattr(home, name, None) is target for home in _HOMES)
 
 
 def _overload(b: Builder, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -234,8 +230,8 @@ def _binary(b: Builder, name: str, left: Any, right: Any) -> Any:
     numbers = b.is_number(left), b.is_number(right)
     if numbers == (True, True):
         if not isinstance(left, Ref) and not isinstance(right, Ref):
-            return getattr(operator, {"and": "and_", "or": "or_"}.get(name, name))(left, right)
-        return b.add(f"aten.{packet}", (left, right), (), Kind.NUMBER)
+            return HOST_OPS[f"host.{name}"](left, right)
+        return b.add(f"host.{name}", (left, right), (), Kind.NUMBER)
     if numbers == (True, False):  # what Tensor's reflected methods do
         if name in _SWAPPED:
             return b.aten(_SWAPPED[name], right, left)
@@ -255,7 +251,7 @@ def _in_place(b: Builder, name: str, x: Any, y: Any) -> Any:
 
 def _unary(b: Builder, name: str, x: Any) -> Any:
     if b.is_number(x):
-        return b.add(f"aten.{UNARY[name]}", (x,), (), Kind.NUMBER)
+        return b.add(f"host.{name}", (x,), (), Kind.NUMBER)
     return b.aten(UNARY[name], x)
 
 
@@ -283,7 +279,6 @@ def _named(fn: Row, *head: Any) -> Row:
     return lambda b, *args, **kwargs: fn(b, *head, *args, **kwargs)
 
 
-_PYTHON_NAMES = {"and": "and_", "or": "or_"}
 _ROWS: dict[Any, Row] = {
     **FUNCTIONALS,
     **{getattr(operator, _PYTHON_NAMES.get(n, n)): _named(_binary, n) for n in BINARY},

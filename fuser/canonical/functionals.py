@@ -48,7 +48,7 @@ def _plain(name: str, parameters: str = "") -> Row:
 
 
 def _loss(name: str, *extra: tuple[str, Any]) -> Row:
-    """loss(input, target, size_average, reduce, reduction, *extra), in the operator: input, target, reduction, *extra."""
+    """loss(input, target, size_average, reduce, reduction, *extra): in the operator, reduction is third."""
 
     def row(
         b: Builder, input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean",

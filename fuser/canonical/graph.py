@@ -38,12 +38,14 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CanonicalNode:
-    """One call. `op` is "input", an operator's packet ("aten.add", with ".overload" only where the packet alone would
+    """One call.
 
-    bind the arguments otherwise), "getitem" (one of several results, by a number), a host function on numbers and
-    sizes (see `HOST_OPS`), or "call.<name>", "method.<name>", "attribute.<name>": Python that only the fallback can
-    run. `args` are positional as in the schema, without trailing defaults; `kwargs` are the keyword-only arguments
-    that differ from their defaults, sorted. Sequences are tuples; values of other nodes are `Ref`s.
+    `op` is "input"; an operator's packet ("aten.add"), with ".overload" only where the packet alone would bind the
+    arguments otherwise; "getitem" (one of several results, by its number); "host.<name>" or "sizes.<name>" (Python on
+    numbers and sizes, see `HOST_OPS`); "prim.dtype" or "prim.device" of a tensor; or "call.<name>", "method.<name>",
+    "attribute.<name>": Python that only the fallback can run.
+    `args` are positional as in the schema, without trailing defaults; `kwargs` are the keyword-only arguments that
+    differ from their defaults, sorted. Sequences are tuples; values of other nodes are `Ref`s.
     """
 
     index: int

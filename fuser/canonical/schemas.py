@@ -143,7 +143,7 @@ def signature(overload: OpOverload) -> Signature:
 @functools.cache
 def signatures(packet: OpOverloadPacket) -> tuple[Signature, ...]:
     """The overloads of a packet that compute on tensors or make them, those that write into `out` last."""
-    every = [signature(getattr(packet, name)) for name in packet.overloads()]
+    every = [signature(getattr(packet, name)) for name in packet.overloads()]  # type: ignore[no-untyped-call]
     about = [s for s in every if _about_tensors(s)]
     return tuple(sorted(about or every, key=lambda s: s.mutable))
 
