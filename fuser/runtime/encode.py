@@ -115,8 +115,8 @@ class Encoder:
         first: dict[tuple[str, int], int] = {}
         for n, (kind, i) in enumerate(p.outputs):
             known = len(p.inputs) if kind == "input" else len(p.buffers)
-            if kind not in ("input", "buffer") or not 0 <= i < known or (kind == "buffer" and not p.buffers[i].output):
-                raise BackendError(f"launch program: result {n} names {kind} {i}, which is no input and no output buffer")
+            if not 0 <= i < known or (kind == "buffer" and not p.buffers[i].output):
+                raise BackendError(f"launch program: result {n} names {kind} {i}: no input and no output buffer")
             if kind == "buffer" and (kind, i) in first:
                 self.words += [FROM_RESULT, first[kind, i]]
             else:
@@ -146,5 +146,5 @@ class Encoder:
 
 
 def encode(program: LaunchProgram) -> Encoded:
-    """`program` for the native launcher: header, words, step entries, buffer dtypes. BackendError if it is ill-formed."""
+    """`program` for the native launcher: header, words, step entries, buffer dtypes; BackendError if ill-formed."""
     return Encoder(program).encode()

@@ -82,7 +82,7 @@ struct {
 
 uint64_t disabled_devices;  // bit d: DLPack device type d is off
 
-// -- The pool: warm blocks of memory, least recently used first out -----------------------------------------------------
+// -- The pool: warm blocks of memory, least recently used first out ---------------------------------------------------
 constexpr size_t kHuge = size_t(2) << 20;
 constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
 constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
@@ -286,7 +286,7 @@ char* arena(ThreadState& ts, size_t bytes) {
   return ts.arena;
 }
 
-// -- Programs: see sizes.program ----------------------------------------------------------------------------------------
+// -- Programs: see sizes.program --------------------------------------------------------------------------------------
 enum Op { PUSH, SLOT, ADD, MUL, FLOORDIV, MOD, MIN, MAX, EQ, NE, LT, LE };
 enum Item { CONST, LOAD, CODE, BIND };         // how one number is found, or that it is stored
 enum Source { FROM_BUFFER, FROM_INPUT, FROM_RESULT };
@@ -409,7 +409,8 @@ bool context_is_plain(ThreadState& ts) {
       ts.dispatch_keys = (const uint64_t*)dlsym(torch.c10_library, "_ZN3c104impl26raw_local_dispatch_key_setE");
     }
     const uint64_t* keys = ts.dispatch_keys;
-    if (keys && !(keys[0] & ~torch.harmless_included) && !(keys[1] & torch.harmful_excluded) && !torch.function_mode()) {
+    bool usual = keys && !(keys[0] & ~torch.harmless_included) && !(keys[1] & torch.harmful_excluded);
+    if (usual && !torch.function_mode()) {
       PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level_name);
       if (level && PyLong_CheckExact(level) && PyLong_AsLong(level) < 0) return true;
     }
@@ -721,7 +722,7 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   return out;
 }
 
-// -- The handle, as Python sees it --------------------------------------------------------------------------------------
+// -- The handle, as Python sees it ------------------------------------------------------------------------------------
 PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t status) {
   h->misses++;
   PyObject* tuple = PyTuple_New(n);
@@ -958,7 +959,7 @@ bool ready_handle_type() {
   return PyType_Ready(&HandleType) == 0;
 }
 
-// -- Module functions ---------------------------------------------------------------------------------------------------
+// -- Module functions -------------------------------------------------------------------------------------------------
 PyObject* module_set_enabled(PyObject*, PyObject* arguments) {
   int device, on;
   if (!PyArg_ParseTuple(arguments, "ip:set_enabled", &device, &on)) return nullptr;
@@ -1063,6 +1064,7 @@ PyObject* module_pool_limits(PyObject*, PyObject* arguments) {
 PyObject* module_pool_trim(PyObject*, PyObject*) {
   pthread_mutex_lock(&pool.lock);
   Block* chain = pool_collect(INT64_MAX, 0);
+  pthread_cond_signal(&pool.wake);
   pthread_mutex_unlock(&pool.lock);
   return PyLong_FromSize_t(free_chain(chain));
 }
@@ -1095,7 +1097,8 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
   PyObject *sizes, *strides;
   unsigned long long dtype;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(arguments, "O!O!Kn:pool_tensor", &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &dtype, &bytes))
+  if (!PyArg_ParseTuple(arguments, "O!O!Kn:pool_tensor", &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &dtype,
+                        &bytes))
     return nullptr;
   Py_ssize_t n = PyTuple_GET_SIZE(sizes);
   PoolTensor* t = n == PyTuple_GET_SIZE(strides) ? (PoolTensor*)calloc(1, sizeof(PoolTensor) + sizeof(int64_t) * 2 * n)

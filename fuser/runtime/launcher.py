@@ -1,9 +1,9 @@
 """Handles: the callables that go from arguments to kernels. Native where possible, in Python otherwise.
 
 The native launcher is `fuser.runtime._launcher` if it was built at installation; else it is built here, once for each
-source, Python and compiler, into the cache folder. Building takes half a second, in a thread started by `prepare` or by the
-first handle; handles made meanwhile run in Python and change over by themselves. With no compiler they stay so: one warning,
-and `reason()` says why.
+source, Python and compiler, into the cache folder. Building takes half a second, in a thread started by `prepare` or
+by the first handle; handles made meanwhile run in Python and change over by themselves. With no compiler they stay so:
+one warning, and `reason()` says why.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 from fuser import config
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import native_build, python_launcher, python_pool, torch_abi
+from fuser.runtime import native_build, python_launcher, torch_abi
 from fuser.runtime.encode import encode
 from fuser.runtime.python_launcher import Slow
+
+settings: Any = config  # its attributes are made from a table
 
 _lock = threading.Lock()
 _done = threading.Event()
@@ -55,8 +57,11 @@ class Handle:
             if self._target is not self._python:
                 return
             target = native.Handle(self._slow)
-            for program, path in self._kernels:
-                target.add_kernel(program, path)
+            try:
+                for program, path in self._kernels:
+                    target.add_kernel(program, path)
+            except OSError:
+                return  # a library whose file is gone by now stays with the Python handle that has it loaded
             self._target = target
 
     @property
@@ -132,11 +137,11 @@ def prepare() -> None:
     with _lock:
         if _thread is not None or _done.is_set():
             return
-        ready = native_build.installed() or native_build.cached(config.cache_dir)
+        ready = native_build.installed() or native_build.cached(settings.cache_dir)
         if ready is not None:
             _start(ready)
             return
-        cache_dir = config.cache_dir
+        cache_dir = settings.cache_dir
         _thread = threading.Thread(target=_build, args=(cache_dir,), name="fuser-launcher", daemon=True)
         _thread.start()
 
@@ -183,7 +188,7 @@ def _start(module: ModuleType) -> None:
     global _native
     try:
         module.setup(torch_abi.describe() | {"encode": encode})
-        module.pool_limits(int(config.pool_limit_bytes), float(config.pool_idle_seconds))
+        module.pool_limits(int(settings.pool_limit_bytes), float(settings.pool_idle_seconds))
         for device_type in _disabled:
             module.set_enabled(torch_abi.DEVICE_TYPES[device_type], False)
     except (RuntimeError, TypeError, KeyError) as e:
@@ -202,4 +207,4 @@ def _fail(why: str) -> None:
     warnings.warn(f"fuser: calls go through the slower Python launcher, because {why}", RuntimeWarning, stacklevel=2)
 
 
-__all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "python_pool", "reason", "set_enabled", "wait"]
+__all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "reason", "set_enabled", "wait"]

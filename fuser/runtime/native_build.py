@@ -13,14 +13,18 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
+
+settings: Any = config  # its attributes are made from a table
 
 SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")
 MODULE = "fuser.runtime._launcher"
@@ -108,23 +112,23 @@ def build(cache_dir: str) -> ModuleType:
     for compiler in found:
         with _folder(cache_dir) as folder:
             try:
-                path = folder / f"{_key(compiler)}.so"
-                _compile(compiler, path)
-                return load(path)
+                return _compile(compiler, folder / f"{_key(compiler)}.so")
             except (CompileError, ImportError) as e:
                 logs.append(f"{shlex.join(compiler)}: {e}")
     raise CompileError(f"the native launcher could not be built: {'; '.join(logs)}", "\n".join(logs))
 
 
-def _compile(compiler: list[str], path: pathlib.Path) -> None:
-    """Compile to `path` under a name of its own first, so that other processes see all of it or nothing."""
+def _compile(compiler: list[str], path: pathlib.Path) -> ModuleType:
+    """Compile under a name of its own and load; only what loads becomes `path`, whole, in one step."""
     handle, part = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".part", dir=path.parent)
     os.close(handle)
     include = sysconfig.get_paths()["include"]
     command = [*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", part]
     try:
         _run(command)
+        module = load(pathlib.Path(part))
         os.replace(part, path)
+        return module
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
@@ -132,18 +136,25 @@ def _compile(compiler: list[str], path: pathlib.Path) -> None:
 
 def _run(command: list[str]) -> None:
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
     except OSError as e:
         raise CompileError(f"{command[0]} cannot be run: {e}") from None
-    atexit.register(process.kill)  # a process that ends before its compiler takes it along
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the driver and the passes that it started
+
+    atexit.register(kill)  # a process that ends before its compiler takes it along
     try:
-        output, _ = process.communicate(timeout=config.compile_timeout_seconds)
+        output, _ = process.communicate(timeout=settings.compile_timeout_seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        kill()
         process.communicate()
-        raise CompileError(f"{command[0]} ran longer than {config.compile_timeout_seconds} s") from None
+        raise CompileError(f"{command[0]} ran longer than {settings.compile_timeout_seconds} s") from None
     finally:
-        atexit.unregister(process.kill)
+        atexit.unregister(kill)
     if process.returncode:
         log = output.decode(errors="replace").strip()
         last = log.splitlines()[0] if log else "no message"

@@ -1,13 +1,14 @@
 """The buffer pool: warm blocks of huge pages for temporaries, bounded, given back when idle.
 
 A page that is written for the first time costs more than the arithmetic on it. Temporaries of kernels and of compiled
-graphs therefore live in blocks that are kept warm between calls: at most `config.pool_limit_bytes` of idle ones, each for
-at most `config.pool_idle_seconds`. What leaves a graph is torch's own memory instead, so that it can be resized.
+graphs therefore live in blocks that are kept warm between calls: at most `config.pool_limit_bytes` of idle ones, each
+for at most `config.pool_idle_seconds`. What leaves a graph is torch's own memory instead, so that it can be resized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,10 +16,12 @@ from fuser import config
 from fuser.runtime import launcher, python_pool
 from fuser.runtime.torch_abi import DTYPE_WORDS
 
+settings: Any = config  # its attributes are made from a table
+
 
 def sync() -> None:
     """Take over `config.pool_limit_bytes` and `config.pool_idle_seconds`; every function here does so first."""
-    limits = int(config.pool_limit_bytes), float(config.pool_idle_seconds)
+    limits = int(settings.pool_limit_bytes), float(settings.pool_idle_seconds)
     native = launcher.native()
     if native is not None:
         native.pool_limits(*limits)

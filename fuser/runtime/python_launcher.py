@@ -1,4 +1,4 @@
-"""The launcher in Python: what launcher.cpp does, for machines without a compiler and for the moments before it is built.
+"""The launcher in Python: what launcher.cpp does, where there is no compiler and until that is built.
 
 The two are kept alike step by step (same order of checks, same counters, same errors) and run the same tests.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fuser.ir.sizes import Program, run_program
-from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.ir.sizes import run_program
+from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram
 from fuser.runtime import python_pool, torch_abi
 from fuser.runtime.encode import encode
 
@@ -32,7 +32,7 @@ def set_enabled(device_type: str, on: bool) -> None:
     (_disabled.discard if on else _disabled.add)(device_type)
 
 
-# -- matching -------------------------------------------------------------------------------------------------------------
+# -- matching ----------------------------------------------------------------------------------------------------------
 def _readable(args: Sequence[Any]) -> bool:
     """Whether every argument is of a kind that a kernel may take, on an enabled device."""
     if not torch_abi.plain_context():
@@ -79,7 +79,7 @@ def _scalar_matches(a: Any, pattern: InputPattern, slots: list[int], floats: lis
             floats[pattern.slot] = float(a)
             return True
         return False
-    if type(a) is not {"int": int, "bool": bool}[pattern.kind]:
+    if type(a) is not (int if pattern.kind == "int" else bool):
         return False
     slots[pattern.slot] = int(a)
     return True
@@ -101,7 +101,7 @@ def match(program: LaunchProgram, args: Sequence[Any]) -> tuple[list[int], list[
     return slots, floats
 
 
-# -- running --------------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _openmp() -> tuple[Any, Any, Any, Any] | None:
     """torch's own OpenMP: GOMP_parallel, omp_get_thread_num, omp_get_num_threads, omp_in_parallel."""
@@ -113,9 +113,8 @@ def _openmp() -> tuple[Any, Any, Any, Any] | None:
 
 
 _PARALLEL_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_STEP = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-)  # fmt: skip
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_STEP = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER)
 
 
 def thread_count(units: int, work: int) -> int:
@@ -226,7 +225,7 @@ def _load(program: LaunchProgram, library_path: str) -> Kernel:
     return Kernel(program, entries)
 
 
-# -- the handle -----------------------------------------------------------------------------------------------------------
+# -- the handle --------------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Handle:
     """`handle(*args)` runs the kernel that takes the call's arguments, or `slow(args, status)`."""
@@ -270,5 +269,3 @@ class Handle:
         self.misses += 1
         return self.slow(args, status)
 
-
-__all__ = ["BufferPattern", "Handle", "Kernel", "Program", "Step", "match", "set_enabled", "thread_count"]

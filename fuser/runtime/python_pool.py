@@ -87,8 +87,11 @@ class Pool:
     def limits(self, limit: int, idle_seconds: float) -> None:
         """Most idle bytes, and how long a block may be idle."""
         with self._lock:
+            if (limit, idle_seconds) == (self._limit, self._idle_seconds):
+                return
             self._limit, self._idle_seconds = max(limit, 0), idle_seconds
             self._collect(float("-inf"), self._limit)
+            self._schedule(anew=True)
 
     def take(self, nbytes: int) -> int:
         """The address of a block of at least `nbytes`."""
@@ -122,7 +125,10 @@ class Pool:
             bytes_back += b.size
         return bytes_back
 
-    def _schedule(self) -> None:
+    def _schedule(self, anew: bool = False) -> None:
+        if self._timer is not None and (anew or not self._idle):
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None and self._idle:
             wait = max(self._idle[0].since + self._idle_seconds - time.monotonic(), 0.0) + 0.001
             self._timer = threading.Timer(wait, self._expire)
@@ -138,7 +144,9 @@ class Pool:
     def trim(self) -> int:
         """Give every idle block back to the system; the bytes given back."""
         with self._lock:
-            return self._collect(float("inf"), 0)
+            bytes_back = self._collect(float("inf"), 0)
+            self._schedule()
+            return bytes_back
 
     def stats(self) -> dict[str, int]:
         """Counters, as `fuser.runtime.pool.stats` describes them."""
@@ -167,7 +175,7 @@ def block(nbytes: int) -> Iterator[int]:
     yield (ctypes.addressof(small) + 63) & ~63 if small is not None else 0
 
 
-# -- tensors over blocks, through DLPack ----------------------------------------------------------------------------------
+# -- tensors over blocks, through DLPack -------------------------------------------------------------------------------
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
@@ -186,9 +194,11 @@ class _DLManaged(ctypes.Structure):
 _alive: dict[int, tuple[Any, ...]] = {}  # what a tensor's block needs until its deleter runs
 
 
-@_DELETER
 def _delete(managed: int) -> None:
     _alive.pop(managed)[-1]()
+
+
+_deleter = _DELETER(_delete)
 
 
 @functools.cache
@@ -203,7 +213,7 @@ def tensor(sizes: tuple[int, ...], strides: tuple[int, ...], dtype_word: int, nb
     data, n = pool.take(nbytes), len(sizes)
     dims = (ctypes.c_int64 * max(2 * n, 1))(*sizes, *strides)
     at = ctypes.addressof(dims)
-    managed = _DLManaged(_DLTensor(data, 1, 0, n, dtype_word, at, at + 8 * n, 0), None, _delete)
+    managed = _DLManaged(_DLTensor(data, 1, 0, n, dtype_word, at, at + 8 * n, 0), None, _deleter)
     _alive[ctypes.addressof(managed)] = (managed, dims, functools.partial(pool.give, data))
     capsule = _new_capsule()(ctypes.addressof(managed), b"dltensor", None)
     out: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)

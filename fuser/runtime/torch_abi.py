@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 # DLPack's numbers: type codes with bits, and device types.
 DTYPE_WORDS: dict[torch.dtype, int] = {
@@ -56,8 +57,6 @@ def _function_modes_harmless() -> bool:
     n: int = _C._len_torch_function_stack()
     if not n:
         return True
-    from torch.utils._device import DeviceContext
-
     return all(type(_C._get_function_stack_at(i)) is DeviceContext for i in range(n))
 
 
@@ -101,7 +100,7 @@ def _context_masks() -> dict[str, int]:
     }
 
 
-# -- libraries and symbols -----------------------------------------------------------------------------------------------
+# -- libraries and symbols ---------------------------------------------------------------------------------------------
 @functools.cache
 def library(name: str) -> ctypes.CDLL | None:
     """A library of torch's that is already loaded, such as "libtorch_cpu.so"."""

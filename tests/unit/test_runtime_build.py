@@ -1,0 +1,133 @@
+"""Getting the native launcher: built once, shared by processes, replaced by Python where it cannot be built."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+COMMON = """
+import sys, time, warnings
+import torch
+from fuser.runtime import launcher, native_build
+native_build.installed = lambda: None  # what was built at installation is not under test here
+"""
+
+
+def run(code: str, cache: pathlib.Path | str, **environment: str) -> list[str]:
+    """The lines that `code` prints in a fresh process."""
+    env = os.environ | {"FUSER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-c", COMMON + textwrap.dedent(code)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+ASK = "print(launcher.wait(60), launcher.is_native(), launcher.reason())"
+
+
+def test_built_once_then_found(tmp_path):
+    assert run(ASK, tmp_path) == ["True True None"]
+    (built,) = (tmp_path / "native").iterdir()
+    before = built.stat().st_mtime_ns
+    assert run("launcher.prepare(); print(launcher.is_native())", tmp_path) == ["True"]  # at once, without a thread
+    assert built.stat().st_mtime_ns == before
+
+
+def test_no_cache_folder(tmp_path, monkeypatch):
+    assert run(ASK, "", TMPDIR=str(tmp_path)) == ["True True None"]
+    assert not any(tmp_path.iterdir())
+
+
+def test_unwritable_cache_folder(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert run(ASK, tmp_path / "file") == ["True True None"]
+
+
+def test_several_processes_at_once(tmp_path):
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMMON + ASK]
+    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [p.communicate(timeout=120)[0] for p in processes] == ["True True None\n"] * 3
+    assert len(list((tmp_path / "native").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (None, "does not exist"),
+        ("echo 'no room on device' >&2; exit 3", "no room on device"),
+        ("exec sleep 30", "longer than 0.5 s"),
+        ("touch $(echo \"$@\" | sed 's/.* -o //')", "could not be built"),
+    ],
+    ids=["missing", "fails", "hangs", "writes nothing"],
+)
+def test_without_a_working_compiler(tmp_path, script, expected):
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+    code = """
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        handle = launcher.make_handle(lambda args, status: ("slow", args, status))
+        native = launcher.wait(60)
+        print(native, type(handle).__module__, handle(1, 2), handle.misses)
+        launcher.make_handle(print), launcher.wait(60)
+        print(len([w for w in seen if "fuser" in str(w.message)]), launcher.reason())
+    """
+    cache = tmp_path / "cache"
+    lines = run(code, cache, CXX=str(compiler), FUSER_COMPILE_TIMEOUT_SECONDS="0.5")
+    assert lines[0] == "False fuser.runtime.launcher ('slow', (1, 2), 0) 1"
+    assert lines[1].startswith("1 ") and expected in lines[1]
+    assert not list(cache.glob("native/*.so")) and not list(cache.glob("native/.*"))
+
+
+def test_handles_change_over(tmp_path):
+    """A handle made while the native launcher is being built runs in Python, then natively, with all it had."""
+    code = """
+    import pathlib
+    from tests.unit import runtime_support as support
+    compile = native_build._compile
+    def slower(*args):
+        while not go: time.sleep(0.01)
+        return compile(*args)
+    go = []
+    native_build._compile = slower
+    launcher.prepare()
+    handle = launcher.make_handle(lambda args, status: "slow")
+    library = support.compile_library(pathlib.Path(%r))
+    handle.add_kernel(support.mul_add(), library)
+    x = torch.ones(4)
+    print(handle(x, x, x).tolist(), handle(1), launcher.is_native(), handle.hits, handle.misses, handle.kernel_hits)
+    go.append(1)
+    launcher.wait(60)
+    while type(handle._target).__module__ == "fuser.runtime.python_launcher": time.sleep(0.01)
+    print(handle(x, x, x).tolist(), handle(1), launcher.is_native(), handle.hits, handle.misses, handle.kernel_hits)
+    handle.add_kernel(support.temporaries(), library)
+    print(handle(x).tolist(), handle.kernel_count, handle.kernel_hits, handle.hits)
+    print(type(launcher.make_handle(print)).__module__)
+    """
+    assert run(code % str(tmp_path), tmp_path / "cache") == [
+        "[2.0, 2.0, 2.0, 2.0] slow False 1 1 (1,)",
+        "[2.0, 2.0, 2.0, 2.0] slow True 2 2 (2,)",
+        "[2.0, 2.0, 2.0, 2.0] 2 (2, 1) 3",
+        "fuser.runtime._launcher",
+    ]
+
+
+def test_cold_start_is_not_held_up(tmp_path):
+    """Making a handle never waits for the compiler."""
+    code = """
+    began = time.perf_counter()
+    launcher.make_handle(print)
+    print(time.perf_counter() - began)
+    """
+    (seconds,) = run(code, tmp_path)
+    assert float(seconds) < 0.2

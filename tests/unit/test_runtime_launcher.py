@@ -1,0 +1,533 @@
+"""Both launchers, native and Python, on kernels written by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+
+from fuser.errors import BackendError
+from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, run_program
+from fuser.kernel_spec import Bind, Check, InputPattern, Step
+from fuser.runtime import launcher, python_launcher
+from tests.unit import runtime_support as support
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> str:
+    return support.compile_library(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["native", "python"])
+def new_handle(request):
+    """Makes handles of one launcher."""
+    if request.param == "python":
+        return python_launcher.Handle
+    assert launcher.wait(60), launcher.reason()
+    return launcher.native().Handle
+
+
+class Slow:
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple, int]] = []
+
+    def __call__(self, args, status):
+        self.calls.append((args, status))
+        return "slow"
+
+
+@pytest.fixture
+def make(new_handle, library):
+    def make(*programs):
+        handle = new_handle(Slow())
+        for p in programs:
+            handle.add_kernel(p, library)
+        return handle
+
+    return make
+
+
+def assert_slow(handle, *args) -> None:
+    before = len(handle.slow.calls), handle.hits
+    assert handle(*args) == "slow"
+    assert (len(handle.slow.calls), handle.hits) == (before[0] + 1, before[1])
+    seen, status = handle.slow.calls[-1]
+    assert status == 0 and len(seen) == len(args) and all(a is b for a, b in zip(seen, args))
+
+
+# -- binding -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [0, 1, 2, 16, 1000, 100_000])
+def test_one_kernel_serves_every_size(make, n):
+    handle = make(support.mul_add())
+    x, y, z = torch.randint(-9, 9, (3, n)).float()
+    out = handle(x, y, z)
+    assert type(out) is torch.Tensor and torch.equal(out, x * y + z)
+    assert (handle.hits, handle.misses, handle.kernel_hits, handle.kernel_count) == (1, 0, (1,), 1)
+
+
+def test_nothing_added_is_slow(make):
+    handle = make()
+    assert_slow(handle, torch.ones(3))
+    assert (handle.hits, handle.misses, handle.kernel_count, handle.kernel_hits) == (0, 1, 0, ())
+
+
+def test_mismatches_are_slow(make):
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    assert_slow(handle, x, x, torch.ones(5))  # a size that is checked
+    assert_slow(handle, x, x, x.double())
+    assert_slow(handle, x, x, torch.ones(4, 1))
+    assert_slow(handle, x, x, torch.ones(8)[::2])  # a stride that is checked
+    assert_slow(handle, x, x, 1.0)
+    assert_slow(handle, x, x, None)
+    assert_slow(handle, x, x, "x")
+    assert_slow(handle, x, x)
+    assert_slow(handle)
+    assert_slow(handle, x, x, x, x)
+    assert handle.misses == 10
+
+
+def test_stride_of_a_single_element_is_not_checked(make):
+    handle = make(support.mul_add())
+    one = torch.ones(8)[:1].as_strided((1,), (7,))
+    none = torch.ones(0).as_strided((0,), (5,))
+    assert handle(one, one, one).tolist() == [2.0]
+    assert handle(none, none, none).shape == (0,)
+    assert handle.misses == 0
+
+
+def test_stride_of_an_empty_tensor_is_not_checked(make):
+    pattern = InputPattern("tensor", torch.float32, "cpu", (Bind(0), Bind(1)), (Check((SLOT, 1)), Check((PUSH, 1))))
+    step = Step("add_one", (SLOT, 0), (PUSH, 0), (PUSH, 0))
+    handle = make(support.program([pattern], 2, [support.output((SLOT, 0), (SLOT, 1))], [step]))
+    assert handle(torch.ones(0, 3).as_strided((0, 3), (17, 5))).shape == (0, 3)
+    assert_slow(handle, torch.ones(2, 3).t())
+
+
+def test_strides_are_bound(make):
+    handle = make(support.add_one())
+    base = torch.arange(24.0).reshape(4, 6)
+    for x in (base, base.t(), base[::2, 1::2], base[:, :1], base[1:1], torch.ones(3).expand(5, 3), torch.ones(1, 1)):
+        out = handle(x)
+        assert torch.equal(out, x + 1) and out.is_contiguous()
+    assert handle.misses == 0
+
+
+def test_zero_dimensions(make, library):
+    pattern = InputPattern("tensor", torch.float32, "cpu", (), ())
+    step = Step("mul_add", (PUSH, 1), (PUSH, 1), (PUSH, 0))
+    handle = make(support.program([pattern] * 3, 0, [support.output()], [step]))
+    out = handle(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(5.0))
+    assert out.shape == () and out.item() == 17
+    assert_slow(handle, torch.ones(1), torch.ones(1), torch.ones(1))
+
+
+def test_storage_offset(make):
+    handle = make(support.mul_add())
+    x = torch.arange(10.0)
+    assert handle(x[3:6], x[1:4], x[7:]).tolist() == [3 * 1 + 7, 4 * 2 + 8, 5 * 3 + 9]
+
+
+def test_scalars(make):
+    handle = make(support.scalars())
+    x = torch.arange(3, dtype=torch.float64)
+    assert handle(x, 0.5, 7, True).tolist() == [1007, 1007.5, 1008]
+    assert handle(x, 2, -7, False).tolist() == [-7, -5, -3]  # an int is taken for a float
+    assert handle(x, float("inf"), 1 << 40, False)[1] == float("inf")
+    assert_slow(handle, x, 0.5, 7.0, True)  # not the reverse
+    assert_slow(handle, x, 0.5, True, True)  # nor a bool for an int or a float
+    assert_slow(handle, x, True, 7, True)
+    assert_slow(handle, x, 0.5, 7, 1)
+    assert_slow(handle, x, 0.5, 1 << 63, True)  # beyond int64
+    assert_slow(handle, x, torch.tensor(0.5), 7, True)
+    assert handle(x, 0.5, -(1 << 63), False).shape == (3,)
+    assert handle.hits == 4
+
+
+def test_guards_choose_between_kernels(make):
+    handle = make(support.mul_add(guards=(support.at_most(0, 10),)), support.mul_add(guards=((PUSH, 20, SLOT, 0, LE),)))
+    for n, expected in ((5, (1, 0)), (50, (1, 1)), (10, (2, 1)), (20, (2, 2))):
+        x = torch.ones(n)
+        assert handle(x, x, x).sum() == 2 * n
+        assert handle.kernel_hits == expected
+    x = torch.ones(15)
+    assert_slow(handle, x, x, x)
+    assert handle.hits == 4
+
+
+BINARY = [ADD, MUL, FLOORDIV, MOD, MIN, MAX, EQ, NE, LT, LE]
+
+
+@pytest.mark.parametrize("op", BINARY)
+def test_programs_compute_as_run_program_does(make, op):
+    """Guards compare each operator's value with Python's, over signs and zero."""
+    nothing = Step("nothing", (PUSH, 1), (PUSH, 1), (PUSH, 0))
+    code = (SLOT, 0, SLOT, 1, op)
+    inputs = [InputPattern("int", slot=i) for i in range(3)]
+    out = support.output((PUSH, 1))
+    handle = make(support.program(inputs, 3, [out], [nothing], guards=((*code, SLOT, 2, EQ),)))
+    values = [-7, -3, -1, 0, 1, 2, 3, 7, 1 << 31]
+    for a in values:
+        for b in values:
+            right = run_program(code, [a, b])
+            assert isinstance(handle(a, b, right), torch.Tensor), (a, b, right)
+            assert handle(a, b, right + 1) == "slow", (a, b, right)
+
+
+def test_sizes_and_strides_are_computed(make):
+    """A nested program decides an output's layout."""
+    n = (SLOT, 0)
+    half = (*n, PUSH, 1, ADD, PUSH, 2, FLOORDIV)
+    out = support.output(half, (*n, PUSH, 3, MOD, PUSH, 1, ADD), strides=((PUSH, 1), half), dtype=torch.int16)
+    handle = make(support.program([InputPattern("int", slot=0)], 1, [out], []))
+    result = handle(7)
+    assert (result.shape, result.stride(), result.dtype) == ((4, 2), (1, 4), torch.int16)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+    + [torch.uint8, torch.bool, torch.complex64, torch.complex128],
+)
+def test_dtypes_of_inputs_and_outputs(make, dtype):
+    handle = make(support.program([support.vector(Bind(0), dtype)], 1, [support.output((SLOT, 0), dtype=dtype)], []))
+    out = handle(torch.zeros(5, dtype=dtype))
+    assert out.dtype == dtype and out.shape == (5,)
+    other = torch.float32 if dtype != torch.float32 else torch.int32
+    assert_slow(handle, torch.zeros(5, dtype=other))
+
+
+def test_many_arguments(make):
+    inputs = [support.vector(Bind(i)) for i in range(200)]
+    handle = make(support.program(inputs, 200, [support.output((SLOT, 199))], []))
+    assert handle(*[torch.ones(i) for i in range(200)]).shape == (199,)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+def test_results_in_a_tuple(make):
+    results = (("buffer", 0), ("input", 0), ("buffer", 1), ("buffer", 0))
+    buffers = [support.output((SLOT, 0), (SLOT, 1)), support.output((SLOT, 1), dtype=torch.bool)]
+    p = support.add_one()
+    handle = make(support.program(p.inputs, 4, buffers, p.steps, results, single=False))
+    x = torch.zeros(2, 3)
+    a, same, b, again = handle(x)
+    assert torch.equal(a, x + 1) and same is x and b.dtype == torch.bool and again is a
+
+
+def test_single_input_result_and_one_tuple(make):
+    x = torch.ones(2, 2)
+    p = support.add_one()
+    assert make(support.program(p.inputs, 4, [], [], (("input", 0),)))(x) is x
+    out = make(support.add_one(single=False))(x)
+    assert type(out) is tuple and len(out) == 1 and torch.equal(out[0], x + 1)
+
+
+def test_outputs_are_ordinary_tensors(make):
+    handle = make(support.mul_add())
+    x = torch.ones(6)
+    out = handle(x, x, x)
+    assert torch.equal(pickle.loads(pickle.dumps(out)), out)
+    assert torch.equal(copy.deepcopy(out), out)
+    buffer = io.BytesIO()
+    torch.save(out, buffer)
+    out.requires_grad_()
+    (out * out).sum().backward()
+    assert torch.equal(out.grad, torch.full((6,), 4.0))
+    fresh = handle(x, x, x)
+    assert not fresh.requires_grad and fresh.is_leaf and fresh.data_ptr() % 64 == 0
+    fresh.resize_(100_000)  # the storage is torch's own
+    assert fresh.untyped_storage().nbytes() == 400_000
+    fresh.untyped_storage().resize_(0)
+
+
+def test_temporaries(make):
+    handle = make(support.temporaries())
+    for n in (0, 1, 1000, 100_000, 300_000):  # from the thread's arena, then from the pool
+        x = torch.randint(-9, 9, (n,)).float()
+        assert torch.equal(handle(x), 2 * x * x)
+
+
+def test_status_goes_to_slow(make):
+    handle = make(support.gather())
+    x = torch.arange(5.0)
+    assert handle(x, torch.tensor([4, 0, 2])).tolist() == [4, 0, 2]
+    bad = torch.tensor([1, 5])
+    assert handle(x, bad) == "slow"
+    args, status = handle.slow.calls[-1]
+    assert status == 1 and args[1] is bad
+    assert (handle.hits, handle.misses) == (1, 1)
+    assert handle(x, torch.tensor([3])).tolist() == [3]
+
+
+def test_error_of_slow_comes_through(new_handle, library):
+    def slow(args, status):
+        raise KeyError("no such thing")
+
+    handle = new_handle(slow)
+    with pytest.raises(KeyError, match="no such thing"):
+        handle(torch.ones(1))
+    with pytest.raises(TypeError):
+        handle(x=torch.ones(1))
+
+
+# -- tensors and contexts that are not plain ---------------------------------------------------------------------------
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_requires_grad_is_slow_where_grad_is_on(make):
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    for leaf in (torch.ones(4, requires_grad=True), torch.nn.Parameter(torch.ones(4))):
+        assert_slow(handle, x, leaf, x)
+        assert_slow(handle, x, x, leaf * 2)
+        with torch.no_grad():
+            assert handle(x, leaf, x).tolist() == [2.0] * 4
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    assert handle(frozen, x, x).tolist() == [2.0] * 4
+
+
+def test_inference_mode(make):
+    handle = make(support.mul_add())
+    with torch.inference_mode():
+        x = torch.ones(4)
+        inside = handle(x, x, x)
+        assert inside.is_inference()
+    outside = handle(x, x, torch.ones(4))
+    assert outside.tolist() == [2.0] * 4 and not outside.is_inference() and handle.misses == 0
+
+
+def unusual_tensors():
+    x = torch.ones(4)
+    yield "subclass", x.as_subclass(Subclass)
+    yield "neg bit", torch._neg_view(x)
+    yield "neg bit of imag", torch.ones(4, dtype=torch.complex64).conj().imag
+    yield "sparse", x.to_sparse()
+    yield "meta", x.to("meta")
+    yield "zero tensor", torch._efficientzerotensor(4)
+    yield "mkldnn", x.to_mkldnn()
+    yield "buffer of a wrapper", torch._to_functional_tensor(x)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in unusual_tensors()])
+def test_unusual_tensors_are_slow(make, name):
+    handle = make(support.mul_add())
+    x, unusual = torch.ones(4), dict(unusual_tensors())[name]
+    assert_slow(handle, x, unusual, x)
+
+
+def test_conjugate_bit_is_slow(make):
+    dtype = torch.complex64
+    handle = make(support.program([support.vector(Bind(0), dtype)], 1, [support.output((SLOT, 0))], []))
+    x = torch.ones(4, dtype=dtype)
+    assert handle(x).shape == (4,)
+    assert_slow(handle, x.conj())
+
+
+def test_modes_are_slow(make):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    contexts = (TorchDispatchMode(), TorchFunctionMode(), torch.autocast("cpu", dtype=torch.bfloat16))
+    for context in contexts:
+        with context:
+            assert_slow(handle, x, x, x)
+        assert handle(x, x, x).tolist() == [2.0] * 4
+
+
+def test_default_device_is_no_mode_to_fear(make):
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    with torch.device("cpu"):
+        assert handle(x, x, x).tolist() == [2.0] * 4
+    assert handle.misses == 0
+
+
+def test_transforms_are_slow(make):
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    for transform in (torch.func.vmap, torch.func.grad):
+        seen = []
+
+        def body(t, seen=seen):
+            seen.append(handle(t, x, x))
+            return t.sum()
+
+        transform(body)(torch.ones(3, 4) if transform is torch.func.vmap else x)
+        assert seen == ["slow"]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(4))
+        assert_slow(handle, dual, x, x)
+    assert handle(x, x, x).tolist() == [2.0] * 4
+
+
+def test_disabled_device(make):
+    set_enabled = launcher.set_enabled
+    handle = make(support.mul_add())
+    x = torch.ones(4)
+    set_enabled("cpu", False)
+    try:
+        assert_slow(handle, x, x, x)
+        set_enabled("cuda", False)
+    finally:
+        set_enabled("cpu", True)
+        set_enabled("cuda", True)
+    assert handle(x, x, x).tolist() == [2.0] * 4
+    with pytest.raises(BackendError, match="tpu"):
+        set_enabled("tpu", True)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+def run_who(handle, n: int):
+    return handle(torch.empty(n)).t().tolist()
+
+
+def test_set_num_threads_is_followed(make):
+    handle = make(support.who(work=1 << 20))
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        threads, _, begins = run_who(handle, 100)
+        assert len(set(threads)) == n
+        assert sorted(set(begins)) == sorted({0, *begins}) and len(set(begins)) == n
+    torch.set_num_threads(4)
+    assert len(set(run_who(handle, 3)[0])) == 3  # not more threads than units
+    assert len(set(run_who(make(support.who(work=3 * 32768)), 100)[0])) == 3  # nor than the work is worth
+    assert set(run_who(make(support.who(work=40_000)), 100)[0]) == {threading.get_native_id()}
+
+
+def test_set_num_threads_is_followed_in_other_threads(make):
+    handle = make(support.who(work=1 << 20))
+    torch.set_num_threads(1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(len(set(run_who(handle, 100)[0]))))
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
+@pytest.mark.parametrize("scratch", [1, 100, 4096, 1 << 20])
+def test_scratch_is_private_and_aligned(make, scratch):
+    torch.set_num_threads(3)
+    threads, addresses, _ = run_who(make(support.who(1 << 20, scratch)), 1000)
+    pairs = sorted(set(zip(addresses, threads)))
+    assert len(pairs) == 3 == len({a for a, _ in pairs})
+    assert all(a % 64 == 0 and a > 0 for a, _ in pairs)
+    assert all(b - a >= scratch for (a, _), (b, _) in zip(pairs, pairs[1:]))
+
+
+def test_calls_and_additions_from_many_threads(make, library):
+    handle = make()
+    programs = [support.mul_add(guards=((SLOT, 0, PUSH, n, EQ),)) for n in range(1, 9)]
+    errors, rounds = [], 300
+    start = threading.Barrier(8)
+
+    def work(k: int) -> None:
+        start.wait()
+        x = torch.full((k,), float(k))
+        for i in range(rounds):
+            if i == 10 * k:
+                handle.add_kernel(programs[k - 1], library)
+            out = handle(x, x, x)
+            expected = "slow" if i < 10 * k else [k * k + k] * k
+            if (out if isinstance(out, str) else out.tolist()) != expected:
+                errors.append((k, i, out))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 9)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors and handle.kernel_count == 8
+    assert sorted(handle.kernel_hits) == [rounds - 10 * k for k in range(8, 0, -1)]
+
+
+def test_large_calls_let_other_threads_run(make):
+    """Results are right when eight threads are in long launches at once, each with its own temporaries."""
+    handle = make(support.temporaries())
+    wrong = []
+
+    def work(k: int) -> None:
+        x = torch.full((70_000 * k,), float(k))
+        for _ in range(10):
+            if not bool((handle(x) == 2 * k * k).all()):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 9)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def resident_kib() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4
+
+
+def test_calls_leak_nothing(make):
+    handle = make(support.mul_add(), support.gather())
+    x, bad = torch.ones(64), torch.tensor([99])
+
+    def calls(n: int) -> None:
+        for _ in range(n):
+            handle(x, x, x)
+            handle(x, bad)
+            handle(x, x)
+            handle.slow.calls.clear()
+
+    calls(500)
+    gc.collect()
+    before = resident_kib()
+    calls(20_000)
+    gc.collect()
+    assert resident_kib() - before < 1024  # 60,000 calls: 20 bytes lost by each would show
+
+
+def test_handles_are_collected(make, new_handle, library):
+    handle = make(support.mul_add())
+    handle.slow.back = handle  # a cycle, as a specification that owns its handle makes
+    gone = weakref.ref(handle.slow)
+    del handle
+    gc.collect()
+    assert gone() is None
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def test_missing_library_and_entry(make, library, tmp_path):
+    handle = make()
+    with pytest.raises(OSError, match="nowhere"):
+        handle.add_kernel(support.mul_add(), str(tmp_path / "nowhere.so"))
+    step = Step("no_such_entry", (PUSH, 1), (PUSH, 1), (PUSH, 0))
+    with pytest.raises(OSError, match="no_such_entry"):
+        handle.add_kernel(support.program([], 0, [support.output()], [step]), library)
+    assert handle.kernel_count == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        support.program([support.vector(Bind(1))], 1, [support.output()], []),
+        support.program([], 1, [support.output((SLOT, 0))], []),
+        support.program([support.vector(Bind(0))], 1, [support.output((SLOT, 0, ADD))], []),
+        support.program([support.vector(Bind(0))], 1, [support.output((SLOT, 0, PUSH, 1))], []),
+        support.program([InputPattern("float", slot=0)], 0, [support.output()], []),
+        support.program([], 0, [support.output()], [], (("buffer", 1),)),
+        support.program([], 0, [support.output(is_output=False)], []),
+        support.program([], 0, [support.output()], [], (("buffer", 0), ("buffer", 0))),
+    ],
+)
+def test_malformed_programs_are_refused(make, library, bad):
+    with pytest.raises(BackendError, match="launch program"):
+        make().add_kernel(bad, library)
