@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -34,6 +36,23 @@ def test_version(distribution):
 def test_entry_point_names_the_backend(distribution):
     (point,) = [p for p in distribution.entry_points if p.group == "torch_dynamo_backends"]
     assert (point.name, point.value) == ("fuser", "fuser.frontends.dynamo:fuser_backend")
+
+
+def test_torch_finds_the_backend_without_an_import(distribution):
+    code = (
+        "import sys, torch._dynamo; assert 'fuser' not in sys.modules;"
+        "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('fuser').__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "fuser_backend", done.stderr
+
+
+def test_native_launcher_is_built_where_it_can_be(distribution):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not (compiler and header.exists()):
+        pytest.skip("no C++ compiler, or no Python.h")
+    assert importlib.util.find_spec("fuser.runtime._launcher") is not None
 
 
 def build(kind: str, folder: Path, out: Path, **env: str) -> set[str]:
