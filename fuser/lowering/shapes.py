@@ -17,8 +17,8 @@ from fuser.errors import Unsupported
 # How the result's dtype follows from the promoted operands: the same; float for integers; always bool.
 SAME, FLOAT, BOOL = "same", "float", "bool"
 _SAME = (
-    "add sub mul rsub maximum minimum fmax fmin remainder fmod bitwise_and bitwise_or bitwise_xor neg abs relu sign sgn "
-    "floor ceil trunc frac bitwise_not gelu silu square positive floor_divide"
+    "add sub mul rsub maximum minimum fmax fmin remainder fmod bitwise_and bitwise_or bitwise_xor neg abs relu sign "
+    "sgn floor ceil trunc frac bitwise_not gelu silu square positive floor_divide"
 )
 _FLOAT = (
     "div true_divide exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
@@ -47,7 +47,8 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
         return None
     if (dtype is torch.bool and op in _NO_BOOL) or (op in _FLOAT_ONLY and not dtype.is_floating_point):
         return None
-    if dtype is torch.bool and op not in ("aten.add", "aten.mul") and kind == SAME and not op.startswith("aten.bitwise"):
+    bool_result = op in ("aten.add", "aten.mul") or op.startswith("aten.bitwise")
+    if dtype is torch.bool and kind == SAME and not bool_result:
         return None
     if kind == FLOAT and not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
@@ -67,9 +68,8 @@ def _is_bool(a: Any) -> bool:
 
 def _promoted(args: Sequence[Any]) -> torch.dtype:
     operands = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
-    if len(operands) == 1:
-        dtype: torch.dtype = operands[0].dtype
-        return dtype
+    if len(operands) == 1 and isinstance(operands[0], torch.Tensor):
+        return operands[0].dtype
     return torch.result_type(operands[0], operands[1])
 
 
