@@ -61,6 +61,7 @@ struct {
   int64_t impl_offset, keys_offset;
   uint64_t plain_keys[8];
   int n_plain_keys;
+  bool (*impl_requires_grad)(const char* impl);  // null: Tensor.requires_grad's own getter
   getter requires_grad;
   void* requires_grad_closure;
   // The thread's dispatch keys, as differences from the default; no library: ask `plain_context`.
@@ -418,15 +419,19 @@ bool context_is_plain(ThreadState& ts) {
   return truth(PyObject_CallNoArgs(torch.plain_context));
 }
 
+bool requires_grad(PyObject* o) {  // an error counts as yes
+  PyObject* answer = torch.requires_grad(o, torch.requires_grad_closure);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);
+  return answer != Py_False;
+}
+
 bool tensor_is_plain(PyObject* o, bool grad) {
-  if (grad) {
-    PyObject* requires = torch.requires_grad(o, torch.requires_grad_closure);
-    if (!requires) PyErr_Clear();
-    Py_XDECREF(requires);
-    if (requires != Py_False) return false;
+  if (torch.keys_offset < 0) {
+    return !(grad && requires_grad(o)) && truth(PyObject_CallOneArg(torch.plain_tensor, o));
   }
-  if (torch.keys_offset < 0) return truth(PyObject_CallOneArg(torch.plain_tensor, o));
   const char* impl = *(const char* const*)((const char*)o + torch.impl_offset);
+  if (grad && (torch.impl_requires_grad ? torch.impl_requires_grad(impl) : requires_grad(o))) return false;
   uint64_t keys = *(const uint64_t*)(impl + torch.keys_offset);
   for (int i = 0; i < torch.n_plain_keys; i++) {
     if (torch.plain_keys[i] == keys) return true;
@@ -1024,6 +1029,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.harmless_included = uint64_t(number(table, "harmless_included", 0));
   torch.harmful_excluded = uint64_t(number(table, "harmful_excluded", 0));
   address(table, "c10_library", torch.c10_library);
+  address(table, "impl_requires_grad", torch.impl_requires_grad);
   address(table, "grad_enabled", torch.grad_enabled);
   address(table, "function_mode", torch.function_mode);
   address(table, "empty_strided", torch.empty_strided);

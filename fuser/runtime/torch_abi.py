@@ -198,6 +198,18 @@ def tensor_layout() -> tuple[int, int]:
     return -1, -1
 
 
+def _impl_requires_grad() -> int | None:
+    """The address of `c10::TensorImpl::requires_grad`, if it says what `Tensor.requires_grad` does."""
+    address = symbol("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv")
+    if address is None:
+        return None
+    ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(address)
+    with torch.enable_grad():
+        leaf = torch.ones(2, device="cpu", requires_grad=True)
+        samples = [leaf, leaf * 2, leaf.detach(), leaf[:1], *_samples()]
+    return address if all(ask(_impl(t)) == t.requires_grad for t in samples) else None
+
+
 def _dispatch_tls_agrees() -> bool:
     """Whether torch's thread-local pair of dispatch keys is where and what the launcher takes it for."""
     address, masks = symbol("libc10.so", _DISPATCH_TLS), _context_masks()
@@ -224,6 +236,7 @@ def describe() -> dict[str, Any]:
         if any(table[name] is None for name in group):
             table.update(dict.fromkeys(group))
     impl, keys = tensor_layout()
+    table["impl_requires_grad"] = _impl_requires_grad() if keys >= 0 else None
     c10 = library("libc10.so") if _dispatch_tls_agrees() else None
     masks = _context_masks()
     table.update(
