@@ -24,6 +24,7 @@ from fuser.ir.sizes import LE, PUSH, SLOT, Program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram
 from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 
+LAYOUT = 1  # of the words below; launcher.cpp has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
 FROM_BUFFER, FROM_INPUT, FROM_RESULT = range(3)
@@ -86,7 +87,8 @@ class Encoder:
     def input(self, pattern: InputPattern) -> None:
         self.words.append(KINDS[pattern.kind])
         if pattern.kind == "tensor":
-            assert pattern.dtype is not None
+            if pattern.dtype not in DTYPE_WORDS or pattern.device_type not in DEVICE_TYPES:
+                raise BackendError(f"launch program: {pattern.dtype} on {pattern.device_type} cannot be matched")
             if len(pattern.sizes) != len(pattern.strides):
                 raise BackendError(f"launch program: {len(pattern.sizes)} sizes but {len(pattern.strides)} strides")
             self.words += [DTYPE_WORDS[pattern.dtype], DEVICE_TYPES[pattern.device_type], len(pattern.sizes)]

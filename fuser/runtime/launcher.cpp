@@ -49,6 +49,7 @@ struct DLExchange {
 };
 
 constexpr int32_t kCPU = 1;
+constexpr int kLayout = 1;  // of the words that encode.py writes: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
@@ -75,6 +76,7 @@ struct {
   WrapTensor wrap;
   int (*num_threads)();
   void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+  void (*gomp_barrier)();
   int (*omp_thread_num)();
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
@@ -377,8 +379,8 @@ struct Frame {
   int64_t *slots, *dims, *stack;
   double* floats;
   char** pointers;
-  void** outputs;  // a handle of torch's C shim, or a PyObject* where that is missing
-  int64_t* steps;  // units, work for each step
+  uintptr_t* outputs;  // a handle of torch's C shim, or a PyObject* with the lowest bit set
+  int64_t* steps;  // units, work, threads for each step
 };
 
 Frame frame_of(const Kernel* k, int64_t* w) {
@@ -386,8 +388,8 @@ Frame frame_of(const Kernel* k, int64_t* w) {
   f.slots = w, w += k->n_slots;
   f.floats = (double*)w, w += k->n_floats;
   f.pointers = (char**)w, w += k->n_pointers;
-  f.outputs = (void**)w, w += k->n_buffers;
-  f.steps = w, w += 2 * k->n_steps;
+  f.outputs = (uintptr_t*)w, w += k->n_buffers;
+  f.steps = w, w += 3 * k->n_steps;
   f.dims = w, w += k->n_dims;
   f.stack = w;
   return f;
@@ -534,9 +536,9 @@ PyObject* allocate_in_python(const int64_t* sizes, const int64_t* strides, int64
 
 void drop_outputs(const Frame& f, int64_t n_buffers) {
   for (int64_t i = 0; i < n_buffers; i++) {
-    if (!f.outputs[i]) continue;
-    if (torch.wrap) torch.delete_tensor(f.outputs[i]);
-    else Py_DECREF((PyObject*)f.outputs[i]);
+    uintptr_t made = f.outputs[i];
+    if (made & 1) Py_DECREF((PyObject*)(made - 1));
+    else if (made) torch.delete_tensor((void*)made);
   }
 }
 
@@ -552,27 +554,17 @@ void advise_huge(char* data, size_t bytes) {
 bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
                      const int64_t* sizes, const int64_t* strides, int64_t n) {
   void *made = nullptr, *data = nullptr;
-  if (torch.wrap && scalar >= 0) {
-    if (torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) made = nullptr;
-    if (made) torch.data_ptr(made, &data);
-  }
-  if (!made) {  // through Python, which also has the right exception for what went wrong above
+  if (torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) {
+    torch.data_ptr(made, &data);
+    f.outputs[i] = (uintptr_t)made;
+  } else {  // through Python, which also has the right exception for what went wrong above
     PyObject* o = allocate_in_python(sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i));
     DLTensor t;
     if (!o) return false;
-    if (torch.dlpack->parse(o, &t)) {
-      Py_DECREF(o);
-      return false;
-    }
-    data = t.data;
-    if (torch.wrap) {
-      Py_DECREF(o);
-      PyErr_SetString(PyExc_RuntimeError, "the launcher could not allocate an output that torch.empty_strided can");
-      return false;
-    }
-    made = o;
+    f.outputs[i] = (uintptr_t)o | 1;
+    if (torch.dlpack->parse(o, &t)) return false;
+    data = t.data + t.byte_offset;
   }
-  f.outputs[i] = made;
   f.pointers[n_inputs + i] = (char*)data;
   size_t bytes = itemsize;
   for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
@@ -585,27 +577,12 @@ constexpr int64_t kParallelWork = 32768;  // element operations that are worth o
 constexpr int64_t kReleaseWork = 32768;   // and those that are worth letting other Python threads run
 
 struct Launch {
-  StepEntry entry;
+  const Kernel* k;
   const Frame* f;
-  int64_t units;
   char* scratch;
   size_t scratch_size;
   int32_t status;
 };
-
-void run_part(Launch* l, int64_t begin, int64_t end, int64_t thread) {
-  int32_t status = 0;
-  l->entry(l->f->pointers, l->f->slots, l->f->floats, begin, end, l->scratch + thread * l->scratch_size, &status);
-  if (status) __atomic_store_n(&l->status, status, __ATOMIC_RELAXED);
-}
-
-void parallel_body(void* p) {
-  Launch* l = (Launch*)p;
-  int64_t n = torch.omp_num_threads(), i = torch.omp_thread_num();
-  int64_t part = l->units / n, rest = l->units % n;
-  int64_t begin = i * part + (i < rest ? i : rest), end = begin + part + (i < rest);
-  if (begin < end) run_part(l, begin, end, i);
-}
 
 int64_t thread_count(int64_t units, int64_t work) {
   if (work < 2 * kParallelWork || units < 2 || !torch.gomp_parallel || torch.omp_in_parallel()) return 1;
@@ -614,31 +591,51 @@ int64_t thread_count(int64_t units, int64_t work) {
   return n < units ? n : units;
 }
 
-int32_t run_steps(const Kernel* k, const Frame& f, char* scratch, size_t scratch_size) {
-  for (int64_t s = 0; s < k->n_steps; s++) {
-    int64_t units = f.steps[2 * s];
-    if (units <= 0) continue;
-    int64_t threads = thread_count(units, f.steps[2 * s + 1]);
-    Launch l = {k->entries[s], &f, units, scratch, scratch_size, 0};
-    if (threads <= 1) run_part(&l, 0, units, 0);
-    else torch.gomp_parallel(parallel_body, &l, unsigned(threads), 0);
-    if (l.status) return l.status;
+// Thread `i`'s part of step `s`, split over `n` threads.
+void run_part(Launch* l, int64_t s, int64_t i, int64_t n) {
+  const Frame* f = l->f;
+  int64_t units = f->steps[3 * s], part = units / n, rest = units % n;
+  int64_t begin = i * part + (i < rest ? i : rest), end = begin + part + (i < rest);
+  int32_t status = 0;
+  if (begin >= end || __atomic_load_n(&l->status, __ATOMIC_RELAXED)) return;
+  l->k->entries[s](f->pointers, f->slots, f->floats, begin, end, l->scratch + i * l->scratch_size, &status);
+  if (status) __atomic_store_n(&l->status, status, __ATOMIC_RELAXED);
+}
+
+// All steps in one parallel region: a barrier between two steps costs half of leaving and entering a region.
+void parallel_body(void* p) {
+  Launch* l = (Launch*)p;
+  int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
+  for (int64_t s = 0; s < l->k->n_steps; s++) {
+    if (s) torch.gomp_barrier();  // by every thread, whatever the status: it may change while others are still waiting
+    int64_t n = l->f->steps[3 * s + 2];
+    if (n > team) n = team;
+    if (i < n) run_part(l, s, i, n);
   }
-  return 0;
+}
+
+int32_t run_steps(const Kernel* k, const Frame& f, int64_t threads, char* scratch, size_t scratch_size) {
+  Launch l = {k, &f, scratch, scratch_size, 0};
+  if (threads > 1) {
+    torch.gomp_parallel(parallel_body, &l, unsigned(threads), 0);
+  } else {
+    for (int64_t s = 0; s < k->n_steps; s++) run_part(&l, s, 0, 1);
+  }
+  return l.status;
 }
 
 // -- One run ----------------------------------------------------------------------------------------------------------
 inline size_t round64(size_t n) { return (n + 63) & ~size_t(63); }
 
-PyObject* wrap_output(void* made) {
-  if (!torch.wrap) return (PyObject*)made;
+PyObject* wrap_output(uintptr_t made) {
+  if (made & 1) return (PyObject*)(made - 1);
   PyObject* o = nullptr;
   try {
     o = torch.wrap(*(void* const*)made);
   } catch (...) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch could not make a Python object of an output");
   }
-  torch.delete_tensor(made);
+  torch.delete_tensor((void*)made);
   return o;
 }
 
@@ -646,8 +643,8 @@ PyObject* wrap_output(void* made) {
 PyObject* take_result(const int64_t*& p, const Frame& f, PyObject* const* args, PyObject* earlier) {
   int64_t source = *p++, i = *p++;
   if (source == FROM_BUFFER) {
-    void* made = f.outputs[i];
-    f.outputs[i] = nullptr;
+    uintptr_t made = f.outputs[i];
+    f.outputs[i] = 0;
     return wrap_output(made);
   }
   PyObject* o = source == FROM_INPUT ? args[i] : PyTuple_GET_ITEM(earlier, i);
@@ -672,7 +669,7 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
               int32_t* status) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
   size_t temporary = 0;
-  if (n_buffers) memset(f.outputs, 0, sizeof(void*) * n_buffers);
+  if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
   for (int64_t i = 0; i < n_buffers; i++) {
     int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3];
     p += 4;
@@ -693,15 +690,14 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   size_t scratch = 0;
   p++;
   for (int64_t s = 0; s < k->n_steps; s++) {
-    int64_t units = f.steps[2 * s] = value(p, f.slots, f.stack);
-    int64_t work = f.steps[2 * s + 1] = value(p, f.slots, f.stack);
+    int64_t* step = f.steps + 3 * s;
+    step[0] = value(p, f.slots, f.stack);
+    step[1] = value(p, f.slots, f.stack);
+    step[2] = thread_count(step[0], step[1]);
     size_t bytes = size_t(value(p, f.slots, f.stack));
     scratch = bytes > scratch ? bytes : scratch;
-    total_work += work;
-    if (bytes) {
-      int64_t t = thread_count(units, work);
-      threads = t > threads ? t : threads;
-    }
+    total_work += step[1];
+    threads = step[2] > threads ? step[2] : threads;
   }
   scratch = scratch ? round64(scratch) + 64 : 0;
   size_t need = temporary + scratch * size_t(threads);
@@ -716,10 +712,10 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   }
   if (total_work >= kReleaseWork) {
     PyThreadState* state = PyEval_SaveThread();
-    *status = run_steps(k, f, base + temporary, scratch);
+    *status = run_steps(k, f, threads, base + temporary, scratch);
     PyEval_RestoreThread(state);
   } else {
-    *status = run_steps(k, f, base + temporary, scratch);
+    *status = run_steps(k, f, threads, base + temporary, scratch);
   }
   if (block) pool_give(block);
   PyObject* out = *status ? nullptr : results(p, f, args);
@@ -855,7 +851,7 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
   if (ok) {
     k = (Kernel*)calloc(1, sizeof(Kernel) + size_t(length));
     head.n_steps = PyTuple_GET_SIZE(names);
-    head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 2 * head.n_steps + head.n_dims +
+    head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 3 * head.n_steps + head.n_dims +
                  head.depth;
     if (k) {
       *k = head;
@@ -1038,6 +1034,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "wrap", torch.wrap);
   address(table, "num_threads", torch.num_threads);
   address(table, "gomp_parallel", torch.gomp_parallel);
+  address(table, "gomp_barrier", torch.gomp_barrier);
   address(table, "omp_thread_num", torch.omp_thread_num);
   address(table, "omp_num_threads", torch.omp_num_threads);
   address(table, "omp_in_parallel", torch.omp_in_parallel);
@@ -1152,6 +1149,7 @@ PyMODINIT_FUNC PyInit__launcher() {
   if (!ready_handle_type()) return nullptr;
   PyObject* m = PyModule_Create(&module_definition);
   if (!m) return nullptr;
+  PyModule_AddIntConstant(m, "LAYOUT", kLayout);
   pool_init_lock();
   pthread_atfork(before_fork, after_fork_parent, after_fork_child);
   Py_INCREF(&HandleType);

@@ -8,6 +8,7 @@ one warning, and `reason()` says why.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
@@ -206,5 +207,16 @@ def _fail(why: str) -> None:
     _waiting.clear()
     warnings.warn(f"fuser: calls go through the slower Python launcher, because {why}", RuntimeWarning, stacklevel=2)
 
+
+def _after_fork() -> None:
+    """A child has no build thread: it starts its own when it first needs one."""
+    global _lock, _thread
+    _lock = threading.Lock()
+    if not _done.is_set():
+        _thread = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "reason", "set_enabled", "wait"]

@@ -23,6 +23,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
+from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
 
@@ -32,11 +33,12 @@ FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
 def installed() -> ModuleType | None:
-    """The extension that was built with the package, if there is one that loads."""
+    """The extension that was built with the package, if there is one that loads and fits this source."""
     try:
-        return importlib.import_module(MODULE)
+        module = importlib.import_module(MODULE)
     except ImportError:
         return None
+    return module if getattr(module, "LAYOUT", None) == LAYOUT else None
 
 
 def compilers() -> list[list[str]]:
@@ -142,9 +144,12 @@ def _run(command: list[str]) -> None:
     except OSError as e:
         raise CompileError(f"{command[0]} cannot be run: {e}") from None
 
+    owner = os.getpid()
+
     def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the driver and the passes that it started
+        if os.getpid() == owner:  # not in a forked child
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the driver and the passes that it started
 
     atexit.register(kill)  # a process that ends before its compiler takes it along
     try:

@@ -132,6 +132,7 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "function_mode": ("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv"),
     "num_threads": ("libtorch_cpu.so", "_ZN2at15get_num_threadsEv", "omp_get_max_threads"),
     "gomp_parallel": ("libtorch_cpu.so", "GOMP_parallel"),
+    "gomp_barrier": ("libtorch_cpu.so", "GOMP_barrier"),
     "omp_thread_num": ("libtorch_cpu.so", "omp_get_thread_num"),
     "omp_num_threads": ("libtorch_cpu.so", "omp_get_num_threads"),
     "omp_in_parallel": ("libtorch_cpu.so", "omp_in_parallel"),
@@ -139,7 +140,7 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
 # Each of these is of use only with the others.
 _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
-    ("num_threads", "gomp_parallel", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
+    ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
 _DISPATCH_TLS = "_ZN3c104impl26raw_local_dispatch_key_setE"
 

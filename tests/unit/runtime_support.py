@@ -45,6 +45,11 @@ ENTRY(twice) {  // from the temporary
   float* o = (float*)p[2];
   for (N i = begin; i < end; i++) o[i] = 2 * t[i];
 }
+ENTRY(reversed) {  // from the temporary's other end: what another thread has written
+  const float* t = (float*)p[1];
+  float* o = (float*)p[2];
+  for (N i = begin; i < end; i++) o[i] = t[s[0] - 1 - i];
+}
 ENTRY(gather) {  // x[index], with the index checked
   const float* x = (float*)p[0];
   const N* index = (N*)p[1];
@@ -118,10 +123,18 @@ def temporaries() -> LaunchProgram:
     return program([vector(Bind(0))], 1, [output(n, is_output=False), output(n)], steps, (("buffer", 1),))
 
 
-def gather() -> LaunchProgram:
-    """x[index], status 1 for an index out of range."""
+def flipped_squares() -> LaunchProgram:
+    """(x * x) from back to front, through a temporary; a third step runs on one thread."""
+    n = (SLOT, 0)
+    steps = [Step("square", n, n, ZERO), Step("reversed", n, n, ZERO), Step("nothing", ONE, ONE, ZERO)]
+    return program([vector(Bind(0))], 1, [output(n, is_output=False), output(n)], steps, (("buffer", 1),))
+
+
+def gather(steps: int = 1) -> LaunchProgram:
+    """x[index], status 1 for an index out of range; the step is run `steps` times."""
     index = vector(Bind(1), torch.int64)
-    return program([vector(Bind(0)), index], 2, [output((SLOT, 1))], [Step("gather", (SLOT, 1), (SLOT, 1), ZERO)])
+    step = Step("gather", (SLOT, 1), (SLOT, 1), ZERO)
+    return program([vector(Bind(0)), index], 2, [output((SLOT, 1))], [step] * steps)
 
 
 def scalars() -> LaunchProgram:

@@ -15,7 +15,8 @@ import torch
 from fuser.errors import BackendError
 from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, run_program
 from fuser.kernel_spec import Bind, Check, InputPattern, Step
-from fuser.runtime import launcher, python_launcher
+from fuser.runtime import launcher, native_build, python_launcher, torch_abi
+from fuser.runtime.encode import encode
 from tests.unit import runtime_support as support
 
 
@@ -24,11 +25,23 @@ def library(tmp_path_factory) -> str:
     return support.compile_library(tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.fixture(params=["native", "python"])
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory):
+    """The native launcher as a torch without the looked-up symbols and layouts would have it."""
+    module = native_build.build(str(tmp_path_factory.mktemp("bare")))
+    missing = ("empty_strided", "delete_tensor", "data_ptr", "wrap", "impl_requires_grad", "c10_library")
+    table = torch_abi.describe() | dict.fromkeys(missing) | {"impl_offset": -1, "keys_offset": -1, "encode": encode}
+    module.setup(table)
+    return module
+
+
+@pytest.fixture(params=["native", "bare", "python"])
 def new_handle(request):
     """Makes handles of one launcher."""
     if request.param == "python":
         return python_launcher.Handle
+    if request.param == "bare":
+        return request.getfixturevalue("bare").Handle
     assert launcher.wait(60), launcher.reason()
     return launcher.native().Handle
 
@@ -255,6 +268,27 @@ def test_temporaries(make):
         assert torch.equal(handle(x), 2 * x * x)
 
 
+def test_steps_wait_for_each_other(make):
+    torch.set_num_threads(3)
+    handle = make(support.flipped_squares())
+    for n in (0, 1, 1000, 100_000, 500_001):
+        x = torch.arange(n) % 97.0
+        for _ in range(5):
+            assert torch.equal(handle(x), (x * x).flip(0))
+
+
+def test_status_of_parallel_steps(make):
+    torch.set_num_threads(3)
+    handle = make(support.gather(steps=4))
+    x, index = torch.arange(5.0), torch.arange(200_000) % 5
+    assert torch.equal(handle(x, index), x[index])
+    for bad_at in (0, 100_000, 199_999):
+        bad = index.clone()
+        bad[bad_at] = 5
+        assert handle(x, bad) == "slow" and handle.slow.calls[-1][1] == 1
+    assert torch.equal(handle(x, index), x[index])
+
+
 def test_status_goes_to_slow(make):
     handle = make(support.gather())
     x = torch.arange(5.0)
@@ -371,8 +405,11 @@ def test_transforms_are_slow(make):
     assert handle(x, x, x).tolist() == [2.0] * 4
 
 
-def test_disabled_device(make):
-    set_enabled = launcher.set_enabled
+def test_disabled_device(make, request):
+    def set_enabled(device_type, on):
+        launcher.set_enabled(device_type, on)
+        request.getfixturevalue("bare").set_enabled(torch_abi.DEVICE_TYPES[device_type], on)
+
     handle = make(support.mul_add())
     x = torch.ones(4)
     set_enabled("cpu", False)
