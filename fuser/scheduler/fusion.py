@@ -178,16 +178,17 @@ def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, in
     kernels: list[Kernel] = []
     home: dict[str, int] = defaultdict(lambda: -1)  # buffer -> order of the last kernel that fills it
     last_reader: dict[str, int] = {}
+    same_loops: dict[tuple[Expr, ...], int] = {}  # domain -> order of the last kernel that started with it
     reasons: list[tuple[str, str, str]] = []
     for node in nodes:
         earliest = max((home[b] for b in node.reads), default=-1)
-        candidates = _candidates(kernels, node, earliest, last_reader)
+        domain = tuple(size for _, size in node.domain)
+        candidates = _candidates(kernels, node, earliest, [same_loops.get(domain, -1)], last_reader)
         candidates.sort(key=lambda k: (-score_fusion(ctx, k, node, sizes), k.order))
         chosen: Kernel | None = None
         for kernel in candidates:
             verdict = can_fuse(ctx, kernel, node, most_rows)
-            if verdict and (kernel.order == earliest and node.reads & set(kernel.produced)
-                            or _shares_an_access(kernel, node, verdict)):  # fmt: skip
+            if verdict and _is_worth_it(kernel, node, verdict):
                 assert verdict.matching is not None
                 apply(kernel, node, verdict.matching)
                 chosen = kernel
@@ -196,16 +197,29 @@ def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, in
         if chosen is None:
             chosen = start_kernel(node, len(kernels))
             kernels.append(chosen)
+            same_loops[domain] = chosen.order
         home[node.buffer.name] = max(home[node.buffer.name], chosen.order)
         for b in node.reads:
             last_reader[b] = chosen.order
     return Fusion(kernels, reasons)
 
 
-def _candidates(kernels: list[Kernel], node: Node, earliest: int, last_reader: dict[str, int]) -> list[Kernel]:
-    orders = {earliest} if earliest >= 0 else set()
+def _candidates(
+    kernels: list[Kernel], node: Node, earliest: int, others: list[int], last_reader: dict[str, int]
+) -> list[Kernel]:
+    orders = {o for o in (earliest, *others) if o >= earliest}
     orders |= {last_reader[b] for b in node.reads if last_reader.get(b, -1) >= max(earliest, 0)}
     return [kernels[o] for o in sorted(orders) if o >= 0][:8]
+
+
+def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
+    """Whether running together saves something: memory traffic, or for like pointwise loops a launch.
+
+    A pointwise node may join like loops that it shares nothing with (yet): a later one often reads both.
+    """
+    if node.reads & set(kernel.produced) or _shares_an_access(kernel, node, verdict):
+        return True
+    return not node.is_reduction and not kernel.reduced
 
 
 def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
