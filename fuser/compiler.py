@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fuser import config
-from fuser.canonical import HOST_OF_PACKET, CanonicalGraph, Ref, Registered, refs_of
+from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref, Registered, refs_of
 from fuser.cpu import fused_kernel, toolchain
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.lowering import supports
 from fuser.lowering.graph import Lowered, lower_graph
+from fuser.lowering.host import HOST
 from fuser.scheduler.schedule import Schedule, schedule
 
 
@@ -134,10 +136,26 @@ def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, A
         registered=registered,
         config=config,
         broadcast_groups=broadcast_groups(registered.graph, registered.pointwise),
-        blocked=registered.blocked,
+        blocked=registered.blocked or _unlowered(registered.graph),
         fallback=Fallback(registered),
         store=KernelStore(),
     )
+
+
+def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
+    reasons = (why_not_lowered([op]) for op in dict.fromkeys(node.op for node in graph.calls))
+    return tuple(r for r in reasons if r is not None)
+
+
+def why_not_lowered(operators: Iterable[str]) -> str | None:
+    """None if every one of these canonical operators can be lowered, else the reason for the first that cannot."""
+    for op in operators:
+        if op == "getitem" or op in HOST_OPS:
+            continue
+        reason = supports(op)
+        if reason is not None and op not in HOST:
+            return reason
+    return None
 
 
 def broadcast_groups(graph: CanonicalGraph, pointwise: frozenset[int]) -> tuple[tuple[int, ...], ...]:

@@ -6,9 +6,12 @@ it; only where there is none, it calls `Executor.slow`.
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -170,6 +173,24 @@ class Executor:
             elif have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
 
+    def prepare(self, examples: Sequence[Any]) -> Future[str | None]:
+        """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""
+        settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+        args = tuple(map(_concrete, examples))
+        return _pool().submit(self._prepare, args, settings)
+
+    def _prepare(self, args: tuple[Any, ...], settings: dict[str, Any]) -> str | None:
+        with config.override(**settings):
+            device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
+            if device is None:
+                return "there is no tensor among the inputs"
+            reason = self.spec.blocked[0] if self.spec.blocked else compiler.why_not(device)
+            if reason is not None or not config.enabled:
+                return reason or "fusion is switched off (config.enabled is False)"
+            key = arg_spec(args, self.spec.config)
+            entry, _ = self.spec.store.get_or_compile(key, lambda: self._compile(args), 0)
+            return None if entry.kernels else entry.reason
+
     def _compile(self, args: tuple[Any, ...]) -> FusedKernel:
         try:
             with config.override(**dict(self.spec.config)):
@@ -191,6 +212,26 @@ class Executor:
     def _fall_back(self, args: tuple[Any, ...], reason: str) -> Any:
         self.spec.store.note_fallback(reason)
         return self.spec.fallback(*args)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that compile ahead; the C++ compilers they wait for run beside Python."""
+    return ThreadPoolExecutor(config.compile_workers or os.cpu_count() or 1, thread_name_prefix="fuser-compile")
+
+
+def _concrete(example: Any) -> Any:
+    """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
+    if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return example.node.hint
+    if not isinstance(example, torch.Tensor) or type(example) in _PLAIN_TENSORS:
+        return example
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    size = [_concrete(n) for n in example.shape]
+    stride = [_concrete(n) for n in example.stride()]
+    with unset_fake_temporarily(), FakeTensorMode():
+        return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
 
 
 def _is_acceptable(a: Any) -> bool:

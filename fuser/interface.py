@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
 from fuser import compiler, config
-from fuser.canonical import canonicalize
+from fuser.canonical import canonicalize, operators_of
 from fuser.compiler import FusionBackend
-from fuser.executor import Executor
+from fuser.errors import Unsupported
+from fuser.executor import Executor, why_unfit
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.runtime import launcher
 
@@ -31,15 +33,11 @@ def register_fusion(graph: Graph, *, functional: bool = False) -> int:
     settings = config.key()
     identity = registered.graph.hash, settings, tuple(map(id, registered.opaque))
 
-    def make_spec(key: int) -> tuple[KernelSpec, Callable[..., Any]]:
+    def make_spec(key: int) -> tuple[KernelSpec, Executor]:
         spec = compiler.compile_upfront(registered, key, settings)
-        return spec, Executor(spec).handle
+        return spec, Executor(spec)
 
-    return REGISTRY.register(identity, registered.bound, make_spec, _bind).key
-
-
-def _bind(handle: Callable[..., Any], bound: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-    return functools.partial(handle, *bound)
+    return REGISTRY.register(identity, registered.bound, make_spec).key
 
 
 def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
@@ -61,7 +59,37 @@ def kernel_spec(key: int) -> KernelSpec:
     return REGISTRY.find(key).spec
 
 
+def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
+    """Compile in the background for inputs like `examples`, which may be fake tensors and symbolic numbers.
+
+    The result is None, or the reason why there is no kernel. Calls that come meanwhile wait for it only if they are of
+    the same class.
+    """
+    registration = REGISTRY.find(key)
+    return registration.runner.prepare((*registration.bound, *examples))
+
+
 # -- interrogate -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Fusibility:
+    """True or false, with the reason if false."""
+
+    fusible: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.fusible
+
+
+def is_fusible(node: torch.fx.Node) -> Fusibility:
+    """Whether a node of a graph can be part of a kernel; if not, `reason` says why. GraphError if it can never run."""
+    if node.op not in ("call_function", "call_method"):
+        return Fusibility(False, f"{node.name} is a {node.op}, which computes nothing")
+    operators, blocked = operators_of(node)
+    reason = blocked[0] if blocked else compiler.why_not_lowered(operators)
+    return Fusibility(reason is None, reason or "")
+
+
 def can_fuse_on_cpu() -> bool:
     """Whether groups of CPU tensors are fused."""
     return config.enabled and compiler.why_not("cpu") is None
@@ -100,3 +128,25 @@ def has_fusion_backend(device_type: str) -> bool:
 def num_compiled_kernels() -> int:
     """How many kernels this process has compiled or taken from the disk."""
     return sum(len(spec.store.kernels) for spec in REGISTRY.specs())
+
+
+# -- debug -------------------------------------------------------------------------------------------------------------
+def debug_launch_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
+    """Register `graph` and run it once."""
+    return run_fusion(register_fusion(graph), inputs)
+
+
+def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
+    """The source of the kernel that `graph` would get for these inputs. Unsupported says why it would get none."""
+    registration = REGISTRY.find(register_fusion(graph))
+    args = (*registration.bound, *inputs)
+    spec = registration.spec
+    reason = spec.blocked[0] if spec.blocked else why_unfit(args)
+    if reason is not None:
+        raise Unsupported(reason)
+    device_type = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+    backend = compiler.find_backend(device_type)
+    if backend is None:
+        raise Unsupported(f"no fusion backend for {device_type}")
+    with config.override(**dict(spec.config)):
+        return compiler.generate(spec, args, backend).text

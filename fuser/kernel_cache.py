@@ -10,7 +10,8 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -170,13 +171,23 @@ class KernelSpec:
         return f"KernelSpec({self.key}, {len(self.graph.calls)} ops, {len(self.store.kernels)} kernels)"
 
 
+class Runner(Protocol):
+    """What runs a specification: `handle(*args)`, and `prepare(args)` to compile ahead for arguments like `args`."""
+
+    @property
+    def handle(self) -> Callable[..., Any]: ...
+
+    def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A key's meaning: a specification, the tensors bound to it, and the handle that calls take."""
+    """A key's meaning: a specification, the tensors bound to it, its runner, and the handle that calls take."""
 
     key: int
     spec: KernelSpec
     bound: tuple[torch.Tensor, ...]
+    runner: Runner
     handle: Callable[..., Any]
 
 
@@ -188,14 +199,13 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._specs: dict[Identity, tuple[KernelSpec, Callable[..., Any]]] = {}
+        self._specs: dict[Identity, tuple[KernelSpec, Runner]] = {}
         self._by_identity: dict[tuple[Identity, tuple[int, ...]], Registration] = {}
         self._by_key: dict[int, Registration] = {}
 
     def register(
         self, identity: Identity, bound: tuple[torch.Tensor, ...],
-        make_spec: Callable[[int], tuple[KernelSpec, Callable[..., Any]]],
-        bind: Callable[[Callable[..., Any], tuple[torch.Tensor, ...]], Callable[..., Any]],
+        make_spec: Callable[[int], tuple[KernelSpec, Runner]],
     ) -> Registration:  # fmt: skip
         """The registration of what `identity` computes on `bound`; `make_spec(key)` makes its specification if new."""
         full = identity, tuple(id(t) for t in bound)
@@ -206,8 +216,10 @@ class Registry:
             key = self._free_key(identity)
             if identity not in self._specs:
                 self._specs[identity] = make_spec(key)
-            spec, handle = self._specs[identity]
-            registration = Registration(key, spec, bound, bind(handle, bound) if bound else handle)
+            spec, runner = self._specs[identity]
+            # A partial is native code too; bound tensors are the first inputs.
+            handle = functools.partial(runner.handle, *bound) if bound else runner.handle
+            registration = Registration(key, spec, bound, runner, handle)
             self._by_identity[full] = self._by_key[key] = registration
             return registration
 

@@ -1,8 +1,9 @@
 """Canonical graphs: the form in which fusion groups are compared, hashed, compiled and kept."""
 
-from fuser.canonical.build import REQUIRED, Registered, Row, canonicalize
+from fuser.canonical.build import REQUIRED, Registered, Row, canonicalize, operators_of
 from fuser.canonical.calls import HOST_OF_PACKET, HOST_OPS
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, map_refs, refs_of, text_of
+from fuser.canonical.interpret import interpret
 from fuser.canonical.schemas import Kind
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "Registered",
     "Row",
     "canonicalize",
+    "interpret",
     "map_refs",
+    "operators_of",
     "refs_of",
     "text_of",
 ]

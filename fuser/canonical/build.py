@@ -279,12 +279,55 @@ def _bound_value(state: _State, row: Row) -> Any:
     return value
 
 
-def _reasons(b: Builder, graph: CanonicalGraph) -> tuple[str, ...]:
+def _refusals(b: Builder) -> tuple[str, ...]:
     out = [f"{op} writes into a tensor" for op in dict.fromkeys(b.mutations)]
-    out += [f"{op} is not an operator that can be fused" for op in dict.fromkeys(b.unknown)]
+    return (*out, *(f"{op} is not an operator that can be fused" for op in dict.fromkeys(b.unknown)))
+
+
+def _reasons(b: Builder, graph: CanonicalGraph) -> tuple[str, ...]:
+    out = list(_refusals(b))
     if len(graph.nodes) == graph.n_inputs:
         out.append("the graph has no operations")
     for i, value in enumerate(graph.outputs):
         if not isinstance(value, Ref):
             out.append(f"output {i} is not a tensor")
     return tuple(out)
+
+
+# -- one node by itself ------------------------------------------------------------------------------------------------
+def operators_of(node: torch.fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the canonical operators of a call, the reasons why it cannot be fused), whatever the rest of its graph is."""
+    state = _State(Builder(), None)
+    for argument in node.all_input_nodes:
+        state.raw[argument] = len(state.env)
+        state.env.append(state.builder.add("input", (), (), _kind_of(argument)))
+    first = len(state.builder.nodes)
+    args = tuple(_here(state, _raw(state, node, a)) for a in node.args)
+    kwargs = {k: _here(state, _raw(state, node, v)) for k, v in node.kwargs.items()}
+    translate(state.builder, node.op, _target(node), args, kwargs)
+    b = state.builder
+    return tuple(n.op for n in b.nodes[first:]), _refusals(b)
+
+
+_MULTIPLE = (tuple, list)
+
+
+def _kind_of(node: torch.fx.Node) -> Kind:
+    """What is known of an argument's value, from its example if it has one, else from its own call."""
+    example = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(example, torch.Tensor):
+        return Kind.TENSOR
+    if isinstance(example, _MULTIPLE):
+        return Kind.TENSORS if all(isinstance(e, torch.Tensor) for e in example) else Kind.SIZES
+    if node.op not in ("call_function", "call_method"):
+        return _input_kind(node)
+    b = Builder()
+    unknown = [b.add("input", (), (), _input_kind(a)) for a in node.all_input_nodes]
+    known = dict(zip(node.all_input_nodes, unknown))
+    substitute: Any = known.__getitem__
+    arguments: Any = torch.fx.node.map_arg((node.args, node.kwargs), substitute)
+    args, kwargs = arguments
+    try:
+        return b.kind(translate(b, node.op, _target(node), args, kwargs))
+    except GraphError:
+        return Kind.ANY

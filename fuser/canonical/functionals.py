@@ -150,6 +150,13 @@ def _kl_div(
     return b.aten("kl_div", input, target, how, log_target=log_target)
 
 
+def _huber_loss(
+    b: Builder, input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None
+) -> Any:
+    _refuse_if(weight is not None, "a loss with weights")
+    return b.aten("huber_loss", input, target, _reduction(reduction, None, None), delta)
+
+
 def _softsign(b: Builder, input: Any) -> Any:
     return b.aten("div", input, b.aten("add", b.aten("abs", input), 1))
 
@@ -223,7 +230,7 @@ FUNCTIONALS: dict[Any, Row] = {
     F.instance_norm: _instance_norm, F.normalize: _normalize, F.embedding: _embedding,
     F.cross_entropy: _cross_entropy, F.nll_loss: _nll_loss, F.kl_div: _kl_div,
     F.mse_loss: _loss("mse_loss", ("weight", None)), F.l1_loss: _loss("l1_loss", ("weight", None)),
-    F.smooth_l1_loss: _loss("smooth_l1_loss", ("beta", 1.0)),
+    F.smooth_l1_loss: _loss("smooth_l1_loss", ("beta", 1.0)), F.huber_loss: _huber_loss,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.pad: _pad, F.max_pool2d: _max_pool2d, F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
     torch.norm: _norm, torch.split: _split, torch.functional.split: _split, torch.einsum: _einsum,
