@@ -1,0 +1,61 @@
+"""One fusion in words: its graph, its kernels and what they are good for, and why the rest runs by ATen."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from fuser.debug.report import why_unfused
+from fuser.executor import explain_entry
+from fuser.kernel_cache import REGISTRY, KernelSpec
+
+
+def explain(key: int) -> str:
+    """What became of the fusion `key`, as text. UnknownKeyError if there is none."""
+    registration = REGISTRY.find(key)
+    spec = registration.spec
+    lines = [f"fusion {key}, {len(spec.graph.calls)} operations, hash {spec.hash[:16]}", *_graph_lines(spec)]
+    if registration.bound:
+        lines.append(f"bound at registration: the first {len(registration.bound)} inputs")
+    for group in spec.broadcast_groups:
+        lines.append(f"broadcast together: {', '.join(f'%{i}' for i in group)}")
+    if spec.blocked:
+        lines.append("never fused:")
+        lines += [f"  {reason}" for reason in spec.blocked]
+    lines += _kernel_lines(spec)
+    for reason, count in spec.store.fallbacks.items():
+        lines.append(f"{count} calls ran by ATen: {reason}")
+    why = why_unfused(spec)
+    lines.append("fused" if why is None else f"not fused: {why}")
+    return "\n".join(lines) + "\n"
+
+
+def _graph_lines(spec: KernelSpec) -> list[str]:
+    return [f"  {line}" for line in spec.graph.text.splitlines()[1:]]
+
+
+def _kernel_lines(spec: KernelSpec) -> list[str]:
+    lines: list[str] = []
+    for entry in spec.store.entries:
+        lines.append(f"class {explain_entry(entry)} ({entry.seconds:.2f} s)")
+        for kernel in entry.kernels:
+            lines.append(f"  {kernel.name}: {kernel.library}")
+            lines += [f"    apart: {' '.join(map(str, r))}" for r in getattr(kernel, "reasons", ())]
+    return lines
+
+
+def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """Write the fusion's graph, fallback, explanation and kernels' sources into `folder`; the paths written."""
+    spec = REGISTRY.find(key).spec
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"graph.txt": spec.graph.text, "fallback.py": spec.fallback.source, "explain.txt": explain(key)}
+    for kernel in spec.store.kernels:
+        suffix = ".cpp" if kernel.library.endswith(".so") else ".py"
+        texts[re.sub(r"\W+", "_", kernel.name) + suffix] = kernel.source
+    paths = []
+    for name, text in texts.items():
+        path = folder / name
+        path.write_text(text)
+        paths.append(path)
+    return paths

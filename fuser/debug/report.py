@@ -1,0 +1,101 @@
+"""What was fused in this process, and what was not, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fuser.frontends.records import CompiledGraph, compilations, last_compilation
+from fuser.kernel_cache import REGISTRY, KernelSpec
+
+NOT_RUN = "not run yet"
+
+
+@dataclass(frozen=True)
+class Report:
+    """`groups` counts fusion groups, equal ones too; `specs` different ones; `kernels` what was compiled for them.
+
+    `ops_fused` are operators in groups that have a kernel, `ops_unfused` the others by reason. `fallback_calls` are
+    calls of groups that ran by ATen. Seconds are of wall time, summed over threads.
+    """
+
+    groups: int = 0
+    specs: int = 0
+    kernels: int = 0
+    ops_fused: int = 0
+    ops_unfused: dict[str, int] = field(default_factory=dict)
+    fallback_calls: dict[str, int] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.groups} fusion groups of {self.specs} kinds, {self.kernels} kernels, {self.ops_fused} ops fused, "
+            f"{sum(self.ops_unfused.values())} not, {self.compile_seconds:.2f} s compiling"
+        ]
+        lines += [f"  {count} ops not fused: {reason}" for reason, count in _by_count(self.ops_unfused)]
+        lines += [f"  {count} calls ran by ATen: {reason}" for reason, count in _by_count(self.fallback_calls)]
+        return "\n".join(lines)
+
+
+def _by_count(counts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
+    """The numbers of the whole process, of the fusions `keys`, or of the graph that `torch.compile` compiled last."""
+    if keys is not None:
+        return _sum([(r.spec, 1) for r in REGISTRY.registrations(keys)], ())
+    if last:
+        record = last_compilation()
+        return _of_graphs([record]) if record is not None else Report()
+    graphs = compilations()
+    known = {key for g in graphs for key in g.keys}
+    others = [(r.spec, 1) for r in REGISTRY.registrations() if r.key not in known]
+    return _of_graphs(graphs, others)
+
+
+def _of_graphs(graphs: list[CompiledGraph], others: list[tuple[KernelSpec, int]] | None = None) -> Report:
+    uses = Counter(group.key for g in graphs for group in g.groups)
+    groups = [(REGISTRY.find(key).spec, count) for key, count in uses.items()]
+    outside = [op.reason for g in graphs for op in g.unfused]
+    return _sum(groups + (others or []), outside)
+
+
+def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str]) -> Report:
+    fused = 0
+    unfused = Counter(outside)
+    specs = list(dict.fromkeys(spec for spec, _ in groups))
+    for spec, count in groups:
+        ops = count * sum(not _is_free(node.op) for node in spec.graph.calls)
+        reason = why_unfused(spec)
+        if reason is None:
+            fused += ops
+        elif ops:
+            unfused[reason] += ops
+    calls: Counter[str] = Counter()
+    for spec in specs:
+        calls.update(spec.store.fallbacks)
+    return Report(
+        groups=sum(count for _, count in groups),
+        specs=len(specs),
+        kernels=sum(len(spec.store.kernels) for spec in specs),
+        ops_fused=fused,
+        ops_unfused=dict(_by_count(unfused)),
+        fallback_calls=dict(_by_count(calls)),
+        compile_seconds=sum(spec.store.compile_seconds for spec in specs),
+    )
+
+
+def _is_free(op: str) -> bool:
+    return op == "getitem" or op.startswith(("host.", "sizes.", "prim."))
+
+
+def why_unfused(spec: KernelSpec) -> str | None:
+    """None if the group has a kernel, else the reason why it has none."""
+    if spec.blocked:
+        return spec.blocked[0]
+    if spec.store.kernels:
+        return None
+    reasons = [e.reason for e in spec.store.entries if e.reason is not None]
+    return reasons[-1] if reasons else next(reversed(spec.store.fallbacks), NOT_RUN)
