@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.ir.nodes import Buffer
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, program, relation_program, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, STRIDE, Expr, Sym, program, relation_program, symbols
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
@@ -41,13 +41,15 @@ class ProgramBuilder:
         for s, e in sorted(self.ctx.facts.items()):
             if s in self.slots:
                 self.guards.append(relation_program("eq", Expr({(s,): 1}), self.ctx.canon(e), self.slots))
+        for relation, a, b in self.ctx.guards:
+            self.guards.append(relation_program(relation, self.ctx.canon(a), self.ctx.canon(b), self.slots))
 
     def _bind_number(self, record: NumberInput) -> None:
         if record.kind == "float":
             self.floats[record.name] = len(self.floats)
             self.patterns.append(InputPattern("float", slot=self.floats[record.name]))
             return
-        slot = self._slot(Sym(record.name))
+        slot = self._slot(Sym(record.name, STRIDE))
         self.patterns.append(InputPattern(record.kind, slot=slot))
 
     def _bind_tensor(self, number: int, record: TensorInput) -> None:

@@ -14,7 +14,20 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record
 from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, StorageBox, TensorBox, strides_of
-from fuser.ir.sizes import ONE, SIZE, STRIDE, Expr, Sym, evaluate, expr, product, substitute, symbol, symbols
+from fuser.ir.sizes import (
+    ONE,
+    SIZE,
+    STRIDE,
+    Expr,
+    Sym,
+    evaluate,
+    expr,
+    is_nonnegative,
+    product,
+    substitute,
+    symbol,
+    symbols,
+)  # fmt: skip
 
 DTYPES = frozenset(
     {
@@ -43,7 +56,9 @@ class LoweringContext:
         self.buffers: list[Buffer] = []
         self.hints: dict[Sym, int] = {}
         self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
+        self.guards: dict[tuple[str, Expr, Expr], None] = {}  # other relations that this lowering relies on, in order
         self.scalars: list[Scalar] = []
+        self.device_type = "cpu"  # of the tensors in and out
         self.origin = ""
         self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors
         self.meta: Any = None
@@ -87,13 +102,22 @@ class LoweringContext:
     def learn_equal(self, x: Expr, y: Expr) -> None:
         """Record `x == y`: one symbol is replaced by the other side, or all symbols become constants."""
         sx, sy = x.as_symbol(), y.as_symbol()
-        if sx is not None and (sy is None or sy < sx) and sx not in symbols(y):
+        if sx is not None and (sy is None or _preferred(sy, sx)) and sx not in symbols(y):
             self.facts[sx] = y
         elif sy is not None and sy not in symbols(x):
             self.facts[sy] = x
         else:
             self.specialise(x)
             self.specialise(y)
+
+    def assume(self, relation: str, a: Expr | int, b: Expr | int) -> None:
+        """Rely on `a relation b` ("ne", "lt", "le"), which must hold in the example; a guard unless it is plain."""
+        x, y = self.canon(a), self.canon(b)
+        gap = y - x
+        if not _holds(relation, evaluate(gap, self.hints)):
+            raise Unsupported(f"{x} {relation} {y} does not hold for these sizes")
+        if gap.as_int() is None and (relation == "ne" or not is_nonnegative(gap - int(relation == "lt"))):
+            self.guards[relation, x, y] = None
 
     def is_one(self, size: Expr | int) -> bool:
         """Whether a size is the constant 1 (not merely 1 in the example)."""
@@ -215,6 +239,15 @@ class LoweringContext:
     def numel(self, operand: TensorBox) -> Expr:
         """Number of elements."""
         return product(self.size_of(operand))
+
+
+def _preferred(a: Sym, b: Sym) -> bool:
+    """Whether `a` rather than `b` stands for both: sizes of tensors before numbers, then by name."""
+    return (a.kind != SIZE, a) < (b.kind != SIZE, b)
+
+
+def _holds(relation: str, gap: int) -> bool:
+    return gap != 0 if relation == "ne" else gap >= int(relation == "lt")
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ dtype and strides, and eager's errors. The symbolic sizes come from the lowering
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class Lowered:
 def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast") -> Lowered:
     """Lower `graph` for inputs like `examples` (tensors, fake tensors or numbers). Raises Unsupported."""
     ctx = LoweringContext(numerics)
+    ctx.device_type = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
     inputs: list[TensorInput | NumberInput] = []
     values: list[Any] = []
     metas: list[Any] = []
@@ -64,8 +65,7 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
         value, meta = _lower_node(ctx, node, values, metas)
         values.append(value)
         metas.append(meta)
-    outputs = [_output(ctx, o, values, metas, graph.functional) for o in graph.outputs]
-    return Lowered(ctx, inputs, outputs)
+    return Lowered(ctx, inputs, _outputs(ctx, graph, values, metas))
 
 
 def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:
@@ -74,7 +74,7 @@ def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput
     name = f"x{number}"
     if isinstance(example, (bool, int)):
         kind = "bool" if isinstance(example, bool) else "int"
-        return NumberInput(kind, name), ctx.new_symbol(name, int(example)), example
+        return NumberInput(kind, name), ctx.new_symbol(name, int(example), STRIDE), example
     if isinstance(example, float):
         scalar = Scalar(name, example)
         ctx.scalars.append(scalar)
@@ -119,7 +119,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         raise Unsupported(supports(node.op) or "", node.op)
     kwargs = {k: map_refs(v, lambda r: values[r.index]) for k, v in node.kwargs}
     meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
-    meta_kwargs.pop("device", None)
+    meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
     meta = run_meta(node.op, meta_args, meta_kwargs)
     ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
@@ -134,6 +134,17 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     return value, meta
 
 
+def _on_meta(ctx: LoweringContext, value: Any) -> Any:
+    """Arguments with devices replaced by "meta". A kernel runs on one device."""
+    if isinstance(value, torch.device):
+        if value.type != ctx.device_type:
+            raise Unsupported(f"it makes a tensor on {value}, in a group on {ctx.device_type}")
+        return torch.device("meta")
+    if isinstance(value, dict):
+        return {k: _on_meta(ctx, v) for k, v in value.items()}
+    return tuple(_on_meta(ctx, v) for v in value) if isinstance(value, tuple) else value
+
+
 def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises."""
     known = elementwise_meta(op, args, kwargs)
@@ -142,7 +153,7 @@ def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target: Any = torch.ops
     for part in op.split("."):
         target = getattr(target, part)
-    if not any(isinstance(a, torch.Tensor) for a in torch.utils._pytree.tree_leaves((args, kwargs))):
+    if not any(isinstance(a, torch.Tensor) for a in _leaves((args, kwargs))):
         kwargs = {**kwargs, "device": "meta"}
     try:
         return target(*args, **kwargs)
@@ -150,6 +161,16 @@ def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise
     except Exception as e:
         raise Unsupported(f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", op) from None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _leaves(v)
+    elif isinstance(value, dict):
+        yield from _leaves(tuple(value.values()))
+    else:
+        yield value
 
 
 def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> None:
@@ -163,20 +184,40 @@ def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> 
             _agree(ctx, node, v, m)
 
 
-def _output(ctx: LoweringContext, o: Any, values: list[Any], metas: list[Any], functional: bool) -> tuple[str, Any]:
-    value = values[o.index] if isinstance(o, Ref) else o
-    if not isinstance(value, TensorBox):
-        raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
-    buffer = value.storage.buffer
-    if value.view is None:
-        return ("input", buffer.input_number) if buffer.input_number >= 0 else ("buffer", buffer.name)
-    if not functional:
-        raise Unsupported("an output is a view: eager's shares memory with what it views")
-    meta = metas[o.index]
+def _outputs(
+    ctx: LoweringContext, graph: CanonicalGraph, values: list[Any], metas: list[Any]
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen."""
+    inputs = {_memory(m): m for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)}
+    seen: dict[int, Any] = dict(inputs)
+    out: list[tuple[str, Any]] = []
+    for o in graph.outputs:
+        value = values[o.index] if isinstance(o, Ref) else o
+        if not isinstance(value, TensorBox):
+            raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
+        meta, buffer = metas[o.index], value.storage.buffer
+        shared = seen.get(_memory(meta))
+        whole = value.view is None
+        if whole and buffer.input_number >= 0 and (shared is not None or graph.functional):
+            out.append(("input", buffer.input_number))
+        elif shared is not None and not graph.functional and not (whole and shared is value):
+            raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
+        else:
+            seen.setdefault(_memory(meta), value)
+            out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
+    return out
+
+
+def _memory(meta: torch.Tensor) -> int:
+    """What tells memory apart in eager: views of one tensor have it in common."""
+    return int(meta.untyped_storage()._cdata)
+
+
+def _copy(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> str:
     ctx.meta, ctx.op, ctx.origin = meta, "copy", "copy of a view"
     size = ctx.size_of(value)
     copy = ctx.pointwise(size, value.dtype, ctx.loader(value, size, value.dtype), ctx.order_of_meta())
-    return "buffer", copy.storage.buffer.name
+    return copy.storage.buffer.name
 
 
 __all__ = ["Lowered", "NumberInput", "Sym", "TensorInput", "lower_graph", "run_meta"]
