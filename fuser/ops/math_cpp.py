@@ -69,8 +69,8 @@ _both(
     "logaddexp",
     "a b",
     """\
-  const {T} m = a > b ? a : b, d = a > b ? b - a : a - b;
-  const {T} s = m + fuser_log1p_{D}(fuser_exp_{D}(d));
+  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
+  const {T} s = ({T})(m + fuser_log1p_f64(fuser_exp_f64(d)));
   const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
 """,
@@ -79,8 +79,8 @@ _both(
     "logaddexp2",
     "a b",
     """\
-  const {T} m = a > b ? a : b, d = a > b ? b - a : a - b;
-  const {T} s = m + fuser_log1p_{D}(fuser_exp2_{D}(d)) * ({T})1.4426950408889634074;
+  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
+  const {T} s = ({T})(m + fuser_log1p_f64(fuser_exp2_f64(d)) * 1.4426950408889634074);
   const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
 """,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fuser.ops import conversions_cpp, integer_cpp, math_cpp
+from fuser.ops import conversions_cpp, double_cpp, float_cpp, integer_cpp, math_cpp
 
 _MACROS = {
     "FUSER_FN": """\
@@ -71,6 +71,8 @@ PRELUDE: dict[str, str] = {
     **conversions_cpp.HELPERS,
     **integer_cpp.HELPERS,
     **math_cpp.HELPERS,
+    **float_cpp.HELPERS,
+    **double_cpp.HELPERS,
 }
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _CELL_WORD = re.compile(r"\b(?:fuser|FUSER)_\w+")

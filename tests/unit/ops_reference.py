@@ -1,0 +1,78 @@
+"""Rows of the op table in high precision, for float64 results: name -> function of mpmath numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mpmath as mp
+import torch
+
+BITS = 160
+
+
+def _fmod(a: Any, b: Any) -> Any:
+    return mp.mpf(math.fmod(float(a), float(b)))
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    r = _fmod(a, b)
+    return r + b if r != 0 and (r < 0) != (b < 0) else r
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "rsqrt": lambda x: 1 / mp.sqrt(x),
+    "exp2": lambda x: mp.mpf(2) ** x,
+    "log2": lambda x: mp.log(x) / mp.log(2),
+    "sigmoid": lambda x: 1 / (1 + mp.exp(-x)),
+    "fmod": _fmod,
+    "remainder": _remainder,
+    "pow": lambda x, y: mp.power(x, y),
+    "hypot": lambda x, y: mp.sqrt(x * x + y * y),
+    "logaddexp": lambda x, y: mp.log(mp.exp(x) + mp.exp(y)),
+    "logaddexp2": lambda x, y: mp.log(mp.mpf(2) ** x + mp.mpf(2) ** y) / mp.log(2),
+    "xlogy": lambda x, y: x * mp.log(y) if x else mp.mpf(0),
+    "xlog1py": lambda x, y: x * mp.log1p(y) if x else mp.mpf(0),
+    "ldexp": lambda x, y: x * mp.mpf(2) ** y if y < 1024 else mp.inf,  # eager multiplies by 2^y, which overflows
+    "atan2": lambda y, x: mp.atan2(y, x) if x or y else mp.nan,  # mpmath has no signed zeros
+    "entr": lambda x: -x * mp.log(x) if x else mp.mpf(0),
+    **{
+        name: getattr(mp, name)
+        for name in (
+            "sqrt exp expm1 log log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc"
+        ).split()
+    },
+}
+
+
+# Sums whose terms may cancel: their ulps are those of the largest argument, which is as well as a rounded sum can do.
+CANCELLING = ("logaddexp", "logaddexp2")
+
+
+def _truth(function: Callable[..., Any], xs: tuple[float, ...]) -> Any:
+    """The value for finite arguments, or None where there is no finite real one."""
+    if not all(map(math.isfinite, xs)):
+        return None
+    try:
+        true = function(*map(mp.mpf, xs))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+    if isinstance(true, mp.mpc) or not mp.isfinite(true) or abs(true) >= mp.mpf(2) ** 1024:
+        return None
+    return true if abs(true) > mp.mpf(2) ** -1100 else mp.mpf(0)
+
+
+def errors(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
+    """How many ulps of float64 each of `value` is off; NaN where the truth is not a finite number."""
+    out = []
+    with mp.workprec(BITS):
+        for *xs, v in zip(*(a.tolist() for a in args), value.tolist()):
+            true = _truth(FUNCTIONS[name], xs)
+            if true is None or not math.isfinite(v):
+                out.append(math.nan if true is None else math.inf)
+                continue
+            scale = max(map(abs, (true, *xs))) if name in CANCELLING else abs(true)
+            exponent = max(mp.frexp(scale)[1] - 1, -1022) if scale else -1022
+            out.append(float(abs(v - true) / mp.mpf(2) ** (exponent - 52)))
+    return torch.tensor(out, dtype=torch.float64)

@@ -1,0 +1,231 @@
+"""Every row of the op table x dtype: its C++ cell against eager PyTorch, bit for bit or within its ulps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.errors import Unsupported
+from tests.unit import ops_reference
+from tests.unit.ops_kernels import COMPILER, Kernel, Library
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+FLOAT_SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    -0.5,
+    1.5,
+    2.5,
+    -2.5,
+    3.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-3,
+    100.0,
+    -100.0,
+]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def key(name: str, dtype: torch.dtype) -> str:
+    return f"{name}_{str(dtype).removeprefix('torch.')}"
+
+
+def has_cell(row: ops.OpRow, dtype: torch.dtype) -> bool:
+    try:
+        ops.cpp_cell(row.name, dtype, *"abc"[: row.arity])
+    except Unsupported:
+        return False
+    return True
+
+
+CASES = [(row, d) for row in ops.OPS.values() for d in row.dtypes if has_cell(row, d)]
+IDS = [key(row.name, d) for row, d in CASES]
+
+
+def arg_dtypes(row: ops.OpRow, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return tuple(torch.bool if s == "b" else dtype for s in row.signature or "t" * row.arity)
+
+
+def op_kernels() -> list[Kernel]:
+    return [
+        Kernel(
+            key(row.name, d),
+            arg_dtypes(row, d),
+            row.result_dtype(d),
+            ops.cpp_cell(row.name, d, *("x0", "x1", "x2")[: row.arity]),
+        )
+        for row, d in CASES
+    ]
+
+
+STORED = (*ops.ALL, *HALVES)
+CONVERSIONS = [(a, b) for a in STORED for b in STORED]
+
+
+def conversion_kernels() -> list[Kernel]:
+    return [Kernel(f"to_{key(key('', a), b)}", (a,), b, ops.cpp_convert(a, b, "x0")) for a, b in CONVERSIONS]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library([*op_kernels(), *conversion_kernels()], tmp_path_factory.mktemp("ops"))
+
+
+def special_values(dtype: torch.dtype) -> list[float]:
+    if dtype is torch.bool:
+        return [False, True]
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return sorted(
+            {
+                info.min,
+                info.min + 1,
+                info.max,
+                info.max - 1,
+                0,
+                1,
+                2,
+                3,
+                7,
+                8,
+                31,
+                63,
+                *([-1, -2, -3, -8] if info.min else [255]),
+            }
+        )
+    info = torch.finfo(dtype)
+    return [*FLOAT_SPECIAL, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, -info.tiny / 8, info.eps]
+
+
+def random_values(dtype: torch.dtype, domain: tuple[float, float], n: int, generator: torch.Generator) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(n, generator=generator) < 0.5
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        whole = torch.randint(info.min, info.max, (n,), generator=generator, dtype=dtype)
+        small = torch.randint(max(info.min, -9), 9, (n,), generator=generator, dtype=dtype)
+        return torch.where(torch.rand(n, generator=generator) < 0.5, whole, small)
+    low, high = domain
+    return (torch.rand(n, generator=generator, dtype=torch.float64) * (high - low) + low).to(dtype)
+
+
+def arguments(row: ops.OpRow, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    dtypes = arg_dtypes(row, dtype)
+    generator = torch.Generator().manual_seed(len(row.name) + 1)
+    specials = list(zip(*itertools.product(*(special_values(d) for d in dtypes)), strict=True))
+    n = 301 if dtype is torch.float64 else 3001  # float64 is compared with mpmath, which is slow
+    return tuple(
+        torch.cat([torch.tensor(s, dtype=d), random_values(d, row.domain, n, generator)])
+        for s, d in zip(specials, dtypes, strict=True)
+    )
+
+
+def usable(row: ops.OpRow, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The arguments that eager takes: it raises for zero divisors, and its process ends for INT_MIN / -1."""
+    if args[0].is_floating_point() or not (row.extra.get("int_zero_div") or row.name in ("gcd", "lcm")):
+        return args
+    low = torch.iinfo(args[0].dtype).min
+    if row.name in ("gcd", "lcm"):
+        keep = (args[0] != low) & (args[1] != low) if low else torch.ones_like(args[0], dtype=torch.bool)
+    else:
+        keep = (args[1] != 0) & ~(
+            (args[0] == low) & (args[1] == -1) if low else torch.zeros_like(args[0], dtype=torch.bool)
+        )
+    return tuple(a[keep] for a in args)
+
+
+def ulp_error(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """|value - reference| in units of the last place of value's dtype; NaN where the reference is not finite in it."""
+    info = torch.finfo(value.dtype)
+    scale = reference.abs()
+    if name in ops_reference.CANCELLING:
+        scale = torch.stack([scale, *(a.double().abs() for a in args)]).amax(0)
+    exponent = torch.frexp(scale.clamp(info.tiny, info.max))[1].double() - 1
+    error = (value.double() - reference).abs().nan_to_num(math.inf) / torch.exp2(exponent + math.log2(info.eps))
+    return torch.where(torch.isfinite(reference.to(value.dtype)), error, math.nan)
+
+
+def float_errors(row: ops.OpRow, args: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
+    """Ulps that `value` is off: from torch in float64 for float32 results, from mpmath for float64."""
+    if value.dtype is torch.float64:
+        return ops_reference.errors(row.name, args, value)
+    return ulp_error(row.name, args, value, row.eval(*(a.double() for a in args)))
+
+
+def show(args: tuple[torch.Tensor, ...], got: torch.Tensor, want: torch.Tensor, bad: torch.Tensor) -> str:
+    at = bad.nonzero().flatten()[:8].tolist()
+    return f"{len(bad.nonzero())} wrong: " + "; ".join(
+        f"{[a[i].item() for a in args]} gave {got[i].item()}, not {want[i].item()}" for i in at
+    )
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    if not got.is_floating_point():
+        return got == want
+    return ((got == want) & (got.signbit() == want.signbit())) | (got.isnan() & want.isnan())
+
+
+@pytest.mark.parametrize(("row", "dtype"), CASES, ids=IDS)
+def test_cell_against_eager(library: Library, row: ops.OpRow, dtype: torch.dtype) -> None:
+    args = usable(row, arguments(row, dtype))
+    got = library.run(key(row.name, dtype), *args)
+    want = row.eval(*args)
+    assert got.dtype == want.dtype
+    if row.ulps == 0 or not dtype.is_floating_point:
+        same = same_bits(got, want)
+        assert same.all(), show(args, got, want, ~same)
+        return
+    error, eager = float_errors(row, args, got), float_errors(row, args, want)
+    # Without a finite truth, as for infinite arguments, eager is the truth.
+    error = torch.where(error.isnan(), ulp_error(row.name, args, got, want.double()).nan_to_num(0.0), error)
+    bad = error > torch.maximum(torch.tensor(row.ulps), eager.nan_to_num(0.0))
+    bad |= ~torch.isfinite(got) & ~same_bits(got, want)
+    bad |= (got == 0) & (want == 0) & (got.signbit() != want.signbit())
+    assert not bad.any(), show(args, got, want, bad)
+
+
+@pytest.mark.parametrize(("a", "b"), CONVERSIONS, ids=[f"{a}-{b}".replace("torch.", "") for a, b in CONVERSIONS])
+def test_conversion_against_eager(library: Library, a: torch.dtype, b: torch.dtype) -> None:
+    if a in HALVES:
+        x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(a)
+    else:
+        generator = torch.Generator().manual_seed(5)
+        wide = [
+            1e3,
+            1e-7,
+            1e10,
+            -3e9,
+            1e20,
+            65519.99,
+            65520.0,
+            65504.0,
+            2.0**-24,
+            2.0**-25,
+            2.0**31,
+            2.0**63,
+            -(2.0**63),
+            255.9,
+        ]
+        x = torch.cat(
+            [
+                torch.tensor([*special_values(a), *(wide if a.is_floating_point else [])]).to(a)
+                if a.is_floating_point
+                else torch.tensor(special_values(a), dtype=a),
+                random_values(a, (-7e4, 7e4), 2000, generator),
+                random_values(a, (-1e-5, 1e-5), 2000, generator),
+                random_values(a, (-300, 300), 2001, generator),
+            ]
+        )
+    got, want = library.run(f"to_{key(key('', a), b)}", x), x.to(b)
+    same = same_bits(got, want)
+    assert same.all(), show((x,), got, want, ~same)
