@@ -119,6 +119,22 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{tiles}\n{body}"
 
 
+PART = 12_000  # characters of functions from which a source is compiled in several parts at the same time
+
+
+def source_parts(functions: Sequence[Function], comment: str) -> tuple[str, ...]:
+    """The sources of all functions: one, or several of about equal length where they are long."""
+    parts: list[list[Function]] = [[]]
+    length = 0
+    for f in functions:
+        if length > PART:
+            parts.append([])
+            length = 0
+        parts[-1].append(f)
+        length += len(f.text)
+    return tuple(source_text(p, comment) for p in parts)
+
+
 @dataclass(frozen=True)
 class Bindings:
     """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar."""

@@ -27,17 +27,22 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Source:
-    """A generated source and how to launch it; no compiler was needed."""
+    """Generated sources, which make one library, and how to launch it; no compiler was needed."""
 
     name: str
-    text: str
+    parts: tuple[str, ...]
     program: LaunchProgram
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
 
+    @property
+    def text(self) -> str:
+        """The code, all parts."""
+        return "\n".join(self.parts)
+
 
 def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
-    """C++ for all kernels of a schedule, in one source."""
+    """C++ for all kernels of a schedule."""
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
@@ -48,15 +53,15 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (codegen.ONE,), False)
         functions += made.functions
-    text = codegen.source_text(functions, comment)
+    parts = codegen.source_parts(functions, comment)
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
     program = builder.finish(steps, plan.buffers, single)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
-    return Source(name, text, program, len(plan.plans), plan.reasons)
+    return Source(name, parts, program, len(plan.plans), plan.reasons)
 
 
 def compile_source(source: Source) -> FusedKernel:
     """Run the compiler, or take its earlier result from disk. Raises CompileError."""
-    library = toolchain.compile_library(source.text)
+    library = toolchain.compile_library(source.parts)
     return FusedKernel(source.name, source.program, source.text, library, source.n_kernels, source.reasons)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from fuser import config
 from fuser.errors import CompileError
@@ -122,29 +123,57 @@ def _write(path: pathlib.Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def compile_library(source: str) -> str:
-    """The path of a shared library made from `source`; from disk if it was made before. Raises CompileError."""
+def compile_library(parts: tuple[str, ...]) -> str:
+    """The path of a shared library made from the sources `parts`; from disk if it was made before. Raises CompileError.
+
+    Several parts are compiled at the same time, then linked.
+    """
     compiler = find_compiler(os.environ.get("CXX"))
     flags, libraries = flags_for(compiler)
-    identity = "\n".join((source, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
-    name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     folder = _cache_folder()
-    library = folder / f"{name}.so"
+    library = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     if library.exists():
         return str(library)
-    path = folder / f"{name}.{os.getpid()}.{threading.get_ident()}.cpp"
-    made = path.with_suffix(".so")
+    stem = folder / f"{library.stem}.{os.getpid()}.{threading.get_ident()}"
+    made = stem.with_name(stem.name + ".so")
+    temporary = [made]
     try:
-        path.write_text(source)
-        command = [*compiler, *flags, str(path), "-o", str(made), *libraries]
-        code, log = _run(command, config.compile_timeout_seconds)
-        if code != 0:
-            raise CompileError(f"{compiler[0]} failed with exit code {code}", log)
+        if len(parts) == 1:
+            inputs = [_source_file(stem, 0, parts[0], temporary)]
+        else:
+            with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+                inputs = list(pool.map(lambda at: _object_file(stem, at, parts[at], temporary), range(len(parts))))
+        run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
         os.replace(made, library)
-        os.replace(path, library.with_suffix(".cpp"))
+        _write(library.with_suffix(".cpp"), "\n".join(parts))
     except OSError as e:
         raise CompileError(f"cannot write the kernel to {folder}: {e}") from None
     finally:
-        for leftover in (path, made):
+        for leftover in temporary:
             leftover.unlink(missing_ok=True)
     return str(library)
+
+
+def _source_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib.Path]) -> pathlib.Path:
+    path = stem.with_name(f"{stem.name}.{at}.cpp")
+    temporary.append(path)
+    path.write_text(text)
+    return path
+
+
+def _object_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib.Path]) -> pathlib.Path:
+    compiler = find_compiler(os.environ.get("CXX"))
+    flags, _ = flags_for(compiler)
+    source = _source_file(stem, at, text, temporary)
+    made = source.with_suffix(".o")
+    temporary.append(made)
+    run_compiler([*compiler, *(f for f in flags if f != "-shared"), "-c", str(source), "-o", str(made)])
+    return made
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run one compiler. CompileError with its output if it fails."""
+    code, log = _run(command, config.compile_timeout_seconds)
+    if code != 0:
+        raise CompileError(f"{command[0]} failed with exit code {code}", log)
