@@ -81,6 +81,7 @@ struct {
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
   PyObject *py_empty_strided, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
+  PyObject *settings, *limit_name, *idle_name;  // config's values by name; null: the pool's own limits
 } torch;
 
 uint64_t disabled_devices;  // bit d: DLPack device type d is off
@@ -268,6 +269,25 @@ void after_fork_parent() { pthread_mutex_unlock(&pool.lock); }
 void after_fork_child() {
   pool_init_lock();
   pool.trimmer = false;
+}
+
+// Takes over `config`'s limits where they have changed. Under the GIL, before the pool is used.
+void pool_follow_settings() {
+  PyObject* limit = torch.settings ? PyDict_GetItemWithError(torch.settings, torch.limit_name) : nullptr;
+  PyObject* idle = torch.settings ? PyDict_GetItemWithError(torch.settings, torch.idle_name) : nullptr;
+  if (!limit || !idle) return;
+  long long bytes = PyLong_AsLongLong(limit);
+  int64_t ns = int64_t(PyFloat_AsDouble(idle) * 1e9);
+  if (PyErr_Occurred()) PyErr_Clear();
+  else if (size_t(bytes) != pool.limit || ns != pool.idle_ns) {
+    pthread_mutex_lock(&pool.lock);
+    pool.limit = bytes < 0 ? 0 : size_t(bytes);
+    pool.idle_ns = ns;
+    Block* chain = pool_collect(INT64_MIN, pool.limit);
+    pthread_cond_signal(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    free_chain(chain);
+  }
 }
 
 // -- What a thread keeps ----------------------------------------------------------------------------------------------
@@ -701,7 +721,11 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   }
   scratch = scratch ? round64(scratch) + 64 : 0;
   size_t need = temporary + scratch * size_t(threads);
-  Block* block = need >= kPoolMin ? pool_take(need) : nullptr;
+  Block* block = nullptr;
+  if (need >= kPoolMin) {
+    pool_follow_settings();
+    block = pool_take(need);
+  }
   char* base = block ? block->data : need ? arena(ts, need) : nullptr;
   if (need && !base) {
     drop_outputs(f, n_buffers);
@@ -1011,6 +1035,10 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.encode = object(table, "encode");
   torch.forward_ad = object(table, "forward_ad");
   torch.level_name = object(table, "level_name");
+  torch.settings = PyDict_GetItemString(table, "settings");
+  Py_XINCREF(torch.settings);
+  torch.limit_name = PyUnicode_InternFromString("pool_limit_bytes");
+  torch.idle_name = PyUnicode_InternFromString("pool_idle_seconds");
   PyObject* capsule = object(table, "dlpack");
   PyObject* flag = object(table, "requires_grad");
   if (PyErr_Occurred()) return nullptr;
@@ -1050,20 +1078,6 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   Py_RETURN_NONE;
 }
 
-PyObject* module_pool_limits(PyObject*, PyObject* arguments) {
-  long long limit;
-  double idle;
-  if (!PyArg_ParseTuple(arguments, "Ld:pool_limits", &limit, &idle)) return nullptr;
-  pthread_mutex_lock(&pool.lock);
-  pool.limit = limit < 0 ? 0 : size_t(limit);
-  pool.idle_ns = int64_t(idle * 1e9);
-  Block* chain = pool_collect(INT64_MIN, pool.limit);
-  pthread_cond_signal(&pool.wake);
-  pthread_mutex_unlock(&pool.lock);
-  free_chain(chain);
-  Py_RETURN_NONE;
-}
-
 PyObject* module_pool_trim(PyObject*, PyObject*) {
   pthread_mutex_lock(&pool.lock);
   Block* chain = pool_collect(INT64_MAX, 0);
@@ -1073,6 +1087,7 @@ PyObject* module_pool_trim(PyObject*, PyObject*) {
 }
 
 PyObject* module_pool_stats(PyObject*, PyObject*) {
+  pool_follow_settings();
   pthread_mutex_lock(&pool.lock);
   auto p = pool;
   pthread_mutex_unlock(&pool.lock);
@@ -1114,6 +1129,7 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
     t->dims[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
     t->dims[n + i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
   }
+  pool_follow_settings();
   t->block = PyErr_Occurred() ? nullptr : pool_take(size_t(bytes));
   if (!t->block) {
     free(t);
@@ -1133,7 +1149,6 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
 PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
-    {"pool_limits", module_pool_limits, METH_VARARGS, "pool_limits(bytes, idle_seconds)"},
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},

@@ -188,8 +188,7 @@ def _start(module: ModuleType) -> None:
     """Set up a loaded module. Under the lock."""
     global _native
     try:
-        module.setup(torch_abi.describe() | {"encode": encode})
-        module.pool_limits(int(settings.pool_limit_bytes), float(settings.pool_idle_seconds))
+        module.setup(torch_abi.describe() | {"encode": encode, "settings": settings._values})
         for device_type in _disabled:
             module.set_enabled(torch_abi.DEVICE_TYPES[device_type], False)
     except (RuntimeError, TypeError, KeyError) as e:

@@ -2,30 +2,19 @@
 
 A page that is written for the first time costs more than the arithmetic on it. Temporaries of kernels and of compiled
 graphs therefore live in blocks that are kept warm between calls: at most `config.pool_limit_bytes` of idle ones, each
-for at most `config.pool_idle_seconds`. What leaves a graph is torch's own memory instead, so that it can be resized.
+for at most `config.pool_idle_seconds`, as set for the process; a change counts from the pool's next use. What leaves a
+graph is torch's own memory instead, so that it can be resized.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fuser import config
 from fuser.runtime import launcher, python_pool
 from fuser.runtime.torch_abi import DTYPE_WORDS
-
-settings: Any = config  # its attributes are made from a table
-
-
-def sync() -> None:
-    """Take over `config.pool_limit_bytes` and `config.pool_idle_seconds`; every function here does so first."""
-    limits = int(settings.pool_limit_bytes), float(settings.pool_idle_seconds)
-    native = launcher.native()
-    if native is not None:
-        native.pool_limits(*limits)
-    python_pool.pool.limits(*limits)
 
 
 def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -33,25 +22,19 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 
     Its storage cannot be resized. Small and empty tensors come from torch's own allocator.
     """
-    nbytes = _storage_bytes(size, stride, dtype)
+    if math.prod(size) * dtype.itemsize < python_pool.POOL_MIN:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    nbytes = (1 + sum((s - 1) * st for s, st in zip(size, stride))) * dtype.itemsize
     if nbytes < python_pool.POOL_MIN or dtype not in DTYPE_WORDS:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    sync()
     native = launcher.native()
     make = python_pool.tensor if native is None else native.pool_tensor
     out: torch.Tensor = make(tuple(size), tuple(stride), DTYPE_WORDS[dtype], nbytes)
     return out
 
 
-def _storage_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    if 0 in size:
-        return 0
-    return (1 + sum((s - 1) * st for s, st in zip(size, stride, strict=True))) * dtype.itemsize
-
-
 def stats() -> dict[str, int]:
     """idle_bytes, idle_blocks, used_bytes, used_blocks, peak_bytes; hits, misses, blocks returned; trimmer at work."""
-    sync()
     out = python_pool.pool.stats()
     native = launcher.native()
     if native is not None:

@@ -12,11 +12,13 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fuser import config
 
 HUGE = 2 << 20
 POOL_MIN = 256 << 10  # below this malloc does
@@ -67,8 +69,9 @@ class _Idle:
 class Pool:
     """Warm blocks. Thread-safe."""
 
-    def __init__(self, limit: int, idle_seconds: float) -> None:
-        self._limit, self._idle_seconds = limit, idle_seconds
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings  # read whenever the pool is used
+        self._limit, self._idle_seconds = 0, 0.0
         self._reset()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset_after_fork)
@@ -84,12 +87,10 @@ class Pool:
         self._lock = threading.RLock()
         self._timer = None
 
-    def limits(self, limit: int, idle_seconds: float) -> None:
-        """Most idle bytes, and how long a block may be idle."""
-        with self._lock:
-            if (limit, idle_seconds) == (self._limit, self._idle_seconds):
-                return
-            self._limit, self._idle_seconds = max(limit, 0), idle_seconds
+    def _follow_settings(self) -> None:
+        limits = max(int(self._settings["pool_limit_bytes"]), 0), float(self._settings["pool_idle_seconds"])
+        if limits != (self._limit, self._idle_seconds):
+            self._limit, self._idle_seconds = limits
             self._collect(float("-inf"), self._limit)
             self._schedule(anew=True)
 
@@ -97,6 +98,7 @@ class Pool:
         """The address of a block of at least `nbytes`."""
         size = size_class(nbytes)
         with self._lock:
+            self._follow_settings()
             data = next((b.data for b in reversed(self._idle) if b.size == size), 0)
             self._counts["hits" if data else "misses"] += 1
             self._idle = [b for b in self._idle if b.data != data]
@@ -151,6 +153,7 @@ class Pool:
     def stats(self) -> dict[str, int]:
         """Counters, as `fuser.runtime.pool.stats` describes them."""
         with self._lock:
+            self._follow_settings()
             return {
                 "idle_bytes": self._idle_bytes(), "idle_blocks": len(self._idle),
                 "used_bytes": sum(self._used.values()), "used_blocks": len(self._used), **self._counts,
@@ -158,7 +161,7 @@ class Pool:
             }  # fmt: skip
 
 
-pool = Pool(256 << 20, 5.0)
+pool = Pool(config.__dict__["_values"])
 
 
 @contextlib.contextmanager

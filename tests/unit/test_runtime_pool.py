@@ -29,7 +29,7 @@ def clean(request, monkeypatch):
     yield pool.stats()
     config.set(**limits)
     pool.trim()
-    pool.sync()
+    pool.stats()
 
 
 def floats(n: int) -> torch.Tensor:
