@@ -12,7 +12,8 @@ import ctypes
 import functools
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -65,9 +66,35 @@ def _keys(t: torch.Tensor) -> int:
     return raw
 
 
+_R = TypeVar("_R")
+
+
+def _in_fresh_thread(fn: Callable[[], _R]) -> _R:
+    """`fn()` where no mode of this thread is at work: while dynamo compiles, every new tensor here is a fake one."""
+    found: list[_R] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(fn())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="fuser-torch-abi")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
 @functools.cache
 def plain_keys() -> tuple[int, ...]:
     """The dispatch keys of ordinary tensors: made in and outside of inference mode."""
+    return _in_fresh_thread(_plain_keys)
+
+
+def _plain_keys() -> tuple[int, ...]:
     keys = [_keys(torch.empty(1, device="cpu"))]
     with torch.inference_mode():
         keys.append(_keys(torch.empty(1, device="cpu")))
@@ -86,11 +113,7 @@ def _context_masks() -> dict[str, int]:
     A key that is included on top of the default means a mode or a transform; only that of inference mode is harmless.
     By default exactly the autocast keys are excluded: one that no longer is means autocast.
     """
-    found: list[tuple[int, int]] = []
-    thread = threading.Thread(target=lambda: found.append(_thread_keys()))
-    thread.start()
-    thread.join()
-    included, excluded = found[0]
+    included, excluded = _in_fresh_thread(_thread_keys)
     inplace_or_view = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView).raw_repr()
     return {
         "default_included": included,
@@ -232,6 +255,10 @@ def _dispatch_tls_agrees() -> bool:
 
 def describe() -> dict[str, Any]:
     """The launcher's table: see `module_setup` in launcher.cpp. Missing addresses are None."""
+    return _in_fresh_thread(_describe)
+
+
+def _describe() -> dict[str, Any]:
     table: dict[str, Any] = {name: symbol(*where) for name, where in _SYMBOLS.items()}
     for group in _GROUPS:
         if any(table[name] is None for name in group):
