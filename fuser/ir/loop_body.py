@@ -40,6 +40,7 @@ class Row:
     index     attr an Expr over loop variables and sizes; the value of the index
     indirect  attr (size Expr, checked); args (row,): an index computed by a row, wrapped if negative, usable in later
               index expressions as the symbol `%<row number>`
+    pair      args (value row, index row): what an index reduction reduces; dtype int64
     round_to  attr the torch dtype to round to; the value stays in compute dtype
     to_dtype  args (row,); a change of compute dtype
     any name of `ops.OPS`
@@ -247,6 +248,10 @@ class _Ops:
     def where(self, condition: Value, a: Value, b: Value) -> Value:
         """`a` where `condition`, else `b`."""
         return _handler.get().add_row(Row("where", (condition.row, a.row, b.row), a.dtype))
+
+    def pair(self, value: Value, index: Value) -> Value:
+        """A value and its int64 index: what `argmax` and `argmin` reduce to an index."""
+        return _handler.get().add_row(Row("pair", (value.row, index.row), torch.int64))
 
     def logical_and(self, a: Value, b: Value) -> Value:
         """Both, of bools."""

@@ -5,6 +5,7 @@ Passed to every `lower_*` function; nothing here is ambient, so eight threads lo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,12 +112,12 @@ class LoweringContext:
             self.specialise(y)
 
     def assume(self, relation: str, a: Expr | int, b: Expr | int) -> None:
-        """Rely on `a relation b` ("ne", "lt", "le"), which must hold in the example; a guard unless it is plain."""
+        """Rely on `a relation b` ("eq", "ne", "lt", "le"), which must hold in the example; a guard unless it is plain."""
         x, y = self.canon(a), self.canon(b)
         gap = y - x
         if not _holds(relation, evaluate(gap, self.hints)):
             raise Unsupported(f"{x} {relation} {y} does not hold for these sizes")
-        if gap.as_int() is None and (relation == "ne" or not is_nonnegative(gap - int(relation == "lt"))):
+        if gap.as_int() is None and (relation in ("eq", "ne") or not is_nonnegative(gap - int(relation == "lt"))):
             self.guards[relation, x, y] = None
 
     def is_one(self, size: Expr | int) -> bool:
@@ -159,6 +160,10 @@ class LoweringContext:
         self.buffers.append(buffer)
         return buffer
 
+    def empty(self, size: Sequence[Expr], dtype: torch.dtype, order: tuple[int, ...] | None = None) -> TensorBox:
+        """A tensor to be filled by `into_slice`."""
+        return TensorBox(StorageBox(self.new_buffer(dtype, size, order)))
+
     def pointwise(
         self, size: Sequence[Expr], dtype: torch.dtype, inner_fn: Callable[[Index], Value],
         order: tuple[int, ...] | None = None,
@@ -171,23 +176,30 @@ class LoweringContext:
 
     def reduction(
         self, kind: str, size: Sequence[Expr], reduced: Sequence[Expr], dtype: torch.dtype,
-        inner_fn: Callable[[Index, Index], Value],
+        inner_fn: Callable[[Index, Index], Value], kept: Sequence[int] | None = None,
+        order: tuple[int, ...] | None = None,
     ) -> TensorBox:  # fmt: skip
-        """A tensor of `size`: `kind` over all `reduced` indices of `inner_fn(index, reduced_index)`."""
-        buffer = self.new_buffer(dtype, size)
-        n = len(buffer.size)
-        domain = (*buffer.size, *(self.canon(r) for r in reduced))
+        """A tensor of `size`: `kind` over all `reduced` indices of `inner_fn(index, reduced_index)`.
+
+        `index` runs over the dims `kept` of `size` (all if None); the others have size 1.
+        """
+        buffer = self.new_buffer(dtype, size, order)
+        kept = range(len(buffer.size)) if kept is None else kept
+        n = len(kept)
+        domain = (*(buffer.size[d] for d in kept), *(self.canon(r) for r in reduced))
         body = record(lambda index: inner_fn(index[:n], index[n:]), len(domain))
-        buffer.loops.append(Reduction(domain, body, loop_variables(n), len(reduced), kind))
+        store = dict(zip(kept, loop_variables(n)))
+        where = tuple(store.get(d, ZERO) for d in range(len(buffer.size)))
+        buffer.loops.append(Reduction(domain, body, where, len(reduced), kind))
         return TensorBox(StorageBox(buffer))
 
     def _finish(self, value: Value, dtype: torch.dtype) -> Value:
         value = ops.to_dtype(value, compute_dtype(dtype))
         return ops.round_to(value, dtype) if self.numerics == "eager" else value
 
-    def order_of_meta(self) -> tuple[int, ...] | None:
-        """The order of dims in memory that eager gives the node's result; None for row-major."""
-        meta = self.meta
+    def order_of_meta(self, result: int | None = None) -> tuple[int, ...] | None:
+        """The order of dims in memory that eager gives the node's result (or its result `result`); None: row-major."""
+        meta = self.meta if result is None else self.meta[result]
         if not isinstance(meta, torch.Tensor) or meta.is_contiguous():
             return None
         return memory_order(meta.size(), meta.stride())
@@ -247,7 +259,7 @@ def _preferred(a: Sym, b: Sym) -> bool:
 
 
 def _holds(relation: str, gap: int) -> bool:
-    return gap != 0 if relation == "ne" else gap >= int(relation == "lt")
+    return {"eq": gap == 0, "ne": gap != 0, "lt": gap > 0, "le": gap >= 0}[relation]
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:

@@ -1,22 +1,24 @@
-"""Elementwise operators: tables of names first, then those that need a line of their own."""
+"""Elementwise arithmetic: tables of names first, then the operators that need a line of their own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.lowering.context import LoweringContext, Operand
-from fuser.lowering.registry import LOWERINGS, lower
+from fuser.ir.sizes import ZERO, Expr
+from fuser.lowering.context import LoweringContext, Operand, Scalar
+from fuser.lowering.registry import LOWERINGS, lower, refuse
+from fuser.ops import OPS
 
 # operator of ATen: op of the table. Computed in the dtype of the result.
 UNARY = {
-    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal",
-    "sqrt": "sqrt", "rsqrt": "rsqrt",
+    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal", "sqrt": "sqrt", "rsqrt": "rsqrt",
     "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log2": "log2", "log10": "log10", "log1p": "log1p",
     "sin": "sin", "cos": "cos", "tan": "tan", "asin": "asin", "acos": "acos", "atan": "atan", "sinh": "sinh",
     "cosh": "cosh", "tanh": "tanh", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "erf": "erf", "erfc": "erfc",
@@ -24,20 +26,24 @@ UNARY = {
     "special_i1": "i1", "special_i1e": "i1e", "special_bessel_j0": "j0", "special_bessel_j1": "j1",
     "special_bessel_y0": "y0", "special_bessel_y1": "y1", "special_ndtri": "ndtri", "special_log_ndtr": "log_ndtr",
     "special_entr": "entr", "sigmoid": "sigmoid", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "frac": "frac",
-    "bitwise_not": "bitwise_not", "relu": "relu", "positive": "positive",
+    "bitwise_not": "bitwise_not", "relu": "relu", "special_erfcx": "erfcx", "special_airy_ai": "airy_ai",
+    "special_spherical_bessel_j0": "spherical_bessel_j0", "special_modified_bessel_i0": "i0",
+    "special_modified_bessel_i1": "i1", "special_modified_bessel_k0": "k0", "special_modified_bessel_k1": "k1",
+    "special_scaled_modified_bessel_k0": "k0e", "special_scaled_modified_bessel_k1": "k1e",
 }  # fmt: skip
 BINARY = {
-    "mul": "mul", "maximum": "maximum", "minimum": "minimum", "fmax": "fmax", "fmin": "fmin", "atan2": "atan2",
-    "hypot": "hypot", "fmod": "fmod", "remainder": "remainder", "bitwise_and": "bitwise_and",
-    "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "__and__": "bitwise_and", "__or__": "bitwise_or",
-    "__xor__": "bitwise_xor", "copysign": "copysign", "nextafter": "nextafter", "gcd": "gcd", "lcm": "lcm",
-    "logaddexp": "logaddexp", "logaddexp2": "logaddexp2", "heaviside": "heaviside", "xlogy": "xlogy",
-    "special_xlog1py": "xlog1py", "ldexp": "ldexp", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift",
-    "__lshift__": "lshift", "__rshift__": "rshift", "special_zeta": "zeta",
+    "maximum": "maximum", "minimum": "minimum", "fmax": "fmax", "fmin": "fmin", "atan2": "atan2", "hypot": "hypot",
+    "bitwise_and": "bitwise_and", "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "copysign": "copysign",
+    "gcd": "gcd", "lcm": "lcm", "logaddexp": "logaddexp", "logaddexp2": "logaddexp2", "heaviside": "heaviside",
+    "xlogy": "xlogy", "special_xlog1py": "xlog1py", "ldexp": "ldexp", "bitwise_left_shift": "lshift",
+    "bitwise_right_shift": "rshift", "special_zeta": "zeta",
 }  # fmt: skip
+# Integers divided by zero raise in eager.
+DIVIDING = {"fmod": "fmod", "remainder": "remainder"}
 COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
 TESTS = {"isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite", "signbit": "signbit"}  # result is bool
 LOGICAL = {"logical_and": "logical_and", "logical_or": "logical_or", "logical_xor": "logical_xor"}
+WHOLE_IS_UNCHANGED = frozenset({"floor", "ceil", "trunc", "frac", "round"})
 
 Body = Callable[..., Value]
 
@@ -50,37 +56,54 @@ def result_dtype(ctx: LoweringContext) -> torch.dtype:
 
 def elementwise(
     ctx: LoweringContext, operands: Sequence[Operand], body: Body, dtype: torch.dtype | None = None,
-    compute: torch.dtype | None = None,
+    compute: torch.dtype | None = None, cast: bool = False, ordered: bool = True,
 ) -> TensorBox:  # fmt: skip
-    """`body(*values)` over the broadcast operands, all converted to `compute` (the result's dtype if None)."""
+    """`body(*values)` over the broadcast operands, all converted to `compute` (the result's dtype if None).
+
+    `cast`: operands of other dtypes are rounded to `compute`, where eager casts them before it computes; otherwise a
+    number takes part in arithmetic of half precision as a float32. `ordered`: memory in the order of eager's result.
+    """
     dtype = dtype if dtype is not None else result_dtype(ctx)
-    compute = compute_dtype(compute if compute is not None else dtype)
+    compute = compute if compute is not None else dtype
     size = ctx.broadcast_sizes([ctx.size_of(o) for o in operands])
-    loaders = [ctx.loader(o, size, compute) for o in operands]
+    loaders = [cast_loader(ctx, o, size, compute) if cast else ctx.loader(o, size, compute_dtype(compute)) for o in operands]
 
     def inner(index: Index) -> Value:
         return body(*(load(index) for load in loaders))
 
-    return ctx.pointwise(size, dtype, inner, ctx.order_of_meta())
+    return ctx.pointwise(size, dtype, inner, ctx.order_of_meta() if ordered else None)
 
 
-def common_dtype(ctx: LoweringContext, *numbers: int) -> torch.dtype:
-    """The dtype to which torch promotes the node's operands."""
-    metas = [m for m in ctx.arg_metas if isinstance(m, (torch.Tensor, int, float, bool))]
-    dtype: torch.dtype | None = None
-    first = metas[0]
-    for other in metas[1:2]:
-        return torch.result_type(first, other)
-    dtype = first.dtype if isinstance(first, torch.Tensor) else None
-    if dtype is None:
+def cast_loader(
+    ctx: LoweringContext, operand: Operand, size: Sequence[Expr], dtype: torch.dtype
+) -> Callable[[Index], Value]:
+    """A loader of the operand as eager casts it to `dtype`: rounded if that is a half and the operand is not."""
+    if isinstance(operand, (int, float)) and dtype in LOW_PRECISION:
+        rounded = float(torch.tensor(float(operand), dtype=torch.float64).to(dtype))
+        return ctx.loader(rounded, size, compute_dtype(dtype))
+    load = ctx.loader(operand, size, compute_dtype(dtype))
+    if dtype not in LOW_PRECISION or (isinstance(operand, TensorBox) and operand.dtype is dtype):
+        return load
+    return lambda index: ops.round_to(load(index), dtype)
+
+
+def common_dtype(ctx: LoweringContext) -> torch.dtype:
+    """The dtype to which torch promotes the node's first two operands."""
+    metas = [m for m in ctx.arg_metas if isinstance(m, (torch.Tensor, int, float, bool))][:2]
+    if not any(isinstance(m, torch.Tensor) for m in metas):
         raise Unsupported("an elementwise operator without a tensor")
-    return dtype
+    return torch.result_type(*metas) if len(metas) == 2 else metas[0].dtype  # type: ignore[union-attr]
+
+
+def is_known(value: Any) -> bool:
+    """Whether an operand is a number known when the graph is registered."""
+    return isinstance(value, (int, float))
 
 
 def _unary(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, x: Operand) -> TensorBox:
         dtype = result_dtype(ctx)
-        if name == "positive" or (name in ("floor", "ceil", "trunc", "frac") and not dtype.is_floating_point):
+        if (name in WHOLE_IS_UNCHANGED and not dtype.is_floating_point) or (name == "sign" and dtype is torch.bool):
             return elementwise(ctx, [x], lambda v: v)
         return elementwise(ctx, [x], lambda v: ops.call(name, v))
 
@@ -88,19 +111,27 @@ def _unary(name: str) -> Callable[..., TensorBox]:
 
 
 def _binary(name: str) -> Callable[..., TensorBox]:
-    return lambda ctx, a, b: elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y))
+    return lambda ctx, a, b: elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
+
+
+def _dividing(name: str) -> Callable[..., TensorBox]:
+    def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+        check_integer_divisor(ctx, b)
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
+
+    return fn
 
 
 def _compare(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
-        return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, common_dtype(ctx))
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, common_dtype(ctx), cast=True)
 
     return fn
 
 
 def _test(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, a: TensorBox) -> TensorBox:
-        if name != "signbit" and not a.dtype.is_floating_point:
+        if a.dtype is torch.bool or (name != "signbit" and not a.dtype.is_floating_point):
             return elementwise(ctx, [a], lambda x: ops.constant(name == "isfinite", torch.bool), torch.bool, a.dtype)
         return elementwise(ctx, [a], lambda x: ops.call(name, x), torch.bool, a.dtype)
 
@@ -111,9 +142,29 @@ def _logical(name: str) -> Callable[..., TensorBox]:
     return lambda ctx, a, b: elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, torch.bool)
 
 
-for _table, _make in ((UNARY, _unary), (BINARY, _binary), (COMPARE, _compare), (TESTS, _test), (LOGICAL, _logical)):
+_MAKERS = (
+    (UNARY, _unary), (BINARY, _binary), (DIVIDING, _dividing), (COMPARE, _compare), (TESTS, _test), (LOGICAL, _logical),
+)  # fmt: skip
+for _table, _make in _MAKERS:
     for _aten, _op in _table.items():
-        LOWERINGS[f"aten.{_aten}"] = _make(_op)
+        if _op in OPS:
+            LOWERINGS[f"aten.{_aten}"] = _make(_op)
+        else:
+            refuse(f"the table of scalar ops has no {_op}", f"aten.{_aten}")
+
+lower_maximum, lower_minimum = LOWERINGS["aten.maximum"], LOWERINGS["aten.minimum"]
+
+
+@lower("aten.positive")
+def lower_itself(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """The tensor itself, as eager returns it."""
+    return x
+
+
+@lower("aten.conj_physical", "aten._conj_physical")
+def lower_conj_physical(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """A copy."""
+    return elementwise(ctx, [x], lambda v: v)
 
 
 @lower("aten.logical_not")
@@ -122,37 +173,28 @@ def lower_logical_not(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     return elementwise(ctx, [x], lambda v: ops.logical_not(v), torch.bool, torch.bool)
 
 
-def _scaled(alpha: Operand, y: Value) -> Value:
-    return y if isinstance(alpha, (int, float)) and alpha == 1 else ops.mul(y, ops.constant(alpha, y.dtype))  # type: ignore[arg-type]
-
-
-@lower("aten.add")
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+@lower("aten.add", "aten.sub", "aten.rsub")
 def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> TensorBox:
-    """a + alpha * b"""
-    return _add_sub(ctx, "add", a, b, alpha)
+    """a + alpha * b, a - alpha * b, b - alpha * a"""
+    dtype = result_dtype(ctx)
+    op = "add" if ctx.op == "aten.add" else "sub"
+    if ctx.op == "aten.rsub":
+        a, b = b, a
+    if is_known(alpha) and alpha == 1:
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y))
+    if isinstance(alpha, Scalar) and not dtype.is_floating_point:
+        raise Unsupported("a float alpha for integers: eager raises")
+    return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.call(op, x, ops.mul(y, s)))
 
 
-@lower("aten.sub")
-def lower_sub(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> TensorBox:
-    """a - alpha * b"""
-    return _add_sub(ctx, "sub", a, b, alpha)
+@lower("aten.mul")
+def lower_mul(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+    """a * b"""
+    return elementwise(ctx, [a, b], lambda x, y: ops.mul(x, y))
 
 
-@lower("aten.rsub")
-def lower_rsub(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> TensorBox:
-    """b - alpha * a"""
-    return _add_sub(ctx, "sub", b, a, alpha)
-
-
-def _add_sub(ctx: LoweringContext, op: str, a: Operand, b: Operand, alpha: Any) -> TensorBox:
-    if not isinstance(alpha, (int, float)):
-        raise Unsupported("alpha that is not a number known when the graph is registered")
-    if result_dtype(ctx) is torch.bool:
-        return elementwise(ctx, [a, b], lambda x, y: ops.call("logical_or", x, y))
-    return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, _scaled(alpha, y)))
-
-
-@lower("aten.div", "aten.true_divide", "aten.divide")
+@lower("aten.div")
 def lower_div(ctx: LoweringContext, a: Operand, b: Operand, rounding_mode: str | None = None) -> TensorBox:
     """Division: true, or rounded to -inf ("floor") or to zero ("trunc")."""
     if rounding_mode is None:
@@ -163,8 +205,12 @@ def lower_div(ctx: LoweringContext, a: Operand, b: Operand, rounding_mode: str |
 
 
 def check_integer_divisor(ctx: LoweringContext, b: Operand) -> None:
-    """Eager raises for an integer divided by zero: only a known divisor is safe."""
-    if not result_dtype(ctx).is_floating_point and not (isinstance(b, (int, float)) and b != 0):
+    """Eager raises for an integer divided by zero: only a known divisor, or a size that is not zero, is safe."""
+    if result_dtype(ctx).is_floating_point:
+        return
+    if isinstance(b, Expr) and b.as_int() is None:
+        ctx.assume("ne", b, ZERO)
+    elif not (isinstance(b, Expr) or is_known(b)) or (b.as_int() if isinstance(b, Expr) else b) == 0:
         raise Unsupported("integer division by a tensor: eager raises for zero divisors")
 
 
@@ -174,85 +220,192 @@ def lower_floor_divide(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBo
     return lower_div(ctx, a, b, "floor")
 
 
+@lower("aten.round")
+def lower_round(ctx: LoweringContext, x: Operand, decimals: int = 0) -> TensorBox:
+    """To the nearest integer, halves to even; or to a number of decimals."""
+    if not result_dtype(ctx).is_floating_point:
+        return elementwise(ctx, [x], lambda v: v)
+    if decimals == 0:
+        return elementwise(ctx, [x], lambda v: ops.round(v))
+    ten = 10.0 ** abs(int(decimals))
+    if decimals > 0:
+        return elementwise(ctx, [x], lambda v: ops.div(ops.round(ops.mul(v, ten)), ten))
+    return elementwise(ctx, [x], lambda v: ops.mul(ops.round(ops.div(v, ten)), ten))
+
+
+# Exponents that eager multiplies out (or takes roots for), and the only ones that change no bit of its results.
+SMALL_POWERS: dict[float, Body] = {
+    1.0: lambda x: x, 2.0: lambda x: ops.mul(x, x), 3.0: lambda x: ops.mul(ops.mul(x, x), x),
+}  # fmt: skip
+FLOAT_POWERS: dict[float, Body] = SMALL_POWERS | {
+    0.5: lambda x: ops.sqrt(x), -0.5: lambda x: ops.rsqrt(x), -1.0: lambda x: ops.reciprocal(x),
+    -2.0: lambda x: ops.reciprocal(ops.mul(x, x)),
+}  # fmt: skip
+
+
 @lower("aten.pow")
 def lower_pow(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     """Power; small constant exponents without a call."""
-    if isinstance(b, (int, float)) and not isinstance(b, bool):
-        special: dict[float, Body] = {
-            2.0: lambda x: ops.mul(x, x), 3.0: lambda x: ops.mul(ops.mul(x, x), x), 1.0: lambda x: x,
-        }  # fmt: skip
-        if result_dtype(ctx).is_floating_point:
-            special |= {0.5: lambda x: ops.sqrt(x), -0.5: lambda x: ops.rsqrt(x), -1.0: lambda x: ops.reciprocal(x),
-                        -2.0: lambda x: ops.reciprocal(ops.mul(x, x))}  # fmt: skip
-        if float(b) in special:
-            return elementwise(ctx, [a], special[float(b)])
+    whole = not result_dtype(ctx).is_floating_point
+    if whole and isinstance(b, Expr):
+        ctx.assume("le", ZERO, b)
+    if is_known(b):
+        if whole and b < 0:  # type: ignore[operator]
+            raise Unsupported("integers to a negative power: eager raises")
+        known = (SMALL_POWERS if whole else FLOAT_POWERS).get(float(b))  # type: ignore[arg-type]
+        if known is not None:
+            return elementwise(ctx, [a], known)
     return elementwise(ctx, [a, b], lambda x, y: ops.pow(x, y))
 
 
-@lower("aten.where")
-def lower_where(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Operand) -> TensorBox:
-    """a where condition, else b"""
-    dtype = result_dtype(ctx)
-    size = ctx.broadcast_sizes([ctx.size_of(o) for o in (condition, a, b)])
-    cond = ctx.loader(condition, size, torch.bool)
-    left, right = (ctx.loader(o, size, compute_dtype(dtype)) for o in (a, b))
-    return ctx.pointwise(size, dtype, lambda i: ops.where(cond(i), left(i), right(i)), ctx.order_of_meta())
+@lower("aten.float_power")
+def lower_float_power(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+    """Power in float64."""
+    return lower_pow(ctx, a, b)
 
 
-@lower("aten.clamp", "aten.clip")
-def lower_clamp(ctx: LoweringContext, x: Operand, low: Operand | None = None, high: Operand | None = None) -> TensorBox:
-    """min(max(x, low), high), NaN kept"""
-    operands = [x] + [o for o in (low, high) if o is not None]
-
-    def body(v: Value, *limits: Value) -> Value:
-        rest = list(limits)
-        if low is not None:
-            v = ops.maximum(v, rest.pop(0))
-        return ops.minimum(v, rest.pop(0)) if high is not None else v
-
-    return elementwise(ctx, operands, body)
+@lower("aten.square")
+def lower_square(ctx: LoweringContext, x: Operand) -> TensorBox:
+    """x * x"""
+    return elementwise(ctx, [x], lambda v: ops.mul(v, v))
 
 
-@lower("aten.clamp_min")
-def lower_clamp_min(ctx: LoweringContext, x: Operand, low: Operand) -> TensorBox:
-    """max(x, low)"""
-    return elementwise(ctx, [x, low], lambda v, y: ops.maximum(v, y))
+@lower("aten.addcmul", "aten.addcdiv")
+def lower_addcmul(ctx: LoweringContext, x: Operand, a: Operand, b: Operand, value: Any = 1) -> TensorBox:
+    """x + value * a * b, x + value * a / b"""
+    op = ctx.op[-3:]
+    if is_known(value) and value == 1:
+        return elementwise(ctx, [x, a, b], lambda v, y, z: ops.add(v, ops.call(op, y, z)))
+    return elementwise(ctx, [x, a, b, value], lambda v, y, z, s: ops.add(v, ops.call(op, ops.mul(s, y), z)))
 
 
-@lower("aten.clamp_max")
-def lower_clamp_max(ctx: LoweringContext, x: Operand, high: Operand) -> TensorBox:
-    """min(x, high)"""
-    return elementwise(ctx, [x, high], lambda v, y: ops.minimum(v, y))
+@lower("aten.lerp")
+def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) -> TensorBox:
+    """a + weight * (b - a), from the nearer end."""
+
+    def body(x: Value, y: Value, w: Value) -> Value:
+        gap = ops.sub(y, x)
+        near = ops.add(x, ops.mul(w, gap))
+        far = ops.sub(y, ops.mul(gap, ops.sub(ops.constant(1, w.dtype), w)))
+        return ops.where(ops.lt(ops.abs(w), 0.5), near, far)
+
+    return elementwise(ctx, [a, b, weight], body)
 
 
-@lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous")
-def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> TensorBox:
-    """A copy, in the dtype that eager gives it; a user's cast is rounded even where the value is used directly."""
-    if ctx.meta is ctx.arg_metas[0]:
-        return x  # eager returns its argument
-    dtype = result_dtype(ctx)
-    size = ctx.size_of(x)
-    load = ctx.loader(x, size, compute_dtype(dtype))
-    return ctx.pointwise(size, dtype, lambda i: ops.round_to(load(i), dtype), ctx.order_of_meta())
+@lower("aten.nextafter")
+def lower_nextafter(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+    """The next number towards b."""
+    if result_dtype(ctx) in LOW_PRECISION:
+        raise Unsupported("nextafter of a half: kernels compute in float32")
+    return elementwise(ctx, [a, b], lambda x, y: ops.nextafter(x, y))
 
 
-@lower("aten.silu")
-def lower_silu(ctx: LoweringContext, x: Operand) -> TensorBox:
-    """x * sigmoid(x)"""
-    return elementwise(ctx, [x], lambda v: ops.div(v, ops.add(ops.exp(ops.neg(v)), 1.0)))
+# -- functions by composition ------------------------------------------------------------------------------------------
+def _factor(value: float) -> Callable[..., TensorBox]:
+    return lambda ctx, x: elementwise(ctx, [x], lambda v: ops.mul(v, value))
 
 
-@lower("aten.gelu")
-def lower_gelu(ctx: LoweringContext, x: Operand, approximate: str = "none") -> TensorBox:
-    """Gaussian error linear unit, exact or by tanh."""
-    if approximate == "tanh":
+LOWERINGS["aten.deg2rad"] = _factor(math.pi / 180)
+LOWERINGS["aten.rad2deg"] = _factor(180 / math.pi)
 
-        def by_tanh(v: Value) -> Value:
-            cubic = ops.mul(ops.mul(ops.mul(v, v), v), 0.044715)
-            inner = ops.mul(ops.add(v, cubic), 0.7978845608028654)
-            return ops.mul(ops.mul(v, 0.5), ops.add(ops.tanh(inner), 1.0))
 
-        return elementwise(ctx, [x], by_tanh)
+@lower("aten.isposinf", "aten.isneginf")
+def lower_isposinf(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """Whether it is that infinity."""
+    infinite = math.inf if ctx.op == "aten.isposinf" else -math.inf
+    if not x.dtype.is_floating_point:
+        return elementwise(ctx, [x], lambda v: ops.constant(False, torch.bool), torch.bool, x.dtype)
+    return elementwise(ctx, [x], lambda v: ops.eq(v, infinite), torch.bool, x.dtype)
+
+
+@lower("aten.isreal")
+def lower_isreal(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """True"""
+    return elementwise(ctx, [x], lambda v: ops.constant(True, torch.bool), torch.bool, x.dtype)
+
+
+@lower("aten.isclose")
+def lower_isclose(
+    ctx: LoweringContext, a: TensorBox, b: TensorBox, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> TensorBox:
+    """|a - b| <= atol + |rtol * b|, or equal"""
+    if not a.dtype.is_floating_point:
+        raise Unsupported("isclose of integers")
+
+    def body(x: Value, y: Value) -> Value:
+        gap = ops.abs(ops.sub(x, y))
+        near = ops.le(gap, ops.add(ops.abs(ops.mul(y, float(rtol))), float(atol)))
+        out = ops.logical_or(ops.eq(x, y), ops.logical_and(ops.isfinite(gap), near))
+        return ops.logical_or(out, ops.logical_and(ops.isnan(x), ops.isnan(y))) if equal_nan else out
+
+    return elementwise(ctx, [a, b], body, torch.bool, a.dtype)
+
+
+@lower("aten.angle")
+def lower_angle(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """0, pi for negative numbers, NaN for NaN."""
+
+    def body(v: Value) -> Value:
+        turned = ops.where(ops.lt(v, 0), ops.constant(math.pi, v.dtype), ops.constant(0, v.dtype))
+        return ops.where(ops.isnan(v), v, turned)
+
+    return elementwise(ctx, [x], body)
+
+
+@lower("aten.sinc")
+def lower_sinc(ctx: LoweringContext, x: Operand) -> TensorBox:
+    """sin(pi x) / (pi x), 1 at 0"""
+
+    def body(v: Value) -> Value:
+        turn = ops.mul(v, math.pi)
+        return ops.where(ops.eq(v, 0), ops.constant(1, v.dtype), ops.div(ops.sin(turn), turn))
+
+    return elementwise(ctx, [x], body)
+
+
+@lower("aten.special_ndtr")
+def lower_ndtr(ctx: LoweringContext, x: Operand) -> TensorBox:
+    """The normal distribution's area below x."""
+
+    def body(v: Value) -> Value:
+        t = ops.mul(v, math.sqrt(0.5))
+        tail = ops.mul(ops.erfc(ops.abs(t)), 0.5)
+        upper = ops.where(ops.gt(t, 0), ops.sub(ops.constant(1, v.dtype), tail), tail)
+        return ops.where(ops.lt(ops.abs(t), 1), ops.add(ops.mul(ops.erf(t), 0.5), 0.5), upper)
+
+    return elementwise(ctx, [x], body)
+
+
+@lower("aten.polygamma")
+def lower_polygamma(ctx: LoweringContext, n: int, x: TensorBox) -> TensorBox:
+    """The nth derivative of digamma."""
+    if n == 0:
+        return elementwise(ctx, [x], lambda v: ops.digamma(v))
+    factor = math.factorial(n) * (1.0 if n % 2 else -1.0)
     return elementwise(
-        ctx, [x], lambda v: ops.mul(ops.mul(v, 0.5), ops.add(ops.erf(ops.mul(v, 0.7071067811865476)), 1.0))
-    )
+        ctx, [x], lambda v: ops.mul(ops.zeta(ops.constant(n + 1, v.dtype), v), factor)
+    )  # fmt: skip
+
+
+@lower("aten.mvlgamma")
+def lower_mvlgamma(ctx: LoweringContext, x: TensorBox, p: int) -> TensorBox:
+    """log of the multivariate gamma function: a sum of p log gammas"""
+
+    def body(v: Value) -> Value:
+        total = ops.lgamma(ops.add(v, 0.5 - p / 2))
+        for j in range(1, p):
+            total = ops.add(total, ops.lgamma(ops.add(v, 0.5 - p / 2 + j / 2)))
+        return ops.add(total, p * (p - 1) * math.log(math.pi) / 4)
+
+    return elementwise(ctx, [x], body)
+
+
+refuse("two results of different kinds", "aten.frexp")
+refuse("no scalar form in the table", "aten.igamma", "aten.igammac")
+refuse(
+    "orthogonal polynomials loop over their degree",
+    *(f"aten.special_{kind}_polynomial_{letter}" for kind in ("chebyshev", "shifted_chebyshev") for letter in "tuvw"),
+    "aten.special_hermite_polynomial_h", "aten.special_hermite_polynomial_he", "aten.special_laguerre_polynomial_l",
+    "aten.special_legendre_polynomial_p",
+)  # fmt: skip
+refuse("it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense", "aten.is_nonzero")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
-from fuser.lowering.context import LoweringContext
-from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.registry import lower
+from fuser.ir.sizes import ONE, ZERO, Expr, product
+from fuser.lowering.context import LoweringContext, Scalar
+from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
+from fuser.lowering.registry import lower, refuse
 
 Dims = Sequence[int] | int | None
+Element = Callable[[Value, Index], Value]
 
 
 def normal_dims(dims: Dims, rank: int) -> list[int]:
@@ -28,34 +30,43 @@ def normal_dims(dims: Dims, rank: int) -> list[int]:
 
 def reduce(
     ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, dtype: torch.dtype,
-    value: Callable[[Value, Index], Value] | None = None, compute: torch.dtype | None = None,
+    value: Element | None = None, compute: torch.dtype | None = None, order: tuple[int, ...] | None = None,
 ) -> TensorBox:  # fmt: skip
-    """`kind` of `value(element, index)` over `dims`; the result's memory has `dtype`."""
+    """`kind` of `value(element, index)` over `dims`; the result's memory has `dtype`, elements are `compute`."""
     size = ctx.size_of(x)
     reduced = normal_dims(dims, len(size))
     kept = [d for d in range(len(size)) if d not in reduced]
-    compute = compute_dtype(compute if compute is not None else dtype)
-    load = ctx.loader(x, size, compute)
+    load = ctx.loader(x, size, compute_dtype(compute if compute is not None else dtype))
 
     def inner(index: Index, rindex: Index) -> Value:
-        full: list[Expr] = [ZERO] * len(size)
-        for d, i in zip(kept, index):
-            full[d] = i
-        for d, i in zip(reduced, rindex):
-            full[d] = i
-        v = load(tuple(full))
-        return value(v, tuple(full)) if value is not None else v
+        at = dict(zip((*kept, *reduced), (*index, *rindex)))
+        full = tuple(at[d] for d in range(len(size)))
+        v = load(full)
+        return value(v, full) if value is not None else v
 
-    out = ctx.reduction(kind, [size[d] for d in kept], [size[d] for d in reduced], dtype, inner)
-    return keep_dims(out, reduced, len(size)) if keepdim else out
+    shape = [ONE if d in reduced else size[d] for d in range(len(size))] if keepdim else [size[d] for d in kept]
+    return ctx.reduction(
+        kind, shape, [size[d] for d in reduced], dtype, inner, kept if keepdim else None, order
+    )  # fmt: skip
 
 
-def keep_dims(x: TensorBox, reduced: Sequence[int], rank: int) -> TensorBox:
-    """A view of a reduction's result with its reduced dims as size 1."""
-    sizes = list(x.size)
-    kept = [d for d in range(rank) if d not in reduced]
-    size = tuple(sizes[kept.index(d)] if d in kept else ONE for d in range(rank))
-    return x.viewed(size, lambda index: tuple(index[d] for d in kept))
+def reduce_to_result(
+    ctx: LoweringContext, kind: str, x: TensorBox, dims: Dims, keepdim: bool, value: Element | None = None,
+    compute: torch.dtype | None = None, finish: Callable[[Value], Value] | None = None, result: int | None = None,
+) -> TensorBox:  # fmt: skip
+    """The node's result: a reduction, `finish` of it in the wide dtype, in eager's dtype and memory order."""
+    meta = ctx.meta if result is None else ctx.meta[result]
+    order = ctx.order_of_meta(result)
+    rounds = ctx.numerics == "eager" and meta.dtype in LOW_PRECISION
+    compute = compute if compute is not None else meta.dtype
+    if finish is None and not rounds:
+        return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
+    wide = compute_dtype(meta.dtype)
+    total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)
+    load = ctx.loader(total, ctx.size_of(total), wide)
+    return ctx.pointwise(
+        ctx.size_of(total), meta.dtype, lambda i: finish(load(i)) if finish is not None else load(i), order
+    )
 
 
 def count(ctx: LoweringContext, x: TensorBox, dims: Dims) -> Expr:
@@ -64,135 +75,329 @@ def count(ctx: LoweringContext, x: TensorBox, dims: Dims) -> Expr:
     return product(size[d] for d in normal_dims(dims, len(size)))
 
 
+def need_elements(ctx: LoweringContext, x: TensorBox, dims: Dims) -> None:
+    """Eager raises where there is nothing to reduce: the kernel takes no such inputs."""
+    size = ctx.size_of(x)
+    for d in normal_dims(dims, len(size)):
+        ctx.assume("lt", ZERO, size[d])
+
+
+def number_of(ctx: LoweringContext, n: Expr, dtype: torch.dtype) -> Value:
+    """A size as a value of a float dtype."""
+    n = ctx.canon(n)
+    known = n.as_int()
+    return ops.constant(known, dtype) if known is not None else ops.index_expr(n, dtype)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
 @lower("aten.sum")
-def lower_sum(
-    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
-) -> TensorBox:
+def lower_sum(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
     """Sum; integers add up in int64."""
-    return reduce(ctx, "sum", x, dims, keepdim, result_dtype(ctx))
+    return reduce_to_result(ctx, "sum", x, dims, keepdim)
 
 
 @lower("aten.mean")
-def lower_mean(
+def lower_mean(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+    """Sum divided by the number of elements."""
+    n, wide = count(ctx, x, dims), compute_dtype(result_dtype(ctx))
+    return reduce_to_result(
+        ctx, "sum", x, dims, keepdim, finish=lambda v: ops.div(v, number_of(ctx, n, wide))
+    )  # fmt: skip
+
+
+@lower("aten.nansum")
+def lower_nansum(
     ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> TensorBox:
-    """Sum divided by the number of elements."""
+    """Sum of the elements that are not NaN."""
+    return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: _without_nan(v))
+
+
+def _without_nan(v: Value) -> Value:
+    return ops.where(ops.isnan(v), ops.constant(0, v.dtype), v) if v.dtype.is_floating_point else v
+
+
+@lower("aten.nanmean")
+def lower_nanmean(
+    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
+    """Mean of the elements that are not NaN."""
     dtype = result_dtype(ctx)
     wide = compute_dtype(dtype)
-    total = reduce(ctx, "sum", x, dims, keepdim, wide)
-    return divided(ctx, total, count(ctx, x, dims), dtype)
+    total = reduce(ctx, "sum", x, dims, keepdim, wide, lambda v, _: _without_nan(v))
+    number = reduce(
+        ctx, "sum", x, dims, keepdim, torch.int64, lambda v, _: ops.to_dtype(ops.logical_not(ops.isnan(v)), torch.int64),
+        compute=wide,
+    )  # fmt: skip
+    return elementwise(ctx, [total, number], lambda a, b: ops.div(a, b), dtype)
 
 
-def divided(ctx: LoweringContext, x: TensorBox, n: Expr, dtype: torch.dtype) -> TensorBox:
-    """x / n"""
-    size = ctx.size_of(x)
-    load = ctx.loader(x, size, compute_dtype(dtype))
-    return ctx.pointwise(size, dtype, lambda i: ops.div(load(i), ops.index_expr(ctx.canon(n), compute_dtype(dtype))))
+@lower("aten.count_nonzero")
+def lower_count_nonzero(ctx: LoweringContext, x: TensorBox, dims: Dims = None) -> TensorBox:
+    """How many elements differ from zero."""
+    return reduce_to_result(
+        ctx, "sum", x, dims, False, lambda v, _: ops.to_dtype(ops.ne(v, 0), torch.int64), x.dtype
+    )  # fmt: skip
 
 
-@lower("aten.amax")
+@lower("aten.prod")
+def lower_prod(ctx: LoweringContext, x: TensorBox, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+    """Product, over one dim or all."""
+    return reduce_to_result(ctx, "prod", x, dim, keepdim)
+
+
+@lower("aten.trace")
+def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """Sum of the diagonal of a matrix."""
+    rows, columns = ctx.size_of(x)
+    n = rows if ctx.hint(rows) <= ctx.hint(columns) else columns
+    ctx.assume("le", n, rows)
+    ctx.assume("le", n, columns)
+    return reduce_to_result(ctx, "sum", x.viewed((n,), lambda i: (i[0], i[0])), None, False)
+
+
+# -- any, all ----------------------------------------------------------------------------------------------------------
+@lower("aten.any", "aten.all")
+def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False) -> TensorBox:
+    """Whether any element, or every one, is not zero."""
+    kind = ctx.op.removeprefix("aten.")
+    return reduce_to_result(ctx, kind, x, dims, keepdim, compute=torch.bool)
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+@lower("aten.amax", "aten.amin")
 def lower_amax(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: bool = False) -> TensorBox:
-    """Largest element, NaN if there is one."""
-    return reduce(ctx, "max", x, dims, keepdim, result_dtype(ctx))
+    """Largest or smallest element, NaN if there is one."""
+    need_elements(ctx, x, dims)
+    return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim)
 
 
-@lower("aten.amin")
-def lower_amin(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: bool = False) -> TensorBox:
-    """Smallest element, NaN if there is one."""
-    return reduce(ctx, "min", x, dims, keepdim, result_dtype(ctx))
+@lower("aten.max", "aten.min")
+def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bool = False) -> Any:
+    """Of all elements; of two tensors; or along a dim, with the index."""
+    kind = ctx.op[-3:]
+    if isinstance(other, TensorBox):
+        return (lower_maximum if kind == "max" else lower_minimum)(ctx, x, other)
+    need_elements(ctx, x, other)
+    if other is None:
+        return reduce_to_result(ctx, kind, x, None, False)
+    values = reduce_to_result(ctx, kind, x, other, keepdim, result=0)
+    return values, index_of(ctx, f"arg{kind}", x, other, keepdim, 1)
 
 
-@lower("aten._softmax", "aten._log_softmax")
-def lower_softmax(ctx: LoweringContext, x: TensorBox, dim: int, half_to_float: bool = False) -> TensorBox:
-    """exp(x - max) / sum, or x - max - log(sum), along `dim`."""
-    return softmax(ctx, x, dim, result_dtype(ctx), ctx.op == "aten._log_softmax")
+@lower("aten.aminmax")
+def lower_aminmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Smallest and largest element."""
+    need_elements(ctx, x, dim)
+    return tuple(reduce_to_result(ctx, kind, x, dim, keepdim, result=n) for n, kind in enumerate(("min", "max")))
 
 
-@lower("aten.softmax", "aten.log_softmax")
-def lower_softmax_int(ctx: LoweringContext, x: TensorBox, dim: int, dtype: Any = None) -> TensorBox:
-    """Softmax with a cast of its input to `dtype`."""
-    return softmax(ctx, x, dim, result_dtype(ctx), ctx.op == "aten.log_softmax")
-
-
-def softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: torch.dtype, log: bool) -> TensorBox:
-    """Three loops over `dim`: largest, sum of exponentials, result."""
-    wide = compute_dtype(dtype)
+def index_of(
+    ctx: LoweringContext, kind: str, x: TensorBox, dim: int | None, keepdim: bool, result: int | None = None
+) -> TensorBox:
+    """Where the extreme element is: along `dim`, or in the flattened tensor; the first of equal ones."""
     size = ctx.size_of(x)
-    if not size:
-        return ctx.pointwise((), dtype, lambda i: ops.constant(0.0 if log else 1.0, wide))
-    largest = reduce(ctx, "max", x, dim, True, wide)
-    load, load_max = ctx.loader(x, size, wide), ctx.loader(largest, size, wide)
-    if log:
-        terms = ctx.pointwise(size, wide, lambda i: ops.sub(load(i), load_max(i)))
-        load_term = ctx.loader(terms, size, wide)
-        total = reduce(ctx, "sum", terms, dim, True, wide, lambda v, _: ops.exp(v))
-        load_total = ctx.loader(total, size, wide)
-        return ctx.pointwise(size, dtype, lambda i: ops.sub(load_term(i), ops.log(load_total(i))), ctx.order_of_meta())
-    powers = ctx.pointwise(size, wide, lambda i: ops.exp(ops.sub(load(i), load_max(i))))
-    load_power = ctx.loader(powers, size, wide)
-    load_total = ctx.loader(reduce(ctx, "sum", powers, dim, True, wide), size, wide)
-    return ctx.pointwise(size, dtype, lambda i: ops.div(load_power(i), load_total(i)), ctx.order_of_meta())
+    dims = normal_dims(dim, len(size))
+    if x.dtype is torch.bool:
+        raise Unsupported(f"{kind} of bool")
+
+    def pair(v: Value, index: Index) -> Value:
+        at = ZERO
+        for d in dims:
+            at = at * size[d] + index[d]
+        return ops.pair(v, ops.index_expr(at))
+
+    order = ctx.order_of_meta(result)
+    return reduce(ctx, kind, x, dims, keepdim, torch.int64, pair, compute_dtype(x.dtype), order)
 
 
+@lower("aten.argmax", "aten.argmin")
+def lower_argmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, keepdim: bool = False) -> TensorBox:
+    """Index of the largest or smallest element."""
+    need_elements(ctx, x, dim)
+    return index_of(ctx, ctx.op.removeprefix("aten."), x, dim, keepdim)
+
+
+# -- variance ----------------------------------------------------------------------------------------------------------
 def moments(
-    ctx: LoweringContext, x: TensorBox, dims: Dims, wide: torch.dtype, correction: float = 0
-) -> tuple[TensorBox, TensorBox]:
+    ctx: LoweringContext, x: TensorBox, dims: Dims, wide: torch.dtype, correction: float = 0, keepdim: bool = True,
+) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """Variance (sum of squares over count - correction) and mean along `dims`, dims kept; two passes."""
-    size = ctx.size_of(x)
     n = count(ctx, x, dims)
     mean = divided(ctx, reduce(ctx, "sum", x, dims, True, wide), n, wide)
-    load_mean = ctx.loader(mean, size, wide)
+    load_mean = ctx.loader(mean, ctx.size_of(x), wide)
 
     def square(v: Value, index: Index) -> Value:
         d = ops.sub(v, load_mean(index))
         return ops.mul(d, d)
 
     total = reduce(ctx, "sum", x, dims, True, wide, square)
-    own = ctx.size_of(total)
-    load = ctx.loader(total, own, wide)
+    return divided(ctx, total, n, wide, correction), mean
 
-    def finish(index: Index) -> Value:
-        scale = ops.index_expr(ctx.canon(n), wide)
+
+def divided(ctx: LoweringContext, x: TensorBox, n: Expr, dtype: torch.dtype, correction: float = 0) -> TensorBox:
+    """x / (n - correction), with no fewer than zero degrees of freedom, as eager has it"""
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, compute_dtype(dtype))
+
+    def inner(index: Index) -> Value:
+        scale = number_of(ctx, n, compute_dtype(dtype))
         if correction:
-            # As eager has it: no fewer than zero degrees of freedom.
             scale = ops.maximum(ops.sub(scale, float(correction)), 0.0)
         return ops.div(load(index), scale)
 
-    return ctx.pointwise(own, wide, finish), mean
+    return ctx.pointwise(size, dtype, inner)
 
 
-@lower("aten.native_layer_norm")
-def lower_layer_norm(
-    ctx: LoweringContext,
-    x: TensorBox,
-    shape: Sequence[Any],
-    weight: TensorBox | None,
-    bias: TensorBox | None,
-    eps: float,
-) -> tuple[TensorBox, TensorBox, TensorBox]:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dims; mean and rstd as further results."""
-    size = ctx.size_of(x)
-    dtype = ctx.meta[0].dtype
+def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
+    """Dims, correction and keepdim from the arguments of any overload of var and its kin."""
+    names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
+    given = {**dict(zip(names, args)), **kwargs}
+    correction = given.get("correction")
+    if correction is None:
+        correction = 1.0 if given.get("unbiased", True) else 0.0
+    if isinstance(correction, (Scalar, Expr)):
+        raise Unsupported("a correction that is not known when the graph is registered")
+    return given.get("dim"), float(correction), bool(given.get("keepdim", False))
+
+
+@lower("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
+def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> Any:
+    """Variance or its root, with the mean where asked for."""
+    dims, correction, keepdim = _correction(args, kwargs)
+    pair = isinstance(ctx.meta, (tuple, list))
+    wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
+    var, mean = moments(ctx, x, dims, wide, correction)
+    root = "std" in ctx.op
+    first = squeezed(ctx, var, x, dims, keepdim, (lambda v: ops.sqrt(v)) if root else None, 0 if pair else None)
+    return (first, squeezed(ctx, mean, x, dims, keepdim, None, 1)) if pair else first
+
+
+def squeezed(
+    ctx: LoweringContext, x: TensorBox, source: TensorBox, dims: Dims, keepdim: bool,
+    fn: Callable[[Value], Value] | None, result: int | None,
+) -> TensorBox:  # fmt: skip
+    """The node's result from a reduction of `source` with dims kept: `fn` of it, without the dims if so asked."""
+    meta = ctx.meta if result is None else ctx.meta[result]
+    rank = len(ctx.size_of(source))
+    reduced = normal_dims(dims, rank)
+    if not keepdim:
+        kept = [d for d in range(rank) if d not in reduced]
+        at = {d: n for n, d in enumerate(kept)}
+        x = x.viewed(
+            tuple(ctx.size_of(x)[d] for d in kept), lambda i: tuple(i[at[d]] if d in at else ZERO for d in range(rank))
+        )
+    size, wide = ctx.size_of(x), compute_dtype(meta.dtype)
+    load = ctx.loader(x, size, wide)
+    return ctx.pointwise(
+        size, meta.dtype, lambda i: fn(load(i)) if fn is not None else load(i), ctx.order_of_meta(result)
+    )
+
+
+# -- norms of vectors --------------------------------------------------------------------------------------------------
+def vector_norm(ctx: LoweringContext, x: TensorBox, order: float, dims: Dims, keepdim: bool) -> TensorBox:
+    """(sum of |x| ** order) ** (1 / order), and its limits."""
+    wide = compute_dtype(result_dtype(ctx))
+    if math.isinf(order):
+        if order > 0 or count(ctx, x, dims) != ONE:
+            need_elements(ctx, x, dims)
+        return reduce_to_result(ctx, "max" if order > 0 else "min", x, dims, keepdim, lambda v, _: ops.abs(v))
+    if order == 0:
+        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.to_dtype(ops.ne(v, 0), wide))
+    if order == 1:
+        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.abs(v))
+    if order == 2:
+        return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.mul(v, v), finish=lambda v: ops.sqrt(v))
+    return reduce_to_result(
+        ctx, "sum", x, dims, keepdim, lambda v, _: ops.pow(ops.abs(v), float(order)),
+        finish=lambda v: ops.pow(v, 1.0 / order),
+    )  # fmt: skip
+
+
+@lower("aten.linalg_vector_norm")
+def lower_vector_norm(
+    ctx: LoweringContext, x: TensorBox, order: Any = 2, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
+    """Norm of the vectors along `dims`."""
+    return vector_norm(ctx, x, _order(order), dims, keepdim)
+
+
+def _order(order: Any) -> float:
+    if order is None:
+        return 2.0
+    if not isinstance(order, (int, float)):
+        raise Unsupported(f"a norm of order {order!r}: expected a number known when the graph is registered")
+    return float(order)
+
+
+@lower("aten.norm")
+def lower_norm(
+    ctx: LoweringContext, x: TensorBox, order: Any = 2, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
+    """The older spelling of the vector norm."""
+    return vector_norm(ctx, x, _order(order), dims, keepdim)
+
+
+@lower("aten.dist")
+def lower_dist(ctx: LoweringContext, a: TensorBox, b: TensorBox, order: Any = 2) -> TensorBox:
+    """Norm of the difference."""
+    dtype = result_dtype(ctx)
+    gap = elementwise(ctx, [a, b], lambda x, y: ops.sub(x, y), dtype, ordered=False)
+    return vector_norm(ctx, gap, _order(order), None, False)
+
+
+@lower("aten.logsumexp")
+def lower_logsumexp(ctx: LoweringContext, x: TensorBox, dims: Dims, keepdim: bool = False) -> TensorBox:
+    """log(sum(exp(x))), shifted by the largest element unless that is infinite."""
+    wide = compute_dtype(result_dtype(ctx))
+    largest = reduce(ctx, "max", x, dims, True, wide)
+    own = ctx.size_of(largest)
+    load = ctx.loader(largest, own, wide)
+    shift = ctx.pointwise(
+        own, wide, lambda i: ops.where(ops.isinf(load(i)), ops.constant(0.0, wide), load(i))
+    )  # fmt: skip
+    load_shift = ctx.loader(shift, ctx.size_of(x), wide)
+    total = reduce(ctx, "sum", x, dims, True, wide, lambda v, i: ops.exp(ops.sub(v, load_shift(i))))
+    loads = ctx.loader(total, own, wide), ctx.loader(shift, own, wide)
+    out = ctx.pointwise(own, wide, lambda i: ops.add(ops.log(loads[0](i)), loads[1](i)))
+    return squeezed(ctx, out, x, dims, keepdim, None, None)
+
+
+@lower("aten.cosine_similarity")
+def lower_cosine_similarity(
+    ctx: LoweringContext, a: TensorBox, b: TensorBox, dim: int = 1, eps: float = 1e-8
+) -> TensorBox:
+    """Dot product of the vectors along `dim`, each divided by its norm (at least `eps`)."""
+    dtype = result_dtype(ctx)
     wide = compute_dtype(dtype)
-    dims = list(range(len(size) - len(shape), len(size)))
-    var, mean = moments(ctx, x, dims, wide)
-    own = ctx.size_of(var)
-    load_var = ctx.loader(var, own, wide)
-    rstd = ctx.pointwise(own, ctx.meta[2].dtype, lambda i: ops.rsqrt(ops.add(load_var(i), float(eps))))
-    loads = [ctx.loader(t, size, wide) for t in (x, mean, rstd)]
-    affine = [ctx.loader(t, size, wide) if t is not None else None for t in (weight, bias)]
+    size = ctx.broadcast_sizes([ctx.size_of(a), ctx.size_of(b)])
+    full = [expanded(ctx, x, size) for x in (a, b)]
+    scaled = []
+    for x in full:
+        total = reduce(ctx, "sum", x, dim, True, wide, lambda v, _: ops.mul(v, v))
+        load, load_total = ctx.loader(x, size, wide), ctx.loader(total, size, wide)
 
-    def inner(index: Index) -> Value:
-        v, m, r = (load(index) for load in loads)
-        v = ops.mul(ops.sub(v, m), r)
-        if affine[0] is not None:
-            v = ops.mul(v, affine[0](index))
-        return ops.add(v, affine[1](index)) if affine[1] is not None else v
+        def unit(i: Index, load: Any = load, load_total: Any = load_total) -> Value:
+            return ops.div(load(i), ops.maximum(ops.sqrt(load_total(i)), float(eps)))
 
-    out = ctx.pointwise(size, dtype, inner)
-    if ctx.meta[1].dtype != wide:
-        raise Unsupported("layer_norm with statistics in another dtype")
-    return out, mean, rstd
+        scaled.append(unit)
+    return reduce_to_result(ctx, "sum", full[0], dim, False, lambda _, i: ops.mul(scaled[0](i), scaled[1](i)))
 
 
-__all__ = ["count", "divided", "expr", "keep_dims", "moments", "normal_dims", "reduce", "softmax"]
+def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> TensorBox:
+    """`x` seen with the broadcast `size`."""
+    own = ctx.size_of(x)
+    lead = len(size) - len(own)
+    keep = [not ctx.is_one(s) for s in own]
+    return x.viewed(size, lambda i: tuple(e if k else ZERO for e, k in zip(i[lead:], keep)))
+
+
+refuse(
+    "it sorts: left to ATen", "aten.median", "aten.nanmedian", "aten.mode", "aten.sort", "aten.argsort", "aten.topk",
+    "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile", "aten.unique_dim", "aten.unique_consecutive",
+    "aten._unique2", "aten.searchsorted", "aten.bucketize", "aten.histc", "aten.bincount",
+)  # fmt: skip
+refuse(
+    "scans are not fused yet", "aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.logcumsumexp",
+    "aten.diff", "aten.trapezoid", "aten.cumulative_trapezoid",
+)  # fmt: skip

@@ -1,0 +1,372 @@
+"""Softmax and normalisation: pointwise functions of an element and of statistics of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.nodes import Index, TensorBox
+from fuser.ir.sizes import ONE, ZERO, Expr, product
+from fuser.lowering.context import LoweringContext, Operand, memory_order
+from fuser.lowering.pointwise import result_dtype
+from fuser.lowering.reductions import moments, reduce
+from fuser.lowering.registry import lower
+
+Statistics = tuple[TensorBox, TensorBox, TensorBox]
+Order = tuple[int, ...] | None
+
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+@lower("aten._softmax", "aten._log_softmax", "aten.softmax", "aten.log_softmax", "aten._safe_softmax")
+def lower_softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: Any = None) -> TensorBox:
+    """exp(x - max) / sum, or x - max - log(sum), along `dim`."""
+    return softmax(ctx, x, dim, result_dtype(ctx), "log_softmax" in ctx.op)
+
+
+def softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: torch.dtype, log: bool) -> TensorBox:
+    """Three loops over `dim`: largest, sum of exponentials, result."""
+    wide = compute_dtype(dtype)
+    size = ctx.size_of(x)
+    load, load_largest, load_total = softmax_parts(ctx, x, dim, wide)
+
+    def inner(i: Index) -> Value:
+        shifted = ops.sub(load(i), load_largest(i))
+        if log:
+            return ops.sub(shifted, ops.log(load_total(i)))
+        out = ops.div(ops.exp(shifted), load_total(i))
+        if ctx.op == "aten._safe_softmax":  # a row of -inf gives zeros
+            return ops.where(ops.eq(load_largest(i), -float("inf")), ops.constant(0.0, wide), out)
+        return out
+
+    return ctx.pointwise(size, dtype, inner, ctx.order_of_meta())
+
+
+Loader = Callable[[Index], Value]
+
+
+def softmax_parts(ctx: LoweringContext, x: TensorBox, dim: int, wide: torch.dtype) -> tuple[Loader, Loader, Loader]:
+    """Loaders, over the size of `x`, of x, its largest element along `dim`, and the sum of exp(x - largest)."""
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, wide)
+    load_largest = ctx.loader(reduce(ctx, "max", x, dim, True, wide), size, wide)
+    total = reduce(ctx, "sum", x, dim, True, wide, lambda v, i: ops.exp(ops.sub(v, load_largest(i))))
+    return load, load_largest, ctx.loader(total, size, wide)
+
+
+@lower("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+def lower_softmax_backward(
+    ctx: LoweringContext, grad: TensorBox, out: TensorBox, dim: int, input_dtype: Any = None
+) -> TensorBox:
+    """grad * out - out * sum(grad * out), or grad - exp(out) * sum(grad)"""
+    dtype = result_dtype(ctx)
+    wide = compute_dtype(grad.dtype)
+    size = ctx.size_of(grad)
+    log = ctx.op == "aten._log_softmax_backward_data"
+    g, y = ctx.loader(grad, size, wide), ctx.loader(out, size, wide)
+    total = reduce(ctx, "sum", grad, dim, True, wide, lambda v, i: v if log else ops.mul(v, y(i)))
+    s = ctx.loader(total, size, wide)
+
+    def inner(i: Index) -> Value:
+        if log:
+            return ops.sub(g(i), ops.mul(ops.exp(y(i)), s(i)))
+        return ops.sub(ops.mul(g(i), y(i)), ops.mul(y(i), s(i)))
+
+    return ctx.pointwise(size, dtype, inner, ctx.order_of_meta())
+
+
+# -- what all norms share ----------------------------------------------------------------------------------------------
+def inverse_root(ctx: LoweringContext, var: TensorBox, eps: Operand, wide: torch.dtype) -> TensorBox:
+    """1 / sqrt(var + eps)"""
+    size = ctx.size_of(var)
+    load, load_eps = ctx.loader(var, size, wide), ctx.loader(eps, size, wide)
+    return ctx.pointwise(size, wide, lambda i: ops.rsqrt(ops.add(load(i), load_eps(i))))
+
+
+def scaled(
+    ctx: LoweringContext, x: TensorBox, mean: Loader | None, rstd: Loader, weight: Loader | None, bias: Loader | None,
+    dtype: torch.dtype, order: Order,
+) -> TensorBox:  # fmt: skip
+    """(x - mean) * rstd * weight + bias; the loaders take an index of `x`."""
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, compute_dtype(dtype))
+
+    def inner(i: Index) -> Value:
+        v = load(i)
+        v = ops.sub(v, mean(i)) if mean is not None else v
+        v = ops.mul(v, rstd(i))
+        v = ops.mul(v, weight(i)) if weight is not None else v
+        return ops.add(v, bias(i)) if bias is not None else v
+
+    return ctx.pointwise(size, dtype, inner, order)
+
+
+def in_dtype(ctx: LoweringContext, x: TensorBox, dtype: torch.dtype, size: Sequence[Expr] | None = None) -> TensorBox:
+    """A statistic as eager returns it: in its dtype, and without the dims of size 1 that `size` lacks."""
+    own = ctx.size_of(x)
+    if size is not None and len(size) != len(own):
+        kept = [d for d in range(len(own)) if not ctx.is_one(own[d])][: len(size)]
+        kept = kept if len(kept) == len(size) else list(range(len(size)))
+        at = {d: n for n, d in enumerate(kept)}
+        x = x.viewed(tuple(size), lambda i: tuple(i[at[d]] if d in at else ZERO for d in range(len(own))))
+        own = tuple(size)
+    elif x.dtype is dtype and x.view is None:
+        return x
+    return ctx.pointwise(own, dtype, ctx.loader(x, own, compute_dtype(dtype)))
+
+
+# -- layer norm, rms norm ----------------------------------------------------------------------------------------------
+def _over_last(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr], wide: torch.dtype) -> Loader | None:
+    return None if t is None else ctx.loader(t, size, wide)
+
+
+def layer_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, bias: TensorBox | None,
+    eps: Operand, dtype: torch.dtype, order: Order,
+) -> Statistics:  # fmt: skip
+    """The normalised tensor, the mean and 1 / sqrt(var + eps) over the last dims; both with dims kept."""
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    var, mean = moments(ctx, x, list(range(len(size) - len(shape), len(size))), wide)
+    rstd = inverse_root(ctx, var, eps, wide)
+    load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (mean, rstd))
+    affine = (_over_last(ctx, t, size, wide) for t in (weight, bias))
+    return scaled(ctx, x, load_mean, load_rstd, *affine, dtype, order), mean, rstd
+
+
+@lower("aten.native_layer_norm")
+def lower_native_layer_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, bias: TensorBox | None,
+    eps: Operand,
+) -> Statistics:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dims; mean and rstd as further results."""
+    out, mean, rstd = layer_norm(ctx, x, shape, weight, bias, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
+    return out, in_dtype(ctx, mean, ctx.meta[1].dtype), in_dtype(ctx, rstd, ctx.meta[2].dtype)
+
+
+@lower("aten.layer_norm")
+def lower_layer_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None = None,
+    bias: TensorBox | None = None, eps: Operand = 1e-5, cudnn_enable: bool = True,
+) -> TensorBox:  # fmt: skip
+    """The same, the normalised tensor alone."""
+    return layer_norm(ctx, x, shape, weight, bias, eps, result_dtype(ctx), ctx.order_of_meta())[0]
+
+
+def rms_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, eps: Operand | None,
+    dtype: torch.dtype, order: Order,
+) -> tuple[TensorBox, TensorBox]:  # fmt: skip
+    """x / sqrt(mean of squares + eps) * weight over the last dims, and the inverse root with dims kept."""
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    dims = list(range(len(size) - len(shape), len(size)))
+    eps = torch.finfo(wide).eps if eps is None else eps
+    total = reduce(ctx, "sum", x, dims, True, wide, lambda v, _: ops.mul(v, v))
+    own = ctx.size_of(total)
+    load_total, load_eps = ctx.loader(total, own, wide), ctx.loader(eps, own, wide)
+    n = product(size[d] for d in dims)
+
+    def root(i: Index) -> Value:
+        mean = ops.div(load_total(i), ops.index_expr(ctx.canon(n), wide))
+        return ops.rsqrt(ops.add(mean, load_eps(i)))
+
+    rstd = ctx.pointwise(own, wide, root)
+    load_rstd = ctx.loader(rstd, size, wide)
+    return scaled(ctx, x, None, load_rstd, _over_last(ctx, weight, size, wide), None, dtype, order), rstd
+
+
+@lower("aten.rms_norm")
+def lower_rms_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None = None, eps: Any = None
+) -> TensorBox:
+    """x / sqrt(mean of squares + eps) * weight over the last dims"""
+    return rms_norm(ctx, x, shape, weight, eps, result_dtype(ctx), ctx.order_of_meta())[0]
+
+
+@lower("aten._fused_rms_norm")
+def lower_fused_rms_norm(
+    ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, eps: Any
+) -> tuple[TensorBox, TensorBox]:
+    """The same with the inverse root as second result."""
+    out, rstd = rms_norm(ctx, x, shape, weight, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
+    return out, in_dtype(ctx, rstd, ctx.meta[1].dtype)
+
+
+# -- batch norm, instance norm -----------------------------------------------------------------------------------------
+def over_channels(ctx: LoweringContext, t: TensorBox | None, wide: torch.dtype) -> Loader | None:
+    """A loader of a tensor with an element for each channel (dim 1)."""
+    if t is None:
+        return None
+    load = ctx.loader(t, ctx.size_of(t), wide)
+    return lambda i: load((i[1],))
+
+
+def batch_norm(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
+    var: TensorBox | None, training: bool, eps: Operand, dtype: torch.dtype, order: Order,
+) -> tuple[TensorBox, TensorBox, TensorBox, TensorBox]:  # fmt: skip
+    """Normalised over all dims but 1; mean, rstd and variance of each channel, of the batch in training."""
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    if training:
+        var, mean = (per_channel(ctx, t) for t in moments(ctx, x, [d for d in range(len(size)) if d != 1], wide))
+    if mean is None or var is None:
+        raise Unsupported("batch_norm without statistics outside of training")
+    rstd = inverse_root(ctx, var, eps, wide)
+    load_mean, load_rstd = over_channels(ctx, mean, wide), over_channels(ctx, rstd, wide)
+    assert load_mean is not None and load_rstd is not None
+    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, load_mean, load_rstd, *affine, dtype, order), mean, rstd, var
+
+
+def per_channel(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """A statistic with dims kept, seen with the channels alone."""
+    rank = len(ctx.size_of(x))
+    return x.viewed((ctx.size_of(x)[1],), lambda i: tuple(i[0] if d == 1 else ZERO for d in range(rank)))
+
+
+MUTATES = "batch norm in training writes its running statistics: left to ATen"
+
+
+@lower("aten.batch_norm")
+def lower_batch_norm(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
+    var: TensorBox | None, training: bool, momentum: Any, eps: Operand, cudnn: bool = False,
+) -> TensorBox:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias, statistics of each channel"""
+    if training and mean is not None:
+        raise Unsupported(MUTATES)
+    return batch_norm(ctx, x, weight, bias, mean, var, training, eps, result_dtype(ctx), ctx.order_of_meta())[0]
+
+
+def _native(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
+    var: TensorBox | None, training: bool, eps: Operand,
+) -> Statistics:  # fmt: skip
+    out, m, r, _ = batch_norm(ctx, x, weight, bias, mean, var, training, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
+    if not training:  # eager returns empty tensors
+        return out, *(ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
+    return out, *(in_dtype(ctx, t, meta.dtype) for t, meta in zip((m, r), ctx.meta[1:3]))
+
+
+@lower("aten.native_batch_norm", "aten._native_batch_norm_legit")
+def lower_native_batch_norm(ctx: LoweringContext, x: TensorBox, *args: Any) -> Statistics:
+    """The same with mean and rstd of the batch, if there are no running statistics to be written."""
+    weight, bias, *running, training, _, eps = args
+    if training and running and running[0] is not None:
+        raise Unsupported(MUTATES)
+    mean, var = running if running else (None, None)
+    return _native(ctx, x, weight, bias, mean, var, training, eps)
+
+
+@lower("aten._native_batch_norm_legit_no_training")
+def lower_batch_norm_no_training(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox,
+    var: TensorBox, momentum: Any, eps: Operand,
+) -> Statistics:  # fmt: skip
+    """By the running statistics."""
+    return _native(ctx, x, weight, bias, mean, var, False, eps)
+
+
+@lower("aten._native_batch_norm_legit_functional")
+def lower_batch_norm_functional(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox,
+    var: TensorBox, training: bool, momentum: Operand, eps: Operand,
+) -> tuple[TensorBox, ...]:  # fmt: skip
+    """In training, with the new running statistics as further results."""
+    if not training:
+        raise Unsupported("functional batch norm outside of training")
+    meta = ctx.meta
+    wide = compute_dtype(meta[0].dtype)
+    out, batch_mean, rstd, batch_var = batch_norm(
+        ctx, x, weight, bias, None, None, True, eps, meta[0].dtype, ctx.order_of_meta(0)
+    )
+    n = product(s for d, s in enumerate(ctx.size_of(x)) if d != 1)
+    ctx.assume("lt", ONE, n)
+    own = ctx.size_of(mean)
+
+    def moved(old: TensorBox, new: TensorBox, unbiased: bool, at: int) -> TensorBox:
+        load_old, load_new, load_m = (ctx.loader(t, own, wide) for t in (old, new, momentum))
+
+        def inner(i: Index) -> Value:
+            v = load_new(i)
+            if unbiased:
+                v = ops.mul(v, ops.div(ops.index_expr(n, wide), ops.index_expr(n - 1, wide)))
+            m = load_m(i)
+            return ops.add(ops.mul(m, v), ops.mul(ops.sub(ops.constant(1, wide), m), load_old(i)))
+
+        return ctx.pointwise(own, meta[at].dtype, inner)
+
+    saved = (in_dtype(ctx, t, m.dtype) for t, m in zip((batch_mean, rstd), meta[1:3]))
+    return out, *saved, moved(mean, batch_mean, False, 3), moved(var, batch_var, True, 4)
+
+
+@lower("aten.instance_norm")
+def lower_instance_norm(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
+    var: TensorBox | None, use_input_stats: bool, momentum: Any, eps: Operand, cudnn: bool = False,
+) -> TensorBox:  # fmt: skip
+    """Each channel of each sample normalised by itself, or by running statistics."""
+    dtype, order = result_dtype(ctx), ctx.order_of_meta()
+    if not use_input_stats:
+        return batch_norm(ctx, x, weight, bias, mean, var, False, eps, dtype, order)[0]
+    if mean is not None:
+        raise Unsupported(MUTATES)
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    own_var, own_mean = moments(ctx, x, list(range(2, len(size))), wide)
+    rstd = inverse_root(ctx, own_var, eps, wide)
+    loads = (ctx.loader(t, size, wide) for t in (own_mean, rstd))
+    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, *loads, *affine, dtype, order)
+
+
+# -- group norm --------------------------------------------------------------------------------------------------------
+def group_norm(
+    ctx: LoweringContext, x: TensorBox, groups: int, weight: TensorBox | None, bias: TensorBox | None, eps: Operand,
+    dtype: torch.dtype, order: Order,
+) -> Statistics:  # fmt: skip
+    """Normalised over each group of channels of each sample; mean and rstd of size (samples, groups, 1, …)."""
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    each = ctx.specialise(size[1]) // groups
+    shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
+    grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
+    var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
+    rstd = inverse_root(ctx, var, eps, wide)
+    loads = [ctx.loader(t, shape, wide) for t in (mean, rstd)]
+
+    def of_group(load: Loader) -> Loader:
+        return lambda i: load((i[0], i[1] // each, i[1] % each, *i[2:]))
+
+    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, *(of_group(load) for load in loads), *affine, dtype, order), mean, rstd
+
+
+def channels_last(ctx: LoweringContext) -> Order:
+    """Eager's kernels keep channels-last memory; its shape function does not say so."""
+    x = ctx.arg_metas[0]
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if x.dim() == (4 if layout is torch.channels_last else 5) and not x.is_contiguous():
+            if x.is_contiguous(memory_format=layout):
+                return memory_order(x.size(), x.stride())
+    return None
+
+
+@lower("aten.group_norm")
+def lower_group_norm(
+    ctx: LoweringContext, x: TensorBox, groups: int, weight: TensorBox | None = None, bias: TensorBox | None = None,
+    eps: Operand = 1e-5, cudnn_enabled: bool = True,
+) -> TensorBox:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias, statistics over each group of channels of each sample"""
+    return group_norm(ctx, x, groups, weight, bias, eps, result_dtype(ctx), channels_last(ctx))[0]
+
+
+@lower("aten.native_group_norm")
+def lower_native_group_norm(
+    ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, n: Any, c: Any, hw: Any,
+    groups: int, eps: Operand,
+) -> Statistics:  # fmt: skip
+    """The same with mean and rstd of size (samples, groups)."""
+    out, *stats = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, channels_last(ctx))
+    size = (ctx.size_of(x)[0], ctx.canon(groups))
+    return out, *(in_dtype(ctx, t, meta.dtype, size) for t, meta in zip(stats, ctx.meta[1:3]))

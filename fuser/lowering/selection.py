@@ -1,0 +1,133 @@
+"""Elementwise operators that choose, copy or cast: where, clamp, masked_fill, fill, dtype changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.nodes import TensorBox
+from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.pointwise import cast_loader, elementwise, is_known, result_dtype
+from fuser.lowering.registry import lower, refuse
+
+
+def select(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Operand) -> TensorBox:
+    """a where condition, else b, both cast to the result's dtype."""
+    dtype = result_dtype(ctx)
+    size = ctx.broadcast_sizes([ctx.size_of(o) for o in (condition, a, b)])
+    cond = ctx.loader(condition, size, torch.bool)
+    left, right = (cast_loader(ctx, o, size, dtype) for o in (a, b))
+    return ctx.pointwise(size, dtype, lambda i: ops.where(cond(i), left(i), right(i)), ctx.order_of_meta())
+
+
+@lower("aten.where")
+def lower_where(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Operand) -> TensorBox:
+    """a where condition, else b"""
+    return select(ctx, condition, a, b)
+
+
+@lower("aten.masked_fill")
+def lower_masked_fill(ctx: LoweringContext, x: TensorBox, mask: TensorBox, value: Operand) -> TensorBox:
+    """`value`, a number or a tensor of no dims, where mask, else x"""
+    dtype = result_dtype(ctx)
+    if is_known(value) and not math.isinf(value) and dtype.is_floating_point:  # type: ignore[arg-type]
+        if abs(value) > torch.finfo(dtype).max:  # type: ignore[operator,arg-type]
+            raise Unsupported(f"{value} does not fit into {dtype}: eager raises")
+    return select(ctx, mask, value, x)
+
+
+@lower("aten.fill")
+def lower_fill(ctx: LoweringContext, x: TensorBox, value: Operand) -> TensorBox:
+    """`value` everywhere"""
+    dtype, size = result_dtype(ctx), ctx.size_of(x)
+    return ctx.pointwise(size, dtype, cast_loader(ctx, value, size, dtype), ctx.order_of_meta())
+
+
+@lower("aten.clamp")
+def lower_clamp(ctx: LoweringContext, x: Operand, low: Operand | None = None, high: Operand | None = None) -> TensorBox:
+    """min(max(x, low), high), NaN kept"""
+    operands = [x] + [o for o in (low, high) if o is not None]
+
+    def body(v: Value, *limits: Value) -> Value:
+        rest = list(limits)
+        if low is not None:
+            v = ops.maximum(v, rest.pop(0))
+        return ops.minimum(v, rest.pop(0)) if high is not None else v
+
+    return elementwise(ctx, operands, body, cast=True)
+
+
+@lower("aten.clamp_min")
+def lower_clamp_min(ctx: LoweringContext, x: Operand, low: Operand) -> TensorBox:
+    """max(x, low)"""
+    return lower_clamp(ctx, x, low)
+
+
+@lower("aten.clamp_max")
+def lower_clamp_max(ctx: LoweringContext, x: Operand, high: Operand) -> TensorBox:
+    """min(x, high)"""
+    return lower_clamp(ctx, x, None, high)
+
+
+@lower("aten.nan_to_num")
+def lower_nan_to_num(
+    ctx: LoweringContext, x: TensorBox, nan: Any = None, posinf: Any = None, neginf: Any = None
+) -> TensorBox:
+    """NaN and the infinities replaced: by 0 and the largest finite numbers if nothing else is given."""
+    dtype = result_dtype(ctx)
+    if not dtype.is_floating_point:
+        return elementwise(ctx, [x], lambda v: v)
+    info = torch.finfo(dtype)
+    given = (0.0 if nan is None else nan, info.max if posinf is None else posinf, info.min if neginf is None else neginf)
+
+    def body(v: Value, n: Value, p: Value, m: Value) -> Value:
+        v = ops.where(ops.isnan(v), n, v)
+        return ops.where(ops.eq(v, -math.inf), m, ops.where(ops.eq(v, math.inf), p, v))
+
+    return elementwise(ctx, [x, *given], body, cast=True)
+
+
+@lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous")
+def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> TensorBox:
+    """A copy, in the dtype that eager gives it; a user's cast is rounded even where the value is used directly."""
+    if ctx.meta is ctx.arg_metas[0]:
+        return x  # eager returns its argument
+    dtype = result_dtype(ctx)
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, compute_dtype(dtype))
+    return ctx.pointwise(size, dtype, lambda i: ops.round_to(load(i), dtype), ctx.order_of_meta())
+
+
+@lower("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
+def lower_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> TensorBox:
+    """The tensor itself outside of training."""
+    if train is not False:
+        raise Unsupported("dropout in training draws random numbers")
+    return x
+
+
+@lower("aten.native_dropout")
+def lower_native_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> tuple[TensorBox, TensorBox]:
+    """A copy and a mask of ones outside of training."""
+    if train is not False:
+        raise Unsupported("dropout in training draws random numbers")
+    size = ctx.size_of(x)
+    ones = ctx.pointwise(size, ctx.meta[1].dtype, lambda i: ops.constant(1, ctx.meta[1].dtype), ctx.order_of_meta(1))
+    return ctx.pointwise(size, x.dtype, ctx.loader(x, size, x.dtype), ctx.order_of_meta(0)), ones
+
+
+@lower("aten.native_dropout_backward")
+def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: TensorBox, scale: Operand) -> TensorBox:
+    """grad * mask * scale"""
+    return elementwise(ctx, [grad, mask, scale], lambda g, m, s: ops.mul(g, ops.mul(m, s)))
+
+
+refuse(
+    "it draws random numbers", "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.rand",
+    "aten.randn", "aten.randint", "aten.randperm", "aten.multinomial", "aten.normal", "aten.uniform", "aten.exponential",
+    "aten.rrelu_with_noise", "aten._fused_dropout",
+)  # fmt: skip
