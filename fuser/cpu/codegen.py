@@ -23,7 +23,21 @@ import torch
 from fuser.cpu.text import FLOOR_HELPERS, Lines, cpp_expr, cpp_name
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, indirect_rows, row_exprs
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, floordiv, minimum, product, substitute, symbol, symbols
+from fuser.ir.sizes import (
+    INDIRECT,
+    LOOP,
+    ONE,
+    Expr,
+    Sym,
+    coefficient,
+    expr,
+    floordiv,
+    minimum,
+    product,
+    substitute,
+    symbol,
+    symbols,
+)
 from fuser.ops import (
     CPP_TYPEDEFS,
     CPP_TYPES,
