@@ -25,7 +25,7 @@ def fuser_backend() -> Any:
 def why_absent(name: str) -> str | None:
     """A sentence if the contestant cannot run here, else None. Imports nothing heavy."""
     if name.startswith("fuser"):
-        needed = ("fuser.frontends.dynamo",) if name == "fuser" else ("fuser.interface",)
+        needed = ("fuser.interface", *(("fuser.frontends.dynamo",) if name == "fuser" else ()))
         missing = [m for m in needed if importlib.util.find_spec(m) is None]
         return f"{name}: this checkout has no {missing[0]}" if missing else None
     if name == "xla" and importlib.util.find_spec("jax") is None:
