@@ -8,6 +8,7 @@ Exits with status 1 if the logits are not eager's.
 from __future__ import annotations
 
 import argparse
+import collections
 import pathlib
 import statistics
 import sys
@@ -52,19 +53,32 @@ def interleaved(fns: dict[str, Callable[..., Any]], ids: torch.Tensor) -> dict[s
     return {name: statistics.median(s) for name, s in samples.items()}
 
 
-def what_was_fused() -> list[tuple[str, str]]:
-    """Rows of the table from the package's own account of itself."""
+def account() -> tuple[int, int, int, dict[str, int]]:
+    """Fusion groups, kernels, ops fused, and how many ops were not for each reason: the package's own account."""
+    import fuser
     import fuser.debug
 
-    report = fuser.debug.report()
+    if hasattr(fuser.debug, "report"):
+        report = fuser.debug.report()
+        return report.groups, report.kernels, report.ops_fused, report.ops_unfused
+    from fuser.frontends.records import compilations
+
+    graphs = compilations()
+    reasons = collections.Counter(op.reason for graph in graphs for op in graph.unfused)
+    groups, ops = sum(len(g.groups) for g in graphs), sum(g.ops_fused for g in graphs)
+    return groups, fuser.num_compiled_kernels(), ops, dict(reasons)
+
+
+def what_was_fused() -> list[tuple[str, str]]:
+    """The account as rows of the table, the commonest reasons first."""
+    groups, kernels, fused_ops, unfused = account()
     rows = [
-        ("fusion groups", str(report.groups)),
-        ("kernels", str(report.kernels)),
-        ("ops fused", str(report.ops_fused)),
-        ("ops not fused", str(sum(report.ops_unfused.values()))),
+        ("fusion groups", str(groups)),
+        ("kernels compiled", f"{kernels}: equal groups share one"),
+        ("ops fused", str(fused_ops)),
+        ("ops not fused", str(sum(unfused.values()))),
     ]
-    reasons = sorted(report.ops_unfused.items(), key=lambda pair: -pair[1])
-    return rows + [(f"  {count} ×", reason) for reason, count in reasons]
+    return rows + [(f"  {n} ×", reason) for reason, n in sorted(unfused.items(), key=lambda pair: -pair[1])]
 
 
 def main() -> int:

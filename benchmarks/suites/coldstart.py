@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks, contestants
+from benchmarks import account, checks, contestants
 from benchmarks.child import spawn
 from benchmarks.options import Options
 from benchmarks.progress import progress
@@ -64,11 +64,7 @@ def child(params: dict[str, Any]) -> dict[str, Any]:
         problem = checks.judge(checks.tensors(out), [fn(*args)]).problem
         if problem:
             problems.append(f"{fn.__name__}: {problem}")
-    return {
-        "times": times,
-        "problems": problems,
-        "kernels": contestants.kernels_compiled() if "fuser" in name else None,
-    }
+    return {"times": times, "problems": problems, "fallbacks": account.fallbacks() if "fuser" in name else {}}
 
 
 def _xla_child(args: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -87,7 +83,7 @@ def _xla_child(args: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         problem = checks.judge([xla.to_torch(out)], [reference(*args)]).problem
         if problem:
             problems.append(f"{reference.__name__}: {problem}")
-    return {"times": times, "problems": problems, "kernels": None}
+    return {"times": times, "problems": problems, "fallbacks": {}}
 
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
@@ -111,7 +107,8 @@ def _cell(values: list[float]) -> str:
 
 def _claims(runs: Runs) -> list[Claim]:
     def median(name: str, pick: Any) -> float | None:
-        return _median(pick(runs[name]["cold"])) if name in runs else None
+        results = runs[name]["cold"] if name in runs else []
+        return None if any(r.get("fallbacks") for r in results) else _median(pick(results))
 
     return [
         at_most("empty cache: register + first result, 4-op kernel", median("fuser handle", _first), 1.0),
@@ -132,6 +129,8 @@ def _report(runs: Runs, notes: list[str]) -> Report:
             problems = [p for r in results for p in [*r.get("problems", ()), *filter(None, [r.get("error")])]]
             target = report.wrong if name.startswith("fuser") else report.notes
             target.extend(f"{name}, {state} cache: {p}" for p in dict.fromkeys(problems))
+            reasons = dict.fromkeys(f for r in results for f in r.get("fallbacks", ()))
+            report.notes.extend(f"{name}, {state} cache: a kernel fell back: {reason}" for reason in reasons)
     columns = ("contestant", "first, empty cache", "each further", "first, warm disk", "each further, warm disk")
     report.tables = [
         Table("coldstart: seconds after `import torch`, median [least–most] of fresh processes", columns, rows)

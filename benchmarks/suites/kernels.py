@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks import checks, contestants
+from benchmarks import account, checks, contestants
 from benchmarks.kernel_rows import ROWS, SIZES, Row, moved_bytes, seeded
 from benchmarks.options import Options
 from benchmarks.progress import progress
@@ -29,6 +29,7 @@ class Result:
     timings: dict[str, Timing]
     verdicts: dict[str, checks.Verdict]
     failures: dict[str, str]
+    fused: account.Account | None
 
     @property
     def name(self) -> str:
@@ -81,6 +82,7 @@ def measure(row: Row, size: str, names: list[str], device: str, budget: Budget) 
     args = row.make(seeded(row.name, size, device), shape)
     eager = checks.run_on_clones(row.fn, args, row.mutates)
     exact = checks.run_on_clones(row.fn, checks.to_float64(args), row.mutates)
+    account.start()
     calls: dict[str, Call] = {}
     verdicts: dict[str, checks.Verdict] = {}
     failures: dict[str, str] = {}
@@ -99,7 +101,7 @@ def measure(row: Row, size: str, names: list[str], device: str, budget: Budget) 
     moved = moved_bytes(row, args, eager)
     del exact
     calls["copy"] = copy_call(moved, device)
-    return Result(row, size, shape, moved, interleave(calls, budget, device), verdicts, failures)
+    return Result(row, size, shape, moved, interleave(calls, budget, device), verdicts, failures, account.take())
 
 
 def _cell(result: Result, name: str) -> str:
@@ -118,7 +120,7 @@ def _share(value: float | None) -> str:
 
 def _table(results: list[Result], size: str, names: list[str]) -> Table:
     best = "fuser" if "fuser" in names else names[-1]
-    columns = ("row", "shape", *names, "copy", f"{best} of copy", f"{best} × inductor", f"{best} × eager")
+    columns = ("row", "shape", "ops fused", *names, "copy", f"{best} of copy", f"{best} × inductor", f"{best} × eager")
     rows = []
     for r in results:
         if r.size != size:
@@ -129,6 +131,7 @@ def _table(results: list[Result], size: str, names: list[str]) -> Table:
             (
                 r.row.name,
                 shape,
+                r.fused.text() if r.fused else "–",
                 *cells,
                 _share(r.copy_share(best)),
                 ratio(r.over("inductor", best)),
@@ -175,6 +178,7 @@ def _record(r: Result) -> dict[str, Any]:
     return {
         "row": r.name,
         "shape": r.shape,
+        "fused": asdict(r.fused) if r.fused else None,
         "bytes": r.moved,
         "seconds": {name: t.record() for name, t in r.timings.items()},
         "error_over_eager": {name: [v.error, v.eager_error] for name, v in r.verdicts.items() if v.error is not None},
@@ -192,6 +196,9 @@ def _report(results: list[Result], names: list[str], notes: list[str]) -> Report
         for name, problem in problems.items():
             target = report.wrong if name == "fuser" else report.notes
             target.append(f"{r.name}, {name}: {problem}")
+        if r.fused and r.fused.unfused:
+            reasons = "; ".join(f"{n} × {reason}" for reason, n in r.fused.unfused.items())
+            report.notes.append(f"{r.name}: not fused: {reasons}")
     for size in SIZES:
         groups = {
             r.row.name: {n: s for n in names if (s := r.copy_share(n)) is not None} for r in results if r.size == size

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks, contestants
+from benchmarks import account, checks, contestants
 from benchmarks.child import spawn
 from benchmarks.models import MODELS, build
 from benchmarks.options import Options
@@ -59,19 +59,6 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _fuser_says() -> dict[str, Any] | None:
-    """The record of `fuser.debug.report()`, if this version has it."""
-    try:
-        import fuser.debug
-
-        record = fuser.debug.report()
-    except (ImportError, AttributeError):
-        return None
-    wanted = ("groups", "kernels", "ops_fused", "ops_unfused")
-    values = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else dict(record)
-    return {name: values.get(name) for name in wanted}
-
-
 def _first(params: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the first call, and peak memory: of everything, and of steps after it."""
     model, inputs = build(params["model"], params["quick"], params["device"])
@@ -94,6 +81,7 @@ def _steady(params: dict[str, Any]) -> dict[str, Any]:
     exact = checks.run_on_clones(model.double(), checks.to_float64(inputs))
     model.float()
     eager = checks.tensors(model(*inputs))
+    account.start()
     calls, problems = {}, {}
     for name in params["contestants"]:
         step = STEP_OF_MODE[params["mode"]](name, model)
@@ -111,7 +99,8 @@ def _steady(params: dict[str, Any]) -> dict[str, Any]:
     )
     timings = interleave(calls, budget, params["device"])
     samples = {name: t.samples for name, t in timings.items()}
-    return {"samples": samples, "problems": problems, "fuser": _fuser_says() if "fuser" in calls else None}
+    fused = account.take()
+    return {"samples": samples, "problems": problems, "fuser": dataclasses.asdict(fused) if fused else None}
 
 
 def child(params: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +204,7 @@ def _fuser_table(results: list[Result]) -> Table | None:
         return None
     rows = []
     for model, f in said:
-        unfused = f["ops_unfused"] or {}
+        unfused = f["unfused"]
         most = ", ".join(f"{n} × {reason}" for reason, n in sorted(unfused.items(), key=lambda p: -p[1])[:3])
         rows.append((model, str(f["groups"]), str(f["kernels"]), str(f["ops_fused"]), str(sum(unfused.values())), most))
     return Table("models: what fuser made", ("model", "groups", "kernels", "ops fused", "not", "mostly because"), rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks, contestants
+from benchmarks import account, checks, contestants
 from benchmarks.child import spawn
 from benchmarks.options import Options
 from benchmarks.progress import progress
@@ -79,7 +79,8 @@ def child(params: dict[str, Any]) -> dict[str, Any]:
         ).problem
         if problem:
             problems.append(f"{nodes} nodes: {problem}")
-    return {"seconds": {n: times[n] for n in params["nodes"]}, "problems": problems}
+    fallbacks = account.fallbacks() if params["contestant"].startswith("fuser") else {}
+    return {"seconds": {n: times[n] for n in params["nodes"]}, "problems": problems, "fallbacks": fallbacks}
 
 
 def growth(times: dict[int, float]) -> dict[int, float]:
@@ -97,7 +98,7 @@ def _claims(times: dict[str, dict[int, float]]) -> list[Claim]:
     return claims
 
 
-def _report(times: dict[str, dict[int, float]], report: Report) -> Report:
+def _report(times: dict[str, dict[int, float]], fell_back: dict[str, dict[str, int]], report: Report) -> Report:
     rows = []
     for name, by_nodes in times.items():
         steps = growth(by_nodes)
@@ -108,7 +109,7 @@ def _report(times: dict[str, dict[int, float]], report: Report) -> Report:
         "scaling: seconds from the graph to the first result, empty caches, process already warmed up by a small graph"
     )
     report.tables = [Table(title, columns, rows)]
-    report.claims = _claims(times)
+    report.claims = _claims({n: t for n, t in times.items() if not fell_back[n]})
     groups = {f"{n} nodes": {name: t[n] for name, t in times.items() if n in t} for n in NODES}
     report.bars = [Bars("scaling", "seconds", groups)]
     return report
@@ -121,6 +122,7 @@ def run(options: Options) -> Report:
     names = [n for n in contestants.present(wanted, report.notes) if options.wants(n)]
     nodes = NODES[:2] if options.quick else NODES
     times: dict[str, dict[int, float]] = {}
+    fell_back: dict[str, dict[str, int]] = {}
     with progress("scaling", len(names)) as bar:
         for name in names:
             bar.step(name)
@@ -130,8 +132,12 @@ def run(options: Options) -> Report:
                 result = spawn("scaling", params, cache, timeout=3600.0)
             target = report.wrong if name.startswith("fuser") else report.notes
             target.extend(f"{name}: {p}" for p in [*result.get("problems", ()), *filter(None, [result.get("error")])])
+            report.notes.extend(
+                f"{name}: {n} groups fell back: {why}" for why, n in result.get("fallbacks", {}).items()
+            )
             if "seconds" in result:
                 times[name] = {int(n): t for n, t in result["seconds"].items()}
+                fell_back[name] = result["fallbacks"]
     if "inductor" in names and not options.full and not options.quick:
         report.notes.append(f"inductor: up to {INDUCTOR_MOST} nodes; --full for all")
-    return _report(times, report)
+    return _report(times, fell_back, report)
