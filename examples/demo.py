@@ -8,7 +8,6 @@ Exits with status 1 if the logits are not eager's.
 from __future__ import annotations
 
 import argparse
-import collections
 import pathlib
 import statistics
 import sys
@@ -53,32 +52,23 @@ def interleaved(fns: dict[str, Callable[..., Any]], ids: torch.Tensor) -> dict[s
     return {name: statistics.median(s) for name, s in samples.items()}
 
 
-def account() -> tuple[int, int, int, dict[str, int]]:
-    """Fusion groups, kernels, ops fused, and how many ops were not for each reason: the package's own account."""
-    import fuser
+def what_was_fused() -> list[tuple[str, str]]:
+    """Rows of the table from the package's own account of itself, the commonest reasons first."""
     import fuser.debug
 
-    if hasattr(fuser.debug, "report"):
-        report = fuser.debug.report()
-        return report.groups, report.kernels, report.ops_fused, report.ops_unfused
-    from fuser.frontends.records import compilations
-
-    graphs = compilations()
-    reasons = collections.Counter(op.reason for graph in graphs for op in graph.unfused)
-    groups, ops = sum(len(g.groups) for g in graphs), sum(g.ops_fused for g in graphs)
-    return groups, fuser.num_compiled_kernels(), ops, dict(reasons)
-
-
-def what_was_fused() -> list[tuple[str, str]]:
-    """The account as rows of the table, the commonest reasons first."""
-    groups, kernels, fused_ops, unfused = account()
+    report = fuser.debug.report()
     rows = [
-        ("fusion groups", str(groups)),
-        ("kernels compiled", f"{kernels}: equal groups share one"),
-        ("ops fused", str(fused_ops)),
-        ("ops not fused", str(sum(unfused.values()))),
+        ("fusion groups", f"{report.groups}, of {report.specs} kinds: equal groups share their kernels"),
+        ("kernels compiled", str(report.kernels)),
+        ("ops fused", str(report.ops_fused)),
+        ("ops not fused", str(sum(report.ops_unfused.values()))),
     ]
-    return rows + [(f"  {n} ×", reason) for reason, n in sorted(unfused.items(), key=lambda pair: -pair[1])]
+    rows += [(f"  {n} ×", reason) for reason, n in report.ops_unfused.items()]
+    calls = sum(report.fallback_calls.values())
+    if calls:
+        rows.append(("calls by ATen", f"{calls} of groups that were to be fused"))
+        rows += [(f"  {n} ×", reason) for reason, n in report.fallback_calls.items()]
+    return rows
 
 
 def main() -> int:
