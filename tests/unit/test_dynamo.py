@@ -25,6 +25,11 @@ def compiled(f, **kwargs):
     return torch.compile(f, backend=fuser_backend, **kwargs)
 
 
+def strides(t):
+    """Those that can be observed: of dimensions with at least two elements, of tensors that are not empty."""
+    return [st for sz, st in zip(t.shape, t.stride()) if sz > 1 and t.numel()]
+
+
 def same(got, want):
     """Equal values, dtypes and strides, through tuples."""
     if isinstance(want, (tuple, list)):
@@ -33,7 +38,7 @@ def same(got, want):
             same(g, w)
     elif isinstance(want, torch.Tensor):
         torch.testing.assert_close(got, want, equal_nan=True)
-        assert got.dtype == want.dtype and got.stride() == want.stride() and got.shape == want.shape
+        assert got.dtype == want.dtype and got.shape == want.shape and strides(got) == strides(want)
     else:
         assert got == want
 
