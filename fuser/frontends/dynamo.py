@@ -151,7 +151,7 @@ class _InferenceCompiler:
         _prepare(keys, plan.groups)
         wrapper_reason = self._why_wrapped(module)
         try:
-            program = Program(module, plan, [(f"fusion_{k}", handles[k]) for k in keys])
+            program = Program(module, plan, [("fusion", handles[k]) for k in keys])
             source = program.source
         except Unsupported as error:
             _log.warning("a graph runs unfused: %s", error.reason)

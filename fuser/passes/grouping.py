@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from fuser.passes.classify import Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
+from fuser.passes.hints import numel_hint
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
 _MAX_READERS = 3  # a group read by more groups than this stays apart: equal readers should stay equal
@@ -124,25 +124,6 @@ def _connect(units: _Units, levels: list[int]) -> _Sets:
         if source is not None:
             sets.union(u, main.setdefault((levels[u], source), u))
     return sets
-
-
-def _hint(size: Any) -> int:
-    """A number for a size without adding a guard; 8,192 for a symbol of unknown value."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if isinstance(hint, int) else 8192
-
-
-def numel_hint(value: Any) -> int:
-    """Elements of the largest tensor in a node's recorded value; adds no guard."""
-    best = 0
-    for t in tensors_of(value):
-        n = 1
-        for s in t.shape:
-            n *= _hint(s)
-        best = max(best, n)
-    return best
 
 
 def _main_input(units: _Units, u: int) -> fx.Node | None:
