@@ -22,7 +22,7 @@ from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.lowering import supports
 from fuser.lowering.graph import Lowered, lower_graph
-from fuser.lowering.host import HOST
+from fuser.lowering.host import is_host
 from fuser.scheduler.schedule import Schedule, schedule
 
 
@@ -153,7 +153,7 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
         if op == "getitem" or op in HOST_OPS:
             continue
         reason = supports(op)
-        if reason is not None and op not in HOST:
+        if reason is not None and not is_host(op):
             return reason
     return None
 
@@ -211,7 +211,7 @@ def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGrap
     nodes = list(graph.nodes)
     for node in graph.calls:
         operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
-        if node.op.startswith("host."):
+        if is_host(node.op):
             numbers.add(node.index)
         elif node.op in HOST_OF_PACKET and not node.kwargs and operands and all(operands):
             nodes[node.index] = dataclasses.replace(node, op=HOST_OF_PACKET[node.op])

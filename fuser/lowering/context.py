@@ -46,7 +46,20 @@ class Scalar:
     hint: float
 
 
-Operand = TensorBox | Scalar | Expr | int | float | bool
+@dataclass(frozen=True)
+class Number:
+    """A Python float that the graph computes from `sizes` and, if `has_inputs`, from float inputs.
+
+    `build` records the rows that compute it, in float64; `positive` if it is known to be above zero.
+    """
+
+    build: Callable[[], Value]
+    sizes: tuple[Expr, ...]
+    has_inputs: bool
+    positive: bool
+
+
+Operand = TensorBox | Scalar | Number | Expr | int | float | bool
 
 
 class LoweringContext:
@@ -240,6 +253,9 @@ class LoweringContext:
         if isinstance(operand, Scalar):
             scalar = operand
             return lambda index: ops.to_dtype(ops.scalar(scalar.name, torch.float64), dtype)
+        if isinstance(operand, Number):
+            made = operand
+            return lambda index: ops.to_dtype(made.build(), dtype)
         if isinstance(operand, Expr):
             size_value = operand
             if size_value.as_int() is None:
@@ -281,4 +297,4 @@ def as_expr(value: Any) -> Expr:
     raise Unsupported(f"a size must be an integer or a size expression, not {type(value).__name__}")
 
 
-__all__ = ["DTYPES", "LoweringContext", "Operand", "Scalar", "STRIDE", "as_expr"]
+__all__ = ["DTYPES", "LoweringContext", "Number", "Operand", "Scalar", "STRIDE", "as_expr"]

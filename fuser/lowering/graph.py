@@ -112,8 +112,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         return values[source.index][at], metas[source.index][at]
     args = map_refs(node.args, lambda r: values[r.index])
     meta_args = map_refs(node.args, lambda r: metas[r.index])
-    if node.op in host.HOST:
-        return host.HOST[node.op](ctx, *args), host.META[node.op](*meta_args)
+    if host.is_host(node.op):
+        return host.evaluate(ctx, node.op, args, meta_args)
     lowering = find(node.op)
     if lowering is None:
         raise Unsupported(supports(node.op) or "", node.op)
