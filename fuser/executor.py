@@ -159,8 +159,15 @@ class Executor:
     def _compile_and_run(self, args: tuple[Any, ...]) -> Any:
         key = arg_spec(args, self.spec.config)
         store = self.spec.store
+        # One may have come since the handle was called; those counted here are in the handle already.
         have = store.count(key)
+        if have:
+            result = self._probe(args)
+            if result is not _MISS:
+                return result
         while True:
+            if have >= MAX_VARIANTS:
+                store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
             entry, compiled = store.get_or_compile(key, lambda: self._compile(args), have)
             if entry.reason is not None and len(entry.kernels) <= have:
                 return self._fall_back(args, entry.reason)
@@ -170,8 +177,6 @@ class Executor:
             have = len(entry.kernels)
             if compiled:
                 store.close(key, f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for")
-            elif have >= MAX_VARIANTS:
-                store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]:
         """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""

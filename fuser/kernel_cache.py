@@ -172,10 +172,12 @@ class KernelSpec:
 
 
 class Runner(Protocol):
-    """What runs a specification: `handle(*args)`, and `prepare(args)` to compile ahead for arguments like `args`."""
+    """What runs a specification: `handle(*args)`, `slow` for calls that no kernel takes, `prepare` to compile ahead."""
 
     @property
     def handle(self) -> Callable[..., Any]: ...
+
+    def slow(self, args: tuple[Any, ...], status: int) -> Any: ...
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
 

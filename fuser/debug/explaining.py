@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from fuser.debug.report import why_unfused
+from fuser.debug.reporting import why_unfused
 from fuser.executor import explain_entry
 from fuser.kernel_cache import REGISTRY, KernelSpec
 
