@@ -209,12 +209,22 @@ def _contract(units: _Units, sets: _Sets, levels: list[int]) -> None:
                 condensed.join(here, there)
 
 
-def _is_worth_it(units: _Units, members: list[int]) -> str | None:
+def _made_of_numbers(units: _Units) -> set[fx.Node]:
+    """Nodes computed from numbers alone: no tensor of the graph's inputs or attributes is behind them."""
+    found: set[fx.Node] = set()
+    for node, verdict in units.verdicts.items():
+        if verdict.kind in (Kind.INPUT, Kind.OUTPUT):
+            continue
+        if all(a in found for a in node.all_input_nodes if tensors_of(a.meta.get("val"))):
+            found.add(node)
+    return found
+
+
+def _is_worth_it(units: _Units, members: list[int], from_numbers: set[fx.Node]) -> str | None:
     """Why a group is dissolved; None for one that is kept."""
-    for u in members:
-        if any(tensors_of(s.meta.get("val")) for s in units.sources(u)):
-            return None
-    return "it is computed from numbers alone"
+    if all(units.heads[u] in from_numbers for u in members):
+        return "it is computed from numbers alone"
+    return None
 
 
 def group_nodes(graph: fx.Graph) -> Grouping:
@@ -230,8 +240,9 @@ def group_nodes(graph: fx.Graph) -> Grouping:
         if fusible:
             members.setdefault(sets.find(u), []).append(u)
     result = Grouping([], kinds, reasons)
+    from_numbers = _made_of_numbers(units)
     for found in members.values():
-        _keep_or_dissolve(units, found, result)
+        _keep_or_dissolve(units, found, from_numbers, result)
     for node in graph.nodes:
         group = result.group_of.get(units.heads[units.index[node]]) if node in units.index else None
         if group is not None:
@@ -240,8 +251,8 @@ def group_nodes(graph: fx.Graph) -> Grouping:
     return result
 
 
-def _keep_or_dissolve(units: _Units, found: list[int], result: Grouping) -> None:
-    reason = _is_worth_it(units, found)
+def _keep_or_dissolve(units: _Units, found: list[int], from_numbers: set[fx.Node], result: Grouping) -> None:
+    reason = _is_worth_it(units, found, from_numbers)
     for u in found:
         head = units.heads[u]
         if reason is None:

@@ -102,8 +102,8 @@ def _gelu(node: fx.Node) -> tuple[str, str] | None:
     return ("gelu", "tanh") if node.kwargs.get("approximate") == "tanh" else None
 
 
-# Operations that oneDNN computes as accurately as ATen does, on NaN and infinities too. Not here: its relu, hardtanh and
-# hardsigmoid turn NaN into a number, its gelu by erf turns infinity into NaN.
+# Operations that oneDNN computes as accurately as ATen does, on NaN and infinities too. Not here: its relu, hardtanh
+# and hardsigmoid turn NaN into a number, its gelu by erf turns infinity into NaN.
 _EPILOGUES: dict[Any, Callable[[fx.Node], tuple[str, str] | None]] = {
     aten.gelu.default: _gelu,
     aten.silu.default: lambda node: ("swish", ""),
