@@ -72,7 +72,8 @@ typedef u32 words __attribute__((vector_size(64), aligned(4)));
 #define HIGH_HALVES(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #else
 #define LOW_HALVES(a, b) __builtin_shuffle(a, b, (words){{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}})
-#define HIGH_HALVES(a, b) __builtin_shuffle(a, b, (words){{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}})
+#define HIGH_HALVES(a, b) \\
+  __builtin_shuffle(a, b, (words){{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}})
 #endif
 static void transpose_band(const u32* in, i64 step, u32* __restrict tile, i64 columns) {{
   for (i64 c = 0; c < columns; c += 16) for (i64 r = 0; r < {TILE_ROWS}; r += 16) {{
@@ -498,7 +499,8 @@ class _Nest:
                 ahead = f"done{k}"
                 full = f"(r1 - r0 == {TILE_ROWS} ? (v1 - v0) / 16 * 16 : 0)"
                 step = cpp_expr(coefficient(address, self.vector.sym) or expr(0))
-                corner = self.index(substitute(address, {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}))
+                origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
+                corner = self.index(substitute(address, origin))
                 self.out.add(f"const i64 {ahead} = v0 + {full};")
                 self.out.add(f"transpose_band((const u32*){buffer} + {corner}, {step}, (u32*)tile{k}, {ahead} - v0);")
             self.out.open(f"for (i64 {v} = {ahead}; {v} < v1; ++{v})")

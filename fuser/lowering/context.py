@@ -5,7 +5,6 @@ Passed to every `lower_*` function; nothing here is ambient, so eight threads lo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from fuser.ir.sizes import (
     ONE,
     SIZE,
     STRIDE,
+    ZERO,
     Expr,
     Sym,
     evaluate,
@@ -125,7 +125,7 @@ class LoweringContext:
             self.specialise(y)
 
     def assume(self, relation: str, a: Expr | int, b: Expr | int) -> None:
-        """Rely on `a relation b` ("eq", "ne", "lt", "le"), which must hold in the example; a guard unless it is plain."""
+        """Rely on `a relation b` ("eq", "ne", "lt", "le"): true in the example; a guard unless it is plain."""
         x, y = self.canon(a), self.canon(b)
         gap = y - x
         if not _holds(relation, evaluate(gap, self.hints)):

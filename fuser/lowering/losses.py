@@ -250,8 +250,9 @@ class ClassLoss:
 
 
 def reduced(
-    ctx: LoweringContext, core: ClassLoss, per_sample: Callable[[Index], Value], reduction: int, result: int | None = None
-) -> TensorBox:
+    ctx: LoweringContext, core: ClassLoss, per_sample: Callable[[Index], Value], reduction: int,
+    result: int | None = None,
+) -> TensorBox:  # fmt: skip
     """The samples' losses, their sum, or their sum divided by the sum of weights."""
     meta = ctx.meta if result is None else ctx.meta[result]
     if reduction == NONE:

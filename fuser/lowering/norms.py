@@ -132,8 +132,8 @@ def layer_norm(
     var, mean = moments(ctx, x, list(range(len(size) - len(shape), len(size))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
     load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (mean, rstd))
-    affine = (_over_last(ctx, t, size, wide) for t in (weight, bias))
-    return scaled(ctx, x, load_mean, load_rstd, *affine, dtype, order), mean, rstd
+    w, b = (_over_last(ctx, t, size, wide) for t in (weight, bias))
+    return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order), mean, rstd
 
 
 @lower("aten.native_layer_norm")
@@ -216,8 +216,8 @@ def batch_norm(
     rstd = inverse_root(ctx, var, eps, wide)
     load_mean, load_rstd = over_channels(ctx, mean, wide), over_channels(ctx, rstd, wide)
     assert load_mean is not None and load_rstd is not None
-    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
-    return scaled(ctx, x, load_mean, load_rstd, *affine, dtype, order), mean, rstd, var
+    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order), mean, rstd, var
 
 
 def per_channel(ctx: LoweringContext, x: TensorBox) -> TensorBox:
@@ -246,8 +246,9 @@ def _native(
 ) -> Statistics:  # fmt: skip
     out, m, r, _ = batch_norm(ctx, x, weight, bias, mean, var, training, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
     if not training:  # eager returns empty tensors
-        return out, *(ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
-    return out, *(in_dtype(ctx, t, meta.dtype) for t, meta in zip((m, r), ctx.meta[1:3]))
+        m, r = (ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
+        return out, m, r
+    return out, in_dtype(ctx, m, ctx.meta[1].dtype), in_dtype(ctx, r, ctx.meta[2].dtype)
 
 
 @lower("aten.native_batch_norm", "aten._native_batch_norm_legit")
@@ -316,9 +317,9 @@ def lower_instance_norm(
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     own_var, own_mean = moments(ctx, x, list(range(2, len(size))), wide)
     rstd = inverse_root(ctx, own_var, eps, wide)
-    loads = (ctx.loader(t, size, wide) for t in (own_mean, rstd))
-    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
-    return scaled(ctx, x, *loads, *affine, dtype, order)
+    load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (own_mean, rstd))
+    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order)
 
 
 # -- group norm --------------------------------------------------------------------------------------------------------
@@ -333,13 +334,13 @@ def group_norm(
     grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
     var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
-    loads = [ctx.loader(t, shape, wide) for t in (mean, rstd)]
 
-    def of_group(load: Loader) -> Loader:
+    def of_group(t: TensorBox) -> Loader:
+        load = ctx.loader(t, shape, wide)
         return lambda i: load((i[0], i[1] // each, i[1] % each, *i[2:]))
 
-    affine = (over_channels(ctx, t, wide) for t in (weight, bias))
-    return scaled(ctx, x, *(of_group(load) for load in loads), *affine, dtype, order), mean, rstd
+    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
 
 
 def channels_last(ctx: LoweringContext) -> Order:
@@ -367,6 +368,6 @@ def lower_native_group_norm(
     groups: int, eps: Operand,
 ) -> Statistics:  # fmt: skip
     """The same with mean and rstd of size (samples, groups)."""
-    out, *stats = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, channels_last(ctx))
+    out, mean, rstd = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, channels_last(ctx))
     size = (ctx.size_of(x)[0], ctx.canon(groups))
-    return out, *(in_dtype(ctx, t, meta.dtype, size) for t, meta in zip(stats, ctx.meta[1:3]))
+    return out, in_dtype(ctx, mean, ctx.meta[1].dtype, size), in_dtype(ctx, rstd, ctx.meta[2].dtype, size)

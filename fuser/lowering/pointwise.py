@@ -18,7 +18,8 @@ from fuser.ops import OPS
 
 # operator of ATen: op of the table. Computed in the dtype of the result.
 UNARY = {
-    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal", "sqrt": "sqrt", "rsqrt": "rsqrt",
+    "abs": "abs", "neg": "neg", "sign": "sign", "sgn": "sign", "reciprocal": "reciprocal", "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
     "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log2": "log2", "log10": "log10", "log1p": "log1p",
     "sin": "sin", "cos": "cos", "tan": "tan", "asin": "asin", "acos": "acos", "atan": "atan", "sinh": "sinh",
     "cosh": "cosh", "tanh": "tanh", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "erf": "erf", "erfc": "erfc",
@@ -66,7 +67,8 @@ def elementwise(
     dtype = dtype if dtype is not None else result_dtype(ctx)
     compute = compute if compute is not None else dtype
     size = ctx.broadcast_sizes([ctx.size_of(o) for o in operands])
-    loaders = [cast_loader(ctx, o, size, compute) if cast else ctx.loader(o, size, compute_dtype(compute)) for o in operands]
+    wide = compute_dtype(compute)
+    loaders = [cast_loader(ctx, o, size, compute) if cast else ctx.loader(o, size, wide) for o in operands]
 
     def inner(index: Index) -> Value:
         return body(*(load(index) for load in loaders))
@@ -89,10 +91,10 @@ def cast_loader(
 
 def common_dtype(ctx: LoweringContext) -> torch.dtype:
     """The dtype to which torch promotes the node's first two operands."""
-    metas = [m for m in ctx.arg_metas if isinstance(m, (torch.Tensor, int, float, bool))][:2]
+    metas: list[Any] = [m for m in ctx.arg_metas if isinstance(m, (torch.Tensor, int, float, bool))][:2]
     if not any(isinstance(m, torch.Tensor) for m in metas):
         raise Unsupported("an elementwise operator without a tensor")
-    return torch.result_type(*metas) if len(metas) == 2 else metas[0].dtype  # type: ignore[union-attr]
+    return torch.result_type(metas[0], metas[1]) if len(metas) == 2 else metas[0].dtype
 
 
 def is_known(value: Any) -> bool:
@@ -408,4 +410,7 @@ refuse(
     "aten.special_hermite_polynomial_h", "aten.special_hermite_polynomial_he", "aten.special_laguerre_polynomial_l",
     "aten.special_legendre_polynomial_p",
 )  # fmt: skip
-refuse("it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense", "aten.is_nonzero")
+refuse(
+    "it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense",
+    "aten.is_nonzero",
+)  # fmt: skip

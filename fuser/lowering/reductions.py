@@ -91,13 +91,17 @@ def number_of(ctx: LoweringContext, n: Expr, dtype: torch.dtype) -> Value:
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 @lower("aten.sum")
-def lower_sum(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+def lower_sum(
+    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
     """Sum; integers add up in int64."""
     return reduce_to_result(ctx, "sum", x, dims, keepdim)
 
 
 @lower("aten.mean")
-def lower_mean(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+def lower_mean(
+    ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
     """Sum divided by the number of elements."""
     n, wide = count(ctx, x, dims), compute_dtype(result_dtype(ctx))
     return reduce_to_result(
@@ -126,8 +130,8 @@ def lower_nanmean(
     wide = compute_dtype(dtype)
     total = reduce(ctx, "sum", x, dims, keepdim, wide, lambda v, _: _without_nan(v))
     number = reduce(
-        ctx, "sum", x, dims, keepdim, torch.int64, lambda v, _: ops.to_dtype(ops.logical_not(ops.isnan(v)), torch.int64),
-        compute=wide,
+        ctx, "sum", x, dims, keepdim, torch.int64,
+        lambda v, _: ops.to_dtype(ops.logical_not(ops.isnan(v)), torch.int64), compute=wide,
     )  # fmt: skip
     return elementwise(ctx, [total, number], lambda a, b: ops.div(a, b), dtype)
 
@@ -141,7 +145,9 @@ def lower_count_nonzero(ctx: LoweringContext, x: TensorBox, dims: Dims = None) -
 
 
 @lower("aten.prod")
-def lower_prod(ctx: LoweringContext, x: TensorBox, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> TensorBox:
+def lower_prod(
+    ctx: LoweringContext, x: TensorBox, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> TensorBox:
     """Product, over one dim or all."""
     return reduce_to_result(ctx, "prod", x, dim, keepdim)
 

@@ -11,7 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import TensorBox
 from fuser.lowering.context import LoweringContext, Operand
-from fuser.lowering.pointwise import cast_loader, elementwise, is_known, result_dtype
+from fuser.lowering.pointwise import cast_loader, elementwise, result_dtype
 from fuser.lowering.registry import lower, refuse
 
 
@@ -34,8 +34,8 @@ def lower_where(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Opera
 def lower_masked_fill(ctx: LoweringContext, x: TensorBox, mask: TensorBox, value: Operand) -> TensorBox:
     """`value`, a number or a tensor of no dims, where mask, else x"""
     dtype = result_dtype(ctx)
-    if is_known(value) and not math.isinf(value) and dtype.is_floating_point:  # type: ignore[arg-type]
-        if abs(value) > torch.finfo(dtype).max:  # type: ignore[operator,arg-type]
+    if isinstance(value, (int, float)) and not math.isinf(value) and dtype.is_floating_point:
+        if abs(value) > torch.finfo(dtype).max:
             raise Unsupported(f"{value} does not fit into {dtype}: eager raises")
     return select(ctx, mask, value, x)
 
@@ -82,7 +82,8 @@ def lower_nan_to_num(
     if not dtype.is_floating_point:
         return elementwise(ctx, [x], lambda v: v)
     info = torch.finfo(dtype)
-    given = (0.0 if nan is None else nan, info.max if posinf is None else posinf, info.min if neginf is None else neginf)
+    limits = ((nan, 0.0), (posinf, info.max), (neginf, info.min))
+    given = [default if value is None else value for value, default in limits]
 
     def body(v: Value, n: Value, p: Value, m: Value) -> Value:
         v = ops.where(ops.isnan(v), n, v)
@@ -127,7 +128,7 @@ def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: T
 
 
 refuse(
-    "it draws random numbers", "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.rand",
-    "aten.randn", "aten.randint", "aten.randperm", "aten.multinomial", "aten.normal", "aten.uniform", "aten.exponential",
-    "aten.rrelu_with_noise", "aten._fused_dropout",
+    "it draws random numbers", "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like",
+    "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.multinomial", "aten.normal", "aten.uniform",
+    "aten.exponential", "aten.rrelu_with_noise", "aten._fused_dropout",
 )  # fmt: skip

@@ -1,11 +1,8 @@
-"""Functions of tensors in the spellings that users write, each with inputs: what canonical graphs must mean the same as."""
+"""Functions of tensors in the spellings that users write, each with inputs: what canonical graphs must mean."""
 
 from __future__ import annotations
 
-import operator
-
 import torch
-import torch.nn.functional as F
 
 g = torch.Generator().manual_seed(0)
 X = torch.randn(4, 6, generator=g)

@@ -51,7 +51,7 @@ class StubHandle:
 
 @dataclass
 class StubCompiler:
-    """Counts compilations. `make(spec, args)` gives the kernel or raises; `before` runs first, in the compiling thread."""
+    """Counts compilations. `make(spec, args)` gives the kernel or raises; `before` runs first, in the same thread."""
 
     make: Callable[[Any, tuple[Any, ...]], Any]
     before: Callable[[], None] = lambda: None
