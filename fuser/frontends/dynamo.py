@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fuser import config, interface
-from fuser.errors import ConfigError, FuserError, Unsupported
+from fuser import config
+from fuser.errors import ConfigError
+from fuser.frontends import training
 from fuser.frontends.decompositions import decomposition_table
-from fuser.frontends.program import Program
-from fuser.frontends.records import (
-    CompiledGraph,
-    GroupRecord,
-    UnfusedOp,
-    compilations,
-    forget_compilations,
-    last_compilation,
-    remember,
-)
-from fuser.passes.classify import op_name
-from fuser.passes.extract import GroupPlan, Plan, extract
-from fuser.passes.grouping import Grouping, group_nodes
-from fuser.passes.post_grad import POST_GRAD
-from fuser.passes.runner import run_passes
+from fuser.frontends.functional import compile_functional
+from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -85,7 +72,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[st
         return _run_eager(gm, reason, options)
     if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
         return _compile_single(gm, example_inputs, options)
-    return _InferenceCompiler(gm, example_inputs, options).compile()
+    return _GraphCompiler(gm, example_inputs, options).compile()
 
 
 def _compile_single(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Function:
@@ -94,15 +81,13 @@ def _compile_single(gm: fx.GraphModule, example_inputs: Sequence[Any], options: 
     output = gm.graph.output_node()
     output.args = ((output.args[0],),)
     gm.recompile()
-    function = _InferenceCompiler(gm, example_inputs, options).compile()
+    function = _GraphCompiler(gm, example_inputs, options).compile()
     return lambda *args: function(*args)[0]
 
 
 def _why_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     if not config.enabled:
         return "config.enabled is False"
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
-        return "the graph needs gradients; call it under torch.no_grad() or torch.inference_mode() to have it fused"
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         return "the graph has inputs that are containers"
     return None
@@ -116,14 +101,14 @@ def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Func
     return gm.forward
 
 
-class _InferenceCompiler:
-    """Compiles one graph that needs no gradients."""
+class _GraphCompiler:
+    """Compiles one graph, with its backward where gradients are needed."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> None:
         self.gm = gm
         self.example_inputs = example_inputs
         self.options = options
-        self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_forward`
+        self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
         self.direct: Function | None = None
 
     def compile(self) -> Function:
@@ -132,46 +117,22 @@ class _InferenceCompiler:
         wrapped: Function = aot_module_simplified(
             self.gm,
             self.example_inputs,
-            fw_compiler=self.compile_forward,
-            bw_compiler=_compile_backward,
-            inference_compiler=self.compile_forward,
+            fw_compiler=training.compiler_of("forward", self.options),
+            bw_compiler=training.compiler_of("backward", self.options),
+            partition_fn=training.partition,
+            inference_compiler=self.compile_inference,
             decompositions=decomposition_table(),
         )
         return self.direct if self.direct is not None else wrapped
 
-    def compile_forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
-        """AOTAutograd's forward compiler: takes the functional graph, returns a function of a list of inputs."""
-        module = gm
-        start = time.perf_counter()
-        passes = run_passes(module, POST_GRAD)
-        grouping = group_nodes(module.graph)
-        plan = extract(module.graph, grouping)
-        keys = [interface.register_fusion(g.graph) for g in plan.groups]
-        handles = {k: interface.fusion_handle(k) for k in keys}
-        _prepare(keys, plan.groups)
-        wrapper_reason = self._why_wrapped(module)
-        try:
-            program = Program(module, plan, [("fusion", handles[k]) for k in keys])
-            source = program.source
-        except Unsupported as error:
-            _log.warning("a graph runs unfused: %s", error.reason)
-            remember(CompiledGraph("eager", error.reason, options=self.options))
-            return module.forward
-        if wrapper_reason is None:
-            self.direct = _handle_alone(module, plan, handles) or program.function
-        remember(
-            CompiledGraph(
-                route="direct" if wrapper_reason is None else "wrapped",
-                reason=wrapper_reason or "",
-                groups=_group_records(plan, keys),
-                unfused=_unfused(plan, grouping),
-                passes=passes,
-                source=source,
-                seconds=time.perf_counter() - start,
-                options=self.options,
-            )
-        )
-        return program.boxed
+    def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
+        """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
+        compiled = compile_functional(gm)
+        wrapper_reason = self._why_wrapped(gm)
+        if compiled.program is not None and wrapper_reason is None:
+            self.direct = compiled.alone or compiled.program.function
+        compiled.remember("direct" if wrapper_reason is None else "wrapped", wrapper_reason or "", self.options)
+        return compiled.boxed
 
     def _why_wrapped(self, module: fx.GraphModule) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""
@@ -212,42 +173,3 @@ def _metadata_reason(context: Any, inputs: int) -> str | None:
     except (AttributeError, TypeError):
         return "the analysis of aliases and mutations has an unknown form"
     return next((reason for reason, count in nothing.items() if count), None)
-
-
-def _compile_backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
-    """Backward graphs run on ATen."""
-    return gm.forward
-
-
-def _handle_alone(module: fx.GraphModule, plan: Plan, handles: dict[int, Function]) -> Function | None:
-    """The fusion handle itself, when it takes the graph's inputs and gives its outputs as they are."""
-    if len(plan.groups) != 1 or plan.outside:
-        return None
-    (group,) = plan.groups
-    placeholders = tuple(n for n in module.graph.nodes if n.op == "placeholder")
-    (results,) = module.graph.output_node().args
-    if group.inputs != placeholders or group.outputs != tuple(results):  # type: ignore[arg-type]
-        return None
-    (handle,) = handles.values()
-    return handle
-
-
-def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
-    """Have the kernels of all groups compiled at once, for the arguments seen while tracing."""
-    prepare = getattr(interface, "prepare", None)
-    if prepare is None:
-        return
-    for key, group in dict(zip(keys, groups, strict=True)).items():
-        try:
-            prepare(key, [n.meta.get("val") for n in group.inputs])
-        except FuserError as error:
-            _log.debug("fusion %d is not compiled ahead: %s", key, error)
-
-
-def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:
-    return tuple(GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True))
-
-
-def _unfused(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
-    why = grouping.reasons
-    return tuple(UnfusedOp(n.name, op_name(n.target), why[n.name]) for n in plan.outside if n.name in why)

@@ -33,7 +33,7 @@ class CompiledGraph:
     """One graph of `torch.compile`.
 
     `route` is "direct" (the program is called as is), "wrapped" (inside AOTAutograd's runtime wrapper) or "eager" (not
-    compiled: `reason` says why). `seconds` leaves out tracing.
+    compiled: `reason` says why). `seconds` leaves out tracing. `stage` is "inference", "forward" or "backward".
     """
 
     route: str
@@ -44,6 +44,7 @@ class CompiledGraph:
     source: str = ""
     seconds: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    stage: str = "inference"
 
     @property
     def ops_fused(self) -> int:

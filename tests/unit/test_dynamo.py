@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,23 +180,6 @@ def test_module_in_inference(context):
         assert compiled(m)(X).is_inference() == (context is torch.inference_mode)
     assert record.route == "direct"
     assert len(record.keys) < len(record.groups), "equal layers share one fusion"
-
-
-def test_gradients_run_unfused_and_say_so_once(caplog):
-    m = Net().eval()
-    with caplog.at_level(logging.WARNING, logger="fuser"):
-        f = compiled(m)
-        out = f(X)
-        torch._dynamo.reset()
-        compiled(m)(X)
-    assert last_compilation().route == "eager" and "gradients" in last_compilation().reason
-    assert sum("gradients" in r.message for r in caplog.records) <= 1
-    out.sum().backward()
-    got = [p.grad.clone() for p in m.parameters()]
-    m.zero_grad()
-    m(X).sum().backward()
-    for g, p in zip(got, m.parameters()):
-        torch.testing.assert_close(g, p.grad)
 
 
 def test_no_grad_inside_the_function():

@@ -1,0 +1,117 @@
+"""One functional ATen graph to one callable: passes, grouping, registration, the outer program.
+
+What AOTAutograd hands over, be it a graph for inference, a forward or a backward, is compiled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fuser import interface
+from fuser.errors import FuserError, Unsupported
+from fuser.frontends.program import Program
+from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remember
+from fuser.passes.classify import op_name
+from fuser.passes.extract import GroupPlan, Plan, extract
+from fuser.passes.grouping import Grouping, group_nodes
+from fuser.passes.post_grad import POST_GRAD
+from fuser.passes.runner import PassRecord, run_passes
+
+_log = logging.getLogger(__name__)
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled graph. `program` is None where the graph runs as it is, by ATen; `reason` then says why."""
+
+    module: fx.GraphModule
+    plan: Plan
+    grouping: Grouping
+    keys: tuple[int, ...]
+    handles: dict[int, Function]
+    passes: tuple[PassRecord, ...]
+    program: Program | None
+    reason: str
+    seconds: float
+
+    @property
+    def boxed(self) -> Function:
+        """A function of a list of inputs, which it empties, to a tuple; of the inputs where the graph runs by ATen."""
+        return self.program.boxed if self.program is not None else self.module.forward
+
+    @property
+    def alone(self) -> Function | None:
+        """The fusion handle itself, when it takes the graph's inputs and gives its outputs as they are."""
+        if self.program is None or len(self.plan.groups) != 1 or self.plan.outside:
+            return None
+        (group,) = self.plan.groups
+        placeholders = tuple(n for n in self.module.graph.nodes if n.op == "placeholder")
+        (results,) = self.module.graph.output_node().args
+        if group.inputs != placeholders or group.outputs != tuple(results):  # type: ignore[arg-type]
+            return None
+        (handle,) = self.handles.values()
+        return handle
+
+    def remember(self, route: str, reason: str, options: dict[str, Any], stage: str = "inference") -> None:
+        """Add this graph to the history that reports read; one that runs by ATen under the route "eager"."""
+        if self.program is None:
+            _log.warning("a graph runs unfused: %s", self.reason)
+            remember(CompiledGraph("eager", self.reason, options=options, stage=stage))
+            return
+        remember(
+            CompiledGraph(
+                route=route,
+                reason=reason,
+                groups=_group_records(self.plan, self.keys),
+                unfused=_unfused(self.plan, self.grouping),
+                passes=self.passes,
+                source=self.program.source,
+                seconds=self.seconds,
+                options=options,
+                stage=stage,
+            )
+        )
+
+
+def compile_functional(module: fx.GraphModule) -> Compiled:
+    """Compile a functional ATen graph whose nodes carry fake values; the module itself is rewritten."""
+    start = time.perf_counter()
+    passes = run_passes(module, POST_GRAD)
+    grouping = group_nodes(module.graph)
+    plan = extract(module.graph, grouping)
+    keys = tuple(interface.register_fusion(g.graph) for g in plan.groups)
+    handles = {k: interface.fusion_handle(k) for k in keys}
+    _prepare(keys, plan.groups)
+    program, reason = None, ""
+    try:
+        program = Program(module, plan, [("fusion", handles[k]) for k in keys])
+        program.boxed  # noqa: B018  written and compiled now
+    except Unsupported as error:
+        program, reason = None, error.reason
+    seconds = time.perf_counter() - start
+    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds)
+
+
+def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
+    """Have the kernels of all groups compiled at once, for the arguments seen while tracing."""
+    for key, group in dict(zip(keys, groups, strict=True)).items():
+        try:
+            interface.prepare(key, [n.meta.get("val") for n in group.inputs])
+        except FuserError as error:
+            _log.debug("fusion %d is not compiled ahead: %s", key, error)
+
+
+def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:
+    return tuple(GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True))
+
+
+def _unfused(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
+    why = grouping.reasons
+    return tuple(UnfusedOp(n.name, op_name(n.target), why[n.name]) for n in plan.outside if n.name in why)
