@@ -5,9 +5,18 @@ from __future__ import annotations
 import pathlib
 import re
 
+import torch
+
+from fuser import compiler, config
+from fuser.debug.examples import example_of
+from fuser.debug.reference import print_lowered
 from fuser.debug.reporting import why_unfused
+from fuser.errors import FuserError
 from fuser.executor import explain_entry
 from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.kernel_spec import ArgSpec
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
 
 
 def explain(key: int) -> str:
@@ -45,11 +54,13 @@ def _kernel_lines(spec: KernelSpec) -> list[str]:
 
 
 def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """Write the fusion's graph, fallback, explanation and kernels' sources into `folder`; the paths written."""
+    """Write the fusion's graph, fallback, explanation, IR and kernels' sources into `folder`; the paths written."""
     spec = REGISTRY.find(key).spec
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"graph.txt": spec.graph.text, "fallback.py": spec.fallback.source, "explain.txt": explain(key)}
+    for n, entry in enumerate(spec.store.entries):
+        texts[f"class{n}.ir.txt"] = _ir_text(spec, entry.spec)
     for kernel in spec.store.kernels:
         suffix = ".cpp" if kernel.library.endswith(".so") else ".py"
         texts[re.sub(r"\W+", "_", kernel.name) + suffix] = kernel.source
@@ -59,3 +70,16 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
         path.write_text(text)
         paths.append(path)
     return paths
+
+
+def _ir_text(spec: KernelSpec, args: ArgSpec) -> str:
+    """The lowered graph and its kernel plans for example arguments of one class."""
+    example = example_of(args)
+    numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
+    try:
+        with config.override(**dict(spec.config)):
+            lowered = lower_graph(compiler.with_numbers(spec.graph, numbers), example, config.numerics)
+            plan = schedule(lowered, config.max_body_rows)
+    except FuserError as e:
+        return f"not lowered for example sizes: {e}\n"
+    return print_lowered(lowered, plan)

@@ -1,0 +1,246 @@
+"""The IR, run by torch: the reference between a lowering and a kernel.
+
+Loop bodies are evaluated row by row, each row for all points of the domain at once. Nothing is fused, reordered or
+approximated, and indices are checked exactly, so a difference from eager is a lowering's fault and a difference from
+here is the scheduler's or a code generator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.errors import VerifyError
+from fuser.ir.loop_body import Row, compute_dtype
+from fuser.ir.nodes import Buffer, Index, Loops, Reduction
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
+from fuser.ops import OPS, REDUCTIONS
+
+Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]
+
+
+class OutOfRange(VerifyError):
+    """An index beyond its buffer: of the graph's own making (an indirect index), or a defect of a lowering."""
+
+
+@dataclass
+class Evaluator:
+    """Values of rows over a domain. `env` has the sizes, `floats` the scalar inputs, `points` the loop variables.
+
+    A value is a tensor of compute dtype that broadcasts to the domain; `load` reads a buffer at an index of such
+    tensors, where the mask, if there is one, holds.
+    """
+
+    env: Mapping[Sym, int]
+    floats: Mapping[str, float]
+    points: Mapping[Sym, torch.Tensor]
+    load: Load
+
+    def rows(
+        self, rows: Sequence[Row], special: Callable[[int, Row, list[torch.Tensor]], torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """The value of each row. `special(number, row, values so far)` may give the value of rows unknown here."""
+        values: list[torch.Tensor] = []
+        for n, row in enumerate(rows):
+            value = special(n, row, values)
+            values.append(self.row(row, values) if value is None else value)
+        return values
+
+    def row(self, row: Row, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value of one row, from the values of earlier ones."""
+        args = [values[a] for a in row.args]
+        if row.op == "load":
+            index = tuple(self.expr(e, values) for e in row.attr[1])
+            return self.load(row.attr[0], index, args[0] if args else None)
+        if row.op == "const":
+            return torch.tensor(_number(row.attr, row.dtype), dtype=row.dtype)
+        if row.op == "scalar":
+            return torch.tensor(self.floats[row.attr], dtype=torch.float64).to(row.dtype)
+        if row.op == "index":
+            return self.expr(row.attr, values)
+        if row.op == "indirect":
+            return self._indirect(row, args, values)
+        if row.op == "to_dtype":
+            return args[0].to(row.dtype)
+        if row.op == "round_to":
+            return args[0].to(row.attr).to(row.dtype)
+        found = OPS.get(row.op)
+        if found is None:
+            raise VerifyError(f"row {row.op!r} is no loop-level op: expected a row of fuser.ops.OPS")
+        return found.eval(*torch.broadcast_tensors(*args))
+
+    def _indirect(self, row: Row, args: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        size, checked = row.attr
+        bound = self.expr(size, values)
+        index = torch.where(args[0] < 0, args[0] + bound, args[0])
+        outside = (index < 0) | (index >= bound)
+        if checked and bool((outside & args[1] if len(args) > 1 else outside).any()):
+            raise OutOfRange("an index of the graph is out of range")
+        return torch.where(outside, 0, index)
+
+    def expr(self, e: Expr, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """An index expression at every point, int64."""
+        total = torch.zeros((), dtype=torch.int64)
+        for monomial, coefficient in e.terms:
+            term = torch.tensor(coefficient)
+            for a in monomial:
+                if isinstance(a, Sym):
+                    term = term * self._symbol(a, values)
+                else:
+                    term = term * _call(a.fn, self.expr(a.args[0], values), self.expr(a.args[1], values))
+            total = total + term
+        return total
+
+    def _symbol(self, s: Sym, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        if s.kind == INDIRECT:
+            return values[int(s.name[1:])]
+        point = self.points.get(s)
+        return point if point is not None else torch.tensor(self.env[s])
+
+
+def _number(text: str, dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return text == "True"
+    return float(text) if dtype.is_floating_point else wrapped(int(text), dtype)
+
+
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """`value` modulo the range of an integer dtype."""
+    info = torch.iinfo(dtype)
+    return (value - info.min) % (1 << info.bits) + info.min
+
+
+def _call(fn: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if fn == "min":
+        return torch.minimum(a, b)
+    if fn == "max":
+        return torch.maximum(a, b)
+    safe = torch.where(b == 0, 1, b)
+    found = torch.div(a, safe, rounding_mode="floor") if fn == "floordiv" else torch.remainder(a, safe)
+    return torch.where(b == 0, 0, found)
+
+
+def reduce(
+    kind: str, value: torch.Tensor, index: torch.Tensor | None, dims: tuple[int, ...], keepdim: bool = False
+) -> torch.Tensor:
+    """`value` reduced by the row `kind` of the table; `index` is what an index reduction gives for each value."""
+    row = REDUCTIONS[kind]
+    kept = [d for d in range(value.dim()) if d not in dims]
+    shape = [value.shape[d] for d in kept]
+    out_shape = [1 if d in dims else n for d, n in enumerate(value.shape)] if keepdim else shape
+    accumulator = row.accumulate(value.dtype)
+    if any(value.shape[d] == 0 for d in dims):
+        return torch.full(out_shape, row.identity(accumulator), dtype=row.result_dtype(value.dtype))
+    if not row.index:
+        return row.eval(value.to(accumulator), dims, keepdim) if dims else value.to(accumulator)
+    assert index is not None, "an index reduction reduces pairs"
+    flat = value.permute(*kept, *dims).reshape(*shape, -1)
+    at = row.eval(flat, (flat.dim() - 1,), True)
+    found = index.expand(value.shape).permute(*kept, *dims).reshape(*shape, -1).gather(-1, at)
+    return found.reshape(out_shape)
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+class Memory:
+    """Buffers by name, as tensors with the buffers' logical sizes."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def load(self, name: str, index: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> torch.Tensor:
+        """The elements at `index`, 0 where `mask` does not hold. OutOfRange if an index is not inside."""
+        source = self.tensors[name]
+        dtype = compute_dtype(source.dtype)
+        if not index:
+            value = source.to(dtype)
+            return value if mask is None else torch.where(mask, value, torch.zeros((), dtype=dtype))
+        index = torch.broadcast_tensors(*index, *(() if mask is None else (mask,)))[: len(index)]
+        for d, (i, n) in enumerate(zip(index, source.shape)):
+            outside = (i < 0) | (i >= n)
+            if mask is not None:
+                outside = outside & mask
+            if bool(outside.any()):
+                raise OutOfRange(f"{name} of size {tuple(source.shape)} is read outside of dim {d}")
+        if mask is None:
+            return source[index].to(dtype)
+        if source.numel() == 0:
+            return torch.zeros(mask.shape, dtype=dtype)
+        value = source[tuple(torch.where(mask, i, 0) for i in index)].to(dtype)
+        return torch.where(mask, value, torch.zeros((), dtype=dtype))
+
+
+def run_buffers(
+    buffers: Sequence[Buffer], inputs: Mapping[str, torch.Tensor], env: Mapping[Sym, int],
+    floats: Mapping[str, float], canon: Callable[[Expr], Expr] = lambda e: e,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Every buffer's contents, by name, with eager's strides where the buffer has them. VerifyError for a broken IR.
+
+    `inputs` are the input buffers' tensors, `env` the value of each size symbol, `floats` of each scalar; `canon`
+    puts known facts into an expression.
+    """
+    memory = Memory(inputs)
+    for buffer in buffers:
+        size = [evaluate(canon(s), env) for s in buffer.size]
+        stride = [evaluate(canon(s), env) for s in buffer.stride]
+        memory.tensors[buffer.name] = torch.empty_strided(size, stride, dtype=buffer.dtype)
+        for loops in buffer.loops:
+            _run_loops(memory, buffer, loops, env, floats, canon)
+    return memory.tensors
+
+
+def _run_loops(
+    memory: Memory, buffer: Buffer, loops: Loops, env: Mapping[Sym, int], floats: Mapping[str, float],
+    canon: Callable[[Expr], Expr],
+) -> None:  # fmt: skip
+    domain = [evaluate(canon(n), env) for n in loops.domain]
+    points = loop_points(domain)
+    evaluator = Evaluator(env, floats, points, memory.load)
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def special(n: int, row: Row, values: list[torch.Tensor]) -> torch.Tensor | None:
+        if row.op != "pair":
+            return None
+        pairs[n] = values[row.args[0]], values[row.args[1]]
+        return values[row.args[0]]
+
+    values = evaluator.rows(loops.body.rows, special)
+    value = values[loops.body.result].expand(domain)
+    if isinstance(loops, Reduction):
+        dims = tuple(range(len(domain) - loops.n_reduced, len(domain)))
+        index = pairs[loops.body.result][1].expand(domain) if loops.body.result in pairs else None
+        value = reduce(loops.kind, value, index, dims)
+        domain = domain[: len(domain) - loops.n_reduced]
+        points = loop_points(domain)
+        evaluator = Evaluator(env, floats, points, memory.load)
+    store(memory.tensors[buffer.name], loops.store_index, value, domain, evaluator, values)
+
+
+def loop_points(domain: Sequence[int]) -> dict[Sym, torch.Tensor]:
+    """`i0 … in` as tensors that broadcast to `domain`."""
+    out = {}
+    for d, n in enumerate(domain):
+        shape = [1] * len(domain)
+        shape[d] = n
+        out[Sym(f"i{d}", LOOP)] = torch.arange(n).reshape(shape)
+    return out
+
+
+def store(
+    target: torch.Tensor, index: Index, value: torch.Tensor, domain: Sequence[int], evaluator: Evaluator,
+    values: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Write `value`, over `domain`, at `index` of `target`. OutOfRange if that is not inside it."""
+    value = value.expand(domain).to(target.dtype)
+    where = [evaluator.expr(e, values).expand(domain) for e in index]
+    for d, (i, n) in enumerate(zip(where, target.shape)):
+        if bool(((i < 0) | (i >= n)).any()):
+            raise OutOfRange(f"a buffer of size {tuple(target.shape)} is written outside of dim {d}")
+    if where:
+        target[tuple(where)] = value
+    else:
+        target.copy_(value.reshape(()))
+
+
+__all__ = ["Evaluator", "Memory", "OutOfRange", "loop_points", "reduce", "run_buffers", "wrapped"]

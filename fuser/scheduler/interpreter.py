@@ -1,0 +1,110 @@
+"""Kernel plans, run by torch: the reference between the scheduler and a code generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fuser.errors import VerifyError
+from fuser.ir.interpreter import Evaluator, OutOfRange, reduce
+from fuser.ir.loop_body import Row, compute_dtype
+from fuser.ir.nodes import Buffer
+from fuser.ir.sizes import Expr, Sym, evaluate
+from fuser.scheduler.plan import KernelPlan, Reduce
+
+
+class FlatMemory:
+    """Buffers by name, read and written by element offset."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def flat(self, name: str) -> torch.Tensor:
+        """All that the tensor's storage holds from its first element on."""
+        t = self.tensors[name]
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+        return t.as_strided((span,), (1,))
+
+    def load(self, name: str, index: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> torch.Tensor:
+        """The elements at an address, 0 where `mask` does not hold."""
+        source = self.flat(name)
+        (address,) = index
+        dtype = compute_dtype(source.dtype)
+        if mask is None:
+            self.check(name, address, source)
+            return source[address].to(dtype)
+        address, mask = torch.broadcast_tensors(address, mask)
+        self.check(name, address[mask], source)
+        if source.numel() == 0:
+            return torch.zeros(mask.shape, dtype=dtype)
+        return torch.where(mask, source[torch.where(mask, address, 0)].to(dtype), torch.zeros((), dtype=dtype))
+
+    def check(self, name: str, address: torch.Tensor, flat: torch.Tensor) -> None:
+        """OutOfRange if an address is not in the buffer."""
+        if bool(((address < 0) | (address >= flat.numel())).any()):
+            raise OutOfRange(f"an address outside of {name}, which has {flat.numel()} elements")
+
+
+def run_plans(
+    plans: Sequence[KernelPlan], buffers: Sequence[Buffer], inputs: Mapping[str, torch.Tensor], env: Mapping[Sym, int],
+    floats: Mapping[str, float], canon: Callable[[Expr], Expr] = lambda e: e,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The contents of `buffers` after all plans, by name. VerifyError for a plan that breaks its own rules."""
+    memory = FlatMemory(inputs)
+    for b in buffers:
+        size = [evaluate(canon(n), env) for n in b.size]
+        stride = [evaluate(canon(n), env) for n in b.stride]
+        memory.tensors[b.name] = torch.empty_strided(size, stride, dtype=b.dtype)
+    for plan in plans:
+        _run_plan(plan, memory, env, floats, canon)
+    return memory.tensors
+
+
+def _run_plan(
+    plan: KernelPlan, memory: FlatMemory, env: Mapping[Sym, int], floats: Mapping[str, float],
+    canon: Callable[[Expr], Expr],
+) -> None:  # fmt: skip
+    domain = [evaluate(canon(a.size), env) for a in plan.axes]
+    points = {}
+    for d, (a, n) in enumerate(zip(plan.axes, domain)):
+        points[a.sym] = torch.arange(n).reshape([n if k == d else 1 for k in range(len(domain))])
+    evaluator = Evaluator(env, floats, points, memory.load)
+    dims = tuple(d for d, a in enumerate(plan.axes) if a.reduced)
+
+    def special(n: int, row: Row, values: list[torch.Tensor]) -> torch.Tensor | None:
+        if row.op == "pair":
+            return values[row.args[0]]
+        if row.op != "reduced":
+            return None
+        return _reduced(plan.reductions[row.attr], plan.rows, values, domain, dims, row.dtype)
+
+    kept = [1 if a.reduced else n for a, n in zip(plan.axes, domain)]
+    values = evaluator.rows(plan.rows, special)
+    for s in plan.stores:
+        address = evaluator.expr(s.address, values)
+        shape = kept if _is_narrow(values[s.row], dims) and _is_narrow(address, dims) else domain
+        target = memory.flat(s.buffer)
+        address = address.expand(shape)
+        memory.check(s.buffer, address, target)
+        target[address] = values[s.row].expand(shape).to(target.dtype)
+
+
+def _is_narrow(t: torch.Tensor, dims: tuple[int, ...]) -> bool:
+    """Whether `t`, which broadcasts to the domain, does not vary along the reduced `dims`."""
+    return t.dim() == 0 or all(t.shape[d] == 1 for d in dims)
+
+
+def _reduced(
+    r: Reduce, rows: Sequence[Row], values: Sequence[torch.Tensor], domain: Sequence[int], dims: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    row = rows[r.row]
+    index = values[row.args[1]].expand(domain) if row.op == "pair" else None
+    value = values[r.row].expand(domain)
+    if r.kind.startswith("arg") and index is None:
+        raise VerifyError(f"{r.kind} reduces {row.op}: expected a pair")
+    return reduce(r.kind, value, index, dims, keepdim=True).to(dtype)
+
+
+__all__ = ["FlatMemory", "run_plans"]
