@@ -24,6 +24,7 @@ from fuser.lowering import supports
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.lowering.host import is_host
 from fuser.scheduler.schedule import Schedule, schedule
+from fuser.scheduler.verifier import verify_lowered
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------
@@ -202,6 +203,8 @@ def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> S
     graph = with_numbers(spec.graph, numbers)
     lowered = lower_graph(graph, args, config.numerics)
     plan = schedule(lowered, config.max_body_rows)
+    if config.check_ir:
+        verify_lowered(lowered, plan)
     return backend.codegen(lowered, plan, graph.single, spec.graph.text)
 
 

@@ -45,6 +45,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max_body_rows", 256, "most rows of one fused loop body", key=True),
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
+    Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
     Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
 )  # fmt: skip

@@ -169,6 +169,7 @@ class Executor:
             if have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
             entry, compiled = store.get_or_compile(key, lambda: self._compile(args), have)
+            entry.example = entry.example or tuple(map(_described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
                 return self._fall_back(args, entry.reason)
             result = self._probe(args)
@@ -194,6 +195,7 @@ class Executor:
                 return reason or "fusion is switched off (config.enabled is False)"
             key = arg_spec(args, self.spec.config)
             entry, _ = self.spec.store.get_or_compile(key, lambda: self._compile(args), 0)
+            entry.example = entry.example or tuple(map(_described, args))
             return None if entry.kernels else entry.reason
 
     def _compile(self, args: tuple[Any, ...]) -> FusedKernel:
@@ -237,6 +239,12 @@ def _concrete(example: Any) -> Any:
     stride = [_concrete(n) for n in example.stride()]
     with unset_fake_temporarily(), FakeTensorMode():
         return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
+
+
+def _described(a: Any) -> Any:
+    if not isinstance(a, torch.Tensor):
+        return a
+    return a.dtype, a.device.type, tuple(map(_concrete, a.shape)), tuple(map(_concrete, a.stride()))
 
 
 def _is_acceptable(a: Any) -> bool:

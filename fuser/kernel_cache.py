@@ -38,13 +38,17 @@ class FusedKernel(Protocol):
 
 @dataclass
 class KernelEntry:
-    """What the store knows of one `ArgSpec`. `reason` is why there is no kernel, or no further one."""
+    """What the store knows of one `ArgSpec`. `reason` is why there is no kernel, or no further one.
+
+    `example` describes the arguments that it was first compiled for: (dtype, device type, size, stride), or a number.
+    """
 
     spec: ArgSpec
     kernels: list[FusedKernel] = field(default_factory=list)
     reason: str | None = None
     compiling: bool = False
     seconds: float = 0.0
+    example: tuple[Any, ...] = ()
 
     @property
     def state(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 # must not find the kernels of a neighbour, or of yesterday. Processes that a test starts inherit it.
 _CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
 os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
+os.environ.setdefault("FUSER_CHECK_IR", "1")
 # Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
 # take the cores from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import re
+from typing import Any
 
 import torch
 
 from fuser import compiler, config
-from fuser.debug.examples import example_of
 from fuser.debug.reference import print_lowered
 from fuser.debug.reporting import why_unfused
 from fuser.errors import FuserError
 from fuser.executor import explain_entry
 from fuser.kernel_cache import REGISTRY, KernelSpec
-from fuser.kernel_spec import ArgSpec
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
 
@@ -60,7 +59,7 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"graph.txt": spec.graph.text, "fallback.py": spec.fallback.source, "explain.txt": explain(key)}
     for n, entry in enumerate(spec.store.entries):
-        texts[f"class{n}.ir.txt"] = _ir_text(spec, entry.spec)
+        texts[f"class{n}.ir.txt"] = _ir_text(spec, entry.example)
     for kernel in spec.store.kernels:
         suffix = ".cpp" if kernel.library.endswith(".so") else ".py"
         texts[re.sub(r"\W+", "_", kernel.name) + suffix] = kernel.source
@@ -72,14 +71,21 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def _ir_text(spec: KernelSpec, args: ArgSpec) -> str:
-    """The lowered graph and its kernel plans for example arguments of one class."""
-    example = example_of(args)
+def _ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
+    """The lowered graph and its kernel plans, for arguments like those that it was compiled for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        example = tuple(_fake(*a) if isinstance(a, tuple) else a for a in described)
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     try:
         with config.override(**dict(spec.config)):
             lowered = lower_graph(compiler.with_numbers(spec.graph, numbers), example, config.numerics)
             plan = schedule(lowered, config.max_body_rows)
     except FuserError as e:
-        return f"not lowered for example sizes: {e}\n"
+        return f"not lowered: {e}\n"
     return print_lowered(lowered, plan)
+
+
+def _fake(dtype: torch.dtype, device_type: str, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device_type)

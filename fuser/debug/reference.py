@@ -14,12 +14,11 @@ import torch
 from fuser.ir.interpreter import run_buffers
 from fuser.ir.printer import exprs_text, print_buffers
 from fuser.ir.sizes import STRIDE, Sym
-from fuser.ir.verifier import verify_buffers
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
 from fuser.scheduler.interpreter import run_plans
 from fuser.scheduler.printer import print_plan
 from fuser.scheduler.schedule import Schedule
-from fuser.scheduler.verifier import verify_plan
+from fuser.scheduler.verifier import verify_lowered
 
 
 def interpret_lowered(lowered: Lowered, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -61,21 +60,6 @@ def bind(
             if own is not None:
                 env.setdefault(own, n)
     return env, floats, tensors
-
-
-def verify_lowered(lowered: Lowered, schedule: Schedule | None = None) -> None:
-    """Check the IR's rules, and those of the plans if given. VerifyError says which one is broken."""
-    ctx = lowered.ctx
-    records = enumerate(lowered.inputs)
-    inputs = {f"in{n}": (r.dtype, len(r.size)) for n, r in records if isinstance(r, TensorInput)}
-    verify_buffers(ctx.buffers, inputs, ctx.hints, [s.name for s in ctx.scalars])
-    if schedule is None:
-        return
-    dtypes = {name: dtype for name, (dtype, _) in inputs.items()}
-    dtypes |= {b.name: b.dtype for b in ctx.buffers}
-    ready = set(inputs)
-    for plan in schedule.plans:
-        verify_plan(plan, dtypes, ready, ctx.hints, [s.name for s in ctx.scalars])
 
 
 def print_lowered(lowered: Lowered, schedule: Schedule | None = None) -> str:

@@ -69,7 +69,7 @@ class Evaluator:
         found = OPS.get(row.op)
         if found is None:
             raise VerifyError(f"row {row.op!r} is no loop-level op: expected a row of fuser.ops.OPS")
-        return found.eval(*torch.broadcast_tensors(*args))
+        return found.eval(*broadcast(*args))
 
     def _indirect(self, row: Row, args: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
         size, checked = row.attr
@@ -98,6 +98,12 @@ class Evaluator:
             return values[int(s.name[1:])]
         point = self.points.get(s)
         return point if point is not None else torch.tensor(self.env[s])
+
+
+def broadcast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, expanded to their common size."""
+    size = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    return [t.expand(size) for t in tensors]
 
 
 def _number(text: str, dtype: torch.dtype) -> float | int | bool:
@@ -156,7 +162,7 @@ class Memory:
         if not index:
             value = source.to(dtype)
             return value if mask is None else torch.where(mask, value, torch.zeros((), dtype=dtype))
-        index = torch.broadcast_tensors(*index, *(() if mask is None else (mask,)))[: len(index)]
+        index = tuple(broadcast(*index, *(() if mask is None else (mask,)))[: len(index)])
         for d, (i, n) in enumerate(zip(index, source.shape)):
             outside = (i < 0) | (i >= n)
             if mask is not None:
@@ -243,4 +249,4 @@ def store(
         target.copy_(value.reshape(()))
 
 
-__all__ = ["Evaluator", "Memory", "OutOfRange", "loop_points", "reduce", "run_buffers", "wrapped"]
+__all__ = ["Evaluator", "Memory", "OutOfRange", "broadcast", "loop_points", "reduce", "run_buffers", "wrapped"]

@@ -6,7 +6,7 @@ exist and as many dims as their buffer has, nothing is read before it is written
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,8 +20,9 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def verify_buffers(
-    buffers: Sequence[Buffer], inputs: Mapping[str, tuple[torch.dtype, int]], known: Iterable[Sym], scalars: Iterable[str]
-) -> None:
+    buffers: Sequence[Buffer], inputs: Mapping[str, tuple[torch.dtype, int]], known: Iterable[Sym],
+    scalars: Iterable[str],
+) -> None:  # fmt: skip
     """Check every loop of `buffers`. `inputs` gives (dtype, rank) by name; `known` are the symbols that have values."""
     readable = dict(inputs)
     names, sizes = frozenset(scalars), frozenset(known)
@@ -55,8 +56,8 @@ def _verify_loops(
     buffer: Buffer, loops: Loops, readable: Mapping[str, tuple[torch.dtype, int]], known: frozenset[Sym],
     scalars: frozenset[str],
 ) -> None:  # fmt: skip
-    for e in loops.domain:
-        _need(symbols(e) <= known, f"the domain has the size {e}, which uses an unknown symbol")
+    for size in loops.domain:
+        _need(symbols(size) <= known, f"the domain has the size {size}, which uses an unknown symbol")
     own = {Sym(f"i{d}", LOOP) for d in range(len(loops.domain))}
     rows = loops.body.rows
     _need(0 <= loops.body.result < len(rows), f"the result is row {loops.body.result} of {len(rows)}")
@@ -65,8 +66,8 @@ def _verify_loops(
             verify_row(n, rows, known | own, scalars)
             if row.op == "load":
                 _verify_load(row, readable)
-        except VerifyError as e:
-            raise VerifyError(f"row %{n} = {row.op}: {e}") from None
+        except VerifyError as error:
+            raise VerifyError(f"row %{n} = {row.op}: {error}") from None
     kept = len(loops.domain)
     if isinstance(loops, Reduction):
         _verify_reduction(loops)
@@ -150,6 +151,9 @@ def _mask(row: Row, dtypes: list[torch.dtype], at: int) -> None:
     _need(len(dtypes) <= at or dtypes[at] is torch.bool, "has a mask that is no bool")
 
 
+Check = Callable[[Row, list[torch.dtype], frozenset[str]], None]
+
+
 def _check_const(row: Row, dtypes: list[torch.dtype], scalars: frozenset[str]) -> None:
     _need(not dtypes and isinstance(row.attr, str), "a constant is a text without arguments")
     if row.dtype is torch.bool:
@@ -182,7 +186,7 @@ def _check_round_to(row: Row, dtypes: list[torch.dtype], scalars: frozenset[str]
     _need(row.attr in _LOW, f"rounds to {row.attr}")
 
 
-_CHECKS = {
+_CHECKS: dict[str, Check] = {
     "load": lambda row, dtypes, scalars: _mask(row, dtypes, 0),
     "const": _check_const,
     "scalar": _check_scalar,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fuser.errors import VerifyError
-from fuser.ir.interpreter import Evaluator, OutOfRange, reduce
+from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, reduce
 from fuser.ir.loop_body import Row, compute_dtype
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import Expr, Sym, evaluate
@@ -34,7 +34,7 @@ class FlatMemory:
         if mask is None:
             self.check(name, address, source)
             return source[address].to(dtype)
-        address, mask = torch.broadcast_tensors(address, mask)
+        address, mask = broadcast(address, mask)
         self.check(name, address[mask], source)
         if source.numel() == 0:
             return torch.zeros(mask.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Functions with inputs that between them use every kind of row and loop: for the interpreters, verifier and printer."""
+"""Functions with inputs that between them use every kind of row and loop."""
 
 from __future__ import annotations
 
