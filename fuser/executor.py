@@ -21,7 +21,7 @@ from fuser.canonical import REQUIRED, text_of
 from fuser.errors import CompileError, InputError
 from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec
 from fuser.kernel_spec import ArgSpec, TensorSpec
-from fuser.runtime import launcher
+from fuser.runtime import launcher, torch_abi
 
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
 MAX_VARIANTS = 8
@@ -143,6 +143,8 @@ class Executor:
             return "fusion is switched off (config.enabled is False)"
         if self.spec.blocked:
             return self.spec.blocked[0]
+        if not torch_abi.plain_context():
+            return "a mode, a transform, autocast or a forward derivative is at work in this thread"
         reason = why_unfit(args)
         if reason is None:
             device = next(a.device.type for a in args if isinstance(a, torch.Tensor))

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _python_dispatch
 
 from fuser import interface
 from fuser.errors import FuserError, Unsupported
@@ -25,6 +27,7 @@ from fuser.passes.runner import PassRecord, run_passes
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
+_BUILTIN = ("aten", "prims", "mkldnn")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Compiled:
     @property
     def boxed(self) -> Function:
         """A function of a list of inputs, which it empties, to a tuple; of the inputs where the graph runs by ATen."""
-        return self.program.boxed if self.program is not None else self.module.forward
+        if self.program is None:
+            return self.module.forward
+        return self.program.boxed if _has_custom_ops(self.module) else _past_first_check(self.program.boxed)
 
     @property
     def alone(self) -> Function | None:
@@ -97,6 +102,33 @@ def compile_functional(module: fx.GraphModule) -> Compiled:
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
     return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds)
+
+
+def _has_custom_ops(module: fx.GraphModule) -> bool:
+    targets = {n.target for n in module.graph.nodes if n.op == "call_function"}
+    return any(isinstance(t, torch._ops.OpOverload) and t.namespace not in _BUILTIN for t in targets)
+
+
+def _past_first_check(function: Function) -> Function:
+    """A boxed function whose first call leaves the mode under which AOTAutograd looks for misdeclared custom operators.
+
+    Under any mode ATen has to run, and there is no custom operator here.
+    """
+    seen = False
+
+    def call(inputs: list[Any]) -> Any:
+        nonlocal seen
+        if seen:
+            return function(inputs)
+        seen = True
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if [type(m).__name__ for m in modes] != ["_AnalyzeCustomOpInputOutputMode"]:
+            return function(inputs)
+        with _python_dispatch._disable_current_modes():
+            return function(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
