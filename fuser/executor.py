@@ -18,7 +18,7 @@ import torch
 
 from fuser import compiler, config
 from fuser.canonical import REQUIRED, text_of
-from fuser.errors import CompileError, InputError
+from fuser.errors import CompileError, InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec
 from fuser.kernel_spec import ArgSpec, TensorSpec
 from fuser.runtime import launcher, torch_abi
@@ -232,6 +232,8 @@ def _pool() -> ThreadPoolExecutor:
 def _concrete(example: Any) -> Any:
     """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
     if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if example.node.hint is None:
+            raise Unsupported("a size among the inputs depends on data and is not known ahead")
         return example.node.hint
     if not isinstance(example, torch.Tensor) or type(example) in _PLAIN_TENSORS:
         return example
