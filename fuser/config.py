@@ -39,6 +39,7 @@ def _default_cache_dir() -> str:
 SETTINGS: tuple[Setting, ...] = (
     Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
     Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm"),
+    Setting("output_limit_bytes", 256 << 20, "most bytes of large outputs that are kept warm for later ones"),
     Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long"),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed and the group falls back"),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core"),

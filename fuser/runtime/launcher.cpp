@@ -80,7 +80,7 @@ struct {
   int (*omp_thread_num)();
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
-  PyObject *py_empty_strided, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
+  PyObject *py_empty_strided, *py_warm, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
   PyObject *settings, *limit_name, *idle_name;  // config's values by name; null: the pool's own limits
 } torch;
 
@@ -90,6 +90,7 @@ uint64_t disabled_devices;  // bit d: DLPack device type d is off
 constexpr size_t kHuge = size_t(2) << 20;
 constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
 constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
+constexpr size_t kWarm = size_t(4) << 20;       // and come from storages that are kept warm (warm.py)
 
 struct Block {
   char* data;
@@ -546,9 +547,10 @@ PyObject* int_tuple(const int64_t* v, int64_t n) {
   return t;
 }
 
-PyObject* allocate_in_python(const int64_t* sizes, const int64_t* strides, int64_t n, PyObject* dtype) {
+PyObject* allocate_in_python(PyObject* function, const int64_t* sizes, const int64_t* strides, int64_t n,
+                             PyObject* dtype) {
   PyObject *a = int_tuple(sizes, n), *b = int_tuple(strides, n), *out = nullptr;
-  if (a && b) out = PyObject_CallFunctionObjArgs(torch.py_empty_strided, a, b, dtype, nullptr);
+  if (a && b) out = PyObject_CallFunctionObjArgs(function, a, b, dtype, nullptr);
   Py_XDECREF(a);
   Py_XDECREF(b);
   return out;
@@ -574,11 +576,15 @@ void advise_huge(char* data, size_t bytes) {
 bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
                      const int64_t* sizes, const int64_t* strides, int64_t n) {
   void *made = nullptr, *data = nullptr;
-  if (torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) {
+  size_t bytes = itemsize;
+  for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
+  bool large = bytes >= kWarm;
+  if (!large && torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) {
     torch.data_ptr(made, &data);
     f.outputs[i] = (uintptr_t)made;
   } else {  // through Python, which also has the right exception for what went wrong above
-    PyObject* o = allocate_in_python(sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i));
+    PyObject* function = large ? torch.py_warm : torch.py_empty_strided;
+    PyObject* o = allocate_in_python(function, sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i));
     DLTensor t;
     if (!o) return false;
     f.outputs[i] = (uintptr_t)o | 1;
@@ -586,8 +592,6 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
     data = t.data + t.byte_offset;
   }
   f.pointers[n_inputs + i] = (char*)data;
-  size_t bytes = itemsize;
-  for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
   if (bytes >= kAdvise) advise_huge((char*)data, bytes);
   return true;
 }
@@ -1030,6 +1034,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.tensor = (PyTypeObject*)object(table, "tensor");
   torch.parameter = (PyTypeObject*)object(table, "parameter");
   torch.py_empty_strided = object(table, "py_empty_strided");
+  torch.py_warm = object(table, "py_warm");
   torch.plain_tensor = object(table, "plain_tensor");
   torch.plain_context = object(table, "plain_context");
   torch.encode = object(table, "encode");

@@ -3,7 +3,7 @@
 A page that is written for the first time costs more than the arithmetic on it. Temporaries of kernels and of compiled
 graphs therefore live in blocks that are kept warm between calls: at most `config.pool_limit_bytes` of idle ones, each
 for at most `config.pool_idle_seconds`, as set for the process; a change counts from the pool's next use. What leaves a
-graph is torch's own memory instead, so that it can be resized.
+graph is torch's own memory instead, so that it can be resized (see `warm`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.runtime import launcher, python_pool
+from fuser.runtime import launcher, python_pool, warm
 from fuser.runtime.torch_abi import DTYPE_WORDS
 
 
@@ -45,4 +45,4 @@ def stats() -> dict[str, int]:
 def trim() -> int:
     """Give every idle block back to the system now. The number of bytes given back."""
     native = launcher.native()
-    return python_pool.pool.trim() + (native.pool_trim() if native is not None else 0)
+    return warm.outputs.trim() + python_pool.pool.trim() + (native.pool_trim() if native is not None else 0)

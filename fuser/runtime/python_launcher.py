@@ -16,7 +16,7 @@ import torch
 
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram
-from fuser.runtime import python_pool, torch_abi
+from fuser.runtime import python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
 
 Slow = Callable[[tuple[Any, ...], int], Any]
@@ -183,7 +183,7 @@ class Kernel:
             sizes = [run_program(code, slots) for code in b.sizes]
             if b.output:
                 strides = [run_program(code, slots) for code in b.strides]
-                outputs[i] = torch.empty_strided(sizes, strides, dtype=b.dtype, device="cpu")
+                outputs[i] = warm.empty_strided(sizes, strides, b.dtype)
             else:
                 offsets[i] = total
                 total += _round64(math.prod(sizes) * b.dtype.itemsize)

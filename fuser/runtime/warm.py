@@ -1,0 +1,139 @@
+"""Large outputs in warm memory: storages of torch's own, used again once nobody else holds them.
+
+From some MiB on malloc maps every block anew, and writing a page for the first time costs more than the arithmetic on
+it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this keeps a second
+reference to the storages of large results: when a later result needs the same number of bytes and the reference is the
+only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes` are held in all,
+and nothing after `config.pool_idle_seconds` without a call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser import config
+
+WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
+settings: Any = config
+
+
+@dataclass(eq=False)
+class _Held:
+    """A storage and what it looked like when only this record held it."""
+
+    base: torch.Tensor
+    storage: torch.UntypedStorage
+    nbytes: int
+    address: int
+    tensors: int
+    names: int
+
+    def is_free(self) -> bool:
+        """Whether nothing but this record can reach the memory."""
+        return self.tensors == _tensors(self.storage) and self.names == sys.getrefcount(self.storage)
+
+    def is_intact(self) -> bool:
+        """Whether it is still the same private memory: not resized, shared with a process, or cloned lazily."""
+        s = self.storage
+        same = s.nbytes() == self.nbytes and s.data_ptr() == self.address
+        return same and not torch._C._is_cow_tensor(self.base) and not s.is_shared()
+
+
+def _tensors(storage: torch.UntypedStorage) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count
+
+
+class WarmOutputs:
+    """The storages that are held. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._held: list[_Held] = []  # least recently used first
+        self._timer: threading.Timer | None = None
+        self._last = 0.0
+        self.hits = self.misses = 0
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised CPU tensor of `size` and `stride` elements, in warm memory if there is some."""
+        nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)))
+        limit = int(settings.output_limit_bytes)
+        if min(size, default=1) < 1 or not WARM_MIN <= nbytes <= limit:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        with self._lock:
+            held = self._take(nbytes) or self._make(nbytes, limit)
+            self._last = time.monotonic()
+            self._watch()
+            out = torch.empty(0, dtype=dtype, device="cpu")
+            out.set_(held.storage, 0, tuple(size), tuple(stride))
+        return out
+
+    def _take(self, nbytes: int) -> _Held | None:
+        for held in reversed(self._held):
+            if held.nbytes == nbytes and held.is_free():
+                self._held.remove(held)
+                if held.is_intact():
+                    self.hits += 1
+                    self._held.append(held)
+                    return held
+        return None
+
+    def _make(self, nbytes: int, limit: int) -> _Held:
+        """A new storage; the least recently used ones are let go to stay within the limit."""
+        self.misses += 1
+        total = nbytes + sum(h.nbytes for h in self._held)
+        while total > limit:
+            total -= self._held.pop(0).nbytes
+        with torch.inference_mode(False):
+            base = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        storage = base.untyped_storage()
+        held = _Held(base, storage, nbytes, storage.data_ptr(), _tensors(storage), 0)
+        del storage
+        held.names = sys.getrefcount(held.storage)
+        self._held.append(held)
+        return held
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(max(float(settings.pool_idle_seconds), 0.05), self._on_timer)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _on_timer(self) -> None:
+        with self._lock:
+            self._timer = None
+            if time.monotonic() - self._last >= float(settings.pool_idle_seconds):
+                self._held.clear()
+            elif self._held:
+                self._watch()
+
+    def trim(self) -> int:
+        """Let every storage go now. The number of bytes that were held."""
+        with self._lock:
+            total = sum(h.nbytes for h in self._held)
+            self._held.clear()
+        return total
+
+    def stats(self) -> dict[str, int]:
+        """Bytes and storages held, and how often one was used again or made."""
+        with self._lock:
+            held = list(self._held)
+        total = sum(h.nbytes for h in held)
+        return {"held_bytes": total, "held": len(held), "hits": self.hits, "misses": self.misses}
+
+
+outputs = WarmOutputs()
+empty_strided = outputs.empty_strided
