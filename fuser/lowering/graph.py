@@ -19,7 +19,7 @@ from fuser.ir.sizes import STRIDE, Expr, Sym, expr
 from fuser.lowering import host
 from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
 from fuser.lowering.registry import find, supports
-from fuser.lowering.shapes import elementwise_meta
+from fuser.lowering.shapes import as_computed, elementwise_meta
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(a, torch.Tensor) for a in _leaves((args, kwargs))):
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return target(*args, **kwargs)
+        return as_computed(op, target(*args, **kwargs))
     except FuserError:
         raise
     except Exception as e:

@@ -145,3 +145,10 @@ def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...
         out[d] = running
         running *= max(size[d], 1)
     return tuple(out)
+
+
+def as_computed(op: str, meta: Any) -> Any:
+    """What meta tensors say, corrected where eager's kernels differ: without statistics to save they give none."""
+    if op == "aten._native_batch_norm_legit_no_training":
+        return (meta[0], meta[1].new_empty(0), meta[2].new_empty(0))
+    return meta
