@@ -53,7 +53,6 @@ def lower_silu_backward(ctx: LoweringContext, grad: Operand, x: Operand) -> Tens
 
 
 BETA, KAPPA = math.sqrt(2) * (2 / math.sqrt(math.pi)) * 0.5, 0.044715  # gelu by tanh
-ALPHA = math.sqrt(0.5)
 
 
 def _tanh_argument(v: Value) -> Value:
@@ -63,12 +62,13 @@ def _tanh_argument(v: Value) -> Value:
 
 def gelu(v: Value) -> Value:
     """v times the normal distribution's area below v"""
-    return ops.mul(ops.mul(v, 0.5), ops.add(ops.erf(ops.mul(v, ALPHA)), 1.0))
+    return ops.mul(v, ops.normal_cdf(v))
 
 
 def gelu_tanh(v: Value) -> Value:
-    """The same with tanh in place of erf."""
-    return ops.mul(ops.mul(v, 0.5), ops.add(ops.tanh(_tanh_argument(v)), 1.0))
+    """The same with tanh in place of erf: (1 + tanh u) / 2 is 1 / (1 + exp(-2u))."""
+    cubic = ops.add(ops.mul(ops.mul(v, v), -2 * BETA * KAPPA), -2 * BETA)
+    return ops.div(v, ops.add(ops.exp(ops.mul(v, cubic)), 1.0))
 
 
 @lower("aten.gelu")
@@ -82,7 +82,7 @@ def lower_gelu_backward(ctx: LoweringContext, grad: Operand, x: Operand, approxi
     """grad times the derivative of gelu"""
 
     def exact(g: Value, v: Value) -> Value:
-        area = ops.mul(ops.add(ops.erf(ops.mul(v, ALPHA)), 1.0), 0.5)
+        area = ops.normal_cdf(v)
         density = ops.mul(ops.exp(ops.mul(ops.mul(v, v), -0.5)), 1 / math.sqrt(2 * math.pi))
         return ops.mul(g, ops.add(area, ops.mul(v, density)))
 

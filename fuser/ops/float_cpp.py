@@ -26,7 +26,7 @@ def _add(name: str, body: str, args: str = "float x", result: str = "float") -> 
     HELPERS[name] = f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
 
 
-_EXP = (0.5, 0.16666515, 0.041666377, 0.008369394, 0.0013942923)
+_EXP = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668262, 0.008368671, 0.0013821038)
 _EXPM1 = (0.5, 0.16666667, 0.04166648, 0.008333208, 0.0013933566, 0.0001994427)
 _EXP2 = (0.6931472, 0.2402265, 0.055503577, 0.00961806, 0.0013392067, 0.00015464141)
 _TANH = (-0.333333, 0.13331936, -0.053784627, 0.020797929, -0.005896697)
@@ -35,43 +35,49 @@ _LOG = (
 )  # fmt: skip
 
 # x = n ln 2 + r: adding 1.5 * 2^23 rounds to the integer n and leaves it in the low bits of t. The high part of ln 2
-# has few enough bits for h to be exact, so e^r - 1 = r + r^2 q is summed as h + (l + r^2 q).
-_SPLIT = """\
+# has few enough bits for the first product to be exact.
+_ROUND = """\
   const float t = FUSER_FMAF({x}, 1.442695f, 12582912.0f), n = t - 12582912.0f;
-  const float h = FUSER_FMAF(n, -0.693145752f, {x}), l = n * -1.4286068e-6f, r = h + l;
 """
+_REST = "  const float r = FUSER_FMAF(n, -1.4286068e-6f, FUSER_FMAF(n, -0.693145752f, {x}));\n"
+_REDUCE = _ROUND + _REST
+# Where e^r - 1 must keep its relative error, r is h + l.
+_SPLIT = _ROUND + "  const float h = FUSER_FMAF(n, -0.693145752f, {x}), l = n * -1.4286068e-6f, r = h + l;\n"
 # 2^n with n in the low bits of t, as long as that is normal. (Adding n to a result's exponent would undo a NaN.)
 _add("fuser_pow2_of", "  return FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f800000u);\n", "float t")
-# p 2^n for every n that a result can need: t/2 is about half of it, and only the product rounds.
+# p 2^n for every n that a result can need: two factors of about half of it, and only the second product rounds.
 _add(
     "fuser_scale_f32",
     """\
-  const u32 b = FUSER_BITS(u32, t), half = FUSER_BITS(u32, t_half);
-  return p * fuser_pow2_of(t_half) * FUSER_BITS(float, (b - half + 127u) << 23);
+  const i32 k = FUSER_BITS(i32, t) - 0x4b400000, half = k >> 1;
+  return p * FUSER_BITS(float, (u32)(half + 127) << 23) * FUSER_BITS(float, (u32)(k - half + 127) << 23);
 """,
-    "float p, float t, float t_half",
+    "float p, float t",
 )
-_HALF = "FUSER_FMAF({x}, 0.7213475f, 12582912.0f)"
 _add(
     "fuser_exp_f32",
     "  const bool low = x < -104.0f, high = x > 89.0f;\n"
     "  const float over = high ? 89.0f : x, c = low ? -104.0f : over;\n"
-    + _SPLIT.format(x="c")
-    + f"  const float p = FUSER_FMAF(r * r, {horner('r', *_EXP)}, l) + h + 1.0f;\n"
-    + f"  return fuser_scale_f32(p, t, {_HALF.format(x='c')});\n",
+    + _REDUCE.format(x="c")
+    + f"  return fuser_scale_f32({horner('r', *_EXP)}, t);\n",
 )
 # For arguments between -87 and 88: no overflow, no denormals.
-_add(
-    "fuser_exp_near_f32",
-    _SPLIT.format(x="x") + f"  return (FUSER_FMAF(r * r, {horner('r', *_EXP)}, l) + h + 1.0f) * fuser_pow2_of(t);\n",
+_add("fuser_exp_near_f32", _REDUCE.format(x="x") + f"  return {horner('r', *_EXP)} * fuser_pow2_of(t);\n")
+# For arguments up to 0: 2^n is 2^(n + 64), which is normal, times 2^-64, which rounds.
+_DOWN = (
+    "  const float c = x < -104.0f ? -104.0f : x;\n"
+    + _REDUCE.format(x="c")
+    + f"  const float p = {horner('r', *_EXP)};\n"
+    + "  const float y = p * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x{bias:08x}u) * 0x1p-64f;\n"
 )
+_add("fuser_exp_down_f32", _DOWN.format(bias=0x5F800000) + "  return y;\n")
 _add(
     "fuser_exp2_f32",
     "  const bool low = x < -151.0f, high = x > 129.0f;\n"
     "  const float over = high ? 129.0f : x, c = low ? -151.0f : over;\n"
     "  const float t = c + 12582912.0f, r = c - (t - 12582912.0f);\n"
     f"  const float p = FUSER_FMAF(r, {horner('r', *_EXP2)}, 1.0f);\n"
-    "  return fuser_scale_f32(p, t, FUSER_FMAF(c, 0.5f, 12582912.0f));\n",
+    "  return fuser_scale_f32(p, t);\n",
 )
 # 2^n (e^r - 1) + (2^n - 1), by half of that so that 2^128 never appears.
 _add(
@@ -92,15 +98,20 @@ _add(
   return __builtin_copysignf(c > -1.2f ? small : 1.0f - 2.0f * e / (1.0f + e), x);
 """,
 )
-# Adding 1 to e may lose half of e's last bits; the last line gives back what that cost.
 _add(
     "fuser_sigmoid_f32",
-    "  const float a = -__builtin_fabsf(x), c = a < -104.0f ? -104.0f : a;\n"
-    + _SPLIT.format(x="c")
-    + f"""\
-  const float p = FUSER_FMAF(r * r, {horner("r", *_EXP)}, l) + h + 1.0f;
-  const float e = fuser_scale_f32(p, t, {_HALF.format(x="c")}), d = 1.0f + e, y = (x < 0.0f ? e : 1.0f) / d;
-  return FUSER_FMAF(y, d - 1.0f - e, y);
+    "  const float e = fuser_exp_down_f32(-__builtin_fabsf(x));\n  return (x < 0.0f ? e : 1.0f) / (1.0f + e);\n",
+)
+# The normal distribution's area below x with the absolute error of 1 + erf: for |x|, half of erfc is the e-th power of
+# a polynomial, whose leading coefficient is negative, so that it falls for ever.
+_NORMAL = (
+    -0.7978853, -0.3182991, -0.036386825, 0.0048948964, -9.407396e-05, -0.0001294024, 2.7369723e-05, -1.9713068e-06,
+)  # fmt: skip
+_add(
+    "fuser_normal_cdf_f32",
+    f"""\
+  const float a = __builtin_fabsf(x), h = 0.5f * fuser_exp_down_f32(a * {horner("a", *_NORMAL)});
+  return x > 0.0f ? 1.0f - h : h;
 """,
 )
 

@@ -26,6 +26,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp2": lambda x: mp.mpf(2) ** x,
     "log2": lambda x: mp.log(x) / mp.log(2),
     "sigmoid": lambda x: 1 / (1 + mp.exp(-x)),
+    "normal_cdf": lambda x: mp.ncdf(x),
     "fmod": _fmod,
     "remainder": _remainder,
     "pow": lambda x, y: mp.power(x, y),
@@ -48,6 +49,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 # Sums whose terms may cancel: their ulps are those of the largest argument, which is as well as a rounded sum can do.
 CANCELLING = ("logaddexp", "logaddexp2")
+# Values that are added to 1 or taken from it: their ulps are those of 1.
+ABSOLUTE = ("normal_cdf",)
 
 
 def _truth(function: Callable[..., Any], xs: tuple[float, ...]) -> Any:
@@ -72,7 +75,7 @@ def errors(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor) -> to
             if true is None or not math.isfinite(v):
                 out.append(math.nan if true is None else math.inf)
                 continue
-            scale = max(map(abs, (true, *xs))) if name in CANCELLING else abs(true)
+            scale = max(map(abs, (true, *xs))) if name in CANCELLING else mp.mpf(1) if name in ABSOLUTE else abs(true)
             exponent = max(mp.frexp(scale)[1] - 1, -1022) if scale else -1022
             out.append(float(abs(v - true) / mp.mpf(2) ** (exponent - 52)))
     return torch.tensor(out, dtype=torch.float64)

@@ -150,6 +150,8 @@ def ulp_error(name: str, args: tuple[torch.Tensor, ...], value: torch.Tensor, re
     scale = reference.abs()
     if name in ops_reference.CANCELLING:
         scale = torch.stack([scale, *(a.double().abs() for a in args)]).amax(0)
+    if name in ops_reference.ABSOLUTE:
+        scale = torch.ones_like(scale)
     exponent = torch.frexp(scale.clamp(info.tiny, info.max))[1].double() - 1
     error = (value.double() - reference).abs().nan_to_num(math.inf) / torch.exp2(exponent + math.log2(info.eps))
     return torch.where(torch.isfinite(reference.to(value.dtype)), error, math.nan)
