@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from fuser.canonical.aliases import main_overload, main_packet
 from fuser.canonical.graph import CanonicalNode, Opaque, Ref, is_constant, map_refs
 from fuser.canonical.schemas import Call, Kind, bind_overload, bind_packet
 
@@ -59,14 +60,14 @@ class Builder:
 
     def packet(self, packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
         """A call of the overload of `packet` that takes the arguments."""
-        call = bind_packet(packet, args, kwargs, self.kinds)
+        call = bind_packet(main_packet(packet), args, kwargs, self.kinds)
         if call is None:
             raise Untranslatable(f"no overload of {packet} takes these arguments")
         return self._call(call, args)
 
     def overload(self, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref | None:
         """A call of exactly this overload; None if the arguments do not fit its schema."""
-        call = bind_overload(overload, args, kwargs, self.kinds)
+        call = bind_overload(main_overload(overload), args, kwargs, self.kinds)
         return None if call is None else self._call(call, args)
 
     def _call(self, call: Call, args: Sequence[Any]) -> Ref:

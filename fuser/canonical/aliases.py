@@ -1,0 +1,33 @@
+"""Operators of ATen that have two names: the one that the lowerings know."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+ALIASES = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
+    "fix": "trunc", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "linalg_matmul": "matmul",
+    "moveaxis": "movedim", "multiply": "mul", "negative": "neg", "not_equal": "ne", "row_stack": "vstack",
+    "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc", "special_erfinv": "erfinv",
+    "special_exp2": "exp2", "special_expit": "sigmoid", "special_expm1": "expm1", "special_gammaln": "lgamma",
+    "special_i0": "i0", "special_log1p": "log1p", "special_logit": "logit", "special_logsumexp": "logsumexp",
+    "special_psi": "digamma", "special_sinc": "sinc", "subtract": "sub", "true_divide": "div",
+}  # fmt: skip
+
+
+def main_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
+    """The packet that does the same under its usual name; `packet` itself if there is no other."""
+    namespace, _, name = str(packet).partition(".")
+    usual = ALIASES.get(name) if namespace == "aten" else None
+    return getattr(torch.ops.aten, usual) if usual is not None else packet
+
+
+def main_overload(overload: OpOverload) -> OpOverload:
+    """The overload of the same arguments under its usual name; `overload` itself if there is no other."""
+    packet = main_packet(overload.overloadpacket)
+    if packet is overload.overloadpacket:
+        return overload
+    found: OpOverload = getattr(packet, overload._overloadname or "default", overload)
+    return found
