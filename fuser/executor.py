@@ -18,8 +18,8 @@ import torch
 
 from fuser import compiler, config
 from fuser.canonical import REQUIRED, text_of
-from fuser.errors import CompileError, InputError, Unsupported
-from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec
+from fuser.errors import InputError, Unsupported
+from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec, reason_of
 from fuser.kernel_spec import ArgSpec, TensorSpec
 from fuser.runtime import launcher, torch_abi
 
@@ -111,13 +111,13 @@ class Executor:
             return self._fall_back(args, f"a kernel reported status {status}")
         if getattr(self._local, "probing", False):
             return _MISS
-        filled = self._complete(args)
+        filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
         reason = self._why_not(args)
         return self._fall_back(args, reason) if reason is not None else self._compile_and_run(args)
 
-    def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
         r = self.spec.registered
         n_bound = len(r.bound)
@@ -205,8 +205,9 @@ class Executor:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
             self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
-        except CompileError as e:
-            _warn_once(e)
+        except Exception as e:
+            if not isinstance(e, Unsupported):
+                _warn_once(reason_of(e))
             raise
         return kernel
 
@@ -266,8 +267,7 @@ def _broadcasts(shapes: Sequence[torch.Size]) -> bool:
 _warned: set[str] = set()
 
 
-def _warn_once(error: CompileError) -> None:
-    text = str(error)
+def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(f"fuser: {text}; the groups concerned run by ATen", RuntimeWarning, stacklevel=2)

@@ -140,7 +140,7 @@ def debug_launch_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
 def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
     """The source of the kernel that `graph` would get for these inputs. Unsupported says why it would get none."""
     registration = REGISTRY.find(register_fusion(graph))
-    args = (*registration.bound, *inputs)
+    args = registration.runner.complete((*registration.bound, *inputs))
     spec = registration.spec
     reason = spec.blocked[0] if spec.blocked else why_unfit(args)
     if reason is not None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from fuser.canonical import CanonicalGraph, Registered
-from fuser.errors import UnknownKeyError
+from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 
@@ -86,7 +86,7 @@ class KernelStore:
         try:
             kernel = compile_kernel()
         except Exception as e:
-            reason = getattr(e, "reason", None) or str(e) or type(e).__name__
+            reason = reason_of(e)
         finally:
             with self._lock:
                 entry.compiling = False
@@ -139,6 +139,13 @@ class KernelStore:
             return sum(e.seconds for e in self._entries.values())
 
 
+def reason_of(error: Exception) -> str:
+    """Why there is no kernel, from what its compilation raised."""
+    if isinstance(error, FuserError):
+        return getattr(error, "reason", None) or str(error)
+    return f"a defect of fuser, {type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
     """A fusion group, registered: what it computes, without devices or sizes, and the kernels made for it so far.
@@ -176,12 +183,17 @@ class KernelSpec:
 
 
 class Runner(Protocol):
-    """What runs a specification: `handle(*args)`, `slow` for calls that no kernel takes, `prepare` to compile ahead."""
+    """What runs a specification: `handle(*args)`, `slow` for calls that no kernel takes, `prepare` to compile ahead.
+
+    `complete` adds the defaults of inputs left out and refuses wrong ones.
+    """
 
     @property
     def handle(self) -> Callable[..., Any]: ...
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any: ...
+
+    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
 

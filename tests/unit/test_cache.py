@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import config, executor, interface
-from fuser.errors import CompileError, Unsupported
+from fuser.errors import CompileError, FuserError, Unsupported
 from tests.unit import stub_launcher
 from tests.unit.stub_launcher import StubKernel, StubProgram, by_fallback, same_class
 
@@ -102,18 +102,20 @@ def test_failure_is_remembered_and_never_raised(stub, error):
     assert len(stub.calls) == 1
     store = interface.kernel_spec(key).store
     (entry,) = store.entries
-    assert entry.state == "failed" and entry.reason == str(error)
-    assert store.fallbacks == {str(error): THREADS + 1}
+    reason = str(error) if isinstance(error, FuserError) else "a defect of fuser, ZeroDivisionError: a defect"
+    assert entry.state == "failed" and entry.reason == reason
+    assert store.fallbacks == {reason: THREADS + 1}
     assert interface.num_compiled_kernels() == 0
 
 
-def test_compile_error_warns_once(stub, monkeypatch):
+@pytest.mark.parametrize("error", [CompileError("the compiler hung"), KeyError("the compiler hung")])
+def test_what_is_not_unsupported_warns_once(stub, monkeypatch, error):
     def refuse(spec, args):
-        raise CompileError("the compiler hung")
+        raise error
 
     stub.make = refuse
     monkeypatch.setattr(executor, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="the compiler hung; the groups concerned run by ATen") as seen:
+    with pytest.warns(RuntimeWarning, match="the compiler hung'?; the groups concerned run by ATen") as seen:
         interface.run_fusion(key_of(scaled), [torch.ones(2), torch.ones(2)])
         interface.run_fusion(key_of(lambda x: x + 2), [torch.ones(2)])
     assert len(seen) == 1
