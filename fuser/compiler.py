@@ -128,6 +128,11 @@ def why_not(device_type: str) -> str | None:
     return None if override else backend.can_fuse()
 
 
+def is_broken(device_type: str) -> bool:
+    """Whether a device type has a backend that nobody switched off and that cannot fuse: something is missing."""
+    return find_backend(device_type) is not None and _overrides.get(device_type) is None
+
+
 # -- upfront -----------------------------------------------------------------------------------------------------------
 def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, Any], ...]) -> KernelSpec:
     """The specification of a graph: everything that can be known before an input is seen."""

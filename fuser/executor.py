@@ -148,7 +148,13 @@ class Executor:
         reason = why_unfit(args)
         if reason is None:
             device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
-            reason = compiler.why_not(device) or self._why_no_broadcast(args)
+            reason = self._why_not_device(device) or self._why_no_broadcast(args)
+        return reason
+
+    def _why_not_device(self, device: str) -> str | None:
+        reason = compiler.why_not(device)
+        if reason is not None and compiler.is_broken(device):
+            _warn_once(reason)
         return reason
 
     def _why_no_broadcast(self, args: tuple[Any, ...]) -> str | None:
@@ -192,7 +198,7 @@ class Executor:
             device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
             if device is None:
                 return "there is no tensor among the inputs"
-            reason = self.spec.blocked[0] if self.spec.blocked else compiler.why_not(device)
+            reason = self.spec.blocked[0] if self.spec.blocked else self._why_not_device(device)
             if reason is not None or not config.enabled:
                 return reason or "fusion is switched off (config.enabled is False)"
             key = arg_spec(args, self.spec.config)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
 import pathlib
 import shlex
 import shutil
-import subprocess
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from fuser import config
 from fuser.errors import CompileError
+from fuser.runtime import process
 
 FLAGS = (
     "-O3", "-std=c++17", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
@@ -26,33 +27,35 @@ _lock = threading.Lock()
 
 @functools.lru_cache(maxsize=8)
 def find_compiler(cxx: str | None) -> tuple[str, ...]:
-    """The C++ compiler's command: `$CXX` (given as `cxx`), else g++, else clang++. CompileError if there is none."""
-    for candidate in (cxx, "g++", "clang++"):
-        if candidate:
-            words = shlex.split(candidate)
-            path = shutil.which(words[0]) if words else None
-            if path:
-                return (path, *words[1:])
-    raise CompileError(
-        "no C++ compiler: expected $CXX, g++ or clang++ on the PATH; groups run unfused until there is one"
-    )
+    """The C++ compiler's command: `$CXX` (given as `cxx`) if set, else g++, else clang++. CompileError if there is none."""
+    for candidate in (cxx,) if cxx else ("g++", "clang++"):
+        words = shlex.split(candidate)
+        path = shutil.which(words[0]) if words else None
+        if path:
+            return (path, *words[1:])
+    found = f"$CXX is {cxx!r}, which does not exist" if cxx else "there is neither g++ nor clang++ on the PATH"
+    raise CompileError(f"there is no C++ compiler: {found}; install one or set CXX")
 
 
-def _run(command: list[str], timeout: float) -> tuple[int, str]:
+_unfit: dict[tuple[str, ...], CompileError] = {}  # compilers that failed or hung on the smallest source
+
+
+def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(compile flags, libraries) that this compiler takes: vector maths of libmvec where linking with it works.
+
+    CompileError if it takes none; a second question about it is answered without running it again.
+    """
+    if compiler in _unfit:
+        raise _unfit[compiler]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        raise CompileError(f"{command[0]} ran longer than {timeout:g} s and was stopped") from None
-    except OSError as e:
-        raise CompileError(f"{command[0]} cannot be run: {e}") from None
-    return done.returncode, done.stdout + done.stderr
+        return _probe(compiler)
+    except CompileError as e:
+        _unfit[compiler] = e
+        raise
 
 
 @functools.lru_cache(maxsize=8)
-def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(compile flags, libraries) that this compiler takes: vector maths of libmvec where linking with it works."""
+def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     identity = hashlib.sha256(f"{compiler}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
     if known.exists():
@@ -77,7 +80,7 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
         plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
         for flags, libraries in choices:
             path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
-            code, log = _run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
+            code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
                 _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")
                 return flags, libraries
@@ -133,7 +136,7 @@ def compile_library(parts: tuple[str, ...]) -> str:
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     folder = _cache_folder()
     library = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
-    if library.exists():
+    if library.exists() and _loads(library) is None:
         return str(library)
     stem = folder / f"{library.stem}.{os.getpid()}.{threading.get_ident()}"
     made = stem.with_name(stem.name + ".so")
@@ -145,6 +148,9 @@ def compile_library(parts: tuple[str, ...]) -> str:
             with ThreadPoolExecutor(max_workers=len(parts)) as pool:
                 inputs = list(pool.map(lambda at: _object_file(stem, at, parts[at], temporary), range(len(parts))))
         run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
+        problem = _loads(made) if made.exists() else "it wrote no library"
+        if problem is not None:
+            raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
         os.replace(made, library)
         _write(library.with_suffix(".cpp"), "\n".join(parts))
     except OSError as e:
@@ -153,6 +159,15 @@ def compile_library(parts: tuple[str, ...]) -> str:
         for leftover in temporary:
             leftover.unlink(missing_ok=True)
     return str(library)
+
+
+def _loads(library: pathlib.Path) -> str | None:
+    """None, or why the library cannot be loaded; the launcher then finds it loaded already."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as e:
+        return f"what it wrote cannot be loaded: {str(e).removeprefix(f'{library}: ')}"
+    return None
 
 
 def _source_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib.Path]) -> pathlib.Path:
@@ -174,6 +189,6 @@ def _object_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib
 
 def run_compiler(command: list[str]) -> None:
     """Run one compiler. CompileError with its output if it fails."""
-    code, log = _run(command, config.compile_timeout_seconds)
+    code, log = process.run(command, config.compile_timeout_seconds)
     if code != 0:
         raise CompileError(f"{command[0]} failed with exit code {code}", log)

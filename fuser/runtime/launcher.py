@@ -3,7 +3,7 @@
 The native launcher is `fuser.runtime._launcher` if it was built at installation; else it is built here, once for each
 source, Python and compiler, into the cache folder. Building takes half a second, in a thread started by `prepare` or
 by the first handle; handles made meanwhile run in Python and change over by themselves. With no compiler they stay so:
-one warning, and `reason()` says why.
+`reason()` says why, and the first kernel brings one warning.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _done = threading.Event()
 _thread: threading.Thread | None = None
 _native: ModuleType | None = None
 _reason: str | None = None
+_warned = False
 _disabled: set[str] = set()
 _waiting: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles made before the native launcher was ready
 
@@ -51,6 +52,8 @@ class Handle:
         with self._lock:
             self._target.add_kernel(program, library_path)
             self._kernels.append((program, library_path))
+        if _reason is not None:
+            _warn()
 
     def upgrade(self, native: ModuleType) -> None:
         """Change over to the native launcher, with all kernels."""
@@ -203,8 +206,20 @@ def _fail(why: str) -> None:
     global _reason
     _reason = why
     _done.set()
+    late = any(handle.kernel_count for handle in _waiting)
     _waiting.clear()
-    warnings.warn(f"fuser: calls go through the slower Python launcher, because {why}", RuntimeWarning, stacklevel=2)
+    if late:
+        _warn()
+
+
+def _warn() -> None:
+    """Once, and only when there is a kernel to be launched: with no compiler at all there never is."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"fuser: calls go through the slower Python launcher, because {_reason}", RuntimeWarning, stacklevel=3
+        )
 
 
 def _after_fork() -> None:

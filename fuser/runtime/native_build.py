@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -13,8 +12,6 @@ import os
 import pathlib
 import shlex
 import shutil
-import signal
-import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +20,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
+from fuser.runtime import process
 from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
@@ -137,30 +135,8 @@ def _compile(compiler: list[str], path: pathlib.Path) -> ModuleType:
 
 
 def _run(command: list[str]) -> None:
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    except OSError as e:
-        raise CompileError(f"{command[0]} cannot be run: {e}") from None
-
-    owner = os.getpid()
-
-    def kill() -> None:
-        if os.getpid() == owner:  # not in a forked child
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the driver and the passes that it started
-
-    atexit.register(kill)  # a process that ends before its compiler takes it along
-    try:
-        output, _ = process.communicate(timeout=settings.compile_timeout_seconds)
-    except subprocess.TimeoutExpired:
-        kill()
-        process.communicate()
-        raise CompileError(f"{command[0]} ran longer than {settings.compile_timeout_seconds} s") from None
-    finally:
-        atexit.unregister(kill)
-    if process.returncode:
-        log = output.decode(errors="replace").strip()
+    code, output = process.run(command, settings.compile_timeout_seconds)
+    if code:
+        log = output.strip()
         last = log.splitlines()[0] if log else "no message"
-        raise CompileError(f"{command[0]} ended with code {process.returncode}: {last}", log)
+        raise CompileError(f"{command[0]} ended with code {code}: {last}", log)

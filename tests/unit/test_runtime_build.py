@@ -74,18 +74,25 @@ def test_without_a_working_compiler(tmp_path, script, expected):
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
     code = """
+    import os, pathlib
+    from tests.unit import runtime_support as support
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         handle = launcher.make_handle(lambda args, status: ("slow", args, status))
         native = launcher.wait(60)
         print(native, type(handle).__module__, handle(1, 2), handle.misses)
-        launcher.make_handle(print), launcher.wait(60)
-        print(len([w for w in seen if "fuser" in str(w.message)]), launcher.reason())
+        print(len(seen), launcher.reason())
+        del os.environ["CXX"]
+        library = support.compile_library(pathlib.Path(%r))  # by the machine's own compiler
+        for _ in range(2):
+            launcher.make_handle(print).add_kernel(support.mul_add(), library)
+        print(*(w.message for w in seen))
     """
     cache = tmp_path / "cache"
-    lines = run(code, cache, CXX=str(compiler), FUSER_COMPILE_TIMEOUT_SECONDS="0.5")
+    lines = run(code % str(tmp_path), cache, CXX=str(compiler), FUSER_COMPILE_TIMEOUT_SECONDS="0.5")
     assert lines[0] == "False fuser.runtime.launcher ('slow', (1, 2), 0) 1"
-    assert lines[1].startswith("1 ") and expected in lines[1]
+    assert lines[1].startswith("0 ") and expected in lines[1]
+    assert lines[2] == f"fuser: calls go through the slower Python launcher, because {lines[1][2:]}"
     assert not list(cache.glob("native/*.so")) and not list(cache.glob("native/.*"))
 
 
