@@ -71,6 +71,8 @@ def why_unfit(args: Sequence[Any]) -> str | None:
         if not isinstance(a, torch.Tensor):
             if type(a) not in _NUMBERS:
                 return f"input {i} is a {type(a).__name__}"
+            if type(a) is int and not -(1 << 63) <= a < 1 << 63:
+                return f"input {i} is an integer of more than 64 bits"
             continue
         reason = _why_unfit_tensor(a, grad)
         if reason is not None:

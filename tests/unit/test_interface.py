@@ -1,0 +1,422 @@
+"""The front door with real kernels: keys, inputs, sizes, what is left to eager, plug-in devices, debug calls."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import fuser
+from fuser import compiler, config, executor, interface
+from fuser.compiler import CpuBackend
+from fuser.errors import BackendError, ConfigError, InputError, UnknownKeyError, Unsupported
+
+pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+
+
+def registered(fn):
+    """A key of `fn` that no other test has: kernels and fallbacks of one test are not another's."""
+    return fuser.register_fusion(fx.symbolic_trace(fn))
+
+
+def store_of(key):
+    return interface.kernel_spec(key).store
+
+
+def scaled(x, y):
+    return torch.relu(x * y + 1)
+
+
+# -- keys and inputs ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("key", [0, -1, 7.5, "a", None, True, [1]])
+def test_an_unknown_key_is_named(key):
+    asks = lambda: fuser.run_fusion(key, []), lambda: fuser.fusion_handle(key), lambda: interface.prepare(key, [])
+    for ask in asks:
+        with pytest.raises(UnknownKeyError) as error:
+            ask()
+        assert str(error.value) == f"unknown key {key!r}: expected one that register_fusion returned in this process"
+
+
+X = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "inputs, says",
+    [
+        ([], "was called with 0 inputs: expected 2 (x, y)"),
+        ([X], "was called with 1 inputs: expected 2 (x, y)"),
+        ([X, X, X], "was called with 3 inputs: expected 2 (x, y)"),
+        (X, "was called with 1 inputs: expected 2 (x, y)"),
+        ([X, "a"], "input 1 (y) of fusion {key} is of type str: expected a tensor or a number"),
+        ([None, X], "input 0 (x) of fusion {key} is of type NoneType: expected a tensor or a number"),
+        ([X, [X]], "input 1 (y) of fusion {key} is of type list: expected a tensor or a number"),
+        ([X.numpy(), X], "input 0 (x) of fusion {key} is of type ndarray: expected a tensor or a number"),
+    ],
+)
+def test_wrong_inputs_are_named(inputs, says):
+    key = registered(scaled)
+    says = says.format(key=key)
+    for call in (fuser.run_fusion, lambda key, inputs: fuser.fusion_handle(key)(*inputs)):
+        if inputs is X and call is not fuser.run_fusion:
+            continue
+        with pytest.raises(InputError) as error:
+            call(key, inputs)
+        assert says in str(error.value)
+        call(key, [X, X])
+        with pytest.raises(InputError):  # also once there is a kernel
+            call(key, inputs)
+
+
+def test_defaults_fill_in_for_inputs_left_out():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    by = graph.placeholder("by", default_value=3)
+    graph.output(graph.call_function(torch.mul, (x, by)))
+    key = fuser.register_fusion(graph)
+    assert torch.equal(fuser.run_fusion(key, [X])[0], 3 * X)
+    assert torch.equal(fuser.run_fusion(key, [X, 5])[0], 5 * X)
+    with pytest.raises(InputError, match="expected 1 to 2"):
+        fuser.run_fusion(key, [])
+
+
+def test_results_have_the_form_of_the_graphs_output():
+    one, several = registered(lambda x: x + 1), registered(lambda x: (x + 1, [x * 2]))
+    assert isinstance(fuser.fusion_handle(one)(X), torch.Tensor)
+    assert [torch.equal(t, X + 1) for t in fuser.run_fusion(one, [X])] == [True]
+    a, (b,) = fuser.fusion_handle(several)(X)
+    assert torch.equal(a, X + 1) and torch.equal(b, X * 2)
+
+
+def test_settings_have_names_and_values():
+    with pytest.raises(ConfigError, match="unknown setting 'speed': expected one of cache_dir"):
+        config.set(speed=3)
+    with pytest.raises(ConfigError, match="numerics='exact': expected one of 'fast', 'eager'"):
+        config.set(numerics="exact")
+
+
+# -- one kernel for each class -----------------------------------------------------------------------------------------
+def row_norm(x, w, b):
+    return F.layer_norm(x, (x.shape[-1],), w, b)
+
+
+SIZED = {
+    "pointwise": (scaled, lambda n, m: ((n, m), (n, m))),
+    "row bias": (lambda x, b: torch.tanh(x + b) * x, lambda n, m: ((n, m), (m,))),
+    "column": (lambda x, c: x - c, lambda n, m: ((n, m + 2), (n, 1))),
+    "row sum": (lambda x: (x * x).sum(-1), lambda n, m: ((n, m),)),
+    "column sum": (lambda x: x.sum(0), lambda n, m: ((n, m),)),
+    "softmax": (lambda x, b: torch.softmax(x + b, -1), lambda n, m: ((n, m), (m,))),
+    "layer norm": (row_norm, lambda n, m: ((n, m), (m,), (m,))),
+}
+FIRST = ((3, 5), (0, 0), (1, 1))
+
+
+def hundred_sizes(first):
+    """(rows, columns), the given one first, 0 and 1 among them."""
+    draw = random.Random(1)
+    found = dict.fromkeys([first, (0, 5), (1, 5), (5, 0), (5, 1), (0, 0), (1, 1), (0, 1), (1, 0), (4, 4)])
+    while len(found) < 100:
+        found[draw.randint(0, 70), draw.randint(0, 140)] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("first", FIRST, ids=str)
+@pytest.mark.parametrize("name", SIZED)
+def test_a_second_size_does_not_compile(name, first):
+    fn, shapes = SIZED[name]
+    with config.override(max_body_rows=200 + FIRST.index(first)):  # part of the key: a specification of this test's own
+        key = registered(fn)
+    handle = fuser.fusion_handle(key)
+    for n, m in hundred_sizes(first):
+        args = [torch.randn(s) for s in shapes(n, m)]
+        torch.testing.assert_close(handle(*args), fn(*args))
+    store = store_of(key)
+    assert len(store.kernels) == 1 and not store.fallbacks, interface.kernel_spec(key).store.entries
+
+
+def test_classes_compile_once_each():
+    key = registered(lambda x, y: x * y - 1)
+    handle = fuser.fusion_handle(key)
+    kinds = [
+        lambda n, m: (torch.randn(n, m), torch.randn(n, m)),
+        lambda n, m: (torch.randn(n, m), torch.randn(m)),
+        lambda n, m: (torch.randn(n, m).double(), torch.randn(n, m)),
+        lambda n, m: (torch.randn(m, n).t(), torch.randn(n, m)),
+        lambda n, m: (torch.randn(n, m), 2.5),
+        lambda n, m: (torch.randn(n, m), 3),
+        lambda n, m: (torch.randn(n, m, 2), torch.randn(2)),
+    ]
+    for n, m in ((5, 7), (2, 9), (30, 4)):
+        for make in kinds:
+            x, y = make(n, m)
+            torch.testing.assert_close(handle(x, y), x * y - 1)
+    assert len(store_of(key).kernels) <= len(kinds) and not store_of(key).fallbacks
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(4, 6, 5),
+    "transposed": lambda: torch.randn(5, 6, 4).transpose(0, 2),
+    "sliced": lambda: torch.randn(8, 13, 5)[::2, 1:7],
+    "negative start": lambda: torch.randn(9, 6, 5)[-4:],
+    "expanded": lambda: torch.randn(4, 1, 5).expand(4, 6, 5),
+    "one element expanded": lambda: torch.randn(1, 1, 1).expand(4, 6, 5),
+    "permuted": lambda: torch.randn(6, 5, 4).permute(2, 0, 1),
+    "overlapping": lambda: torch.randn(60).as_strided((4, 6, 5), (6, 1, 2)),
+    "empty": lambda: torch.randn(4, 0, 5),
+    "ones": lambda: torch.randn(1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    x = LAYOUTS[name]()
+    for fn in (lambda x: torch.sigmoid(x) * x, lambda x: torch.softmax(x * 2, -1), lambda x: x.sum(1) + 1):
+        key = registered(fn)
+        for got in (fuser.run_fusion(key, [x])[0], fuser.fusion_handle(key)(x)):
+            want = fn(x)
+            torch.testing.assert_close(got, want)
+            assert got.stride() == want.stride() or want.numel() <= 1
+        assert store_of(key).kernels and not store_of(key).fallbacks
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3, 4, 5), (2, 1, 3, 1, 2, 1, 2, 2)], ids=str)
+def test_ranks(shape):
+    x, y = torch.randn(shape), torch.randn(shape)
+    key = registered(scaled)
+    torch.testing.assert_close(fuser.run_fusion(key, [x, y])[0], scaled(x, y))
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    got = fuser.run_fusion(key, [image, image])[0]
+    assert got.stride() == scaled(image, image).stride()
+
+
+# -- what is left to eager ---------------------------------------------------------------------------------------------
+class Loud(torch.Tensor):
+    """A subclass that does nothing but be one."""
+
+
+FOREIGN = {
+    "sizes": (lambda: (torch.ones(3), torch.ones(4)), "sizes (3,), (4,) do not broadcast"),
+    "sizes of three": (lambda: (torch.ones(2, 3), torch.ones(3, 2)), "sizes (2, 3), (3, 2) do not broadcast"),
+    "meta and cpu": (lambda: (torch.ones(3), torch.ones(3, device="meta")), "inputs are on cpu and on meta"),
+    "sparse": (lambda: (torch.ones(3).to_sparse(), torch.ones(3)), "input 0 has the layout torch.sparse_coo"),
+    "subclass": (lambda: (torch.ones(3), torch.ones(3).as_subclass(Loud)), "input 1 is of the tensor subclass Loud"),
+    "nested": (lambda: (torch.nested.nested_tensor([torch.ones(3)]), 2.0), "input 0 is"),
+    "complex": (lambda: (torch.ones(3, dtype=torch.complex64), 2.0), "complex64"),
+    "conjugated": (lambda: (torch.ones(3, dtype=torch.complex64).conj(), 2.0), "lazily conjugated"),
+    "complex number": (lambda: (torch.ones(3), 1j), "input 1 is a complex"),
+    "gradient": (lambda: (torch.ones(3, requires_grad=True), torch.ones(3)), "requires a gradient"),
+    "huge number": (lambda: (torch.ones(3), 1 << 70), "input 1 is an integer of more than 64 bits"),
+}
+
+
+def outcome(call):
+    """The result, or the type and text of the error."""
+    try:
+        return call()
+    except Exception as e:
+        return type(e), str(e)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_inputs_get_eagers_result_or_error(name):
+    make, reason = FOREIGN[name]
+
+    def fn(x, y):
+        return x * y + 1
+
+    key = registered(fn)
+    args = make()
+    want = outcome(lambda: fn(*args))
+    for _ in range(2):
+        got = outcome(lambda: fuser.fusion_handle(key)(*args))
+        assert type(got) is type(want)
+        if isinstance(want, tuple):
+            assert got == want
+        elif want.layout is torch.strided and not want.is_nested and want.device.type != "meta":
+            assert torch.equal(got, want) and got.requires_grad == want.requires_grad
+    assert any(reason in r for r in store_of(key).fallbacks), store_of(key).fallbacks
+
+
+def test_an_index_out_of_range_gives_eagers_error():
+    fn = lambda x, i: x.index_select(0, i) + 1  # noqa: E731
+    key, x = registered(fn), torch.randn(4, 3)
+    good, bad = torch.tensor([3, 0]), torch.tensor([1, 4])
+    torch.testing.assert_close(fuser.run_fusion(key, [x, good])[0], fn(x, good))
+    assert outcome(lambda: fuser.run_fusion(key, [x, bad])[0]) == outcome(lambda: fn(x, bad))
+    torch.testing.assert_close(fuser.run_fusion(key, [x, good])[0], fn(x, good))
+
+
+def test_inputs_are_never_written():
+    key = registered(lambda x, y: (x.relu() + y, x * y))
+    x, y = torch.randn(50, 3), torch.randn(3)
+    before = x.clone(), y.clone()
+    fuser.run_fusion(key, [x, y])
+    assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+# -- switches and devices ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def overrides_undone():
+    yield
+    fuser.override_can_fuse_on_cpu(None)
+    fuser.override_can_fuse_on_gpu(None)
+
+
+def test_override_stops_kernels_at_the_next_call(overrides_undone):
+    key = registered(lambda x: x.exp() - 1)
+    handle = fuser.fusion_handle(key)
+    handle(X)
+    assert fuser.can_fuse_on_cpu() and not store_of(key).fallbacks
+    fuser.override_can_fuse_on_cpu(False)
+    assert not fuser.can_fuse_on_cpu()
+    for call in (lambda: handle(X), lambda: fuser.run_fusion(key, [X])[0]):
+        torch.testing.assert_close(call(), X.exp() - 1)
+    assert store_of(key).fallbacks == {"fusion on cpu is switched off": 2}
+    fuser.override_can_fuse_on_cpu(None)
+    handle(X)
+    assert fuser.can_fuse_on_cpu() and sum(store_of(key).fallbacks.values()) == 2
+
+
+def test_override_for_gpus(overrides_undone):
+    found = fuser.can_fuse_on_gpu()
+    fuser.override_can_fuse_on_gpu(False)
+    assert not fuser.can_fuse_on_gpu() and fuser.can_fuse_on_cpu()
+    fuser.override_can_fuse_on_gpu(None)
+    assert fuser.can_fuse_on_gpu() == found
+
+
+class Recorder(CpuBackend):
+    """The CPU's backend under another name that counts."""
+
+    name = "recorder"
+
+    def __init__(self):
+        self.generated, self.compiled, self.reason = 0, 0, None
+
+    def can_fuse(self):
+        return self.reason
+
+    def codegen(self, *args):
+        self.generated += 1
+        return super().codegen(*args)
+
+    def compile(self, source):
+        self.compiled += 1
+        return super().compile(source)
+
+
+@pytest.fixture
+def recorder():
+    backend = Recorder()
+    fuser.register_fusion_backend("cpu", backend)
+    yield backend
+    fuser.register_fusion_backend("cpu", None)
+
+
+def test_a_device_is_a_plug_in(recorder):
+    key = registered(lambda x: x.cos() * 3)
+    torch.testing.assert_close(fuser.run_fusion(key, [X])[0], X.cos() * 3)
+    assert (recorder.generated, recorder.compiled) == (1, 1)
+    fuser.register_fusion_backend("cpu", None)
+    assert type(compiler.find_backend("cpu")) is CpuBackend
+
+
+def test_a_backend_that_cannot_fuse_says_why_once(recorder, monkeypatch):
+    monkeypatch.setattr(executor, "_warned", set())
+    recorder.reason = "the recorder has no tape"
+    key = registered(lambda x: x.cos() * 4)
+    assert not fuser.can_fuse_on_cpu()
+    with pytest.warns(RuntimeWarning, match="the recorder has no tape") as seen:
+        for _ in range(3):
+            torch.testing.assert_close(fuser.run_fusion(key, [X])[0], X.cos() * 4)
+    assert len(seen) == 1
+    assert store_of(key).fallbacks == {"the recorder has no tape": 3} and not recorder.generated
+
+
+def test_devices_without_a_backend():
+    assert not fuser.has_fusion_backend("xpu") and fuser.has_fusion_backend("cpu")
+    key = registered(lambda x: x.cos() * 5)
+    assert fuser.run_fusion(key, [torch.ones(3, device="meta")])[0].device.type == "meta"
+    assert store_of(key).fallbacks == {"no fusion backend for meta": 1}
+
+
+@pytest.mark.parametrize("device", ["nowhere", 7, ""])
+def test_no_device_type(device):
+    with pytest.raises(BackendError, match="is no device type: expected one such as 'cpu' or 'cuda'"):
+        fuser.register_fusion_backend(device, None)
+
+
+def test_what_is_no_backend():
+    with pytest.raises(BackendError, match="object is no backend for 'cpu': it lacks name, can_fuse, codegen, compile"):
+        fuser.register_fusion_backend("cpu", object())
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+def test_is_fusible_says_why_not():
+    module = fx.symbolic_trace(lambda x: (torch.relu(x), torch.mm(x, x), x.nonzero(), x.add_(1)))
+    verdicts = {n.name: interface.is_fusible(n) for n in module.graph.nodes}
+    assert verdicts["relu"] and verdicts["relu"].reason == ""
+    assert not verdicts["x"] and "placeholder" in verdicts["x"].reason
+    assert not verdicts["mm"] and "aten.mm" in verdicts["mm"].reason
+    assert not verdicts["nonzero"] and verdicts["nonzero"].reason
+    assert not verdicts["add_"] and verdicts["add_"].reason == "aten.add_ writes into a tensor"
+
+
+def test_debug_launch_and_code():
+    graph = fx.symbolic_trace(lambda x, y: torch.relu(x * y + 7))
+    x, y = torch.randn(4, 3), torch.randn(3)
+    before = fuser.num_compiled_kernels()
+    code = interface.debug_get_fused_kernel_code(graph, [x, y])
+    assert 'extern "C"' in code and "7" in code and fuser.num_compiled_kernels() == before
+    (got,) = interface.debug_launch_graph(graph, [x, y])
+    torch.testing.assert_close(got, torch.relu(x * y + 7))
+    (kernel,) = store_of(fuser.register_fusion(graph)).kernels
+    assert kernel.source == code and fuser.num_compiled_kernels() == before + 1
+
+
+@pytest.mark.parametrize(
+    "fn, inputs, error, says",
+    [
+        (scaled, [X], InputError, "was called with 1 inputs: expected 2"),
+        (scaled, [X, torch.ones(4)], Unsupported, "do not broadcast"),
+        (scaled, [X, X.to_sparse()], Unsupported, "input 1 has the layout torch.sparse_coo"),
+        (lambda x: x.add_(1), [X], Unsupported, "aten.add_ writes into a tensor"),
+        (lambda x: x.cos(), [torch.ones(3, device="meta")], Unsupported, "no fusion backend for meta"),
+    ],
+)
+def test_debug_code_of_what_has_none(fn, inputs, error, says):
+    with pytest.raises(error, match="(?s).*" + says.replace("(", r"\(")):
+        interface.debug_get_fused_kernel_code(fx.symbolic_trace(fn), inputs)
+
+
+_PRINT_SOURCES = """
+import hashlib, torch, fuser
+from torch import fx
+from fuser import interface
+x, b = torch.ones(6, 40), torch.ones(40)
+for fn in (
+    lambda x, b: torch.softmax(x + b, -1) * torch.sigmoid(x),
+    lambda x, b: torch.nn.functional.layer_norm(x, (40,), b, b).transpose(0, 1).contiguous(),
+    lambda x, b: (x.sum(0) + b, x.var(), x.argmax(1), torch.where(x > b, x, b.exp())),
+):
+    graph = fx.symbolic_trace(fn)
+    print(fuser.register_fusion(graph), hashlib.sha256(
+        interface.debug_get_fused_kernel_code(graph, [x, b]).encode()).hexdigest())
+"""
+
+
+def test_two_processes_give_the_same_keys_and_sources():
+    """With different hash seeds, so that no order of a set can leak into a kernel."""
+    outputs = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", _PRINT_SOURCES], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] and len(outputs[0].splitlines()) == 3
