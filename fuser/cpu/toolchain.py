@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 @functools.lru_cache(maxsize=8)
 def find_compiler(cxx: str | None) -> tuple[str, ...]:
-    """The C++ compiler's command: `$CXX` (given as `cxx`) if set, else g++, else clang++; CompileError if it is absent."""
+    """The C++ compiler's command: `$CXX` (given as `cxx`) if set, else g++, else clang++; raises CompileError."""
     for candidate in (cxx,) if cxx else ("g++", "clang++"):
         words = shlex.split(candidate)
         path = shutil.which(words[0]) if words else None
