@@ -234,16 +234,20 @@ class _Ops:
             return self.constant(float(row.attr), dtype)
         return _handler.get().add_row(Row("to_dtype", (value.row,), dtype, value.dtype))
 
-    def masked(self, mask: Value, body: Callable[[], Value], other: float | int | bool) -> Value:
-        """`body()` where `mask` holds, else `other`; loads inside `body` are not made where it does not."""
+    def guarded(self, mask: Value, body: Callable[[], Value]) -> Value:
+        """`body()` where `mask` holds, else a value of no meaning; loads inside `body` are not made where it does not."""
         recorder = _handler.get()
         before = recorder._mask
         recorder._mask = mask if before is None else self.logical_and(before, mask)
         try:
-            value = body()
+            return body()
         finally:
             recorder._mask = before
-        return self.where(mask, value, self.constant(other, value.dtype))
+
+    def masked(self, mask: Value, body: Callable[[], Value], other: Value | float | int | bool) -> Value:
+        """`body()` where `mask` holds, else `other`; loads inside `body` are not made where it does not."""
+        value = self.guarded(mask, body)
+        return self.where(mask, value, other if isinstance(other, Value) else self.constant(other, value.dtype))
 
     def where(self, condition: Value, a: Value, b: Value) -> Value:
         """`a` where `condition`, else `b`."""

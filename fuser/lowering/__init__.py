@@ -1,9 +1,9 @@
 """ATen → IR, a file per family of operators."""
 
-from fuser.lowering import activations, losses, norms, pointwise, reductions, selection, views
+from fuser.lowering import activations, joining, losses, norms, pointwise, reductions, selection, views
 from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refuse, supports
 
 __all__ = [
-    "LOWERINGS", "REFUSED", "VIEWS", "activations", "find", "losses", "lower", "norms", "pointwise", "reductions",
+    "LOWERINGS", "REFUSED", "VIEWS", "activations", "find", "joining", "losses", "lower", "norms", "pointwise", "reductions",
     "refuse", "selection", "supports", "views",
 ]  # fmt: skip

@@ -77,6 +77,7 @@ class LoweringContext:
         self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors
         self.meta: Any = None
         self.arg_metas: tuple[Any, ...] = ()
+        self.n_readers = 0  # how many nodes of the graph read the result
 
     # -- symbols -----------------------------------------------------------------------------------------------------
     def new_symbol(self, name: str, hint: int, kind: str = SIZE) -> Expr:

@@ -6,6 +6,7 @@ dtype and strides, and eager's errors. The symbolic sizes come from the lowering
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,9 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
         inputs.append(record)
         values.append(value)
         metas.append(meta)
+    readers = Counter(i for node in graph.calls for i in set(node.refs()))
     for node in graph.calls:
+        ctx.n_readers = readers[node.index]
         value, meta = _lower_node(ctx, node, values, metas)
         values.append(value)
         metas.append(meta)

@@ -110,13 +110,21 @@ def slice_box(
 ) -> TensorBox:  # fmt: skip
     """Places start, start + step, … below end; both clamped to the dim as Python does."""
     size = ctx.size_of(x)[dim]
+    first, last, count = slice_range(ctx, size, start, end, step)
+    if first == ZERO and last == size and step == 1:
+        return x
+    return with_dim(ctx, x, dim, count, lambda i: i * step + first)
+
+
+def slice_range(
+    ctx: LoweringContext, size: Expr, start: Int | None, end: Int | None, step: int
+) -> tuple[Expr, Expr, Expr]:  # fmt: skip
+    """The first place of start:end:step, the one after its last possible one, and the number of places."""
     first = _clamped(ctx, ZERO if start is None else as_expr(start), ZERO, size)
     whole = end is None or (as_expr(end).as_int() or 0) >= NO_END
     last = size if whole else _clamped(ctx, as_expr(end), first, size)
-    if first == ZERO and last == size and step == 1:
-        return x
     count = last - first if step == 1 else floordiv(last - first + (step - 1), expr(step))
-    return with_dim(ctx, x, dim, ctx.canon(count), lambda i: i * step + first)
+    return first, last, ctx.canon(count)
 
 
 def _clamped(ctx: LoweringContext, at: Expr, low: Expr, size: Expr) -> Expr:
