@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.ir.nodes import Buffer
-from fuser.ir.sizes import INDIRECT, LOOP, STRIDE, Expr, Sym, program, relation_program, symbols
+from fuser.ir.nodes import Buffer, strides_of
+from fuser.ir.sizes import INDIRECT, LOOP, STRIDE, Expr, Sym, maximum, program, relation_program, symbols
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
@@ -83,7 +83,8 @@ class ProgramBuilder:
         """Memory for the scheduled buffers; outputs of the graph are torch's, the rest temporaries."""
         outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
         for b in buffers:
-            self.add_buffer(b.name, b.dtype, b.size, b.stride, b.name in outputs)
+            is_output = b.name in outputs
+            self.add_buffer(b.name, b.dtype, b.size, _result_strides(b) if is_output else b.stride, is_output)
 
     @property
     def n_inputs(self) -> int:
@@ -106,6 +107,12 @@ class ProgramBuilder:
             tuple(self.patterns), len(self.slots), len(self.floats), tuple(self.guards), tuple(self.buffers),
             tuple(steps), outputs, single,
         )  # fmt: skip
+
+
+def _result_strides(b: Buffer) -> tuple[Expr, ...]:
+    """Dense strides as torch gives them to results, where a size of 0 counts as 1."""
+    at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in b.size)
+    return strides_of(at_least_one, b.order)
 
 
 __all__ = ["INDIRECT", "LOOP", "ProgramBuilder"]

@@ -59,6 +59,7 @@ class Buffer:
     loops: list[Loops] = field(default_factory=list)
     input_number: int = -1
     origin: str = ""
+    order: tuple[int, ...] | None = None  # None: row-major
 
 
 def strides_of(size: tuple[Expr, ...], order: tuple[int, ...] | None = None) -> tuple[Expr, ...]:

@@ -207,6 +207,8 @@ def _outputs(
             raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
         else:
             seen.setdefault(_memory(meta), value)
+            if not graph.functional and meta.numel() and memory_order(meta.shape, meta.stride()) is None:
+                raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
 

@@ -453,6 +453,7 @@ def lower_diagonal_scatter(
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 
 
-refuse("the number of its results depends on data", "aten.masked_scatter", "aten.nonzero", "aten.masked_select")
+refuse("the size of its result depends on data", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+refuse("which elements it takes depends on data", "aten.masked_scatter")
 
 __all__ = ["Piece", "at_dim", "chosen", "joined"]

@@ -76,9 +76,10 @@ def check_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]], **setting
     return check(batch, *(a for case in cases for a in case), **settings)
 
 
-def in_layouts(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Each tensor in each layout; the tensors of a case have the same one."""
-    return [list(same) for same in zip(*(layouts(t).values() for t in tensors))]
+def in_layouts(*tensors: torch.Tensor, gaps: bool = True) -> list[list[torch.Tensor]]:
+    """Each tensor in each layout (not in memory with gaps, if not `gaps`); a case has the same one for all."""
+    every = [[x for name, x in layouts(t).items() if gaps or name != "sliced"] for t in tensors]
+    return [list(same) for same in zip(*every)]
 
 
 def values(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
