@@ -202,6 +202,21 @@ def _broadcast_tensors(b: Builder, *tensors: Any) -> Any:
     return b.aten("broadcast_tensors", tuple(many))
 
 
+def _tensors(name: str) -> Row:
+    """A function of any number of tensors, given one by one or in a list."""
+
+    def row(b: Builder, *tensors: Any, **kwargs: Any) -> Any:
+        many = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+        return b.aten(name, tuple(many), **kwargs)
+
+    return row
+
+
+def _atleast(name: str) -> Row:
+    many = _tensors(name)
+    return lambda b, *tensors: b.aten(name, tensors[0]) if len(tensors) == 1 else many(b, *tensors)
+
+
 def _max_pool2d(
     b: Builder, input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False, return_indices: bool = False,
@@ -234,5 +249,8 @@ FUNCTIONALS: dict[Any, Row] = {
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.pad: _pad, F.max_pool2d: _max_pool2d, F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
     torch.norm: _norm, torch.split: _split, torch.functional.split: _split, torch.einsum: _einsum,
+    torch.meshgrid: _tensors("meshgrid"), torch.block_diag: _tensors("block_diag"),
+    torch.atleast_1d: _atleast("atleast_1d"), torch.atleast_2d: _atleast("atleast_2d"),
+    torch.atleast_3d: _atleast("atleast_3d"),
     torch.broadcast_tensors: _broadcast_tensors, torch.Tensor.norm: _norm, torch.Tensor.split: _method_split,
 }  # fmt: skip

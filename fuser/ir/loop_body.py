@@ -235,7 +235,7 @@ class _Ops:
         return _handler.get().add_row(Row("to_dtype", (value.row,), dtype, value.dtype))
 
     def guarded(self, mask: Value, body: Callable[[], Value]) -> Value:
-        """`body()` where `mask` holds, else a value of no meaning; loads inside `body` are not made where it does not."""
+        """`body()` where `mask` holds, else a value without meaning: loads in `body` are made only where it holds."""
         recorder = _handler.get()
         before = recorder._mask
         recorder._mask = mask if before is None else self.logical_and(before, mask)

@@ -1,9 +1,20 @@
 """ATen → IR, a file per family of operators."""
 
-from fuser.lowering import activations, joining, losses, norms, pointwise, reductions, selection, views
+from fuser.lowering import (
+    activations,
+    creation,
+    indexing,
+    joining,
+    losses,
+    norms,
+    pointwise,
+    reductions,
+    selection,
+    views,
+)
 from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refuse, supports
 
 __all__ = [
-    "LOWERINGS", "REFUSED", "VIEWS", "activations", "find", "joining", "losses", "lower", "norms", "pointwise", "reductions",
-    "refuse", "selection", "supports", "views",
+    "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "indexing", "joining", "losses", "lower",
+    "norms", "pointwise", "reductions", "refuse", "selection", "supports", "views",
 ]  # fmt: skip

@@ -170,7 +170,8 @@ class LoweringContext:
         if dtype not in DTYPES:
             raise Unsupported(f"dtype {dtype} is not fused", self.origin)
         size = tuple(self.canon(s) for s in size)
-        buffer = Buffer(f"buf{len(self.buffers)}", dtype, size, strides_of(size, order), origin=self.origin, order=order)
+        name, stride = f"buf{len(self.buffers)}", strides_of(size, order)
+        buffer = Buffer(name, dtype, size, stride, origin=self.origin, order=order)
         self.buffers.append(buffer)
         return buffer
 

@@ -162,6 +162,9 @@ def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return as_computed(op, target(*args, **kwargs))
     except FuserError:
         raise
+    except NotImplementedError as e:
+        by_data = "data-independent" in str(e)
+        raise Unsupported("its result's size depends on data" if by_data else "it has no shape function", op) from None
     except Exception as e:
         raise Unsupported(f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", op) from None
 

@@ -63,7 +63,9 @@ def chosen(pieces: Sequence[Piece], dim: int) -> Load:
     return load
 
 
-def joined(ctx: LoweringContext, pieces: Sequence[Piece], dim: int, rest: Sequence[Expr], dtype: torch.dtype) -> TensorBox:
+def joined(
+    ctx: LoweringContext, pieces: Sequence[Piece], dim: int, rest: Sequence[Expr], dtype: torch.dtype
+) -> TensorBox:  # fmt: skip
     """The pieces one after another along `dim` of a tensor with the sizes `rest` in the other dims."""
     pieces = [p for p in pieces if ctx.canon(p.size) != ZERO] or list(pieces[:1])
     sizes = [(*rest[:dim], ctx.canon(p.size), *rest[dim + 1 :]) for p in pieces]
@@ -257,7 +259,9 @@ def lower_circular_pad(ctx: LoweringContext, x: TensorBox, pad: Ints) -> TensorB
 
 
 @lower("aten.pad", "aten._pad_enum")
-def lower_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, mode: Any = "constant", value: Operand | None = None) -> TensorBox:
+def lower_pad(
+    ctx: LoweringContext, x: TensorBox, pad: Ints, mode: Any = "constant", value: Operand | None = None
+) -> TensorBox:  # fmt: skip
     """A pad in one of four modes."""
     mode = ("constant", "reflect", "replicate", "circular")[mode] if isinstance(mode, int) else mode
     if mode == "constant":

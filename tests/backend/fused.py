@@ -13,9 +13,17 @@ from fuser import interface
 from fuser.kernel_cache import KernelSpec
 
 
-def fuse(fn: Callable[..., Any], functional: bool = False) -> tuple[Callable[..., Any], KernelSpec]:
-    """A handle of `fn`, traced, and its specification."""
-    key = fuser.register_fusion(torch.fx.symbolic_trace(fn), functional=functional)
+def fuse(
+    fn: Callable[..., Any], functional: bool = False, examples: Sequence[Any] | None = None
+) -> tuple[Callable[..., Any], KernelSpec]:
+    """A handle of `fn` and its specification; traced down to ATen operators if there are `examples`."""
+    if examples is None:
+        graph = torch.fx.symbolic_trace(fn)
+    else:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph = make_fx(fn)(*examples)
+    key = fuser.register_fusion(graph, functional=functional)
     return fuser.fusion_handle(key), interface.kernel_spec(key)
 
 
@@ -42,16 +50,21 @@ def compare(got: Any, want: Any, inputs: Sequence[Any] = (), tol: dict[str, floa
     assert len(a) == len(b)
     for x, y in zip(a, b):
         assert x.dtype is y.dtype and x.shape == y.shape, (x.dtype, x.shape, y.dtype, y.shape)
-        assert x.stride() == y.stride(), (x.stride(), y.stride())
+        assert _strides(x) == _strides(y), (x.stride(), y.stride())
         torch.testing.assert_close(x, y, equal_nan=True, **(tol or {"rtol": 0, "atol": 0}))
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Those that mean something."""
+    return [s for s, n in zip(x.stride(), x.shape) if n != 1]
 
 
 def check(
     fn: Callable[..., Any], *args: Any, tol: dict[str, float] | None = None, kernels: int | None = None,
-    functional: bool = False,
+    functional: bool = False, aten: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """`fn(*args)` must be what eager gives, and a kernel must have made it."""
-    handle, spec = fuse(fn, functional)
+    handle, spec = fuse(fn, functional, args if aten else None)
     want = fn(*args)
     compare(handle(*args), want, args, tol)
     no_fallback(spec)
@@ -72,7 +85,8 @@ def check_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]], **setting
     width = len(cases[0])
     names = [[f"x{i}_{k}" for k in range(width)] for i in range(len(cases))]
     calls = "".join(f"fn({', '.join(row)}), " for row in names)
-    batch = eval(f"lambda {', '.join(n for row in names for n in row)}: ({calls})", {"fn": fn})
+    parameters = ", ".join(n for row in names for n in row)
+    batch = eval(f"lambda {parameters}: tuple(flat(({calls})))", {"fn": fn, "flat": flat})
     return check(batch, *(a for case in cases for a in case), **settings)
 
 

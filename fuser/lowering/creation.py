@@ -1,0 +1,204 @@
+"""Tensors made of numbers, and tensors of which a triangle or a diagonal is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.nodes import Index, TensorBox
+from fuser.ir.sizes import Expr, floordiv
+from fuser.lowering.context import LoweringContext, Operand, as_expr
+from fuser.lowering.pointwise import cast_loader, result_dtype
+from fuser.lowering.registry import lower, refuse
+from fuser.lowering.views import Int, Ints, lower_diagonal, wrap_dim
+
+
+def filled(ctx: LoweringContext, size: Sequence[Int], value: Operand) -> TensorBox:
+    """`value` everywhere, in the dtype and order that eager gives."""
+    dtype = result_dtype(ctx)
+    shape = [ctx.canon(as_expr(s)) for s in size]
+    for s in shape:
+        ctx.assume("le", 0, s)
+    fill = cast_loader(ctx, value, (), dtype)
+    return ctx.pointwise(shape, dtype, lambda index: fill(()), ctx.order_of_meta())
+
+
+@lower("aten.full")
+def lower_full(ctx: LoweringContext, size: Ints, value: Operand, **options: Any) -> TensorBox:
+    """`value` everywhere."""
+    return filled(ctx, size, value)
+
+
+@lower("aten.zeros", "aten.empty", "aten.ones")
+def lower_constants(ctx: LoweringContext, size: Ints, **options: Any) -> TensorBox:
+    """Zeros or ones; of no particular values where eager's are any."""
+    return filled(ctx, size, int(ctx.op == "aten.ones"))
+
+
+@lower("aten.empty_strided", "aten.empty_permuted")
+def lower_empty_strided(ctx: LoweringContext, size: Ints, stride: Any, **options: Any) -> TensorBox:
+    """Zeros, where eager's values are any."""
+    return filled(ctx, size, 0)
+
+
+@lower("aten.full_like")
+def lower_full_like(ctx: LoweringContext, x: TensorBox, value: Operand, **options: Any) -> TensorBox:
+    """`value` everywhere, in the size of `x`."""
+    return filled(ctx, ctx.size_of(x), value)
+
+
+@lower("aten.zeros_like", "aten.ones_like", "aten.empty_like", "aten.zero")
+def lower_like(ctx: LoweringContext, x: TensorBox, **options: Any) -> TensorBox:
+    """Zeros or ones in the size of `x`."""
+    return filled(ctx, ctx.size_of(x), int(ctx.op == "aten.ones_like"))
+
+
+@lower("aten.new_full")
+def lower_new_full(ctx: LoweringContext, x: TensorBox, size: Ints, value: Operand, **options: Any) -> TensorBox:
+    """`value` everywhere."""
+    return filled(ctx, size, value)
+
+
+@lower("aten.new_zeros", "aten.new_ones", "aten.new_empty")
+def lower_new(ctx: LoweringContext, x: TensorBox, size: Ints, **options: Any) -> TensorBox:
+    """Zeros or ones."""
+    return filled(ctx, size, int(ctx.op == "aten.new_ones"))
+
+
+@lower("aten.new_empty_strided")
+def lower_new_empty_strided(ctx: LoweringContext, x: TensorBox, size: Ints, stride: Any, **options: Any) -> TensorBox:
+    """Zeros, where eager's values are any."""
+    return filled(ctx, size, 0)
+
+
+@lower("aten.scalar_tensor")
+def lower_scalar_tensor(ctx: LoweringContext, value: Operand, **options: Any) -> TensorBox:
+    """A tensor of no dims."""
+    return filled(ctx, (), value)
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+@lower("aten.arange")
+def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBox:
+    """start, start + step, … below end."""
+    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    dtype = result_dtype(ctx)
+    if all(isinstance(b, (int, Expr)) and not isinstance(b, bool) for b in (start, end, step)):
+        return _integer_range(ctx, as_expr(start), as_expr(end), ctx.specialise(as_expr(step)), dtype)
+    if not all(isinstance(b, (int, float)) for b in (start, end, step)):
+        raise Unsupported("arange between numbers that are not known before it runs")
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    if wide is torch.int64:
+        raise Unsupported("arange of integers between floats")
+
+    def inner(index: Index) -> Value:
+        i = ops.index_expr(index[0], wide)
+        return ops.add(ops.mul(i, float(step)), float(start))
+
+    return ctx.pointwise(tuple(as_expr(n) for n in ctx.meta.shape), dtype, inner)
+
+
+def _integer_range(ctx: LoweringContext, start: Expr, end: Expr, step: int, dtype: torch.dtype) -> TensorBox:
+    start, end = ctx.canon(start), ctx.canon(end)
+    gap = end - start if step > 0 else start - end
+    if ctx.hint(gap) < 0:
+        raise Unsupported("arange with bounds against the sign of its step")
+    ctx.assume("le", 0, gap)
+    count = floordiv(gap + (abs(step) - 1), as_expr(abs(step)))
+    value = lambda index: ops.index_expr(index[0] * step + start, compute_dtype(dtype))  # noqa: E731
+    return ctx.pointwise((ctx.canon(count),), dtype, value)
+
+
+@lower("prims.iota")
+def lower_iota(
+    ctx: LoweringContext, length: Int, start: Int = 0, step: Int = 1, dtype: Any = None, device: Any = None,
+    requires_grad: Any = False,
+) -> TensorBox:  # fmt: skip
+    """`length` numbers from `start`, `step` apart."""
+    first, each, kind = as_expr(start), as_expr(step), result_dtype(ctx)
+    return ctx.pointwise(
+        (ctx.canon(as_expr(length)),), kind,
+        lambda index: ops.index_expr(ctx.canon(index[0] * each + first), compute_dtype(kind)),
+    )  # fmt: skip
+
+
+@lower("aten.linspace")
+def lower_linspace(ctx: LoweringContext, start: Any, end: Any, steps: Int, **options: Any) -> TensorBox:
+    """`steps` numbers from `start` to `end`, both included; counted from the nearer end, as eager does."""
+    if not all(isinstance(b, (int, float)) for b in (start, end)):
+        raise Unsupported("linspace between numbers that are not known before it runs")
+    dtype, n = result_dtype(ctx), ctx.specialise(as_expr(steps))
+    gap = (float(end) - float(start)) / (n - 1) if n > 1 else 0.0
+
+    def inner(index: Index) -> Value:
+        i = ops.index_expr(index[0])
+        up = ops.add(ops.mul(ops.to_dtype(i, torch.float64), gap), float(start))
+        back = ops.to_dtype(ops.index_expr(n - 1 - index[0]), torch.float64)
+        down = ops.sub(ops.constant(float(end), torch.float64), ops.mul(back, gap))
+        return ops.where(ops.lt(i, n // 2), up, down) if n > 1 else up
+
+    return ctx.pointwise((as_expr(n),), dtype, inner)
+
+
+@lower("aten.eye")
+def lower_eye(ctx: LoweringContext, n: Int, m: Int | None = None, **options: Any) -> TensorBox:
+    """Ones on the diagonal of a matrix, else zeros."""
+    dtype = result_dtype(ctx)
+    size = [ctx.canon(as_expr(s)) for s in (n, n if m is None else m)]
+    for s in size:
+        ctx.assume("le", 0, s)
+    return ctx.pointwise(size, dtype, lambda i: ops.to_dtype(ops.eq(ops.index_expr(i[1] - i[0]), 0), dtype))
+
+
+# -- triangles and diagonals -------------------------------------------------------------------------------------------
+@lower("aten.tril", "aten.triu")
+def lower_triangle(ctx: LoweringContext, x: TensorBox, diagonal: Int = 0) -> TensorBox:
+    """The elements below or above a diagonal, which is kept too; zeros elsewhere."""
+    size, compare = ctx.size_of(x), "le" if ctx.op == "aten.tril" else "ge"
+    load, edge = ctx.loader(x, size, x.dtype), ctx.canon(as_expr(diagonal))
+
+    def inner(index: Index) -> Value:
+        kept = ops.call(compare, ops.index_expr(index[-1] - index[-2]), ops.index_expr(edge))
+        return ops.where(kept, load(index), ops.constant(0, x.dtype))
+
+    return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
+
+
+@lower("aten.diag_embed")
+def lower_diag_embed(
+    ctx: LoweringContext, x: TensorBox, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> TensorBox:  # fmt: skip
+    """The last dim as a diagonal of two new dims, zeros elsewhere."""
+    own = ctx.size_of(x)
+    rank = len(own) + 1
+    a, b = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
+    side = ctx.canon(own[-1] + abs(offset))
+    rest = iter(own[:-1])
+    size = [side if d in (a, b) else next(rest) for d in range(rank)]
+    load = ctx.loader(x, own, x.dtype)
+
+    def inner(index: Index) -> Value:
+        on = ops.eq(ops.index_expr(index[b] - index[a]), offset)
+        along = index[a] if offset >= 0 else index[b]
+        others = tuple(index[d] for d in range(rank) if d not in (a, b))
+        return ops.masked(on, lambda: load((*others, along)), ops.constant(0, x.dtype))
+
+    return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
+
+
+@lower("aten.diag")
+def lower_diag(ctx: LoweringContext, x: TensorBox, diagonal: int = 0) -> TensorBox:
+    """A matrix with this diagonal, or the diagonal of a matrix."""
+    if len(x.size) == 1:
+        return lower_diag_embed(ctx, x, diagonal)
+    return lower_diagonal(ctx, x, diagonal)
+
+
+refuse("a table of indices, made once", "aten.tril_indices", "aten.triu_indices")
+refuse("powers are left to ATen", "aten.logspace", "aten.vander")
+
+__all__ = ["filled"]
