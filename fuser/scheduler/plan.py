@@ -10,6 +10,7 @@ pass recomputes what it needs from earlier ones; the generator may keep costly v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -252,11 +253,13 @@ def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
 
 
 def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]]) -> Sym | None:
-    """The axis with most neighbouring accesses."""
+    """The axis with most neighbouring accesses, each counted for as much as it reads or writes."""
     if not axes:
         return None
+    points = math.prod(max(a.hint, 1) for a in axes)
     accesses = [(r.attr[1][0], 1.0) for r in rows if r.op == "load"] + [(e, 2.0) for _, e, _ in stores]
     reductions = any(a.reduced for a in axes)
+    shares = {e: _touched(e, axes) / points for e, _ in accesses}
 
     def score(item: tuple[int, Axis]) -> tuple[float, int]:
         at, a = item
@@ -265,6 +268,7 @@ def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Ex
             if reductions and not any(x.reduced and x.sym in symbols(e) for x in axes):
                 continue  # outside the reduced loops
             c = coefficient(e, a.sym)
+            weight *= shares[e]
             if c == ONE:
                 total += weight
             elif c is not None and c == ZERO:
@@ -274,6 +278,12 @@ def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Ex
         return (total, at)
 
     return max(enumerate(axes), key=score)[1].sym
+
+
+def _touched(e: Expr, axes: list[Axis]) -> int:
+    """How many elements an address reaches; as many as there are points where it is looked up."""
+    looked_up = any(s.kind == INDIRECT for s in symbols(e))
+    return math.prod(max(a.hint, 1) for a in axes if looked_up or a.sym in symbols(e))
 
 
 def _finish(
