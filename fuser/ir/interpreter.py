@@ -7,6 +7,7 @@ here is the scheduler's or a code generator's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -142,9 +143,10 @@ def reduce(
     if not row.index:
         return row.eval(value.to(accumulator), dims, keepdim) if dims else value.to(accumulator)
     assert index is not None, "an index reduction reduces pairs"
-    flat = value.permute(*kept, *dims).reshape(*shape, -1)
+    flat_shape = (*shape, math.prod(value.shape[d] for d in dims))
+    flat = value.permute((*kept, *dims)).reshape(flat_shape)
     at = row.eval(flat, (flat.dim() - 1,), True)
-    found = index.expand(value.shape).permute(*kept, *dims).reshape(*shape, -1).gather(-1, at)
+    found = index.expand(value.shape).permute((*kept, *dims)).reshape(flat_shape).gather(-1, at)
     return found.reshape(out_shape)
 
 

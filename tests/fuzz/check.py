@@ -1,0 +1,219 @@
+"""A program through fuser, compared with eager.
+
+Ways:
+  plans     lowered and scheduled, the kernel plans run by the interpreter: no compiler
+  kernel    registered with `functional=True` and run; then with other sizes
+  whole     registered as it is: results that are views must be views
+  backend   through the frontend's compiler, without dynamo: writes and aliases
+  compile   through torch.compile
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from fuser import config, register_fusion
+from fuser.canonical import canonicalize
+from fuser.debug.reference import interpret_lowered, interpret_schedule
+from fuser.errors import Unsupported
+from fuser.executor import why_unfit
+from fuser.kernel_cache import REGISTRY
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
+from fuser.scheduler.verifier import verify_lowered
+from tests import compare
+from tests.fuzz.program import Program, graph_of, make_inputs, map_refs, run, run_step
+
+FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile")
+
+
+def check(program: Program, way: str) -> str:
+    """What differs from eager, as text; "" if nothing. `program` must run in eager."""
+    with torch.no_grad(), warnings.catch_warnings(), config.override(check_ir=True):
+        warnings.simplefilter("ignore")
+        return _WAYS[way](program)
+
+
+def _eager(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...] | Exception:
+    try:
+        return run(program, inputs)
+    except Exception as e:
+        return e
+
+
+def _judge(
+    program: Program, got: Sequence[Any], want: Sequence[Any], sizes: dict[int, int] | None, strides: bool
+) -> list[str]:  # fmt: skip
+    """Differences of results: exact values to the bit, others as near as the roundings allow."""
+    found = []
+    wide, largest, low = _wide_run(program, sizes)
+    for n, o in enumerate(program.outputs):
+        a, b = got[n], want[n]
+        if o in program.exact and _identical(b.double(), wide[n].double()):
+            form = compare.differences([a], [b], strides=strides)
+            if form or not _identical(a, b):
+                found.append(f"output {n} (exact): {form or compare._describe(a, b)}")
+            continue
+        for p in compare.differences([a], [b], lambda n=n: [wide[n]], strides=strides, low=low):
+            if not _is_noise(a, b, wide[n], largest, low):
+                found.append(f"output {n}: {p}")
+    return found
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    x, y = a.double(), b.double()
+    return bool(((x == y) & (torch.signbit(x) == torch.signbit(y)) | x.isnan() & y.isnan()).all())
+
+
+def _wide_run(program: Program, sizes: dict[int, int] | None) -> tuple[list[Any], float, torch.dtype | None]:
+    """Outputs in float64, the largest magnitude and the least precise dtype on the way there."""
+    real, wide = make_inputs(program, sizes), compare.in_float64(make_inputs(program, sizes))
+    for s in program.steps:
+        real.append(run_step(s, real))
+        wide.append(run_step(_widened(s), wide))
+    floats = [v for v in compare.leaves(wide) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    finite = [float(v[v.isfinite()].abs().max()) for v in floats if v.isfinite().any()]
+    return [wide[o] for o in program.outputs], max(finite, default=1.0), compare.lowest(compare.leaves(real))
+
+
+def _widened(s: Any) -> Any:
+    from tests.fuzz.generate import _widened as widened
+
+    return widened(s)
+
+
+def _is_noise(a: Any, b: Any, exact: Any, largest: float, low: torch.dtype | None) -> bool:
+    """Whether a difference is what roundings of values as large as `largest` can make."""
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype is not b.dtype or not b.is_floating_point():
+        return False
+    x, y, e = a.double(), b.double(), exact.double()
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, torch.minimum((x - y).abs(), (x - e).abs()))
+    return bool((gap <= 16 * torch.finfo(low or b.dtype).eps * max(largest, 1.0)).all())
+
+
+# -- functional programs -----------------------------------------------------------------------------------------------
+def _by_plans(program: Program) -> str:
+    inputs = make_inputs(program)
+    registered = canonicalize(graph_of(program), True)
+    args = (*registered.bound, *inputs)
+    if registered.blocked or why_unfit(args):
+        return ""
+    try:
+        lowered = lower_graph(registered.graph, args)
+        verify_lowered(lowered)
+        plans = schedule(lowered, 256)
+    except Unsupported:
+        return ""
+    verify_lowered(lowered, plans)
+    want = run(program, make_inputs(program))
+    for name, got in (
+        ("lowered", interpret_lowered(lowered, args)),
+        ("plans", interpret_schedule(lowered, plans, args)),
+    ):
+        problems = _judge(program, got, want, None, strides=False)
+        if problems:
+            return f"{name}: " + "; ".join(problems)
+    return ""
+
+
+def _by_kernel(program: Program, functional: bool = True) -> str:
+    key = register_fusion(graph_of(program), functional=functional)
+    handle = REGISTRY.find(key).handle
+    for sizes in (None, *_other_sizes(program)):
+        problem = _run_and_compare(program, handle, sizes, functional)
+        if problem:
+            return f"{f'sizes {sizes}: ' if sizes else ''}{problem}"
+    return ""
+
+
+def _other_sizes(program: Program) -> list[dict[int, int]]:
+    """Other extents for the dims of the inputs: equal ones stay equal."""
+    extents = sorted({n for x in program.inputs for n in x.size})
+    rng = random.Random(len(extents) * 31 + len(program.steps))
+    grown = {n: n if n <= 1 else n + rng.choice((1, 2, 3, n)) for n in extents}
+    edge = {n: rng.choice((0, 1, 2, n)) for n in extents}
+    return [m for m in (grown, edge) if any(a != b for a, b in m.items())]
+
+
+def _run_and_compare(
+    program: Program, function: Callable[..., Any], sizes: dict[int, int] | None, functional: bool
+) -> str:  # fmt: skip
+    mine, own = make_inputs(program, sizes), make_inputs(program, sizes)
+    before = compare.copy_inputs(own)
+    want = _eager(program, own)
+    try:
+        got = function(*mine)
+    except Exception as e:
+        if isinstance(want, Exception) and type(e) is type(want):
+            return ""
+        return f"raises {type(e).__name__}: {str(e)[:300]}" + (f" where eager has {want!r}" if isinstance(want, Exception) else "")
+    if isinstance(want, Exception):
+        return f"gives a result where eager raises {type(want).__name__}: {str(want)[:200]}"
+    got = got if isinstance(got, tuple) else tuple(got) if isinstance(got, list) else (got,)
+    if sizes and not _comparable(program, sizes):
+        return ""
+    problems = _judge(program, got, want, sizes, strides=not functional)
+    if functional:
+        problems += [f"input {i} changed" for i, (a, b) in enumerate(zip(mine, before)) if not _identical(a, b)]
+        return "; ".join(problems)
+    return "; ".join(problems + _compare_memory(mine, own, got, want))
+
+
+def _comparable(program: Program, sizes: dict[int, int]) -> bool:
+    """Whether results for other sizes hang on no rounding: everything exact, or nothing that turns on a bit."""
+    touchy = ("floor", "ceil", "round", "trunc", "sign", "eq", "ne", "lt", "le", "gt", "ge", "arg", "any", "all", "nonzero",
+              "logical", "isinf", "remainder", "fmod", "max", "min", ".to", "frac", "isnan", "isfinite")  # fmt: skip
+    return not any(t in s.fn for s in program.steps for t in touchy)
+
+
+def _compare_memory(mine: Sequence[Any], own: Sequence[Any], got: Sequence[Any], want: Sequence[Any]) -> list[str]:
+    problems = [f"input {i} afterwards: {compare._describe(a, b)}" for i, (a, b) in enumerate(zip(mine, own))
+                if not _close(a, b)]  # fmt: skip
+    aliases = compare.alias_pattern(mine, got), compare.alias_pattern(own, want)
+    if not problems and aliases[0] != aliases[1]:
+        problems.append(f"aliasing {aliases[0]} instead of {aliases[1]}")
+    return problems
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a.double(), b.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+# -- programs that write -----------------------------------------------------------------------------------------------
+def _by_backend(program: Program) -> str:
+    from fuser.frontends.dynamo import fuser_backend
+
+    module = torch.fx.GraphModule(torch.nn.Module(), graph_of(program))
+    function = fuser_backend(module, make_inputs(program))
+    return _run_and_compare(program, function, None, False)
+
+
+def _by_compile(program: Program) -> str:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *values: run(program, values), backend="fuser", dynamic=None)
+    for sizes in (None, *_other_sizes(program)[:1]):
+        problem = _run_and_compare(program, compiled, sizes, False)
+        if problem:
+            return problem
+    return ""
+
+
+_WAYS: dict[str, Callable[[Program], str]] = {
+    "plans": _by_plans,
+    "kernel": _by_kernel,
+    "whole": lambda p: _by_kernel(p, functional=False),
+    "backend": _by_backend,
+    "compile": _by_compile,
+}
+
+__all__ = ["FUNCTIONAL", "WRITING", "check", "map_refs"]

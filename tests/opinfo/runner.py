@@ -1,0 +1,250 @@
+"""One sample of one operator through fuser, compared with eager.
+
+Routes:
+  call      the operator as users call it, registered as a graph of one node
+  aten      what make_fx traces of it, ATen's own operators, registered whole
+  copies    the same as `aten` by `functional=True`, which lets views be copies
+  plans     the same as `copies`, but its kernel plans are run by the interpreter: no compiler, so much quicker
+  compile   torch.compile(backend="fuser")
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fuser import register_fusion
+from fuser.canonical import canonicalize, interpret
+from fuser.debug.reference import interpret_schedule, verify_lowered
+from fuser.errors import FuserError, Unsupported
+from fuser.executor import why_unfit
+from fuser.kernel_cache import REGISTRY
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
+from tests import compare
+
+NATIVE, PARTLY, ATEN, REFUSED, WRONG, SKIPPED = "native", "partly", "aten", "refused", "wrong", "skipped"
+SEED = 42  # what the database itself uses for operators that draw random numbers
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An operator's call: `call(*tensors)` makes it. `graph` is the same as a graph, `tree` all of its arguments."""
+
+    call: Callable[..., Any]
+    tensors: tuple[torch.Tensor, ...]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """What happened: `status` is one of the constants above, `reason` why it is not native or what is wrong."""
+
+    status: str
+    reason: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+def make_sample(function: Callable[..., Any], sample: Any) -> Sample:
+    """The call `function(sample.input, *sample.args, **sample.kwargs)`, its tensors apart."""
+    flat, spec = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    at = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        values = list(flat)
+        for i, t in zip(at, tensors):
+            values[i] = t
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return function(*args, **kwargs)
+
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    return Sample(call, tuple(flat[i] for i in at), function, tuple(args), kwargs)
+
+
+def _eager(call: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Exception | None]:
+    torch.manual_seed(SEED)
+    try:
+        return call(*tensors), None
+    except Exception as e:
+        return None, e
+
+
+def call_graph(sample: Sample, result: Any) -> torch.fx.Graph:
+    """The call as a graph of one node (and one for each of several results)."""
+    graph = torch.fx.Graph()
+    nodes = iter([graph.placeholder(f"t{i}") for i in range(len(sample.tensors))])
+
+    def put(v: Any) -> Any:
+        return next(nodes) if isinstance(v, torch.Tensor) else v
+
+    args, kwargs = pytree.tree_map(put, (sample.args, sample.kwargs))
+    node = graph.call_function(sample.function, args, kwargs)
+    if isinstance(result, (tuple, list)):
+        graph.output(tuple(graph.call_function(operator.getitem, (node, i)) for i in range(len(result))))
+    else:
+        graph.output(node)
+    return graph
+
+
+def aten_graph(sample: Sample) -> torch.fx.Graph:
+    """The call as make_fx sees it."""
+
+    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(pytree.tree_leaves(sample.call(*tensors)))
+
+    torch.manual_seed(SEED)
+    return make_fx(flat)(*compare.copy_inputs(sample.tensors)).graph
+
+
+def run(sample: Sample, route: str) -> Outcome:
+    """The sample through `route`. Whatever goes wrong is in the outcome; nothing is raised."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = compare.copy_inputs(sample.tensors)
+        want, error = _eager(sample.call, own)
+        leaves = compare.leaves(want)
+        if error is None and not any(isinstance(v, torch.Tensor) for v in leaves):
+            return Outcome(SKIPPED, "no tensor comes out")
+        try:
+            runner = _runner(sample, route, want)
+        except FuserError as e:
+            return Outcome(REFUSED, f"{type(e).__name__}: {e}")
+        except Exception as e:
+            return Outcome(SKIPPED, f"no graph: {type(e).__name__}: {str(e).splitlines()[:1]}")
+        return _compare(sample, route, runner, own, want, error)
+
+
+class _Registered:
+    """A registered graph as a callable; knows afterwards whether a kernel ran."""
+
+    def __init__(self, graph: torch.fx.Graph, functional: bool) -> None:
+        self.key = register_fusion(graph, functional=functional)
+        self.registration = REGISTRY.find(self.key)
+        self.before = sum(self.registration.spec.store.fallbacks.values())
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self.registration.handle(*tensors)
+
+    def outcome(self) -> Outcome:
+        """Native, or ATen with the reason."""
+        store = self.registration.spec.store
+        if sum(store.fallbacks.values()) == self.before:
+            return Outcome(NATIVE)
+        return Outcome(ATEN, self.registration.spec.blocked[0] if self.registration.spec.blocked else _last(store))
+
+
+def _last(store: Any) -> str:
+    reasons = [e.reason for e in store.entries if e.reason is not None]
+    return reasons[-1] if reasons else next(reversed(store.fallbacks), "")
+
+
+class _Interpreted:
+    """A graph's kernel plans, run by torch."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.registered = canonicalize(graph, True)
+        self.reason: str | None = next(iter(self.registered.blocked), None)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        args = (*self.registered.bound, *tensors)
+        self.reason = self.reason or why_unfit(args)
+        if self.reason is None:
+            try:
+                lowered = lower_graph(self.registered.graph, args)
+                plans = schedule(lowered, 256)
+            except Unsupported as e:
+                self.reason = e.reason
+            else:
+                verify_lowered(lowered, plans)
+                return tuple(interpret_schedule(lowered, plans, args))
+        return interpret(self.registered.graph, args)
+
+    def outcome(self) -> Outcome:
+        """Native, or the reason why not."""
+        return Outcome(NATIVE) if self.reason is None else Outcome(ATEN, self.reason)
+
+
+class _Compiled:
+    """The call through torch.compile."""
+
+    def __init__(self, sample: Sample) -> None:
+        torch._dynamo.reset()
+        self.compiled = torch.compile(sample.call, backend="fuser")
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self.compiled(*tensors)
+
+    def outcome(self) -> Outcome:
+        """Native, partly or ATen by what the frontend recorded."""
+        from fuser.frontends.records import last_compilation
+
+        record = last_compilation()
+        if record is None:
+            return Outcome(ATEN, "dynamo made no graph")
+        reasons = [u.reason for u in record.unfused]
+        if record.ops_fused and not reasons:
+            return Outcome(NATIVE)
+        return Outcome(PARTLY if record.ops_fused else ATEN, reasons[0] if reasons else record.reason)
+
+
+def _runner(sample: Sample, route: str, want: Any) -> Any:
+    if route == "compile":
+        from fuser.frontends.records import forget_compilations
+
+        forget_compilations()
+        return _Compiled(sample)
+    if route == "plans":
+        return _Interpreted(aten_graph(sample))
+    if route == "call":
+        return _Registered(call_graph(sample, want), False)
+    return _Registered(aten_graph(sample), route == "copies")
+
+
+def _compare(
+    sample: Sample, route: str, runner: Any, own: list[Any], want: Any, error: Exception | None
+) -> Outcome:  # fmt: skip
+    mine = compare.copy_inputs(sample.tensors)
+    got, failure = _eager(runner, mine)
+    if error is not None or failure is not None:
+        return _compare_errors(error, failure, runner)
+    outcome: Outcome = runner.outcome()
+    got_leaves, want_leaves = compare.leaves(got), compare.leaves(want)
+    exact = None if route == "compile" else lambda: _exact(sample)
+    functional = route in ("copies", "plans")
+    low = compare.lowest([*sample.tensors, *want_leaves])
+    problems = compare.differences(got_leaves, want_leaves, exact, strides=not functional, low=low)
+    for i, (a, b) in enumerate(zip(mine, own)):
+        changed = compare.differences([a], [b])
+        problems += [f"input {i} afterwards: {p}" for p in changed]
+    if not functional and not problems:
+        aliases = compare.alias_pattern(mine, got_leaves), compare.alias_pattern(own, want_leaves)
+        if aliases[0] != aliases[1]:
+            problems.append(f"aliasing {aliases[0]} instead of {aliases[1]}")
+    return Outcome(WRONG, outcome.status, problems) if problems else outcome
+
+
+def _exact(sample: Sample) -> list[Any]:
+    torch.manual_seed(SEED)
+    wide = compare.in_float64(compare.copy_inputs(sample.tensors))
+    return compare.leaves(sample.call(*wide))
+
+
+def _compare_errors(error: Exception | None, failure: Exception | None, runner: Any) -> Outcome:
+    if error is None:
+        text = str(failure).splitlines()
+        return Outcome(WRONG, "raises", [f"raises {type(failure).__name__}: {text[0] if text else ''}"])
+    if failure is None:
+        return Outcome(WRONG, "silent", [f"eager raises {type(error).__name__}: {str(error)[:200]}"])
+    if isinstance(failure, FuserError):
+        return Outcome(REFUSED, f"{type(failure).__name__}: {failure}")
+    return Outcome(ATEN, "eager raises")
