@@ -1,4 +1,4 @@
-"""Whether two runs of a program did the same: values, dtypes, sizes, strides, aliasing, and what became of the inputs."""
+"""Whether two runs did the same: values, dtypes, sizes, strides, aliasing, and what became of the inputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _is_plain(v: Any) -> bool:
     return type(v) is torch.Tensor and v.layout is torch.strided and not v.is_quantized and v.device.type == "cpu"
 
 
-def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """For each output: the first input or earlier output whose memory it shares, and its offset there."""
+def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any], identity: bool = True) -> list[Any]:
+    """For each output: the first input or earlier output whose memory it shares, and where; which input it is."""
     seen: dict[int, str] = {}
     for i, v in enumerate(inputs):
         if _is_plain(v) and v.numel():
@@ -51,7 +51,7 @@ def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         if not _is_plain(v) or not v.numel():
             pattern.append(None)
             continue
-        same = next((f"is input {i}" for i, x in enumerate(inputs) if x is v), "")
+        same = next((f"is input {i}" for i, x in enumerate(inputs) if identity and x is v), "")
         known = seen.get(v.untyped_storage()._cdata)
         pattern.append((known, v.storage_offset(), same) if known else None)
         seen.setdefault(v.untyped_storage()._cdata, f"output {o}")

@@ -213,8 +213,8 @@ def _run_loops(
         pairs[n] = values[row.args[0]], values[row.args[1]]
         return values[row.args[0]]
 
-    values = evaluator.rows(loops.body.rows, special)
-    value = values[loops.body.result].expand(domain)
+    values = evaluator.rows(loops.body.rows, special) if 0 not in domain else []
+    value = values[loops.body.result].expand(domain) if values else torch.zeros(domain, dtype=loops.body.dtype)
     if isinstance(loops, Reduction):
         dims = tuple(range(len(domain) - loops.n_reduced, len(domain)))
         index = pairs[loops.body.result][1].expand(domain) if loops.body.result in pairs else None
@@ -241,6 +241,8 @@ def store(
 ) -> None:  # fmt: skip
     """Write `value`, over `domain`, at `index` of `target`. OutOfRange if that is not inside it."""
     value = value.expand(domain).to(target.dtype)
+    if 0 in domain:
+        return
     where = [evaluator.expr(e, values).expand(domain) for e in index]
     for d, (i, n) in enumerate(zip(where, target.shape)):
         if bool(((i < 0) | (i >= n)).any()):

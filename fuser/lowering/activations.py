@@ -123,7 +123,7 @@ def lower_relu6(ctx: LoweringContext, x: Operand) -> TensorBox:
 @lower("aten.hardtanh")
 def lower_hardtanh(ctx: LoweringContext, x: Operand, low: Operand = -1, high: Operand = 1) -> TensorBox:
     """Between `low` and `high`."""
-    return elementwise(ctx, [x, low, high], lambda v, a, b: ops.minimum(ops.maximum(v, a), b), cast=True)
+    return elementwise(ctx, [x, low, high], lambda v, a, b: ops.minimum(b, ops.maximum(a, v)), cast=True)
 
 
 @lower("aten.hardtanh_backward")

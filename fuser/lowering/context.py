@@ -246,6 +246,9 @@ class LoweringContext:
             own = self.size_of(box)
             lead = len(size) - len(own)
             keep = [not self.is_one(s) for s in own]
+            for d, s in enumerate(own):
+                if lead < 0 or keep[d] and not self.is_equal(s, size[lead + d]):
+                    raise Unsupported(f"size {own} does not broadcast to {tuple(size)}", self.origin)
 
             def load(index: Index) -> Value:
                 inner = tuple(i if k else expr(0) for i, k in zip(index[lead:], keep))

@@ -110,8 +110,8 @@ def in_dtype(ctx: LoweringContext, x: TensorBox, dtype: torch.dtype, size: Seque
     if size is not None and len(size) != len(own):
         kept = [d for d in range(len(own)) if not ctx.is_one(own[d])][: len(size)]
         kept = kept if len(kept) == len(size) else list(range(len(size)))
-        at = {d: n for n, d in enumerate(kept)}
-        x = x.viewed(tuple(size), lambda i: tuple(i[at[d]] if d in at else ZERO for d in range(len(own))))
+        at, rank = {d: n for n, d in enumerate(kept)}, len(own)
+        x = x.viewed(tuple(size), lambda i: tuple(i[at[d]] if d in at else ZERO for d in range(rank)))
         own = tuple(size)
     elif x.dtype is dtype and x.view is None:
         return x
@@ -123,12 +123,20 @@ def _over_last(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr], 
     return None if t is None else ctx.loader(t, size, wide)
 
 
+def _known_last(ctx: LoweringContext, x: TensorBox, shape: Sequence[Any]) -> tuple[Expr, ...]:
+    """The size of `x`, whose last dims are `shape` in every call."""
+    for n, s in zip(reversed(shape), reversed(ctx.size_of(x))):
+        ctx.assume("eq", s, n)
+        ctx.is_equal(s, n)
+    return ctx.size_of(x)
+
+
 def layer_norm(
     ctx: LoweringContext, x: TensorBox, shape: Sequence[Any], weight: TensorBox | None, bias: TensorBox | None,
     eps: Operand, dtype: torch.dtype, order: Order,
 ) -> Statistics:  # fmt: skip
     """The normalised tensor, the mean and 1 / sqrt(var + eps) over the last dims; both with dims kept."""
-    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    size, wide = _known_last(ctx, x, shape), compute_dtype(dtype)
     var, mean = moments(ctx, x, list(range(len(size) - len(shape), len(size))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
     load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (mean, rstd))
@@ -160,7 +168,7 @@ def rms_norm(
     dtype: torch.dtype, order: Order,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """x / sqrt(mean of squares + eps) * weight over the last dims, and the inverse root with dims kept."""
-    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    size, wide = _known_last(ctx, x, shape), compute_dtype(dtype)
     dims = list(range(len(size) - len(shape), len(size)))
     eps = torch.finfo(wide).eps if eps is None else eps
     total = reduce(ctx, "sum", x, dims, True, wide, lambda v, _: ops.mul(v, v))

@@ -166,8 +166,10 @@ def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 @lower("aten.any", "aten.all")
 def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False) -> TensorBox:
     """Whether any element, or every one, is not zero."""
-    kind = ctx.op.removeprefix("aten.")
-    return reduce_to_result(ctx, kind, x, dims, keepdim, compute=torch.bool)
+    kind, order = ctx.op.removeprefix("aten."), ctx.order_of_meta()
+    out = reduce(ctx, kind, x, dims, keepdim, torch.bool, compute=torch.bool, order=order)
+    dtype = result_dtype(ctx)  # uint8 for uint8
+    return out if dtype is torch.bool else elementwise(ctx, [out], lambda v: ops.to_dtype(v, dtype), dtype)
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------

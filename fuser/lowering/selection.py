@@ -55,8 +55,8 @@ def lower_clamp(ctx: LoweringContext, x: Operand, low: Operand | None = None, hi
     def body(v: Value, *limits: Value) -> Value:
         rest = list(limits)
         if low is not None:
-            v = ops.maximum(v, rest.pop(0))
-        return ops.minimum(v, rest.pop(0)) if high is not None else v
+            v = ops.maximum(rest.pop(0), v)  # ties give the last argument: eager keeps the zero of x
+        return ops.minimum(rest.pop(0), v) if high is not None else v
 
     return elementwise(ctx, operands, body, cast=True)
 

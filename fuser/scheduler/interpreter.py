@@ -66,6 +66,8 @@ def _run_plan(
     canon: Callable[[Expr], Expr],
 ) -> None:  # fmt: skip
     domain = [evaluate(canon(a.size), env) for a in plan.axes]
+    if any(n == 0 and not a.reduced for a, n in zip(plan.axes, domain)):
+        return
     points = {}
     for d, (a, n) in enumerate(zip(plan.axes, domain)):
         points[a.sym] = torch.arange(n).reshape([n if k == d else 1 for k in range(len(domain))])

@@ -26,7 +26,7 @@ from fuser.ir.sizes import (
     symbol,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
-from fuser.ops import OPS
+from fuser.ops import OPS, REDUCTIONS
 
 
 @dataclass(eq=False)
@@ -126,12 +126,29 @@ def normalise(node: Node) -> None:
         node.n_reduced -= sum(1 for v, _ in node.domain[kept_before:] if v in ones)
         node.domain = [(v, s) for v, s in node.domain if v not in ones]
         replace_variables(node, ones)
+    if node.kind and not node.n_reduced:
+        _reduce_one_value(node)
     for _ in range(8):
         simplify(node)
         split = _find_split(node)
         if split is None:
             return
         split_variable(node, *split)
+
+
+def _reduce_one_value(node: Node) -> None:
+    """A reduction over loops of size 1 alone is pointwise: the value itself, in the accumulator's dtype."""
+    row, value = REDUCTIONS[node.kind], node.rows[node.result]
+    if value.op == "pair":
+        node.result = value.args[1]
+    elif value.dtype is not row.accumulate(value.dtype):
+        node.rows.append(Row("to_dtype", (node.result,), row.accumulate(value.dtype), value.dtype))
+        node.result = len(node.rows) - 1
+    elif node.kind == "sum" and value.dtype.is_floating_point:  # 0.0 + -0.0 is 0.0
+        zero = Row("const", (), value.dtype, "0.0")
+        node.rows += [zero, Row("add", (len(node.rows), node.result), value.dtype)]
+        node.result = len(node.rows) - 1
+    node.kind, node.n_reduced = "", 0
 
 
 def replace_variables(node: Node, mapping: Mapping[Sym, Expr]) -> None:

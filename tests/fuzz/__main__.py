@@ -109,7 +109,8 @@ def main() -> int:
         lines = run_workers(options, Path(folder))
     counts = Counter(line.split()[1] for line in lines if line[:1].isdigit())
     wrong = [line for line in lines if " ok" not in line and line[:1].isdigit()]
-    print(f"{sum(counts.values())} programs ({', '.join(f'{n} by {w}' for w, n in counts.items())}), {len(wrong)} wrong")
+    ways = ", ".join(f"{n} by {way}" for way, n in counts.items())
+    print(f"{sum(counts.values())} programs ({ways}), {len(wrong)} wrong")
     print("\n".join(line for line in lines if " ok" not in line))
     return int(bool(wrong))
 

@@ -1,4 +1,4 @@
-"""The operations that programs are made of. A maker returns a call on values of the state; what torch refuses is dropped."""
+"""What programs are made of. A maker returns a call on values of the state; what torch refuses is dropped."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dim_of(s: State, i: int) -> int:
 # -- pointwise, exact --------------------------------------------------------------------------------------------------
 @exact
 def unary(s: State) -> Call:
-    names = "neg abs sign floor ceil round trunc relu square logical_not isnan isinf isfinite positive clone frac signbit"
+    names = "neg abs sign floor ceil round trunc relu square logical_not isnan isinf isfinite clone frac signbit"
     return call("torch." + s.rng.choice(names.split()), Ref(s.pick(exact=True)))
 
 
@@ -576,7 +576,8 @@ def write_index(s: State) -> Call:
     i = s.pick(has_dims)
     n = s.values[i].shape[0]
     at: Any = s.rng.choice((slice(1, None), slice(None, None, 2), slice(0, 2), -1 if n else slice(0, 0)))
-    return call("setitem", Ref(i), at, s.rng.choice((0, 1, 2)) if s.rng.random() < 0.5 else Ref(s.pick(lambda t: t.dim() <= 1)))
+    value = s.rng.choice((0, 1, 2)) if s.rng.random() < 0.5 else Ref(s.pick(lambda t: t.dim() <= 1))
+    return call("setitem", Ref(i), at, value)
 
 
 @mutating
@@ -597,6 +598,8 @@ def write_indexed(s: State) -> Call:
 @mutating
 def foreach_add(s: State) -> Call:
     i, j = s.pick(is_float), s.pick(is_float)
+    if s.values[i].untyped_storage()._cdata == s.values[j].untyped_storage()._cdata:
+        raise LookupError  # functionalisation itself loses a write where a list has the same memory twice
     return call("torch._foreach_add_", [Ref(i), Ref(j)], s.rng.choice((1, 2)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -77,15 +78,15 @@ def _without_step(program: Program, i: int, drop: Callable[[Program], Program]) 
     if not users and value not in program.outputs:
         stand_ins = [0]
     for r in stand_ins:
+
         def moved(k: int, r: int = r) -> int:
             k = r if k == value else k
             return k - 1 if k > value else k
 
-        steps = [
-            Step(s.fn, map_refs(s.args, lambda x: Ref(moved(x.index))), map_refs(s.kwargs, lambda x: Ref(moved(x.index))))
-            for k, s in enumerate(program.steps)
-            if k != i
-        ]
+        def all_moved(v: Any) -> Any:
+            return map_refs(v, lambda x: Ref(moved(x.index)))
+
+        steps = [Step(s.fn, all_moved(s.args), all_moved(s.kwargs)) for k, s in enumerate(program.steps) if k != i]
         outputs = tuple(dict.fromkeys(moved(o) for o in program.outputs))
         kept = tuple(moved(e) for e in program.exact if e != value)
         smaller = Program(program.inputs, tuple(steps), outputs, tuple(e for e in kept if e in outputs))

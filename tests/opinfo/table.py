@@ -10,9 +10,9 @@ from tests.opinfo import database
 HEAD = """\
 # Operators
 
-What becomes of each operator of torch's own test database (`torch.testing._internal.common_methods_invocations`) on the
-CPU. `make opinfo` runs every operator with its dtypes and samples, compares values, dtypes, sizes, strides, aliasing and
-changes to the inputs with eager, and writes this page.
+What becomes of each operator of torch's own test database (`torch.testing._internal.common_methods_invocations`) on
+the CPU. `make opinfo` runs every operator with its dtypes and samples, compares values, dtypes, sizes, strides,
+aliasing and changes to the inputs with eager, and writes this page.
 
 *native*: every sample that can be fused at all ran as kernels. *partly*: some did. *ATen*: none; the reason is that of
 most samples. Complex tensors always run by ATen and are not counted.
@@ -29,7 +29,8 @@ def table(records: list[dict[str, Any]]) -> str:
     for family in FAMILIES:
         names = sorted(n for n in verdicts if families.get(n, "") == family)
         if names:
-            lines += ["", f"## {_TITLES.get(family, family.capitalize())}", "", "| operator | fused | why not |", "|---|---|---|"]
+            lines += ["", f"## {_TITLES.get(family, family.capitalize())}", ""]
+            lines += ["| operator | fused | why not |", "|---|---|---|"]
             lines += [f"| `{n}` | {verdicts[n][0]} | {_cell(verdicts[n][1])} |" for n in names]
     return "\n".join(lines) + "\n"
 

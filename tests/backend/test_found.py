@@ -1,0 +1,85 @@
+"""Programs that once gave a wrong result or an exception, found by the fuzzer and by the database of operators."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from fuser import register_fusion
+from fuser.kernel_cache import REGISTRY
+
+
+def same(fn: Any, *inputs: Any, native: bool = True) -> None:
+    """`fn` fused gives what it gives in eager, zeros' signs included; by a kernel if `native`."""
+    key = register_fusion(torch.fx.symbolic_trace(fn), functional=True)
+    want = fn(*inputs)
+    got = REGISTRY.find(key).handle(*inputs)
+    if native:
+        assert not REGISTRY.find(key).spec.store.fallbacks
+    for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+        zeros = b == 0
+        assert torch.equal(torch.signbit(a)[zeros], torch.signbit(b)[zeros])
+
+
+X = torch.arange(12.0).reshape(3, 4) - 5
+
+
+def test_a_reduction_over_one_value_joins_no_other_reduction():
+    same(lambda x: (x.unsqueeze(2).max(-1)[0], x.amin((0, 1), keepdim=True)), X[:, :1])
+    same(lambda x, y: (torch.log_softmax(y, 0), torch.any(y, 1) + x), X[0, :2], X[:1, :2])
+    same(lambda x: torch.argmax(torch.count_nonzero(x, -1)), X[:, :1])
+
+
+def test_a_reduction_over_no_loops():
+    same(lambda x: torch.count_nonzero(x), torch.tensor(3.0))
+    same(lambda x: x.amin((0,), keepdim=True).mean((0,)), X[0])
+    same(lambda x: (x.sum((0,), keepdim=True), x.argmax()), torch.tensor([-0.0]))
+
+
+def test_any_of_uint8_is_uint8():
+    same(lambda x: x.any(1), X.to(torch.uint8))
+    same(lambda x: x.all(), X.to(torch.uint8))
+
+
+def test_clamp_keeps_the_zero_of_its_argument():
+    zeros = torch.tensor([-0.0, 0.0] * 20)
+    same(lambda x: (x.clamp(0, 3), x.clamp(-2, 0), x.clamp(max=-0.0), F.hardtanh(x, 0, 1), F.relu6(x)), zeros)
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norm_is_compiled_for_the_size_that_it_names(norm):
+    key = register_fusion(torch.fx.symbolic_trace(lambda x: norm(x * 2, (4,))))
+    handle = REGISTRY.find(key).handle
+    torch.testing.assert_close(handle(X), norm(X * 2, (4,)))
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        handle(torch.randn(5, 6))
+
+
+def test_a_weight_of_another_size_is_eagers_error():
+    key = register_fusion(torch.fx.symbolic_trace(lambda x, w: F.layer_norm(x * 2, (4,), w)))
+    handle = REGISTRY.find(key).handle
+    handle(X, torch.ones(4))
+    with pytest.raises(RuntimeError, match="weight"):
+        handle(X, torch.ones(1))
+
+
+def test_statistics_of_native_group_norm_have_no_more_dims_than_eagers():
+    x = torch.randn(2, 6, 5)
+
+    def norm(x):
+        out = torch.native_group_norm(x, None, None, 2, 6, 5, 3, 1e-5)
+        return operator.getitem(out, 0), operator.getitem(out, 1), operator.getitem(out, 2)
+
+    same(norm, x)
+    same(lambda x: F.group_norm(x, 1), x)
+
+
+def test_an_empty_diagonal():
+    same(lambda x: torch.diagonal(x, -2).flatten(0, 1) + 1, torch.randn(2, 3, 8))
