@@ -85,7 +85,8 @@ FAMILIES = {
     """,
     "view": """
         view view_as reshape reshape_as expand expand_as permute transpose t mT mH T H swapaxes swapdims movedim
-        moveaxis squeeze unsqueeze select split split_with_sizes chunk unbind narrow diagonal unfold flatten unflatten ravel
+        moveaxis
+        squeeze unsqueeze select split split_with_sizes chunk unbind narrow diagonal unfold flatten unflatten ravel
         as_strided tensor_split hsplit vsplit dsplit adjoint atleast_1d atleast_2d atleast_3d broadcast_to
         broadcast_tensors contiguous unsafe_split unsafe_chunk linalg.diagonal slice alias_copy view_copy expand_copy
         permute_copy squeeze_copy unsqueeze_copy t_copy transpose_copy diagonal_copy as_strided_copy unbind_copy
@@ -101,7 +102,8 @@ FAMILIES = {
     "creation": """
         arange full zeros ones eye linspace logspace zeros_like ones_like full_like new_full new_zeros new_ones tril
         triu tril_indices triu_indices scalar_tensor diag diag_embed diagflat cat stack hstack vstack dstack
-        column_stack concat concatenate flip fliplr flipud roll rot90 repeat tile repeat_interleave nn.functional.pad meshgrid
+        column_stack concat concatenate flip fliplr flipud roll rot90 repeat tile repeat_interleave
+        nn.functional.pad meshgrid
         block_diag cartesian_prod vander clone ones_like rand_like nn.functional.pad constant_pad_nd as_strided_scatter
     """,
 }
