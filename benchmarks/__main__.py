@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
+import shlex
 import sys
+from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import markdown, report
 from benchmarks.contestants import RIVALS
 from benchmarks.options import Options
 
@@ -31,6 +34,12 @@ def _rivals(text: str) -> tuple[str, ...]:
     return names
 
 
+def _suite(text: str) -> str:
+    if text not in SUITES and text != "all":
+        raise argparse.ArgumentTypeError(f"{text!r} is no suite: expected one of {', '.join([*SUITES, 'all'])}")
+    return text
+
+
 def _regex(text: str) -> str:
     try:
         re.compile(text)
@@ -47,10 +56,13 @@ def parser() -> argparse.ArgumentParser:
         description=f"fuser beside its rivals.\n\nsuites:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("suite", nargs="+", choices=[*SUITES, "all"], metavar="SUITE")
+    p.add_argument("suite", nargs="*", type=_suite, metavar="SUITE")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--json", metavar="FILE", help="write everything that was measured")
     p.add_argument("--plot", metavar="FILE.png", help="draw bar charts (needs matplotlib)")
+    p.add_argument("--md", metavar="FILE.md", help="write the tables between the marks of a document")
+    p.add_argument("--from", dest="sources", nargs="+", default=[], metavar="FILE", help="JSON files of earlier runs")
+    p.add_argument("--caches", default="", metavar="DIR", help="keep Inductor's caches of `kernels` here")
     p.add_argument("--rows", type=_regex, default="", metavar="REGEX", help="only rows whose name matches")
     p.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")
@@ -67,23 +79,49 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--device cuda: torch sees no CUDA device here; use --device cpu")
     if args.mode == "train":
         p.error("--mode train: training steps are not benchmarked yet; use --mode infer")
-    options = Options(args.device, args.rows, args.quick, args.full, args.mode, args.rivals)
+    if not args.suite and not args.sources:
+        p.error("expected a suite to run, or --from a file of an earlier run")
+    options = Options(args.device, args.rows, args.quick, args.full, args.mode, args.rivals, args.caches)
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     info = report.machine(args.device)
-    print(report.heading(info), flush=True)
+    command = _command(names, args)
+    reports = _run(names, options, info)
+    if args.json:
+        report.write_json(args.json, reports, info, command)
+    if args.plot:
+        problem = report.plot(args.plot, reports, info)
+        if problem:
+            print(f"note: {problem}")
+    if args.md:
+        found = [entry for path in args.sources for entry in markdown.load(path)]
+        found += [(r, info, command) for r in reports]
+        markdown.write(args.md, [markdown.section(*entry) for entry in found])
+    return 1 if any(r.wrong for r in reports) else 0
+
+
+def _command(names: list[str], args: argparse.Namespace) -> str:
+    """What to type to measure the same again, wherever its results then go."""
+    words = ["python", "-m", "benchmarks", *names]
+    words += [f"--{flag}" for flag in ("quick", "full") if getattr(args, flag)]
+    words += ["--rows", args.rows] if args.rows else []
+    words += ["--device", args.device] if args.device != "cpu" else []
+    words += ["--rivals", ",".join(args.rivals)] if args.rivals != RIVALS else []
+    return shlex.join(words)
+
+
+def _run(names: list[str], options: Options, info: dict[str, Any]) -> list[report.Report]:
+    """The suites one after the other, each printed as soon as it is there."""
+    if options.caches:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(options.caches)
+    if names:
+        print(report.heading(info), flush=True)
     reports = []
     for name in names:
         with torch.no_grad():
             result = importlib.import_module(f"benchmarks.suites.{name}").run(options)
         print("\n" + result.text(), flush=True)
         reports.append(result)
-    if args.json:
-        report.write_json(args.json, reports, info)
-    if args.plot:
-        problem = report.plot(args.plot, reports, info)
-        if problem:
-            print(f"note: {problem}")
-    return 1 if any(r.wrong for r in reports) else 0
+    return reports
 
 
 if __name__ == "__main__":

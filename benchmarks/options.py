@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser."""
+    """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser.
+
+    `caches` is a folder that keeps Inductor's compiler caches between runs of `kernels`, which times steady calls.
+    """
 
     device: str = "cpu"
     rows: str = ""
@@ -16,6 +19,7 @@ class Options:
     full: bool = False
     mode: str = "infer"
     rivals: tuple[str, ...] = ("eager", "inductor", "xla")
+    caches: str = ""
 
     def wants(self, name: str) -> bool:
         """Is this row selected?"""

@@ -153,9 +153,9 @@ def heading(info: dict[str, Any]) -> str:
     )
 
 
-def write_json(path: str, reports: Sequence[Report], info: dict[str, Any]) -> None:
-    """All reports and the machine in one file."""
-    data = {"machine": info, "suites": [asdict(r) for r in reports]}
+def write_json(path: str, reports: Sequence[Report], info: dict[str, Any], command: str = "") -> None:
+    """All reports, the machine and the command in one file."""
+    data = {"machine": info, "command": command, "suites": [asdict(r) for r in reports]}
     pathlib.Path(path).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -118,9 +118,23 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
 
 
+def _short_of(result: Result, name: str) -> str:
+    """What a row does not reach: its rivals' speed, the copy rate that is aimed at, or a kernel at all."""
+    short = [rival for rival in ("inductor", "eager") if (v := result.over(rival, name)) is not None and v < 1]
+    share = result.copy_share(name)
+    if result.row.memory_bound and share is not None and share < COPY_TARGET:
+        short.append("copy")
+    if result.fused and result.fused.ops_unfused and name == "fuser":
+        short.append("fusion")
+    return ", ".join(short)
+
+
 def _table(results: list[Result], size: str, names: list[str]) -> Table:
     best = "fuser" if "fuser" in names else names[-1]
-    columns = ("row", "shape", "ops fused", *names, "copy", f"{best} of copy", f"{best} × inductor", f"{best} × eager")
+    columns = (
+        *("row", "shape", "ops fused", *names, "copy"),
+        *(f"{best} of copy", f"{best} × inductor", f"{best} × eager", "short of"),
+    )
     rows = []
     for r in results:
         if r.size != size:
@@ -136,6 +150,7 @@ def _table(results: list[Result], size: str, names: list[str]) -> Table:
                 _share(r.copy_share(best)),
                 ratio(r.over("inductor", best)),
                 ratio(r.over("eager", best)),
+                _short_of(r, best),
             )
         )
     return Table(f"kernels, {size}: median [p10–p90]; ratios are times faster", columns, rows)

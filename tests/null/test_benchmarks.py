@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import checks, contestants, models, runner
+from benchmarks import account, checks, contestants, markdown, models, runner
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
-from benchmarks.suites import overhead, scaling, shapes
+from benchmarks.suites import kernels, overhead, scaling, shapes
 
 
 def test_quantiles_interpolate_between_samples():
@@ -142,9 +142,10 @@ def test_right_rows_exit_with_zero_and_state_the_targets(stand_in, capsys, tmp_p
     assert set(data["suites"][0]["records"][0]["seconds"]) == {"eager", "fuser", "copy"}
 
 
-@pytest.mark.parametrize(
-    "argv", [["nothing"], ["kernels", "--rivals", "numpy"], ["kernels", "--rows", "("], ["models", "--mode", "train"]]
-)
+BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "models --mode train"
+
+
+@pytest.mark.parametrize("argv", [line.split() for line in BAD_LINES])
 def test_a_bad_command_line_is_refused(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
@@ -209,3 +210,38 @@ def test_claims_say_met_missed_or_open():
 @pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.2 µs"), (5e-8, "50 ns")])
 def test_seconds_choose_a_unit(value, text):
     assert seconds(value) == text
+
+
+def test_tables_go_between_the_marks_of_a_document_and_survive_the_json(stand_in, tmp_path):
+    stand_in(lambda out: out)
+    data, document = tmp_path / "out.json", tmp_path / "page.md"
+    document.write_text(f"# Page\n\n{markdown.BEGIN}\nold\n{markdown.END}\n\nAfter.\n")
+    assert command.main([*COMMAND, "--json", str(data), "--md", str(document)]) == 0
+    first = document.read_text()
+    assert first.startswith("# Page\n\n" + markdown.BEGIN) and first.endswith(markdown.END + "\n\nAfter.\n")
+    assert "`python -m benchmarks kernels --quick --rows '^relu_mul_add/small' --rivals eager`" in first
+    assert "old" not in first and "| relu_mul_add | 64×64 |" in first
+    assert "| no large row below eager | ≥ 1 × | not measured | open |" in first
+    sections = [markdown.section(*entry) for entry in markdown.load(str(data))]
+    assert all(s in first for s in sections) and len(sections) == 1
+
+
+def test_a_document_without_marks_gets_them_at_its_end(tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text("# Page\n")
+    for text in ("one", "two"):
+        markdown.write(str(document), [text])
+    assert document.read_text() == f"# Page\n\n{markdown.BEGIN}\n\ntwo\n\n{markdown.END}\n"
+
+
+def test_what_a_row_is_short_of():
+    def times(**seconds):
+        return {name: runner.Timing((s,)) for name, s in seconds.items()}
+
+    def short(timings, fused=None):
+        result = kernels.Result(ROWS[0], "large", (), 0, timings, {}, {}, fused)
+        return kernels._short_of(result, "fuser")
+
+    assert short(times(fuser=1.0, eager=1.5, inductor=1.2, copy=0.7)) == ""
+    assert short(times(fuser=1.0, eager=0.9, inductor=0.8, copy=0.5)) == "inductor, eager, copy"
+    assert short(times(fuser=1.0), account.Account(1, 1, 3, {"no lowering": 1})) == "fusion"
