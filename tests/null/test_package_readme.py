@@ -13,11 +13,12 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8")
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize("text", EXAMPLES, ids=["torch_compile", "fusion_handle"])
-def test_example_runs(text, tmp_path):
+@pytest.mark.parametrize("text", EXAMPLES, ids=["torch_compile", "fusion_handle", "explain"])
+def test_example_runs(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if "backend=" in text and not any(importlib.metadata.entry_points(group="torch_dynamo_backends", name="fuser")):
         pytest.skip("fuser is on the path, not installed")
     file = tmp_path / "example.py"  # a file, for what reads a function's source
