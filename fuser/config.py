@@ -47,6 +47,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
+    Setting("disable_passes", "", "names of passes that do not run, with commas between"),
+    Setting("pass_limit", -1, "passes with a higher number, over all stages, do not run; -1 runs all"),
+    Setting("check_passes", False, "check the graph and its shapes after each pass", choices=(True, False)),
+    Setting("dump_passes", "", "'log', or a folder for what each pass changes"),
+    Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
     Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
 )  # fmt: skip

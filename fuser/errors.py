@@ -30,6 +30,10 @@ class BackendError(FuserError, RuntimeError):
     """No backend for a device, or one that does not fulfil the protocol."""
 
 
+class PassError(FuserError, RuntimeError):
+    """A pass that raised, or left a graph that is broken or of another shape. The message names pass and node."""
+
+
 class VerifyError(FuserError, AssertionError):
     """An IR or a plan that breaks its own rules: a defect of `fuser`."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 _CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
 os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
 os.environ.setdefault("FUSER_CHECK_IR", "1")
+os.environ.setdefault("FUSER_CHECK_PASSES", "1")
 # Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
 # take the cores from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

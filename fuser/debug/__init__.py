@@ -1,6 +1,7 @@
 """What was fused, into which code, and why the rest was not."""
 
 from fuser.debug.explaining import dump, explain
+from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 
-__all__ = ["Report", "dump", "explain", "report"]
+__all__ = ["PassTable", "Report", "bisect_passes", "dump", "explain", "passes", "report"]

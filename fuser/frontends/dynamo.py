@@ -13,9 +13,11 @@ from torch import fx
 from fuser import config
 from fuser.errors import ConfigError
 from fuser.frontends import training
-from fuser.frontends.decompositions import decomposition_table
 from fuser.frontends.functional import compile_functional
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
+from fuser.passes.decompositions import decomposition_table
+from fuser.passes.registry import run_stage
+from fuser.passes.runner import PassRecord
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -110,16 +112,21 @@ class _GraphCompiler:
         self.options = options
         self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
         self.direct: Function | None = None
+        self.passes: tuple[PassRecord, ...] = ()
 
     def compile(self) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
+        self.passes = run_stage("pre_grad", self.gm)
+        if any(record.changed for record in self.passes):
+            self.gm.recompile()
+        steps = training.Training(self.options, self.passes)
         wrapped: Function = aot_module_simplified(
             self.gm,
             self.example_inputs,
-            fw_compiler=training.compiler_of("forward", self.options),
-            bw_compiler=training.compiler_of("backward", self.options),
-            partition_fn=training.partition,
+            fw_compiler=steps.compiler_of("forward"),
+            bw_compiler=steps.compiler_of("backward"),
+            partition_fn=steps.partition,
             inference_compiler=self.compile_inference,
             decompositions=decomposition_table(),
         )
@@ -127,7 +134,7 @@ class _GraphCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
-        compiled = compile_functional(gm)
+        compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
         if compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function

@@ -22,8 +22,8 @@ from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remem
 from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
-from fuser.passes.post_grad import POST_GRAD
-from fuser.passes.runner import PassRecord, run_passes
+from fuser.passes.registry import run_stage
+from fuser.passes.runner import PassRecord
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -85,10 +85,15 @@ class Compiled:
         )
 
 
-def compile_functional(module: fx.GraphModule) -> Compiled:
-    """Compile a functional ATen graph whose nodes carry fake values; the module itself is rewritten."""
+def compile_functional(
+    module: fx.GraphModule, stages: Sequence[str] = ("post_grad",), earlier: Sequence[PassRecord] = ()
+) -> Compiled:
+    """Compile a functional ATen graph whose nodes carry fake values; the module itself is rewritten.
+
+    `stages` are those whose passes have not run yet, `earlier` the records of those that have.
+    """
     start = time.perf_counter()
-    passes = run_passes(module, POST_GRAD)
+    passes = (*earlier, *(record for stage in stages for record in run_stage(stage, module)))
     grouping = group_nodes(module.graph)
     plan = extract(module.graph, grouping)
     keys = tuple(interface.register_fusion(g.graph) for g in plan.groups)

@@ -10,20 +10,39 @@ from torch import fx
 
 from fuser import config
 from fuser.frontends.functional import compile_functional
+from fuser.passes.registry import run_stage
+from fuser.passes.runner import PassRecord
 
 Function = Callable[..., Any]
 
 
-def compiler_of(stage: str, options: dict[str, Any]) -> Any:
-    """AOTAutograd's compiler for the graphs of a stage, "forward" or "backward", under settings of this graph alone."""
+class Training:
+    """One graph's way through AOTAutograd, under its own settings: the cut, and a compiler for each part."""
 
-    def compile_stage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
-        with config.override(**options):
-            compiled = compile_functional(gm)
-        compiled.remember("wrapped", "gradients are needed", options, stage)
-        return _under(options, compiled.boxed) if options else compiled.boxed
+    def __init__(self, options: dict[str, Any], earlier: tuple[PassRecord, ...]) -> None:
+        self.options = options
+        self.passes = earlier  # of the joint graph and before; told with the forward
 
-    return compile_stage
+    def compiler_of(self, stage: str) -> Any:
+        """AOTAutograd's compiler for the "forward" or the "backward"."""
+
+        def compile_stage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
+            with config.override(**self.options):
+                compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
+            compiled.remember("wrapped", "gradients are needed", self.options, stage)
+            return _under(self.options, compiled.boxed) if self.options else compiled.boxed
+
+        return compile_stage
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of a joint graph: what is cheap is computed again, little is saved."""
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        with config.override(**self.options):
+            self.passes += run_stage("joint_graph", joint)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
 def _under(options: dict[str, Any], function: Function) -> Function:
@@ -35,10 +54,3 @@ def _under(options: dict[str, Any], function: Function) -> Function:
             return function(*args)
 
     return call
-
-
-def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a joint graph: what is cheap is computed again, the least possible is saved."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

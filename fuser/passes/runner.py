@@ -1,60 +1,157 @@
-"""Runs ordered lists of passes: on and off by name, timed, the graph checked after each."""
+"""Runs the passes of a stage: on and off by name, up to a limit, timed, checked, dumped, errors named.
+
+A pass rewrites a graph module in place. Which passes a stage has is said in `registry`; this file only runs them.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import logging
+import pathlib
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from fuser.errors import VerifyError
+from fuser import config
+from fuser.errors import ConfigError, PassError
+from fuser.passes import checking
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a graph module in place; `function` returns how many places it changed."""
+    """A rewrite of a graph module in place; `function` returns how many places it changed.
+
+    One that a user registered may also return a bool, None (changed, perhaps), another graph module or a PassResult.
+    `line` says what it does. `built_in` passes are trusted where `config.check_passes` is off, users' never.
+    """
 
     name: str
-    function: Callable[[fx.GraphModule], int]
+    function: Callable[[fx.GraphModule], Any]
+    line: str = ""
+    built_in: bool = True
+
+    @property
+    def doc(self) -> str:
+        """What it does, in one line: as given, else the first line of the function's docstring."""
+        return self.line or (self.function.__doc__ or "").strip().split("\n")[0]
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: places changed and seconds."""
+    """What one pass did: places changed, seconds, and the sentence about its failure where it was skipped for that."""
 
     name: str
     changed: int
     seconds: float
+    stage: str = ""
+    error: str = ""
 
 
-_disabled: set[str] = set()
+@dataclass(frozen=True)
+class Numbered:
+    """A pass in its place: its stage, and its number over all stages, from 1."""
+
+    number: int
+    stage: str
+    item: Pass
 
 
-def set_pass_enabled(name: str, enabled: bool) -> None:
-    """Turn a pass on or off by its name, for the process."""
-    if enabled:
-        _disabled.discard(name)
-    else:
-        _disabled.add(name)
+@functools.lru_cache(maxsize=16)
+def names_of(text: str) -> frozenset[str]:
+    """The names in a setting such as "merge_equal, drop_dead"."""
+    return frozenset(part.strip() for part in text.split(",") if part.strip())
 
 
-def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> tuple[PassRecord, ...]:
-    """Run the enabled passes in order; VerifyError names a pass that leaves a broken graph."""
-    records = []
-    for p in passes:
-        if p.name in _disabled:
-            continue
-        start = time.perf_counter()
-        changed = p.function(module)
-        if changed:
-            _check(module, p.name)
-        records.append(PassRecord(p.name, changed, time.perf_counter() - start))
-    return tuple(records)
+def check_names(known: Iterable[str]) -> frozenset[str]:
+    """The names in `config.disable_passes`; ConfigError for one that no pass has."""
+    wanted = names_of(config.disable_passes)
+    unknown = wanted.difference(known) if wanted else ()
+    if unknown:
+        raise ConfigError(
+            f"disable_passes names {', '.join(map(repr, sorted(unknown)))}: expected names from {', '.join(known)}"
+        )
+    return wanted
 
 
-def _check(module: fx.GraphModule, name: str) -> None:
+def is_enabled(p: Numbered, disabled: frozenset[str]) -> bool:
+    """Whether a pass runs under the settings in force."""
+    limit: int = config.pass_limit
+    return p.item.name not in disabled and (limit < 0 or p.number <= limit)
+
+
+def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: frozenset[str]) -> tuple[PassRecord, ...]:
+    """Run the enabled passes in order. PassError names pass and node, unless `config.on_pass_error` is "skip"."""
+    return tuple(_run(module, p) for p in passes if is_enabled(p, disabled))
+
+
+def _run(module: fx.GraphModule, p: Numbered) -> PassRecord:
+    start = time.perf_counter()
+    checked = config.check_passes or not p.item.built_in
+    before = checking.Snapshot(module, p.stage) if checked else None
+    saved = checking.copied(module.graph) if config.on_pass_error == "skip" else None
+    text = str(module.graph) if config.dump_passes else ""
     try:
-        module.graph.lint()
-    except RuntimeError as error:
-        raise VerifyError(f"pass {name!r} left a graph that does not hold together: {error}") from error
+        changed = _changed(module, p.item.function(module))
+        if changed and before is not None:
+            before.check(module)
+    except Exception as error:
+        failure = _failure(p, error)
+        if saved is None:
+            raise failure from error
+        module.graph = saved
+        warnings.warn(f"fuser: {failure}; the graph stays as it was before", RuntimeWarning, stacklevel=2)
+        return PassRecord(p.item.name, 0, time.perf_counter() - start, p.stage, str(failure))
+    if text and changed:
+        _dump(p, text, str(module.graph))
+    return PassRecord(p.item.name, changed, time.perf_counter() - start, p.stage)
+
+
+def _changed(module: fx.GraphModule, result: Any) -> int:
+    """How many places a pass changed, from what it returned; takes over the graph of another module."""
+    if result is None:
+        return 1
+    if isinstance(result, (bool, int)):
+        return int(result)
+    if hasattr(result, "graph_module"):
+        if not result.modified:
+            return 0
+        result = result.graph_module
+    if not isinstance(result, fx.GraphModule):
+        raise TypeError(f"it returned a {type(result).__name__}: expected a number, a bool, None or a GraphModule")
+    if result is not module:
+        for name, value in (*result.named_parameters(), *result.named_buffers()):
+            if "." not in name and not hasattr(module, name):
+                setattr(module, name, value)
+        module.graph = result.graph
+    return 1
+
+
+def _failure(p: Numbered, error: Exception) -> PassError:
+    node = getattr(error, "node", None) or checking.node_at_fault(error)
+    where = f" at node {node!r}" if node else ""
+    said = error.reason if isinstance(error, checking.BrokenGraph) else f"{type(error).__name__}: {error}"
+    return PassError(
+        f"pass {p.item.name!r} (number {p.number}, {p.stage}) failed{where}: {said}; "
+        f"FUSER_DISABLE_PASSES={p.item.name} runs without it"
+    )
+
+
+def _dump(p: Numbered, before: str, after: str) -> None:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), f"before {p.item.name}", f"after {p.item.name}", lineterm="", n=1
+    )
+    text = "\n".join(lines) + "\n"
+    if config.dump_passes == "log":
+        _log.warning("%s", text)
+        return
+    folder = pathlib.Path(config.dump_passes)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{p.number:02d}_{p.stage}_{p.item.name}.diff").open("a") as out:
+        out.write(text)

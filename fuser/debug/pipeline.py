@@ -1,0 +1,56 @@
+"""The passes: what there is, in which order, and which one breaks a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuser import config
+from fuser.passes.registry import disabled_names, numbered
+from fuser.passes.runner import is_enabled
+
+
+class PassTable(tuple[tuple[int, str, str, bool, str], ...]):
+    """Rows of number, stage, name, whether it runs under the settings in force, and one line on what it does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        rows = [f"{n:3} {stage:12} {name:28} {'' if on else 'off':4} {line}" for n, stage, name, on, line in self]
+        return "\n".join(rows)
+
+
+def passes() -> PassTable:
+    """All passes in the order in which they run."""
+    disabled = disabled_names()
+    return PassTable((p.number, p.stage, p.item.name, is_enabled(p, disabled), p.item.doc) for p in numbered())
+
+
+def bisect_passes(is_right: Callable[[], bool]) -> str | None:
+    """The name of the pass with which `is_right()` turns False; None if it is True with all of them.
+
+    `is_right` compiles and judges anew at each call; dynamo's caches are emptied before. ValueError if it is False
+    without any pass: the fault is elsewhere.
+    """
+
+    def holds(limit: int) -> bool:
+        import torch._dynamo
+
+        torch._dynamo.reset()
+        before = config.pass_limit
+        config.set(pass_limit=limit)
+        try:
+            return is_right()
+        finally:
+            config.set(pass_limit=before)
+            torch._dynamo.reset()
+
+    every = numbered()
+    if holds(len(every)):
+        return None
+    if not holds(0):
+        raise ValueError("the result is wrong without any pass too: none of them is to blame")
+    good, bad = 0, len(every)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return every[bad - 1].item.name

@@ -1,0 +1,7 @@
+"""Passes over the functional graph of forward and backward, in the order in which they run."""
+
+from __future__ import annotations
+
+from fuser.passes.runner import Pass
+
+JOINT_GRAPH: tuple[Pass, ...] = ()

@@ -1,0 +1,152 @@
+"""The pipeline as data: the stages, each stage's passes in order, and the passes that users add."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fuser.errors import ConfigError
+from fuser.passes import runner
+from fuser.passes.joint_graph import JOINT_GRAPH
+from fuser.passes.patterns import compile_pattern
+from fuser.passes.post_grad import POST_GRAD
+from fuser.passes.pre_grad import PRE_GRAD
+from fuser.passes.runner import Numbered, Pass, PassRecord
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A place in the pipeline: what the graph looks like there, and why passes live there."""
+
+    name: str
+    graph: str
+    why: str
+    passes: tuple[Pass, ...]
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "pre_grad",
+        "The graph as dynamo took it from the program: torch functions and methods with the arguments the user wrote, "
+        "parameters as inputs, batch norms and attention whole. It may write tensors in place and make views of them; "
+        "nothing is functional, nothing is normalised. A node's value is in `meta['example_value']`.",
+        "Autograd has not looked yet: what is rewritten here gets its gradients from what it became. Rewrites that "
+        "need an operation whole (attention, convolution and batch norm) or that would need a second pattern for the "
+        "backward live here, and each makes sure that no write comes between the nodes it joins.",
+        PRE_GRAD,
+    ),
+    Stage(
+        "joint_graph",
+        "ATen calls by overload, functional: no call writes a tensor, views are explicit, inputs that the program "
+        "writes come back as additional results. In training it holds forward and backward together, before they are "
+        "cut; for inference it is the forward. A node's value is in `meta['val']`.",
+        "What shrinks the graph here shrinks forward, backward and what is saved between the two.",
+        JOINT_GRAPH,
+    ),
+    Stage(
+        "post_grad",
+        "ATen calls, functional, one graph each for inference, forward and backward, the cut between them made. The "
+        "last pass gives writes of inputs back as `copy_` at the end. Grouping follows.",
+        "The graph is final but for what runs where: merging of equal calls, calls of libraries' fused operators, "
+        "shapes of calls that suit the grouping.",
+        POST_GRAD,
+    ),
+)
+_lock = threading.Lock()
+_passes: dict[str, tuple[Pass, ...]] = {stage.name: stage.passes for stage in STAGES}
+
+
+@functools.lru_cache(maxsize=1)
+def _numbered_of(passes: tuple[tuple[str, tuple[Pass, ...]], ...]) -> tuple[Numbered, ...]:
+    in_order = ((stage, p) for stage, found in passes for p in found)
+    return tuple(Numbered(number, stage, p) for number, (stage, p) in enumerate(in_order, 1))
+
+
+def numbered() -> tuple[Numbered, ...]:
+    """All passes in the order in which they run, numbered from 1 over all stages."""
+    return _numbered_of(tuple(_passes.items()))
+
+
+def disabled_names() -> frozenset[str]:
+    """The names that `config.disable_passes` switches off; ConfigError for one that no pass has."""
+    return runner.check_names([p.item.name for p in numbered()])
+
+
+def run_stage(stage: str, module: fx.GraphModule) -> tuple[PassRecord, ...]:
+    """Run one stage's enabled passes on a graph module, in place; PassError names a pass that fails."""
+    return runner.run_passes(module, [p for p in numbered() if p.stage == stage], disabled_names())
+
+
+def register(
+    stage: str,
+    name: str,
+    function: Callable[[fx.GraphModule], Any],
+    *,
+    before: str | None = None,
+    after: str | None = None,
+    line: str = "",
+) -> None:
+    """Add a pass to a stage: before or after a pass of that stage, else at its end.
+
+    `function` rewrites a graph module in place or returns another. ConfigError for an unknown stage or neighbour, or a
+    name that is taken.
+    """
+    with _lock:
+        passes = list(_of_stage(stage))
+        if any(name == p.name for found in _passes.values() for p in found):
+            raise ConfigError(f"pass {name!r} is registered already: choose another name, or unregister it first")
+        if before is not None and after is not None:
+            raise ConfigError(f"pass {name!r}: expected before= or after=, not both")
+        at = len(passes)
+        if before is not None or after is not None:
+            at = _place(stage, passes, str(before or after)) + (after is not None)
+        passes.insert(at, Pass(name, function, line, built_in=False))
+        _passes[stage] = tuple(passes)
+
+
+def register_pattern(
+    stage: str,
+    name: str,
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    *,
+    before: str | None = None,
+    after: str | None = None,
+) -> None:
+    """Add a pass that replaces what `pattern` computes by what `replacement` computes.
+
+    Both are functions of the same inputs, traced on `example_inputs` into calls as the stage's graphs have them, and
+    matched call by call, constants included.
+    """
+    function = compile_pattern(stage, pattern, replacement, example_inputs)
+    said = getattr(replacement, "__name__", "replacement")
+    register(stage, name, function, before=before, after=after, line=f"{pattern.__name__} becomes {said}")
+
+
+def unregister(name: str) -> None:
+    """Take away a pass that a user registered; ConfigError for any other name."""
+    with _lock:
+        for stage, found in _passes.items():
+            if any(p.name == name and not p.built_in for p in found):
+                _passes[stage] = tuple(p for p in found if p.name != name)
+                return
+    raise ConfigError(f"no pass {name!r} was registered; built-in ones are switched off by config.disable_passes")
+
+
+def _of_stage(stage: str) -> tuple[Pass, ...]:
+    if stage not in _passes:
+        raise ConfigError(f"unknown stage {stage!r}: expected one of {', '.join(_passes)}")
+    return _passes[stage]
+
+
+def _place(stage: str, passes: list[Pass], name: str) -> int:
+    for i, p in enumerate(passes):
+        if p.name == name:
+            return i
+    raise ConfigError(f"stage {stage!r} has no pass {name!r}: expected one of {', '.join(p.name for p in passes)}")

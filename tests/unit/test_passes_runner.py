@@ -1,0 +1,246 @@
+"""The pipeline: order, switches, limit, checks, errors, dumps, users' passes and patterns, bisection, the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import warnings
+
+import pytest
+import torch
+from torch import fx
+
+import fuser.passes
+from fuser import config, debug
+from fuser.errors import ConfigError
+from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
+from fuser.passes import registry
+
+aten = torch.ops.aten
+X, Y = torch.randn(6, 4), torch.randn(6, 4)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch._dynamo.reset()
+    forget_compilations()
+    yield
+    torch._dynamo.reset()
+    for p in registry.numbered():
+        if not p.item.built_in:
+            fuser.passes.unregister(p.item.name)
+
+
+def f(x, y):
+    return torch.relu(x * y) + torch.relu(x * y)
+
+
+def run(g=f, **options):
+    return torch.compile(g, backend=fuser_backend, options=options)(X, Y)
+
+
+def names():
+    return [record.name for record in last_compilation().passes]
+
+
+def changed(name):
+    return next(record.changed for record in last_compilation().passes if record.name == name)
+
+
+def swap(module: fx.GraphModule) -> int:
+    """A wrong pass: every relu becomes a sigmoid."""
+    found = [n for n in module.graph.nodes if n.target is aten.relu.default]
+    for n in found:
+        n.target = aten.sigmoid.default
+    return len(found)
+
+
+def test_passes_run_in_order_and_are_timed():
+    run()
+    listed = [p.item.name for p in registry.numbered()]
+    assert names() == listed and len(set(listed)) == len(listed)
+    assert changed("merge_equal") == 2
+    assert all(r.seconds >= 0 and r.stage for r in last_compilation().passes)
+
+
+def test_switched_off_by_name():
+    run(disable_passes="merge_equal, drop_dead")
+    assert "merge_equal" not in names() and "drop_dead" not in names() and "remove_noops" in names()
+    torch._dynamo.reset()
+    with config.override(disable_passes="merge_equal"):
+        run()
+    assert "merge_equal" not in names()
+
+
+def test_unknown_name_is_an_error():
+    with pytest.raises(Exception, match="no_such.*expected names from.*merge_equal"):
+        run(disable_passes="no_such")
+
+
+def test_limit_counts_over_all_stages():
+    number = next(p.number for p in registry.numbered() if p.item.name == "merge_equal")
+    run(pass_limit=number)
+    assert names()[-1] == "merge_equal"
+    torch._dynamo.reset()
+    run(pass_limit=0)
+    assert names() == []
+
+
+def test_table_lists_every_pass_with_a_line():
+    with config.override(disable_passes="merge_equal"):
+        table = debug.passes()
+    assert [row[0] for row in table] == list(range(1, len(table) + 1))
+    assert all(row[4] for row in table), "each pass says in one line what it does"
+    assert [row[2] for row in table if not row[3]] == ["merge_equal"]
+    assert "merge_equal" in str(table)
+
+
+def test_bisection_finds_the_broken_pass():
+    def is_right():
+        return torch.allclose(run(), f(X, Y))
+
+    assert debug.bisect_passes(is_right) is None
+    fuser.passes.register("post_grad", "swap", swap, before="merge_equal")
+    assert debug.bisect_passes(is_right) == "swap"
+    assert config.pass_limit == -1
+
+
+def test_registered_pass_takes_its_place():
+    seen = []
+    fuser.passes.register("post_grad", "look", lambda module: seen.append(module) or 0, after="remove_noops")
+    fuser.passes.register("joint_graph", "look_joint", lambda module: False)
+    fuser.passes.register("pre_grad", "look_early", lambda module: 0)
+    run()
+    assert len(seen) == 1 and names().index("look") == names().index("remove_noops") + 1
+    with pytest.raises(ConfigError, match="registered already"):
+        fuser.passes.register("post_grad", "look", swap)
+    with pytest.raises(ConfigError, match="unknown stage"):
+        fuser.passes.register("later", "other", swap)
+    with pytest.raises(ConfigError, match="has no pass 'nobody'"):
+        fuser.passes.register("post_grad", "other", swap, before="nobody")
+    with pytest.raises(ConfigError, match="built-in"):
+        fuser.passes.unregister("merge_equal")
+
+
+def raising(module):
+    for node in module.graph.nodes:
+        if node.target is aten.relu.default:
+            raise ZeroDivisionError("by zero")
+
+
+def dangling(module):
+    add = next(n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    with module.graph.inserting_after(add):
+        late = module.graph.call_function(aten.neg.default, (add,))
+    add.args = (late, add.args[1])
+
+
+def shorter(module):
+    add = next(n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    with module.graph.inserting_after(add):
+        part = module.graph.call_function(aten.slice.Tensor, (add, 0, 0, 2))
+    module.graph.output_node().args = ((part,),)
+
+
+def wider(module):
+    relu = next(n for n in module.graph.nodes if n.target is aten.relu.default)
+    relu.target, relu.args = aten.cat.default, ([relu.args[0], relu.args[0]], 1)
+
+
+def uncomputable(module):
+    mul = next(n for n in module.graph.nodes if n.target is aten.mul.Tensor)
+    mul.target = aten.mm.default
+
+
+def another_kind(module):
+    return "done"
+
+
+BROKEN = {
+    raising: "'raising'.*at node 'relu'.*ZeroDivisionError: by zero",
+    dangling: "'dangling'.*does not hold together",
+    shorter: r"'shorter'.*at node 'output'.*was torch.float32 \[6, 4\].*is torch.float32 \[2, 4\]",
+    wider: r"'wider'.*at node 'relu'.*\[6, 4\].*\[6, 8\]",
+    uncomputable: "'uncomputable'.*at node 'mul'.*cannot be computed",
+    another_kind: "'another_kind'.*returned a str",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda p: p.__name__)
+def test_failing_pass_is_named_with_its_node_or_left_out(broken):
+    fuser.passes.register("post_grad", broken.__name__, broken, before="merge_equal")
+    with pytest.raises(Exception, match=BROKEN[broken]):
+        run()
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(run(on_pass_error="skip"), f(X, Y))
+    assert sum(broken.__name__ in str(w.message) for w in said) == 1
+    record = next(r for r in last_compilation().passes if r.name == broken.__name__)
+    assert record.error and record.changed == 0 and changed("merge_equal") == 2
+
+
+def test_failing_pass_in_training_names_the_stage():
+    fuser.passes.register("joint_graph", "raising", raising)
+    with pytest.raises(Exception, match=r"'raising' \(number \d+, joint_graph\).*ZeroDivisionError"):
+        torch.compile(f, backend=fuser_backend)(X.clone().requires_grad_(), Y)
+
+
+def test_new_nodes_get_their_values():
+    def negate_twice(module):
+        for node in list(module.graph.nodes):
+            if node.target is aten.relu.default:
+                users = list(node.users)
+                with module.graph.inserting_after(node):
+                    once = module.graph.call_function(aten.neg.default, (node,))
+                with module.graph.inserting_after(once):
+                    twice = module.graph.call_function(aten.neg.default, (once,))
+                for user in users:
+                    user.replace_input_with(node, twice)
+
+    fuser.passes.register("joint_graph", "negate_twice", negate_twice)
+    torch.testing.assert_close(run(), f(X, Y))
+    assert last_compilation().groups[0].ops.count("aten.neg") >= 2, "they have values, so they are fused"
+
+
+def test_a_pass_may_return_another_module():
+    def rebuilt(module):
+        graph = fx.Graph()
+        env = {}
+        for node in module.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return fx.GraphModule(module, graph)
+
+    fuser.passes.register("post_grad", "rebuilt", rebuilt)
+    torch.testing.assert_close(run(), f(X, Y))
+
+
+@pytest.mark.parametrize("stage", ["pre_grad", "joint_graph", "post_grad"])
+def test_pattern_is_replaced(stage):
+    def pattern(x, y):
+        return torch.relu(x * y)
+
+    def replacement(x, y):
+        return torch.sigmoid(x) - y
+
+    fuser.passes.register_pattern(stage, "odd", pattern, replacement, [torch.randn(2, 2), torch.randn(2, 2)])
+    torch.testing.assert_close(run(), 2 * (torch.sigmoid(X) - Y))
+    assert changed("odd") >= 1
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(lambda x, y: torch.relu(x + y)), torch.relu(X + Y))
+    assert changed("odd") == 0
+
+
+def test_dump_shows_what_changed(tmp_path):
+    run(dump_passes=str(tmp_path))
+    (path,) = [p for p in tmp_path.iterdir() if "merge_equal" in p.name]
+    text = path.read_text()
+    assert "-" in text and "relu_1" in text and "before merge_equal" in text
+
+
+def test_page_is_current():
+    root = pathlib.Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("passes_doc", root / "tools" / "passes_doc.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (root / "docs" / "passes.md").read_text() == module.text(), "run python tools/passes_doc.py"
