@@ -44,11 +44,12 @@ class _Held:
         """Whether it is still the same private memory: not resized, shared with a process, or cloned lazily."""
         s = self.storage
         same = s.nbytes() == self.nbytes and s.data_ptr() == self.address
-        return same and not torch._C._is_cow_tensor(self.base) and not s.is_shared()
+        lazy = torch._C._is_cow_tensor(self.base)  # type: ignore[attr-defined]
+        return same and not lazy and not s.is_shared()
 
 
 def _tensors(storage: torch.UntypedStorage) -> int:
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
