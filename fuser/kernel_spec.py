@@ -44,6 +44,7 @@ class InputPattern:
     sizes: tuple[Bind | Check, ...] = ()
     strides: tuple[Bind | Check, ...] = ()
     slot: int = -1
+    aligned: bool = False  # the data must start at a multiple of `ALIGNMENT` bytes
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,26 @@ class BufferPattern:
     """A tensor to allocate before the first step. Sizes and strides in elements.
 
     `output` buffers become torch tensors from torch's own allocator; the others are temporaries from the buffer
-    pool, contiguous, 64-byte aligned, given back after the last step.
+    pool (on a GPU, from torch's allocator), contiguous, 64-byte aligned, given back after the last step.
     """
 
     dtype: torch.dtype
     sizes: tuple[Program, ...]
     strides: tuple[Program, ...]
     output: bool
+
+
+@dataclass(frozen=True)
+class GpuLaunch:
+    """How a step runs on a GPU: blocks of `threads` threads with `shared` bytes, one block for each unit.
+
+    `params` are the kernel's arguments in order: ("pointer", number among the pointers), ("int32" or "int64", program),
+    ("float64", slot of the float array) or ("null", 0).
+    """
+
+    threads: int
+    shared: int
+    params: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,10 @@ class Step:
     units: Program
     work: Program
     scratch: Program
+    gpu: GpuLaunch | None = None
 
 
+ALIGNMENT = 16
 STATUS = {1: "index out of range"}
 
 

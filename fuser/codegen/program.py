@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from fuser.ir.nodes import Buffer, strides_of
 from fuser.ir.sizes import INDIRECT, LOOP, STRIDE, Expr, Sym, maximum, program, relation_program, symbols
-from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
 
@@ -51,6 +52,18 @@ class ProgramBuilder:
             return
         slot = self._slot(Sym(record.name, STRIDE))
         self.patterns.append(InputPattern(record.kind, slot=slot))
+
+    def align(self, names: Collection[str]) -> None:
+        """Take only inputs that start at a multiple of 16 bytes for the tensor inputs `names`. Before `finish`."""
+        for number, record in enumerate(self.lowered.inputs):
+            if f"in{number}" in names and isinstance(record, TensorInput):
+                self.patterns[number] = dataclasses.replace(self.patterns[number], aligned=True)
+
+    def guard(self, relation: str, a: Expr, b: Expr) -> None:
+        """Take only arguments for which `a relation b` holds ("eq", "ne", "lt", "le")."""
+        code = relation_program(relation, self.ctx.canon(a), self.ctx.canon(b), self.slots)
+        if code not in self.guards:
+            self.guards.append(code)
 
     def _bind_tensor(self, number: int, record: TensorInput) -> None:
         self.pointers[f"in{number}"] = len(self.pointers)
@@ -95,9 +108,9 @@ class ProgramBuilder:
         """A size expression as a program over the slots."""
         return program(self.ctx.canon(e), self.slots)
 
-    def step(self, entry: str, units: Expr, work: Expr, scratch: Expr) -> Step:
+    def step(self, entry: str, units: Expr, work: Expr, scratch: Expr, gpu: GpuLaunch | None = None) -> Step:
         """One launch."""
-        return Step(entry, self.code(units), self.code(work), self.code(scratch))
+        return Step(entry, self.code(units), self.code(work), self.code(scratch), gpu)
 
     def finish(self, steps: Sequence[Step], buffers: Sequence[Buffer], single: bool) -> LaunchProgram:
         """The complete program."""

@@ -20,6 +20,18 @@ from fuser.ops.cells import (
 )
 from fuser.ops.prelude import PRELUDE, helpers_in, prelude_for
 from fuser.ops.table import ALL, BOOL, FLOATS, INTS, NO_INDEX, OpRow, ReductionRow
+from fuser.ops.triton_cells import (
+    TRITON_POINTERS,
+    TRITON_TYPES,
+    triton_constant,
+    triton_convert,
+    triton_expand,
+    triton_load,
+    triton_number,
+    triton_store,
+    triton_template,
+)
+from fuser.ops.triton_helpers import triton_prelude
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
@@ -47,6 +59,25 @@ def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     return expand(template(row, dtype), dtype, args)
 
 
+def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
+    """The Triton expression of op `name` on `args`, of compute dtype `dtype`; Unsupported if there is none.
+
+    `fast` takes the hardware's approximations where the table has them. Arguments should be names or constants.
+    """
+    row = OPS.get(name)
+    if row is None:
+        raise Unsupported(f"{name} is not a loop-level op")
+    return triton_expand(triton_template(row, dtype, fast), dtype, args)
+
+
+def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
+    """The Triton expression that joins accumulators of reduction `name` (see `ReductionRow.combine`)."""
+    row = REDUCTIONS.get(name)
+    if row is None:
+        raise Unsupported(f"{name} is not a reduction")
+    return triton_expand(triton_template(row, dtype), dtype, args)
+
+
 __all__ = [
     "ALL",
     "BOOL",
@@ -70,4 +101,14 @@ __all__ = [
     "helpers_in",
     "prelude_for",
     "wrap_int",
+    "TRITON_POINTERS",
+    "TRITON_TYPES",
+    "triton_cell",
+    "triton_combine",
+    "triton_constant",
+    "triton_convert",
+    "triton_load",
+    "triton_number",
+    "triton_prelude",
+    "triton_store",
 ]

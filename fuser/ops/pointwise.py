@@ -19,6 +19,17 @@ def by(
     return lambda d: floats if d.is_floating_point else bools if d is torch.bool else ints
 
 
+def by_width(single: str, double: str) -> Callable[[torch.dtype], str | None]:
+    """A cell by width of floats."""
+    return lambda d: single if d is torch.float32 else double
+
+
+_TRITON_ADD = ("({0} + {1})", "({0} + {1})", "({0} | {1})")
+_TRITON_MUL = ("({0} * {1})", "({0} * {1})", "({0} & {1})")
+_TRITON_MAX = ("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum({0}, {1})", "({0} | {1})")
+_TRITON_MIN = ("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum({0}, {1})", "({0} & {1})")
+
+
 def _wrap(sign: str) -> str:
     return f"({{T}})(({{U}}){{0}} {sign} ({{U}}){{1}})"
 
@@ -27,40 +38,44 @@ ZERO_DIV = {"int_zero_div": True}
 ZERO_NOTE = "Eager raises for an integer divided by zero; the cell gives 0, so a lowering has to know the divisor."
 
 ARITHMETIC = (
-    OpRow("add", 2, torch.add, by("{0} + {1}", _wrap("+"), "{0} | {1}"), "({0} + {1})"),
+    OpRow("add", 2, torch.add, by("{0} + {1}", _wrap("+"), "{0} | {1}"), by(*_TRITON_ADD)),
     OpRow("sub", 2, torch.sub, by("{0} - {1}", _wrap("-")), "({0} - {1})", NUMBERS),
-    OpRow("mul", 2, torch.mul, by("{0} * {1}", _wrap("*"), "{0} & {1}"), "({0} * {1})"),
-    OpRow("div", 2, torch.div, "{0} / {1}", "({0} / {1})", FLOATS, cost=4),
+    OpRow("mul", 2, torch.mul, by("{0} * {1}", _wrap("*"), "{0} & {1}"), by(*_TRITON_MUL)),
+    OpRow("div", 2, torch.div, "{0} / {1}", by_width("tl.div_rn({0}, {1})", "({0} / {1})"), FLOATS, cost=4),
     OpRow(
-        "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})", None, NUMBERS,
+        "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})",
+        by("fuser_floor_div_float({0}, {1})", "fuser_floor_div_int({0}, {1})"), NUMBERS,
         cost=30, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow(
         "trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         by("__builtin_trunc{f}({0} / {1})", "fuser_trunc_div_{D}({0}, {1})"),
-        by("libdevice.trunc({0} / {1})"), NUMBERS, cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
+        by("fuser_trunc({0} / {1})", "fuser_trunc_div_int({0}, {1})"), NUMBERS, cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow(
-        "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})", None, NUMBERS,
+        "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})",
+        by("fuser_remainder_float({0}, {1})", "fuser_remainder_int({0}, {1})"), NUMBERS,
         cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow(
-        "fmod", 2, torch.fmod, "fuser_fmod_{D}({0}, {1})", by("libdevice.fmod({0}, {1})"), NUMBERS,
+        "fmod", 2, torch.fmod, "fuser_fmod_{D}({0}, {1})",
+        by("libdevice.fmod({0}, {1})", "fuser_fmod_int({0}, {1})"), NUMBERS,
         cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow("neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), "(-{0})", NUMBERS),
     OpRow(
         "abs", 1, torch.abs,
         lambda d: "{0}" if d is torch.uint8 else by("__builtin_fabs{f}({0})", "fuser_abs_{D}({0})")(d),
-        "tl.abs({0})", NUMBERS,
+        lambda d: "{0}" if d is torch.uint8 else "tl.abs({0})", NUMBERS,
     ),
     OpRow(
         "sign", 1, torch.sign, "({T})(({0} > 0) - ({0} < 0))",
-        "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))", NUMBERS, cost=2,
+        "(({0} > 0).to({T}) - ({0} < 0).to({T}))", NUMBERS, cost=2,
     ),
-    OpRow("reciprocal", 1, torch.reciprocal, "1 / {0}", "(1.0 / {0})", FLOATS, cost=4),
+    OpRow("reciprocal", 1, torch.reciprocal, "1 / {0}", by_width("tl.div_rn(1.0, {0})", "(1.0 / {0})"), FLOATS, cost=4),
     OpRow(
-        "sqrt", 1, torch.sqrt, "__builtin_sqrt{f}({0})", "tl.sqrt_rn({0})", FLOATS, cost=5, domain=(0.0, 9.0), ulps=0.5,
+        "sqrt", 1, torch.sqrt, "__builtin_sqrt{f}({0})", by_width("tl.sqrt_rn({0})", "tl.sqrt({0})"), FLOATS,
+        cost=5, domain=(0.0, 9.0), ulps=0.5,
         notes="Rounded correctly; eager's vector form is one ulp off at places.",
     ),
     OpRow("gcd", 2, torch.gcd, "fuser_gcd_{D}({0}, {1})", None, INTS, cost=60),
@@ -73,8 +88,8 @@ ROUNDING = tuple(
         ("floor", torch.floor, "__builtin_floor{f}({0})", "tl.floor({0})"),
         ("ceil", torch.ceil, "__builtin_ceil{f}({0})", "tl.ceil({0})"),
         ("round", torch.round, "__builtin_rint{f}({0})", "libdevice.nearbyint({0})"),
-        ("trunc", torch.trunc, "__builtin_trunc{f}({0})", "libdevice.trunc({0})"),
-        ("frac", torch.frac, "{0} - __builtin_trunc{f}({0})", "({0} - libdevice.trunc({0}))"),
+        ("trunc", torch.trunc, "__builtin_trunc{f}({0})", "fuser_trunc({0})"),
+        ("frac", torch.frac, "{0} - __builtin_trunc{f}({0})", "({0} - fuser_trunc({0}))"),
     )
 )
 
@@ -82,11 +97,11 @@ ROUNDING = tuple(
 EXTREMES = (
     OpRow(
         "maximum", 2, torch.maximum, by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}"),
-        "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", cost=2,
+        by(*_TRITON_MAX), cost=2,
     ),
     OpRow(
         "minimum", 2, torch.minimum, by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}"),
-        "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", cost=2,
+        by(*_TRITON_MIN), cost=2,
     ),
     OpRow(
         "fmax", 2, torch.fmax, by("({0} >= {1}) | ({1} != {1}) ? {0} : {1}", "{0} > {1} ? {0} : {1}"),
@@ -113,7 +128,8 @@ FLOAT_BITS = (
     OpRow(
         "signbit", 1, torch.signbit,
         by("FUSER_BITS({I}, {0}) < 0", "{0} < 0"),
-        by("libdevice.signbit({0}).to(tl.int1)", "({0} < 0)"), NUMBERS, "bool",
+        lambda d: f"({{0}}.to(tl.int{8 * d.itemsize}, bitcast=True) < 0)" if d.is_floating_point else "({0} < 0)",
+        NUMBERS, "bool",
     ),
     OpRow("copysign", 2, torch.copysign, "__builtin_copysign{f}({0}, {1})", "libdevice.copysign({0}, {1})", FLOATS),
     OpRow(
@@ -122,7 +138,7 @@ FLOAT_BITS = (
     ),
     OpRow(
         "heaviside", 2, torch.heaviside, "{0} == 0 ? {1} : ({T})({0} > 0)",
-        "tl.where({0} == 0, {1}, ({0} > 0).to({0}.dtype))", NUMBERS, cost=3,
+        "tl.where({0} == 0, {1}, ({0} > 0).to({T}))", NUMBERS, cost=3,
     ),
 )  # fmt: skip
 
@@ -164,8 +180,8 @@ LOGICAL = (
     OpRow(
         "bitwise_not", 1, torch.bitwise_not, by(None, "({T})~{0}", "!{0}"), by(None, "(~{0})", "({0} == 0)"), WHOLE
     ),
-    OpRow("lshift", 2, torch.bitwise_left_shift, "fuser_lshift_{D}({0}, {1})", None, INTS, cost=3),
-    OpRow("rshift", 2, torch.bitwise_right_shift, "fuser_rshift_{D}({0}, {1})", None, INTS, cost=3),
+    OpRow("lshift", 2, torch.bitwise_left_shift, "fuser_lshift_{D}({0}, {1})", "fuser_lshift({0}, {1})", INTS, cost=3),
+    OpRow("rshift", 2, torch.bitwise_right_shift, "fuser_rshift_{D}({0}, {1})", "fuser_rshift({0}, {1})", INTS, cost=3),
 )  # fmt: skip
 
 SELECTION = (

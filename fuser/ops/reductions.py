@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser.ops.pointwise import NUMBERS, by
+from fuser.ops.pointwise import _TRITON_MAX, _TRITON_MIN, NUMBERS, by
 from fuser.ops.table import ReductionRow
 
 Dims = tuple[int, ...]
@@ -77,13 +77,23 @@ _MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
 _MAX = by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
 _MIN = by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
 
+_BETTER_MAX, _BETTER_MIN = (f"fuser_better_{n}({{0}}, {{1}}, {{2}}, {{3}})" for n in ("argmax", "argmin"))
+
 ROWS = (
-    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, _ADD, _wide, "tl.sum({0}, {1})"),
-    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, _MUL, _wide),
-    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), _smallest, _MAX, _same, cost=2),
-    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), _largest, _MIN, _same, cost=2),
-    ReductionRow("any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool),
-    ReductionRow("all", lambda x, d, k: torch.all(x.bool(), d, k), lambda _: True, "{0} & {1}", _to_bool),
-    ReductionRow("argmax", _index(torch.argmax), _smallest, _replaces(">"), _same, None, NUMBERS, torch.int64, True, 4),
-    ReductionRow("argmin", _index(torch.argmin), _largest, _replaces("<"), _same, None, NUMBERS, torch.int64, True, 4),
+    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, _ADD, _wide, "({0} + {1})"),
+    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, _MUL, _wide, "({0} * {1})"),
+    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), _smallest, _MAX, _same, by(*_TRITON_MAX), cost=2),
+    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), _largest, _MIN, _same, by(*_TRITON_MIN), cost=2),
+    ReductionRow(
+        "any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool, "({0} | {1})",
+    ),
+    ReductionRow(
+        "all", lambda x, d, k: torch.all(x.bool(), d, k), lambda _: True, "{0} & {1}", _to_bool, "({0} & {1})",
+    ),
+    ReductionRow(
+        "argmax", _index(torch.argmax), _smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
+    ),
+    ReductionRow(
+        "argmin", _index(torch.argmin), _largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
+    ),
 )  # fmt: skip

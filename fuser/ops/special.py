@@ -6,17 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from fuser.ops.table import FLOATS, INTS, OpRow
+from fuser.ops.pointwise import by_width
+from fuser.ops.table import FLOATS, INTS, Cell, OpRow
 
-_TANH = "(1 - 2 / (tl.exp2(2.885390081777927 * {0}) + 1))"
-_SIGMOID = "(1 / (1 + tl.exp2(-1.4426950408889634 * {0})))"
+_TANH = by_width("fuser_tanh({0})", "libdevice.tanh({0})")
+_SIGMOID = by_width("fuser_sigmoid({0})", "(1.0 / (1.0 + libdevice.exp(-{0})))")
 
 
 def _unary(
     name: str,
     eval: Callable[..., torch.Tensor],
     domain: tuple[float, float] = (-4.0, 4.0),
-    triton: str | None = None,
+    triton: Cell = None,
     cost: int = 20,
     ulps: float = 2.0,
 ) -> OpRow:
@@ -32,21 +33,21 @@ ELEMENTARY = (
         1,
         torch.rsqrt,
         "1 / __builtin_sqrt{f}({0})",
-        "tl.rsqrt({0})",
+        by_width("tl.rsqrt({0})", "(1.0 / tl.sqrt({0}))"),
         FLOATS,
         cost=8,
         domain=(0.0, 9.0),
         ulps=2.0,
     ),
-    _unary("exp", torch.exp, (-90.0, 90.0), "tl.exp({0})", 10),
-    _unary("exp2", torch.exp2, (-130.0, 130.0), "tl.exp2({0})", 10),
+    _unary("exp", torch.exp, (-90.0, 90.0), cost=10),
+    _unary("exp2", torch.exp2, (-130.0, 130.0), by_width("tl.exp2({0})", "libdevice.exp2({0})"), 10),
     _unary("expm1", torch.expm1, (-20.0, 90.0), cost=12),
-    _unary("log", torch.log, (0.0, 9.0), "tl.log({0})", 10),
-    _unary("log2", torch.log2, (0.0, 9.0), "tl.log2({0})", 10),
+    _unary("log", torch.log, (0.0, 9.0), cost=10),
+    _unary("log2", torch.log2, (0.0, 9.0), cost=10),
     _unary("log10", torch.log10, (0.0, 9.0)),
     _unary("log1p", torch.log1p, (-1.0, 9.0), cost=12),
-    _unary("sin", torch.sin, (-90.0, 90.0), "tl.sin({0})"),
-    _unary("cos", torch.cos, (-90.0, 90.0), "tl.cos({0})"),
+    _unary("sin", torch.sin, (-90.0, 90.0)),
+    _unary("cos", torch.cos, (-90.0, 90.0)),
     _unary("tan", torch.tan, (-90.0, 90.0)),
     _unary("asin", torch.asin, (-1.0, 1.0)),
     _unary("acos", torch.acos, (-1.0, 1.0)),
@@ -58,7 +59,7 @@ ELEMENTARY = (
     _unary("acosh", torch.acosh, (1.0, 90.0)),
     _unary("atanh", torch.atanh, (-1.0, 1.0)),
     _unary("sigmoid", torch.sigmoid, (-90.0, 90.0), _SIGMOID, 14),
-    _unary("erf", torch.erf, (-5.0, 5.0), "tl.erf({0})"),
+    _unary("erf", torch.erf, (-5.0, 5.0)),
     _unary("erfc", torch.erfc, (-5.0, 11.0)),
     # Right to what 1 + erf is right to, in absolute terms: what gelu needs.
     _unary("normal_cdf", torch.special.ndtr, (0.0, 8.0), "(0.5 * (1 + tl.erf(0.7071067811865476 * {0})))"),
@@ -73,15 +74,15 @@ BINARY = (
         for name, eval, triton, cost in (
             ("atan2", torch.atan2, "libdevice.atan2({0}, {1})", 30),
             ("hypot", torch.hypot, "libdevice.hypot({0}, {1})", 15),
-            ("logaddexp", torch.logaddexp, None, 30),
-            ("logaddexp2", torch.logaddexp2, None, 30),
-            ("xlogy", torch.xlogy, "tl.where({0} == 0, tl.where({1} != {1}, {1}, 0.0), {0} * tl.log({1}))", 14),
-            ("xlog1py", torch.special.xlog1py, None, 16),
+            ("logaddexp", torch.logaddexp, "fuser_logaddexp({0}, {1})", 30),
+            ("logaddexp2", torch.logaddexp2, "fuser_logaddexp2({0}, {1})", 30),
+            ("xlogy", torch.xlogy, "fuser_xlogy({0}, {1})", 14),
+            ("xlog1py", torch.special.xlog1py, "fuser_xlog1py({0}, {1})", 16),
         )
     ),
     OpRow(
-        "ldexp", 2, torch.ldexp, "{0} * fuser_exp2_{D}({1})", "({0} * tl.exp2({1}))", FLOATS, cost=12, ulps=2.0,
+        "ldexp", 2, torch.ldexp, "{0} * fuser_exp2_{D}({1})", "({0} * libdevice.exp2({1}))", FLOATS, cost=12, ulps=2.0,
     ),
 )  # fmt: skip
-SPECIAL = (_unary("entr", torch.special.entr, (0.0, 9.0)),)
+SPECIAL = (_unary("entr", torch.special.entr, (0.0, 9.0), "fuser_entr({0})"),)
 ROWS = (*ELEMENTARY, *BINARY, *SPECIAL)

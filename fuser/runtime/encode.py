@@ -2,12 +2,14 @@
 
 launcher.cpp walks this array from front to back on every call:
 
-    inputs     tensor: 0, DLPack dtype word, DLPack device type, rank, an item for each size and each stride
+    inputs     tensor: 0, DLPack dtype word, DLPack device type (256 more if aligned), rank, an item for each size and
+               each stride
                int, bool, float: 1, 2 or 3, slot
     guards     count, an item each
     buffers    count; each: is output, torch's scalar type, item size, rank, an item for each size, and, for outputs,
                for each stride
-    steps      count; each: items for units, work, scratch
+    steps      count; each: items for units, work, scratch; 0, or for a GPU: 1, threads, bytes of shared memory, count
+               of parameters, each: POINTER number, NUMBER4 item, NUMBER8 item, REAL slot or NULL
     outputs    single, count; each: 0 buffer, 1 input or 2 earlier result, and its number
 
 An item is CONST value, LOAD slot, CODE n followed by n words of a program, or BIND slot.
@@ -21,13 +23,15 @@ import torch
 
 from fuser.errors import BackendError
 from fuser.ir.sizes import LE, PUSH, SLOT, Program
-from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 
-LAYOUT = 1  # of the words below; launcher.cpp has the same number
+LAYOUT = 2  # of the words below; launcher.cpp has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
 FROM_BUFFER, FROM_INPUT, FROM_RESULT = range(3)
+PARAMS = {"pointer": 0, "int32": 1, "int64": 2, "float64": 3, "null": 4}
+MOST_PARAMS = 512
 
 Encoded = tuple[tuple[int, ...], bytes, tuple[str, ...], tuple[torch.dtype, ...]]
 
@@ -91,7 +95,8 @@ class Encoder:
                 raise BackendError(f"launch program: {pattern.dtype} on {pattern.device_type} cannot be matched")
             if len(pattern.sizes) != len(pattern.strides):
                 raise BackendError(f"launch program: {len(pattern.sizes)} sizes but {len(pattern.strides)} strides")
-            self.words += [DTYPE_WORDS[pattern.dtype], DEVICE_TYPES[pattern.device_type], len(pattern.sizes)]
+            device = DEVICE_TYPES[pattern.device_type] | (256 if pattern.aligned else 0)
+            self.words += [DTYPE_WORDS[pattern.dtype], device, len(pattern.sizes)]
             for item in (*pattern.sizes, *pattern.strides):
                 self.item(item)
         elif pattern.kind == "float":
@@ -108,6 +113,26 @@ class Encoder:
             raise BackendError(f"launch program: {len(b.sizes)} sizes but {len(b.strides)} strides")
         for code in (*b.sizes, *b.strides) if b.output else b.sizes:
             self.code(code)
+
+    def step(self, step: Step, n_pointers: int) -> None:
+        for code in (step.units, step.work, step.scratch):
+            self.code(code)
+        if step.gpu is None:
+            self.words.append(0)
+            return
+        params = step.gpu.params
+        if len(params) > MOST_PARAMS:
+            raise BackendError(f"launch program: {step.entry} takes {len(params)} arguments: at most {MOST_PARAMS}")
+        self.words += [1, step.gpu.threads, step.gpu.shared, len(params)]
+        for kind, value in params:
+            self.words.append(PARAMS[kind])
+            if kind in ("int32", "int64"):
+                self.code(value)
+            elif kind != "null":
+                known = n_pointers if kind == "pointer" else self.program.n_floats
+                if not 0 <= value < known:
+                    raise BackendError(f"launch program: {step.entry} takes {kind} {value} of {known}")
+                self.words.append(value)
 
     def outputs(self) -> None:
         p = self.program
@@ -136,11 +161,10 @@ class Encoder:
         for b in p.buffers:
             self.buffer(b)
         self.words.append(len(p.steps))
-        for step in p.steps:
-            for code in (step.units, step.work, step.scratch):
-                self.code(code)
-        self.outputs()
         tensors = sum(pattern.kind == "tensor" for pattern in p.inputs)
+        for step in p.steps:
+            self.step(step, tensors + len(p.buffers))
+        self.outputs()
         n_dims = max((2 * len(b.sizes) for b in p.buffers), default=0)
         header = (len(p.inputs), p.n_slots, p.n_floats, tensors + len(p.buffers), len(p.buffers), n_dims, self.depth)
         stream = array("q", self.words).tobytes()

@@ -1,0 +1,54 @@
+"""Triton for a kernel plan: returns strings, imports no Triton and needs no GPU.
+
+A program computes a tile of one or two dims. Each dim runs over some axes of the plan, taken together as one number:
+
+- *pointwise*: the vector axis, and all other axes; or, where an operand is transposed, the two axes along which memory
+  runs; or everything at once.
+- *row*: results, and the reduced axes, which memory runs along.
+- *column*: neighbouring results, and the reduced axes.
+
+Short reduced axes are held in registers whole, so every phase sees the same loads. Longer ones are looped over, once
+for each phase. Axes that no dim covers are digits of the program's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fuser.cuda.layout import Context
+from fuser.cuda.nest import Function, Nest
+from fuser.cuda.split import Partial, split, split_guards, wants_split
+from fuser.cuda.text import Guard
+from fuser.ops import triton_prelude
+from fuser.scheduler.plan import KernelPlan
+
+HEAD = "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n\n\n"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The functions of one plan, in launch order, the temporaries they share, and what their choices rest on."""
+
+    functions: tuple[Function, ...]
+    partials: tuple[Partial, ...]
+    guards: tuple[Guard, ...]
+
+
+def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
+    """Triton functions for `plan`."""
+    if wants_split(plan, ctx):
+        return Generated(*split(plan, name, ctx))
+    nest = Nest(plan, name, ctx)
+    function = nest.function()
+    return Generated((function,), (), tuple(dict.fromkeys([*split_guards(plan, ctx), *nest.guards])))
+
+
+def source_text(functions: Iterable[Function], comment: str) -> str:
+    """A complete source: imports, the helpers that are called, the kernels."""
+    body = "\n\n".join(f.text for f in functions)
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return f"{head}{HEAD}{triton_prelude(body)}{body}"
+
+
+__all__ = ["Context", "Function", "Generated", "Partial", "generate", "source_text"]

@@ -1,0 +1,148 @@
+"""Which axes of a plan the dims of a kernel's tile cover, and which are digits of the program's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fuser.cuda import tiles
+from fuser.cuda.text import Guard
+from fuser.ir.loop_body import indirect_rows
+from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product
+from fuser.scheduler.plan import Axis, KernelPlan
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a generator asks of the lowering. `wide`: addresses need 64 bits. `numerics`: "fast" or "eager"."""
+
+    hint: Callable[[Expr], int]
+    aligned: Callable[[str], bool]
+    wide: bool
+    numerics: str
+
+
+def blocks(n: Expr, size: int) -> Expr:
+    """How many blocks of `size` cover `n`."""
+    return floordiv(n + (size - 1), expr(size))
+
+
+@dataclass
+class Dim:
+    """One dim of the tile: `axes` as one number (the last running fastest), `block` elements of it a program.
+
+    `loop`: covered by a loop instead of by programs. `whole`: one block covers it all.
+    """
+
+    axes: list[Axis]
+    block: int
+    name: str
+    whole: bool = False
+    loop: bool = False
+
+    @property
+    def size(self) -> Expr:
+        """Elements of all axes together."""
+        return product(a.size for a in self.axes)
+
+
+@dataclass
+class Layout:
+    """Which axes are digits of the program's number, and which the tile's dims cover; the reduced ones last."""
+
+    scalars: list[Axis]
+    dims: list[Dim]
+    warps: int
+    guards: list[Guard] = field(default_factory=list)
+
+
+def is_column(plan: KernelPlan) -> bool:
+    """Whether neighbouring results, not neighbouring reduced elements, are neighbours in memory."""
+    vector = next((a for a in plan.axes if a.sym == plan.vector), None)
+    return bool(plan.reductions) and vector is not None and not vector.reduced
+
+
+def _row_class(n: Expr, length: int, least: int, ctx: Context) -> list[Guard]:
+    """Guards for rows that a block of `length`, but none half as long, holds."""
+    out: list[Guard] = [("le", n, expr(length))]
+    if length > least:
+        out.append(("lt", expr(length // 2), n))
+    return out
+
+
+def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layout:
+    """The layout of a plan with reductions; `loop` forbids holding rows in registers."""
+    kept = [a for a in plan.axes if not a.reduced]
+    reduced = list(plan.reduced_axes)
+    n = product(a.size for a in reduced)
+    column = is_column(plan)
+    loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
+    if column:
+        tile = tiles.persistent_column(ctx.hint(n))
+        looped, least = tiles.LOOPED_COLUMNS, 4
+        longest = tiles.PERSISTENT_COLUMNS[-1][0]
+    else:
+        tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
+        looped, least = tiles.LOOPED_ROW, 16
+        longest = tiles.PERSISTENT[-1][0]
+    guards: list[Guard] = []
+    if tile is None or loop:
+        if tile is None and not loop and ctx.hint(n) > longest:
+            guards.append(("lt", expr(longest), n))
+        elif not loop:
+            guards += _row_class(n, tiles.power_of_two(ctx.hint(n)), least, ctx)
+        tile = looped
+        loop = True
+    else:
+        guards += _row_class(n, tile.inner, least, ctx)
+    outer = [a for a in kept if a.sym == plan.vector] if column else kept
+    scalars = [a for a in kept if a not in outer]
+    dims = []
+    if tile.outer > 1 and outer:
+        dims.append(Dim(outer, tile.outer, "x"))
+    else:
+        scalars += outer
+    dims.append(Dim(reduced, tile.inner, "r", whole=not loop, loop=loop))
+    return Layout(scalars, dims, tile.warps, guards)
+
+
+def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
+    """The layout of a plan without reductions."""
+    axes = list(plan.axes)
+    if not axes:
+        return Layout([], [], 1)
+    vector = next((a for a in axes if a.sym == plan.vector), axes[-1])
+    others = [a for a in axes if a is not vector]
+    across = _transposed_axis(plan, vector, others)
+    if across is not None:
+        tile = tiles.TRANSPOSED
+        rest = [a for a in others if a is not across]
+        return Layout(rest, [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")], tile.warps)
+    dtypes = dict(plan.buffers)
+    sizes = [dtypes[r.attr[0]].itemsize for r in plan.rows if r.op == "load"]
+    sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
+    n_others = 1
+    for a in others:
+        n_others *= a.hint
+    tile = tiles.pointwise(n_others, vector.hint, sizes)
+    if not others or vector.hint < 16:
+        return Layout([], [Dim(axes, tile.outer * tile.inner, "x")], tile.warps)
+    inner = Dim([vector], tile.inner, "x")
+    if tile.outer == 1:
+        return Layout(others, [inner], tile.warps)
+    return Layout([], [Dim(others, tile.outer, "y"), inner], tile.warps)
+
+
+def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:
+    """The axis along which some operand runs that jumps along the vector axis."""
+    found: set[Axis] = set()
+    for row in plan.rows:
+        if row.op != "load" or indirect_rows(row):
+            continue
+        address = row.attr[1][0]
+        c = coefficient(address, vector.sym)
+        if c is None or c.as_int() in (0, 1):
+            continue
+        found.update(a for a in others if coefficient(address, a.sym) == ONE)
+    axis = next(iter(found)) if len(found) == 1 else None
+    return axis if axis is not None and axis.hint >= 16 and vector.hint >= 16 else None

@@ -1,0 +1,444 @@
+"""One Triton kernel for one loop nest: rows, masks, loads and stores, and the folding of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fuser.cuda.layout import Context, Dim, Layout, blocks, pointwise_layout, reduction_layout
+from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, product, symbols
+from fuser.ops import (
+    REDUCTIONS,
+    TRITON_TYPES,
+    ReductionRow,
+    triton_cell,
+    triton_combine,
+    triton_constant,
+    triton_convert,
+    triton_load,
+    triton_number,
+    triton_store,
+)  # fmt: skip
+from fuser.scheduler.plan import KernelPlan, Reduce, Store
+
+# Ops that turn a small error of a float into a large one of something else.
+_STEEP = frozenset(
+    "floor ceil round trunc frac eq ne lt le gt ge sign heaviside floor_div trunc_div remainder fmod nextafter".split()
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """One kernel and how to launch it: `units` programs of `warps` warps, with `params` as arguments."""
+
+    name: str
+    text: str
+    units: Expr
+    work: Expr
+    params: tuple[Param, ...]
+    warps: int
+    checked: bool  # it asserts that indices are in range
+
+
+class Nest:
+    """Writes one kernel for a plan."""
+
+    def __init__(self, plan: KernelPlan, name: str, ctx: Context, layout: Layout | None = None) -> None:
+        self.plan, self.name, self.ctx = plan, name, ctx
+        self.dtypes = dict(plan.buffers)
+        self.params = Params(ctx.hint, ctx.aligned, self.dtypes)
+        self.bits = 64 if ctx.wide else 32
+        self.reduced = {a.sym for a in plan.axes if a.reduced}
+        if layout is None:
+            layout = reduction_layout(plan, ctx) if self.reduced else pointwise_layout(plan, ctx)
+        self.layout = layout
+        self.fast = self._is_fast()
+        self.out = Lines()
+        self.emitted: set[int] = set()
+        self.eviction = ""
+        self.loop_dim = next((d for d in layout.dims if d.loop), None)
+        self.contiguous = {plan.vector} if plan.vector is not None else set()
+        if not self.reduced and len(layout.dims) == 2 and len(layout.dims[0].axes) == 1 and layout.dims[0].name == "y":
+            self.contiguous.add(layout.dims[0].axes[0].sym)
+
+    @property
+    def guards(self) -> list[Guard]:
+        """What the kernel relies on."""
+        return [*self.layout.guards, *self.params.guards]
+
+    def _is_fast(self) -> bool:
+        """Whether approximations drown in the rounding of every result."""
+        stored = [self.dtypes[s.buffer] for s in self.plan.stores]
+        floats = [d for d in stored if d.is_floating_point]
+        if self.ctx.numerics != "fast" or not floats or any(d.itemsize > 2 for d in floats):
+            return False
+        for row in self.plan.rows:
+            whole = row.op == "to_dtype" and row.attr.is_floating_point and not row.dtype.is_floating_point
+            if whole or row.op == "indirect":
+                return False
+            if row.op in _STEEP and any(
+                self.plan.rows[a].dtype.is_floating_point and self.plan.rows[a].op not in ("load", "const")
+                for a in row.args
+            ):
+                return False
+        return True
+
+    # -- what goes where ---------------------------------------------------------------------------------------------
+    def dims_of(self, syms: Iterable[Sym]) -> frozenset[int]:
+        """The tile dims along which something that varies along the axes `syms` varies."""
+        own = set(syms)
+        return frozenset(i for i, d in enumerate(self.layout.dims) if any(a.sym in own for a in d.axes))
+
+    def row_dims(self, n: int) -> frozenset[int]:
+        """The tile dims of row `n`."""
+        return self.dims_of(self.plan.varies[n])
+
+    def expr_dims(self, e: Expr) -> frozenset[int]:
+        """The tile dims of an index expression."""
+        out = self.dims_of(s for s in symbols(e) if s.kind == LOOP)
+        for s in symbols(e):
+            if s.kind == INDIRECT:
+                out |= self.row_dims(int(s.name[1:]))
+        return out
+
+    def is_full(self, n: int) -> bool:
+        """Whether row `n` varies along the reduced axes."""
+        return bool(self.plan.varies[n] & self.reduced)
+
+    def store_is_full(self, s: Store) -> bool:
+        """Whether a store varies along the reduced axes."""
+        return self.is_full(s.row) or bool(symbols(s.address) & self.reduced)
+
+    def shape(self, dims: Iterable[int] | None = None) -> str:
+        """The shape of a value that varies along `dims` (all by default)."""
+        wanted = set(range(len(self.layout.dims)) if dims is None else dims)
+        return "[" + ", ".join(str(d.block if i in wanted else 1) for i, d in enumerate(self.layout.dims)) + "]"
+
+    def mask(self, dims: Iterable[int], *more: str) -> str:
+        """The mask of an access along `dims`; empty where none is needed."""
+        return " & ".join([*(f"m{self.layout.dims[i].name}" for i in sorted(dims)), *more])
+
+    # -- values ------------------------------------------------------------------------------------------------------
+    def symbol_text(self, s: Sym) -> str:
+        """An axis or an indirect index inside an address."""
+        if s.kind != INDIRECT:
+            return s.name
+        return f"t{s.name[1:]}.to(tl.int32)" if self.bits == 32 else f"t{s.name[1:]}"
+
+    def address(self, e: Expr) -> str:
+        """A flat address."""
+        return triton_expr(e, self.params, self.bits, self.symbol_text, matters=True)
+
+    def value_index(self, e: Expr) -> str:
+        """An index expression as an int64 value."""
+        if e.as_int() is not None:
+            return triton_constant(e.as_int() or 0, torch.int64)
+
+        def wide(s: Sym) -> str:
+            return f"t{s.name[1:]}" if s.kind == INDIRECT else f"{s.name}.to(tl.int64)"
+
+        text = triton_expr(e, self.params, 64, wide)
+        return text if any(s.kind in (INDIRECT, LOOP) for s in symbols(e)) else f"tl.cast({text}, tl.int64)"
+
+    def load(self, row: Row) -> str:
+        """The right-hand side of a load."""
+        buffer, (address,) = row.attr
+        dims, text = self.expr_dims(address), self.address(address)
+        missing = self.row_dims(row.args[0]) - dims if row.args else frozenset()
+        if missing:
+            text = f"({text} + tl.zeros({self.shape(missing | dims)}, tl.int{self.bits}))"
+        mask = self.mask(dims | missing, *(f"t{a}" for a in row.args))
+        options = f", {mask}, other=0" if mask else ""
+        evict = self.eviction if dims else ""
+        pointer = self.params.pointer(buffer)
+        return triton_load(self.dtypes[buffer], f"tl.load({pointer} + ({text}){options}{evict})")
+
+    def value(self, n: int) -> str:
+        """The right-hand side of row `n`."""
+        row = self.plan.rows[n]
+        args = [f"t{a}" for a in row.args]
+        match row.op:
+            case "load":
+                return self.load(row)
+            case "const":
+                return triton_constant(_constant(row), row.dtype)
+            case "scalar":
+                return f"tl.cast({self.params.scalar(row.attr)}, {TRITON_TYPES[row.dtype]})"
+            case "index":
+                return self.value_index(row.attr)
+            case "to_dtype":
+                return triton_convert(row.attr, row.dtype, args[0])
+            case "round_to":
+                return triton_convert(torch.float32, row.attr, args[0])
+        dtype = self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype
+        return triton_cell(row.op, dtype, self.fast, *args)
+
+    def emit(self, n: int) -> None:
+        """The statements of row `n`."""
+        row = self.plan.rows[n]
+        self.emitted.add(n)
+        if row.op == "pair":
+            return
+        if row.op != "indirect":
+            self.out.add(f"t{n} = {self.value(n)}")
+            return
+        size, checked = row.attr
+        self.out.add(f"w{n} = t{row.args[0]}")
+        bound = self.value_index(size)
+        self.out.add(f"w{n} = tl.where(w{n} < 0, w{n} + {bound}, w{n})")
+        if checked:
+            mask = self.mask(self.row_dims(n), *(f"t{a}" for a in row.args[1:]))
+            text = f"(w{n} >= 0) & (w{n} < {bound})"
+            self.out.add(f"tl.device_assert({text}, 'index out of range'{', mask=' + mask if mask else ''})")
+        self.out.add(f"t{n} = tl.where((w{n} >= 0) & (w{n} < {bound}), w{n}, 0)")
+
+    def store(self, s: Store) -> None:
+        """The statement of a store."""
+        dims = self.expr_dims(s.address)
+        if self.row_dims(s.row) - dims:
+            raise Unsupported(f"{s.buffer} is stored along fewer axes than its value has")
+        mask = self.mask(dims)
+        value = triton_store(self.dtypes[s.buffer], f"t{s.row}")
+        text = f"{self.params.pointer(s.buffer)} + ({self.address(s.address)})"
+        self.out.add(f"tl.store({text}, {value}{', ' + mask if mask else ''})")
+
+    # -- scaffolding -------------------------------------------------------------------------------------------------
+    def digits(self) -> list[tuple[str, Expr]]:
+        """The digits of a program's number: (variable, size), the last running fastest."""
+        out = [(a.sym.name, a.size) for a in self.layout.scalars]
+        return out + [(f"b{d.name}", blocks(d.size, d.block)) for d in self.layout.dims if not (d.whole or d.loop)]
+
+    def units(self) -> Expr:
+        """How many programs there are."""
+        return product(size for _, size in self.digits())
+
+    def open_programs(self, extra: list[tuple[str, Expr]] | None = None) -> None:
+        """Take the program's number apart."""
+        digits = [*(extra or []), *self.digits()]
+        if not digits:
+            return
+        wide = ".to(tl.int64)" if self.bits == 64 else ""
+        self.out.add(f"pid = tl.program_id(0){wide}")
+        for at, (variable, size) in reversed(list(enumerate(digits))):
+            if at == 0:
+                self.out.add(f"{variable} = pid")
+                break
+            n = self.params.number(size, self.bits, f"n_{variable}")
+            self.out.add(f"{variable} = pid % {n}")
+            self.out.add(f"pid = pid // {n}")
+        for d in self.layout.dims:
+            if not d.loop:
+                self.open_dim(d, "" if d.whole else f"b{d.name} * {d.block} + ")
+
+    def open_dim(self, d: Dim, start: str, end: str = "") -> None:
+        """The numbers of a dim's block, the axes they stand for, and the mask."""
+        both = len(self.layout.dims) == 2
+        index = "" if not both else "[:, None]" if d is self.layout.dims[0] else "[None, :]"
+        matters = any(a.sym in self.contiguous for a in d.axes) or d.axes[0].reduced
+        n = self.params.number(d.size, self.bits, f"n_{d.name}", matters)
+        self.out.add(f"{d.name} = {start}tl.arange(0, {d.block}){index}")
+        self.out.add(f"m{d.name} = {d.name} < {n}")
+        rest = d.name
+        for a in reversed(d.axes[1:]):
+            size = self.params.number(a.size, self.bits, f"n_{a.sym.name}", a.sym in self.contiguous)
+            self.out.add(f"{a.sym.name} = {rest} % {size}")
+            self.out.add(f"{d.name}_{a.sym.name} = {rest} // {size}")
+            rest = f"{d.name}_{a.sym.name}"
+        self.out.add(f"{d.axes[0].sym.name} = {rest}")
+
+    def close_function(self, name: str, units: Expr) -> Function:
+        """The finished function."""
+        params = tuple(self.params.known.values())
+        head = f"@triton.jit\ndef {name}({', '.join(p.name for p in params)}):\n"
+        text = head + "\n".join(self.out.lines or ["    pass"]) + "\n"
+        checked = any(r.op == "indirect" and r.attr[1] for r in self.plan.rows)
+        work = product(a.size for a in self.plan.axes)
+        return Function(name, text, units, work, params, self.layout.warps, checked)
+
+    def function(self) -> Function:
+        """The kernel."""
+        self.open_programs()
+        if self.loop_dim is not None:
+            Looped(self).all_phases()
+        else:
+            self.all_at_once()
+        return self.close_function(self.name, self.units())
+
+    def all_at_once(self) -> None:
+        """Every row once, in order; stores as soon as they can be made."""
+        stores = list(self.plan.stores)
+        for n, row in enumerate(self.plan.rows):
+            if row.op == "reduced":
+                r = self.plan.reductions[row.attr]
+                self.result(n, r, *self.reduced_inputs(r))
+            else:
+                self.emit(n)
+        for s in stores:
+            self.store(s)
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+    def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
+        """The table's row of a reduction, the dtype of its values and of its accumulator."""
+        row = self.plan.rows[r.row]
+        value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
+        spec = REDUCTIONS[r.kind]
+        return spec, value, spec.accumulate(value)
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype in which positions are compared."""
+        return torch.int64 if self.bits == 64 else torch.int32
+
+    def reduced_inputs(self, r: Reduce) -> tuple[str, str]:
+        """What a reduction takes of the current tile: values and, if it is one of indices, indices; else ""."""
+        spec, value, acc = self.spec(r)
+        row = self.plan.rows[r.row]
+        own = row.args[0] if spec.index else r.row
+        inner = self.layout.dims[-1].name
+        text = f"tl.where(m{inner}, {triton_convert(value, acc, f't{own}')}, {triton_number(spec.identity(acc), acc)})"
+        if acc is torch.bool:
+            text = f"{text} != 0"
+        elif acc.itemsize < 4:
+            text = f"({text}).to({TRITON_TYPES[acc]})"
+        if self.row_dims(own) != frozenset(range(len(self.layout.dims))) or spec.index:
+            text = f"tl.broadcast_to({text}, {self.shape()})"
+        if not spec.index:
+            return text, ""
+        index = triton_convert(torch.int64, self.index_dtype, f"t{row.args[1]}")
+        last = torch.iinfo(self.index_dtype).max
+        return text, f"tl.broadcast_to(tl.where(m{inner}, {index}, {last}), {self.shape()})"
+
+    def fold(self, r: Reduce, values: str, indices: str) -> str:
+        """The expression that reduces a tile along its last dim."""
+        spec, _, acc = self.spec(r)
+        axis = len(self.layout.dims) - 1
+        back = "[:, None]" if axis else ""
+        if r.kind == "sum":
+            return f"tl.sum({values}, {axis}){back}"
+        if acc is torch.bool:
+            return f"(tl.{'max' if r.kind == 'any' else 'min'}(({values}).to(tl.int32), {axis}) != 0){back}"
+        if spec.index:
+            return f"tl.reduce(({values}, {indices}), {axis}, fuser_combine_{r.kind})[1]{back}"
+        return f"tl.reduce({values}, {axis}, fuser_combine_{r.kind}){back}"
+
+    def result(self, n: int, r: Reduce, values: str, indices: str) -> None:
+        """The `reduced` row `n`."""
+        spec, _, acc = self.spec(r)
+        self.emitted.add(n)
+        source = self.index_dtype if spec.index else acc
+        self.out.add(f"t{n} = {triton_convert(source, self.plan.rows[n].dtype, self.fold(r, values, indices))}")
+
+
+class Looped:
+    """Writes the phases of a nest whose reduced axes are looped over."""
+
+    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None) -> None:
+        self.nest, self.plan, self.out = nest, nest.plan, nest.out
+        assert nest.loop_dim is not None
+        self.dim: Dim = nest.loop_dim
+        self.bounds = bounds
+
+    def all_phases(self) -> None:
+        """A loop for each phase, with what comes between."""
+        for phase in range(self.plan.n_phases):
+            self.phase(phase)
+            for n, row in enumerate(self.plan.rows):
+                if row.op == "reduced" and self.plan.reductions[row.attr].phase == phase:
+                    r = self.plan.reductions[row.attr]
+                    self.nest.result(n, r, f"acc{r.number}", f"at{r.number}")
+        self.outer_rows(self.plan.n_phases)
+        for s in self.plan.stores:
+            if not self.nest.store_is_full(s):
+                self.nest.store(s)
+
+    def outer_rows(self, phase: int) -> None:
+        """Rows that do not vary along the reduced axes, as far as they are known in `phase`."""
+        for n, row in enumerate(self.plan.rows):
+            ready = n not in self.nest.emitted and self.plan.phases[n] <= phase and row.op != "reduced"
+            if ready and not self.nest.is_full(n):
+                self.nest.emit(n)
+
+    def roots(self, phase: int) -> list[int]:
+        """Rows that the loop of `phase` has to compute."""
+        out = [r.row for r in self.plan.reductions if r.phase == phase]
+        for s in self.plan.stores:
+            if s.phase == phase and self.nest.store_is_full(s):
+                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+        return out
+
+    def closure(self, roots: Iterable[int]) -> list[int]:
+        """The rows along the reduced axes that `roots` need, in order."""
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n not in seen and self.nest.is_full(n):
+                seen.add(n)
+                pending += [*self.plan.rows[n].args, *indirect_rows(self.plan.rows[n])]
+        return sorted(seen)
+
+    def phase(self, phase: int) -> None:
+        """The loop of one phase, if it has anything to do."""
+        self.outer_rows(phase)
+        roots = self.roots(phase)
+        if not roots:
+            return
+        mine = [r for r in self.plan.reductions if r.phase == phase]
+        for r in mine:
+            self.start(r)
+        self.open_loop()
+        last = phase == self.plan.n_phases - 1
+        if self.plan.n_phases > 1 and self.bounds is None:
+            self.nest.eviction = ", eviction_policy='evict_first'" if last else ", eviction_policy='evict_last'"
+        for n in self.closure(roots):
+            self.nest.emit(n)
+        self.nest.eviction = ""
+        for s in self.plan.stores:
+            if s.phase == phase and self.nest.store_is_full(s):
+                self.nest.store(s)
+        for r in mine:
+            self.accumulate(r)
+        self.out.close()
+
+    def open_loop(self) -> None:
+        """The loop over blocks of the reduced axes."""
+        d = self.dim
+        low, high = self.bounds or ("0", self.nest.params.number(d.size, self.nest.bits, f"n_{d.name}", True))
+        self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
+        self.nest.open_dim(d, f"{d.name}0 + ")
+
+    def start(self, r: Reduce) -> None:
+        """An accumulator at its identity."""
+        spec, _, acc = self.nest.spec(r)
+        shape = self.nest.shape()
+        self.out.add(f"acc{r.number} = tl.full({shape}, {triton_number(spec.identity(acc), acc)}, {TRITON_TYPES[acc]})")
+        if spec.index:
+            kind = self.nest.index_dtype
+            self.out.add(f"at{r.number} = tl.full({shape}, {torch.iinfo(kind).max}, {TRITON_TYPES[kind]})")
+
+    def accumulate(self, r: Reduce) -> None:
+        """Fold the current tile into the accumulator."""
+        spec, _, acc = self.nest.spec(r)
+        k = r.number
+        values, indices = self.nest.reduced_inputs(r)
+        if not spec.index:
+            self.out.add(f"x{k} = {values}")
+            self.out.add(f"acc{k} = {triton_combine(r.kind, acc, f'acc{k}', f'x{k}')}")
+            return
+        self.out.add(f"x{k} = {values}")
+        self.out.add(f"i{k} = {indices}")
+        self.out.add(f"better{k} = {triton_combine(r.kind, acc, f'acc{k}', f'at{k}', f'x{k}', f'i{k}')}")
+        self.out.add(f"acc{k} = tl.where(better{k}, x{k}, acc{k})")
+        self.out.add(f"at{k} = tl.where(better{k}, i{k}, at{k})")
+
+
+def _constant(row: Row) -> bool | int | float:
+    text: str = row.attr
+    if row.dtype is torch.bool:
+        return text == "True"
+    return float(text) if row.dtype.is_floating_point else int(text)

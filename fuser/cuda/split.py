@@ -1,0 +1,234 @@
+"""Reductions to few results: chunks of the reduced axes write partial results, a second kernel combines them.
+
+How many chunks there are follows from sizes alone, and they are combined in a fixed order: the same inputs give the
+same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from fuser.cuda import tiles
+from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, reduction_layout
+from fuser.cuda.nest import Function, Looped, Nest
+from fuser.cuda.text import Guard
+from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
+from fuser.ir.sizes import (
+    INDIRECT,
+    LOOP,
+    ONE,
+    Expr,
+    Sym,
+    expr,
+    floordiv,
+    maximum,
+    minimum,
+    product,
+    substitute,
+    symbols,
+)  # fmt: skip
+from fuser.ops import REDUCTIONS
+from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
+
+CHUNK = Sym("chunk", LOOP)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A temporary of a split reduction: `size` elements of `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    size: Expr
+
+
+def programs(plan: KernelPlan) -> Expr:
+    """How many programs an unsplit, looped kernel would have."""
+    kept = [a for a in plan.axes if not a.reduced]
+    if not is_column(plan):
+        return product(a.size for a in kept)
+    others = product(a.size for a in kept if a.sym != plan.vector)
+    vector = next(a for a in kept if a.sym == plan.vector)
+    return others * blocks(vector.size, tiles.LOOPED_COLUMNS.outer)
+
+
+def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
+    """Whether the sizes ask for a split, and the relations that say the same of other sizes."""
+    units, n = programs(plan), product(a.size for a in plan.reduced_axes)
+    few = ctx.hint(units) < tiles.SPLIT_BELOW
+    long = ctx.hint(n) >= tiles.SPLIT_FROM
+    if few and long:
+        return True, [("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(tiles.SPLIT_FROM), n)]
+    if not few:
+        return False, [("le", expr(tiles.SPLIT_BELOW), units)]
+    return False, [("lt", n, expr(tiles.SPLIT_FROM))]
+
+
+def can_split(plan: KernelPlan) -> bool:
+    """Whether one pass over the data is enough, and nothing along the reduced axes needs a result."""
+    if not plan.reductions or any(r.phase for r in plan.reductions):
+        return False
+    reduced = {a.sym for a in plan.reduced_axes}
+    return not any((plan.varies[s.row] | symbols(s.address)) & reduced for s in plan.stores if s.phase > 0)
+
+
+def wants_split(plan: KernelPlan, ctx: Context) -> bool:
+    """Whether few programs would have to do much each."""
+    return can_split(plan) and _decision(plan, ctx)[0]
+
+
+def split_guards(plan: KernelPlan, ctx: Context) -> list[Guard]:
+    """What keeps the decision the same for other sizes."""
+    if not can_split(plan):
+        return []
+    return [g for g in _decision(plan, ctx)[1] if g[1].as_int() is None or g[2].as_int() is None]
+
+
+def split(
+    plan: KernelPlan, name: str, ctx: Context
+) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
+    """Two functions for `plan`, the temporaries between them, and what the choice rests on."""
+    layout = reduction_layout(plan, ctx, loop=True)
+    inner = layout.dims[-1]
+    units = programs(plan)
+    n = inner.size
+    most = minimum(maximum(floordiv(expr(tiles.SPLIT_PROGRAMS), units), ONE), expr(tiles.MOST_CHUNKS))
+    chunks = minimum(blocks(n, inner.block), most)
+    each = floordiv(floordiv(n + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
+    nest = Nest(plan, f"{name}_partial", ctx, layout)
+    results = product(a.size for a in plan.axes if not a.reduced)
+    partials = _partials(plan, nest, name, results * chunks)
+    dtypes = {p.name: p.dtype for p in partials}
+    nest.dtypes.update(dtypes)
+    first = _partial_function(nest, chunks, each, _result_address(plan, results), name)
+    combined = _combine_plan(plan, chunks, results, name, dtypes)
+    rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined))
+    second = rest.function()
+    guards = dict.fromkeys([*split_guards(plan, ctx), *nest.params.guards, *rest.params.guards])
+    return (first, second), tuple(partials), tuple(guards)
+
+
+def _combine_layout(plan: KernelPlan) -> Layout:
+    """All chunks of a row at once; for neighbouring results, a loop over them."""
+    kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
+    if not is_column(plan):
+        return Layout(kept, [Dim(reduced, tiles.MOST_CHUNKS, "r", whole=True)], 4)
+    tile = tiles.COMBINE_COLUMNS
+    outer = [a for a in kept if a.sym == plan.vector]
+    scalars = [a for a in kept if a.sym != plan.vector]
+    return Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
+
+
+def _result_address(plan: KernelPlan, results: Expr) -> Expr:
+    """Where a chunk's result lies in a partial buffer: chunk after chunk, each as the kept axes run."""
+    at = expr(0)
+    for a in plan.axes:
+        if not a.reduced:
+            at = at * a.size + expr(a.sym)
+    return expr(CHUNK) * results + at
+
+
+def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Partial]:
+    out = []
+    for r in plan.reductions:
+        spec, _, acc = nest.spec(r)
+        out.append(Partial(f"{name}_p{r.number}", acc, size))
+        if spec.index:
+            out.append(Partial(f"{name}_i{r.number}", torch.int64, size))
+    return out
+
+
+def _partial_function(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str) -> Function:
+    """The first kernel: a looped pass over a chunk, stored unfinished."""
+    units = nest.units() * chunks
+    nest.open_programs([("chunk", chunks)])
+    size = nest.params.number(each, nest.bits, "each", True)
+    n = nest.params.number(nest.layout.dims[-1].size, nest.bits, "n_r", True)
+    nest.out.add(f"low = chunk * {size}")
+    nest.out.add(f"high = tl.minimum(low + {size}, {n})")
+    loop = Looped(nest, ("low", "high"))
+    loop.phase(0)
+    address = nest.address(at)
+    mask = nest.mask(nest.expr_dims(at))
+    masked = f", {mask}" if mask else ""
+    for r in nest.plan.reductions:
+        spec, _, acc = nest.spec(r)
+        if spec.index:
+            axis = len(nest.layout.dims) - 1
+            back = "[:, None]" if axis else ""
+            pair = f"(acc{r.number}, at{r.number})"
+            nest.out.add(f"v{r.number}, j{r.number} = tl.reduce({pair}, {axis}, fuser_combine_{r.kind})")
+            index = nest.params.pointer(f"{name}_i{r.number}")
+            nest.out.add(f"tl.store({index} + ({address}), j{r.number}{back}.to(tl.int64){masked})")
+            value = f"v{r.number}{back}"
+        else:
+            value = nest.fold(r, f"acc{r.number}", "")
+        pointer = nest.params.pointer(f"{name}_p{r.number}")
+        value = f"({value}).to(tl.uint8)" if acc is torch.bool else value
+        nest.out.add(f"tl.store({pointer} + ({address}), {value}{masked})")
+    return nest.close_function(nest.name, units)
+
+
+def _combine_plan(
+    plan: KernelPlan, chunks: Expr, results: Expr, name: str, dtypes: dict[str, torch.dtype]
+) -> KernelPlan:
+    """What is left to do once the chunks are reduced: the same reductions over chunks, and what follows them."""
+    reduced = {a.sym for a in plan.reduced_axes}
+    at = _result_address(plan, results)
+    rows: list[Row] = []
+    number: dict[int, int] = {}
+    reductions: list[Reduce] = []
+    for r in plan.reductions:
+        rows.append(Row("load", (), dtypes[f"{name}_p{r.number}"], (f"{name}_p{r.number}", (at,))))
+        if REDUCTIONS[r.kind].index:
+            rows.append(Row("load", (), torch.int64, (f"{name}_i{r.number}", (at,))))
+            rows.append(Row("pair", (len(rows) - 2, len(rows) - 1), torch.int64))
+        reductions.append(Reduce(r.number, r.kind, len(rows) - 1, r.dtype, 0))
+    for n, row in enumerate(plan.rows):
+        if plan.varies[n] & reduced and row.op != "reduced":
+            continue
+        number[n] = len(rows)
+        rows.append(_moved(row, number))
+    stores = []
+    for s in plan.stores:
+        if not (plan.varies[s.row] | symbols(s.address)) & reduced:
+            stores.append(Store(s.buffer, _moved_expr(s.address, number), number[s.row], 1))
+    kept = tuple(a for a in plan.axes if not a.reduced)
+    axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
+    buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
+    known = {**dict(plan.buffers), **dtypes}
+    phases, varies = _phases(axes, rows, reductions)
+    vector = plan.vector if is_column(plan) else CHUNK
+    return dataclasses.replace(
+        plan, axes=axes, vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=tuple(stores),
+        reductions=tuple(reductions), buffers=tuple((b, known[b]) for b in buffers),
+    )  # fmt: skip
+
+
+def _moved(row: Row, number: dict[int, int]) -> Row:
+    if indirect_rows(row):
+        row = map_exprs(row, lambda e: _moved_expr(e, number))
+    return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
+
+
+def _moved_expr(e: Expr, number: dict[int, int]) -> Expr:
+    used = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
+    return substitute(e, used) if used else e
+
+
+def _phases(
+    axes: tuple[Axis, ...], rows: list[Row], reductions: list[Reduce]
+) -> tuple[tuple[int, ...], tuple[frozenset[Sym], ...]]:
+    own = {a.sym for a in axes}
+    kept = frozenset(a.sym for a in axes if not a.reduced)
+    phases: list[int] = []
+    varies: list[frozenset[Sym]] = []
+    for row in rows:
+        needs = [*row.args, *indirect_rows(row)]
+        along = frozenset(s for e in row_exprs(row) for s in symbols(e) if s in own).union(*(varies[d] for d in needs))
+        phases.append(1 if row.op == "reduced" else max((phases[d] for d in needs), default=0))
+        varies.append(kept if row.op == "reduced" else along)
+    return tuple(phases), tuple(varies)

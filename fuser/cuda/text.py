@@ -1,0 +1,136 @@
+"""Small pieces of Triton text: parameters of a kernel, expressions over sizes, indented lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, is_nonnegative, mod, symbols
+from fuser.ops import TRITON_POINTERS
+
+VECTOR = 16  # bytes of the widest access, and the divisor that lets the compiler use it
+
+
+@dataclass(frozen=True)
+class Param:
+    """An argument of a kernel. `kind` is "pointer", "int32", "int64" or "float64".
+
+    `value` is a buffer's name, an expression over sizes, or a scalar input's name. `aligned`: a pointer, or number,
+    that 16 divides.
+    """
+
+    name: str
+    kind: str
+    value: str | Expr
+    type: str
+    aligned: bool
+
+
+Guard = tuple[str, Expr, Expr]
+
+
+@dataclass
+class Params:
+    """The parameters of one kernel in order of need, and what their being divisible rests on.
+
+    `hint` gives an expression's value in the example, `aligned` says which buffers start at a multiple of 16 bytes.
+    """
+
+    hint: Callable[[Expr], int]
+    aligned: Callable[[str], bool]
+    dtypes: Mapping[str, torch.dtype]
+    known: dict[str, Param] = field(default_factory=dict)
+    guards: dict[Guard, None] = field(default_factory=dict)
+    _numbers: dict[tuple[Expr, str], str] = field(default_factory=dict)
+
+    def pointer(self, buffer: str) -> str:
+        """The pointer to a buffer."""
+        if buffer not in self.known:
+            kind = TRITON_POINTERS[self.dtypes[buffer]]
+            self.known[buffer] = Param(buffer, "pointer", buffer, kind, self.aligned(buffer))
+        return buffer
+
+    def scalar(self, name: str) -> str:
+        """A float input."""
+        key = f"f_{name}"
+        self.known.setdefault(key, Param(key, "float64", name, "fp64", False))
+        return key
+
+    def number(self, e: Expr, bits: int, name: str = "", matters: bool = False) -> str:
+        """A number that is fixed for a launch: a literal, or a parameter computed by the launcher.
+
+        Where it `matters` for wide accesses whether 16 divides it, the kernel is for one of the two cases.
+        """
+        value = e.as_int()
+        if value is not None:
+            return str(value) if value >= 0 else f"({value})"
+        kind = f"int{bits}"
+        known = self._numbers.get((e, kind))
+        if known is None:
+            known = name if name and name not in self.known else f"s{len(self._numbers)}"
+            self._numbers[e, kind] = known
+            self.known[known] = Param(known, kind, e, f"i{bits}", False)
+        if matters and not self.known[known].aligned:
+            divides = self.hint(e) % VECTOR == 0
+            rest = mod(e, expr(VECTOR))
+            if rest.as_int() is None:
+                self.guards["eq" if divides else "ne", rest, expr(0)] = None
+            if divides:
+                old = self.known[known]
+                self.known[known] = Param(old.name, old.kind, old.value, old.type, True)
+        return known
+
+
+def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], matters: bool = False) -> str:
+    """An integer expression over loop variables, in `bits` bits; what is fixed for a launch becomes parameters."""
+    groups: dict[tuple[Sym | Call, ...], Expr] = {}
+    for monomial, c in e.terms:
+        moving = tuple(a for a in monomial if _moves(a))
+        fixed = Expr({tuple(a for a in monomial if not _moves(a)): c})
+        groups[moving] = groups.get(moving, expr(0)) + fixed
+    parts = []
+    for moving, factor in groups.items():
+        factors = [name(a) if isinstance(a, Sym) else _call(a, params, bits, name) for a in moving]
+        if factor != ONE or not factors:
+            factors.append(params.number(factor, bits, matters=matters and bool(moving)))
+        parts.append(" * ".join(factors))
+    return " + ".join(parts) or "0"
+
+
+def _moves(a: Sym | Call) -> bool:
+    if isinstance(a, Sym):
+        return a.kind in (LOOP, INDIRECT)
+    return any(s.kind in (LOOP, INDIRECT) for e in a.args for s in symbols(e))
+
+
+def _call(c: Call, params: Params, bits: int, name: Callable[[Sym], str]) -> str:
+    a, b = (triton_expr(e, params, bits, name) for e in c.args)
+    if c.fn in ("min", "max"):
+        return f"tl.{c.fn}imum({a}, {b})"
+    helper = "fuser_floor_div_int" if c.fn == "floordiv" else "fuser_remainder_int"
+    if is_nonnegative(c.args[0]) and is_nonnegative(c.args[1]):
+        return f"(({a}) {'//' if c.fn == 'floordiv' else '%'} ({b}))"
+    return f"{helper}({a}, ({b}) + tl.zeros_like({a}))"
+
+
+class Lines:
+    """Indented lines of a source."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.depth = 1
+
+    def add(self, text: str) -> None:
+        """One line at the current depth."""
+        self.lines.append("    " * self.depth + text)
+
+    def open(self, text: str) -> None:
+        """A line that opens a block."""
+        self.add(text + ":")
+        self.depth += 1
+
+    def close(self) -> None:
+        """The block's end."""
+        self.depth -= 1

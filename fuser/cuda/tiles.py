@@ -1,0 +1,92 @@
+"""How large the tiles of a kernel are: tables, and the few rules that read them.
+
+A tile never changes a pointwise result. A reduction's bits depend on how its row is cut, so everything that cuts a row
+is a function of what the kernel's guards check (a class of row lengths), never of the example alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MULTIPROCESSORS = 132  # of the device that the tables were measured on
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`outer` × `inner` elements by `warps` warps. `inner` runs along the reduced axes, or along the vector axis."""
+
+    outer: int
+    inner: int
+    warps: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` (and 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# Elements of one pointwise program by the bytes of its narrowest element.
+POINTWISE_WARPS = 4
+POINTWISE_ELEMENTS = {1: 2048, 2: 1024, 4: 1024, 8: 512}
+TRANSPOSED = Tile(64, 64, 8)
+
+# Rows up to this length are held in registers: (longest, elements of a program, warps).
+PERSISTENT: tuple[tuple[int, int, int], ...] = (
+    (128, 1024, 4),
+    (512, 2048, 4),
+    (1024, 2048, 4),
+    (2048, 2048, 4),
+    (4096, 4096, 8),
+    (8192, 8192, 8),
+    (16384, 16384, 16),
+)
+LOOPED_ROW = Tile(1, 8192, 16)
+# Reductions whose results are neighbours in memory: (longest, results of a program, warps).
+PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
+    (16, 64, 4),
+    (64, 32, 4),
+    (256, 32, 8),
+    (512, 32, 16),
+)
+LOOPED_COLUMNS = Tile(64, 64, 8)
+COMBINE_COLUMNS = Tile(32, 32, 4)
+
+# Few results from much: the reduced axes are cut in chunks for about this many programs.
+SPLIT_PROGRAMS = 512
+SPLIT_BELOW = 256  # programs that an unsplit kernel would have
+SPLIT_FROM = 4096  # reduced elements
+MOST_CHUNKS = 512
+
+
+def pointwise(n_outer: int, n_inner: int, itemsizes: Sequence[int]) -> Tile:
+    """The tile for `n_inner` elements along the vector axis and `n_outer` along all others."""
+    elements = POINTWISE_ELEMENTS[min(max(min(itemsizes, default=4), 1), 8)]
+    if len(itemsizes) > 4:
+        elements = max(elements // 2, 512)
+    while elements > 256 and n_outer * n_inner < elements * 2 * MULTIPROCESSORS:
+        elements //= 2
+    inner = min(power_of_two(n_inner), elements)
+    while inner > 64 and -(-n_inner // inner) * inner > 1.07 * n_inner:
+        inner //= 2
+    return Tile(min(elements // inner, power_of_two(n_outer)), inner, POINTWISE_WARPS)
+
+
+def persistent_row(n: int, n_loads: int) -> Tile | None:
+    """The tile that holds whole rows of the class of `n` in registers, if they fit."""
+    length = max(power_of_two(n), 16)
+    for longest, elements, warps in PERSISTENT:
+        if length <= longest:
+            if length * n_loads > 4 * PERSISTENT[-1][0]:
+                return None
+            return Tile(max(elements // length, 1), length, warps)
+    return None
+
+
+def persistent_column(n: int) -> Tile | None:
+    """The tile that holds whole reduced axes of the class of `n` for a few neighbouring results, if they fit."""
+    length = max(power_of_two(n), 4)
+    for longest, results, warps in PERSISTENT_COLUMNS:
+        if length <= longest:
+            return Tile(results, length, warps)
+    return None

@@ -1,0 +1,191 @@
+"""Triton: finding it, compiling one kernel to a binary, keeping that on disk. Imported on first need."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import linecache
+import os
+import pathlib
+import re
+import tempfile
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from fuser import config
+from fuser.cuda.driver import Entry
+from fuser.cuda.nest import Function
+from fuser.errors import CompileError
+
+OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
+FORMAT = 1  # of what is kept on disk
+settings: Any = config
+_lock = threading.Lock()  # one compilation at a time: parts of Triton keep state for the process
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """The version of Triton that is installed; None if there is none."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def why_not() -> str | None:
+    """None if Triton can be used, else what is wrong with it."""
+    version = triton_version()
+    if version is None or importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: kernels for CUDA devices need it (pip install triton)"
+    found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if not OLDEST_TRITON <= found <= NEWEST_TRITON:
+        low, high = (".".join(map(str, v)) for v in (OLDEST_TRITON, NEWEST_TRITON))
+        return f"Triton {version} is installed: expected one from {low} to {high}"
+    return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel to compile: its source file's text, the function, and what it is specialised on."""
+
+    text: str
+    name: str
+    types: tuple[tuple[str, str], ...]  # (parameter, type) in order
+    aligned: tuple[int, ...]  # parameters that 16 divides
+    warps: int
+    capability: int
+    fused_multiply_add: bool
+    checked: bool
+
+    @property
+    def digest(self) -> str:
+        """What tells its binary from all others."""
+        parts = (FORMAT, triton_version(), *(getattr(self, f) for f in self.__dataclass_fields__))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def request(text: str, f: Function, capability: int, numerics: str) -> Request:
+    """The request for kernel `f` of the source `text`, for devices of `capability` (such as 90)."""
+    types = tuple((p.name, p.type) for p in f.params)
+    aligned = tuple(i for i, p in enumerate(f.params) if p.aligned)
+    return Request(text, f.name, types, aligned, f.warps, capability, numerics == "fast", f.checked)
+
+
+def compile_kernel(r: Request) -> Entry:
+    """The binary of a kernel, from disk if it was made before. Raises CompileError."""
+    folder = cache_folder()
+    known = _read(folder, r) if folder is not None else None
+    if known is not None:
+        return known
+    made = compile_now(r)
+    if folder is not None:
+        _keep(folder, r, made)
+    return made
+
+
+def source_path(text: str) -> str:
+    """Where the source of kernels is kept for reading."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    folder = cache_folder()
+    if folder is None:
+        return f"<fuser {digest}>"
+    path = folder / f"{digest}.py"
+    if not path.exists():
+        _write(path, text.encode())
+    return str(path)
+
+
+def compile_now(r: Request) -> Entry:
+    """Run Triton's compiler. Raises CompileError."""
+    reason = why_not()
+    if reason is not None:
+        raise CompileError(reason)
+    with _lock:
+        try:
+            compiled = _triton_compile(r)
+        except Exception as e:
+            lines = str(e).strip().splitlines()
+            said = f"{type(e).__name__}: {lines[-1] if lines else ''}"
+            raise CompileError(f"Triton cannot compile kernel {r.name} ({source_path(r.text)}): {said}", str(e)) from e
+    return _entry(r, compiled)
+
+
+def _triton_compile(r: Request) -> Any:
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,unused-ignore]
+    from triton.compiler import ASTSource, compile  # type: ignore[import-not-found,unused-ignore]
+
+    attrs = {(i,): [["tt.divisibility", 16]] for i in r.aligned}
+    source = ASTSource(load_source(r.text)[r.name], dict(r.types), {}, attrs)
+    options = {
+        "num_warps": r.warps, "enable_fp_fusion": r.fused_multiply_add, "debug": r.checked, "sanitize_overflow": False,
+    }  # fmt: skip
+    return compile(source, target=GPUTarget("cuda", r.capability, 32), options=options)
+
+
+@functools.lru_cache(maxsize=64)
+def load_source(text: str) -> dict[str, Any]:
+    """The functions of a source. Triton reads their text through `linecache`."""
+    path = source_path(text)
+    linecache.cache[path] = (len(text), None, text.splitlines(True), path)
+    names: dict[str, Any] = {"__name__": "fuser_kernels"}
+    exec(compile(text, path, "exec"), names)
+    return names
+
+
+def _entry(r: Request, compiled: Any) -> Entry:
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0):
+        raise CompileError(f"kernel {r.name} needs scratch memory from Triton's own launcher")
+    entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", compiled.asm["ptx"], re.S)
+    if entry is None:
+        raise CompileError(f"Triton's code for kernel {r.name} has no entry")
+    extra = entry.group(2).count(".param") - len(r.types)
+    return Entry(entry.group(1), compiled.asm["cubin"], metadata.shared, 32 * metadata.num_warps, extra)
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+def cache_folder() -> pathlib.Path | None:
+    """Where binaries are kept; None if nothing can be."""
+    if not settings.cache_dir:
+        return None
+    folder = pathlib.Path(settings.cache_dir) / "cuda"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return folder
+
+
+def _read(folder: pathlib.Path, r: Request) -> Entry | None:
+    try:
+        facts = json.loads((folder / f"{r.digest}.json").read_text())
+        cubin = (folder / f"{r.digest}.cubin").read_bytes()
+    except (OSError, ValueError):
+        return None
+    if hashlib.sha256(cubin).hexdigest() != facts.pop("sha256", None):
+        return None
+    return Entry(cubin=cubin, **facts)
+
+
+def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
+    facts = {
+        "name": e.name, "shared": e.shared, "threads": e.threads, "extra": e.extra,
+        "sha256": hashlib.sha256(e.cubin).hexdigest(),
+    }  # fmt: skip
+    _write(folder / f"{r.digest}.cubin", e.cubin)
+    _write(folder / f"{r.digest}.json", json.dumps(facts).encode())
+
+
+def _write(path: pathlib.Path, data: bytes) -> None:
+    """Write whole or not at all; a disk that cannot be written is no error."""
+    try:
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
+        os.replace(part, path)
+    except OSError:
+        pass

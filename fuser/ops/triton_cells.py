@@ -1,0 +1,125 @@
+"""From a cell of the table to Triton text: types, constants, conversions, loads and stores of the storage dtypes.
+
+Nothing here imports Triton. Cells see compute dtypes: float16 and bfloat16 are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ops.cells import LOW, compute_dtype, wrap_int
+from fuser.ops.table import OpRow, ReductionRow
+
+TRITON_TYPES: dict[torch.dtype, str] = {
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+    torch.int8: "tl.int8",
+    torch.int16: "tl.int16",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+}
+# What a kernel's signature calls a pointer to the dtype. Bools lie in memory as bytes.
+TRITON_POINTERS: dict[torch.dtype, str] = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*u8",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+}
+# Where all results are rounded to a half, the hardware's own approximations (2 ulp of float32) are exact enough.
+FAST_CELLS = {
+    "div": "({0} / {1})",
+    "reciprocal": "(1.0 / {0})",
+    "sqrt": "tl.sqrt({0})",
+    "exp": "tl.exp({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sigmoid": "(1.0 / (1.0 + tl.exp(-{0})))",
+}
+_ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
+
+
+def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = False) -> str:
+    """The Triton template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
+    if fast and dtype is torch.float32 and row.name in FAST_CELLS and isinstance(row, OpRow):
+        return FAST_CELLS[row.name]
+    cell = row.triton
+    if callable(cell):
+        cell = cell(dtype)
+    if cell is None or dtype not in row.dtypes:
+        raise Unsupported(f"{row.name} has no Triton cell for {dtype}")
+    return cell
+
+
+def triton_expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
+    """The Triton template `cell` for arguments of `dtype`: {0} {1} … are filled in, {T} is the arguments' type."""
+    return cell.format(*(a if _ATOM.fullmatch(a) else f"({a})" for a in args), T=TRITON_TYPES[dtype])
+
+
+def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
+    """`value` as Python text of a constant of compute dtype `dtype`; out-of-range values convert as eager's."""
+    if dtype is torch.bool:
+        return "1" if value else "0"
+    if dtype.is_floating_point:
+        number = float(value)
+        if math.isnan(number) or math.isinf(number):
+            return f"float('{number}')"
+        return repr(number)
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) else -(1 << 63)
+    return str(wrap_int(int(value), dtype))
+
+
+def triton_constant(value: bool | int | float, dtype: torch.dtype) -> str:
+    """`value` as a scalar tensor of compute dtype `dtype`."""
+    return f"tl.full([], {triton_number(value, dtype)}, {TRITON_TYPES[dtype]})"
+
+
+def triton_load(dtype: torch.dtype, text: str) -> str:
+    """The compute value of `text`, a stored element of `dtype`."""
+    if dtype in LOW:
+        return f"{text}.to(tl.float32)"
+    if dtype is torch.bool:
+        return f"({text} != 0)"
+    compute_dtype(dtype)
+    return text
+
+
+def triton_store(dtype: torch.dtype, text: str) -> str:
+    """What to store for the compute value `text` of a tensor of `dtype`."""
+    if dtype in LOW:
+        return f"{text}.to({TRITON_TYPES[dtype]})"
+    if dtype is torch.bool:
+        return f"{text}.to(tl.uint8)"
+    compute_dtype(dtype)
+    return text
+
+
+def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
+    """`text`, of compute dtype `source`, as eager converts it to `target`.
+
+    Where `target` is float16 or bfloat16 the result stays in float32, rounded to what `target` can hold.
+    """
+    source = compute_dtype(source)
+    compute = compute_dtype(target)
+    name = text if _ATOM.fullmatch(text) else f"({text})"
+    if compute is torch.bool:
+        text = f"({name} != 0)" if source is not torch.bool else text
+    elif source.is_floating_point and compute.itemsize < 4 and not compute.is_floating_point:
+        text = f"{name}.to(tl.int32).to({TRITON_TYPES[compute]})"
+    elif source is not compute:
+        text = f"{name}.to({TRITON_TYPES[compute]})"
+    return f"{text}.to({TRITON_TYPES[target]}).to(tl.float32)" if target in LOW else text

@@ -1,0 +1,136 @@
+"""Triton helpers that cells call, by name: `@triton.jit` functions as text. A source gets those it names.
+
+Functions of NVIDIA's libdevice do what CUDA's own maths functions do, which eager calls; the hardware's approximations
+are used where their error disappears in what follows.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WORD = re.compile(r"\bfuser_\w+")
+
+
+def _function(head: str, body: str) -> str:
+    return f"@triton.jit\ndef {head}:\n{body}"
+
+
+# Triton's integer division truncates, as C's does.
+_FLOOR = """\
+    d = tl.where(b == 0, 1, b).to(b.dtype)
+    q = a // d
+    r = a - q * d
+    off = (r != 0) & ((r < 0) != (d < 0))
+"""
+_SHIFT = """\
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    far = (b < 0) | (b >= bits)
+    near = tl.where(far, 0, b).to(b.dtype)
+"""
+# tanh: an odd polynomial up to 0.6, from there on 1 - 2 / (e^2|x| + 1).
+_TANH = """\
+    a = tl.abs(x)
+    z = x * x
+    p = 0.020797929 + z * -0.005896697
+    p = -0.053784627 + z * p
+    p = 0.13331936 + z * p
+    p = -0.333333 + z * p
+    small = x + x * z * p
+    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * a) + 1.0)
+    return tl.where(a < 0.6, small, tl.where(x < 0, -large, large))
+"""
+
+_INTEGER = {
+    "floor_div_int": (_FLOOR, "tl.where(b == 0, 0, q - off.to(q.dtype))"),
+    "remainder_int": (_FLOOR, "tl.where(b == 0, 0, tl.where(off, r + d, r))"),
+    "trunc_div_int": (_FLOOR, "tl.where(b == 0, 0, q)"),
+    "fmod_int": (_FLOOR, "tl.where(b == 0, 0, r)"),
+    "lshift": (_SHIFT, "tl.where(far, 0, a << near)"),
+    "rshift": (_SHIFT, "tl.where(far, tl.where(a < 0, -1, 0).to(a.dtype), a >> near)"),
+}
+TRITON_HELPERS: dict[str, str] = {
+    **{
+        f"fuser_{name}": _function(f"fuser_{name}(a, b)", f"{body}    return {result}.to(a.dtype)\n")
+        for name, (body, result) in _INTEGER.items()
+    },
+    "fuser_trunc": _function("fuser_trunc(x)", "    return tl.where(x < 0, tl.ceil(x), tl.floor(x))\n"),
+    "fuser_floor_div_float": _function(
+        "fuser_floor_div_float(a, b)",
+        "    r = libdevice.fmod(a, b)\n"
+        "    q = (a - r) / b\n"
+        "    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1, q)\n"
+        "    low = tl.floor(q)\n"
+        "    near = tl.where(q - low > 0.5, low + 1, low)\n"
+        "    exact = a / b\n"
+        "    zero = tl.where((a < 0) != (b < 0), -0.0, 0.0).to(a.dtype)\n"
+        "    return tl.where(b == 0, exact, tl.where(q != 0, near, zero))\n",
+    ),
+    "fuser_remainder_float": _function(
+        "fuser_remainder_float(a, b)",
+        "    r = libdevice.fmod(a, b)\n    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)\n",
+    ),
+    "fuser_tanh": _function("fuser_tanh(x)", _TANH),
+    "fuser_sigmoid": _function("fuser_sigmoid(x)", "    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))\n"),
+    "fuser_logaddexp": _function(
+        "fuser_logaddexp(a, b)",
+        "    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
+        "    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
+        "    same = (a == b) & (tl.abs(a) == float('inf'))\n"
+        "    return tl.where(same, a, high + libdevice.log1p(libdevice.exp(low - high)))\n",
+    ),
+    "fuser_logaddexp2": _function(
+        "fuser_logaddexp2(a, b)",
+        "    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
+        "    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
+        "    same = (a == b) & (tl.abs(a) == float('inf'))\n"
+        "    return tl.where(same, a, high + libdevice.log1p(libdevice.exp2(low - high)) * 1.4426950408889634)\n",
+    ),
+    "fuser_xlogy": _function(
+        "fuser_xlogy(a, b)", "    return tl.where(b != b, b, tl.where(a == 0, 0.0, a * libdevice.log(b)))\n"
+    ),
+    "fuser_xlog1py": _function(
+        "fuser_xlog1py(a, b)", "    return tl.where(b != b, b, tl.where(a == 0, 0.0, a * libdevice.log1p(b)))\n"
+    ),
+    "fuser_entr": _function(
+        "fuser_entr(x)",
+        "    y = tl.where(x == 0, 0.0, float('-inf'))\n"
+        "    return tl.where(x != x, x, tl.where(x > 0, -x * libdevice.log(x), y))\n",
+    ),
+}  # fmt: skip
+
+
+def _combiner(name: str, text: str) -> None:
+    TRITON_HELPERS[name] = _function(f"{name}(a, b)", f"    return {text}\n")
+
+
+_combiner("fuser_combine_prod", "a * b")
+_combiner("fuser_combine_max", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)")
+_combiner("fuser_combine_min", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)")
+
+# Better value, or the same value at a lower index. NaN is better than any number and equal to NaN.
+for _name, _sign in (("argmax", ">"), ("argmin", "<")):
+    TRITON_HELPERS[f"fuser_better_{_name}"] = _function(
+        f"fuser_better_{_name}(v, i, w, j)",
+        f"    same = (w == v) | ((w != w) & (v != v))\n"
+        f"    return (w {_sign} v) | ((w != w) & (v == v)) | (same & (j < i))\n",
+    )
+    TRITON_HELPERS[f"fuser_combine_{_name}"] = _function(
+        f"fuser_combine_{_name}(v, i, w, j)",
+        f"    better = fuser_better_{_name}(v, i, w, j)\n    return tl.where(better, w, v), tl.where(better, j, i)\n",
+    )
+
+
+def triton_prelude(source: str) -> str:
+    """Text of the helpers that `source` calls and of those that they call, each once, in order of need."""
+    done: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        if name not in done:
+            for need in dict.fromkeys(_WORD.findall(TRITON_HELPERS[name])):
+                if need != name:
+                    visit(need)
+            done[name] = None
+
+    for name in dict.fromkeys(w for w in _WORD.findall(source) if w in TRITON_HELPERS):
+        visit(name)
+    return "".join(f"{TRITON_HELPERS[name]}\n\n" for name in done)
