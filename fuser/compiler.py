@@ -17,6 +17,9 @@ import torch
 from fuser import config
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref, Registered, refs_of
 from fuser.cpu import fused_kernel, toolchain
+from fuser.cuda import driver as cuda_driver
+from fuser.cuda import fused_kernel as cuda_kernel
+from fuser.cuda import toolchain as cuda_toolchain
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
@@ -70,7 +73,29 @@ class CpuBackend:
         return fused_kernel.compile_source(source)
 
 
-BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend}
+class CudaBackend:
+    """Triton, for NVIDIA's GPUs."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._known = False
+
+    def can_fuse(self) -> str | None:
+        if not self._known:
+            self._reason = cuda_toolchain.why_not() or cuda_driver.why_not()
+            self._known = True
+        return self._reason
+
+    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> cuda_kernel.Source:
+        return cuda_kernel.generate(lowered, plan, single, comment)
+
+    def compile(self, source: cuda_kernel.Source) -> FusedKernel:
+        return cuda_kernel.compile_source(source)
+
+
+BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
 _backends: dict[str, FusionBackend | None] = {}
 _overrides: dict[str, bool] = {}
 _lock = threading.Lock()

@@ -49,11 +49,10 @@ class Source:
     reasons: tuple[tuple[str, str, str], ...]
 
 
-def generate(
-    lowered: Lowered, plan: Schedule, single: bool, comment: str = "", unaligned: frozenset[str] = frozenset()
-) -> Source:
-    """Triton for all kernels of a schedule. `unaligned` inputs start at no multiple of 16 bytes."""
+def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
+    """Triton for all kernels of a schedule."""
     ctx = lowered.ctx
+    unaligned = {f"in{i}" for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput) and not r.aligned}
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)

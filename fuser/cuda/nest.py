@@ -220,10 +220,9 @@ class Nest:
     def open_programs(self, extra: list[tuple[str, Expr]] | None = None) -> None:
         """Take the program's number apart."""
         digits = [*(extra or []), *self.digits()]
-        if not digits:
-            return
         wide = ".to(tl.int64)" if self.bits == 64 else ""
-        self.out.add(f"pid = tl.program_id(0){wide}")
+        if digits:
+            self.out.add(f"pid = tl.program_id(0){wide}")
         for at, (variable, size) in reversed(list(enumerate(digits))):
             if at == 0:
                 self.out.add(f"{variable} = pid")

@@ -61,7 +61,7 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
     for n, entry in enumerate(spec.store.entries):
         texts[f"class{n}.ir.txt"] = _ir_text(spec, entry.example)
     for kernel in spec.store.kernels:
-        suffix = ".cpp" if kernel.library.endswith(".so") else ".py"
+        suffix = ".cpp" if str(kernel.library).endswith(".so") else ".py"
         texts[re.sub(r"\W+", "_", kernel.name) + suffix] = kernel.source
     paths = []
     for name, text in texts.items():

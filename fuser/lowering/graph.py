@@ -17,6 +17,7 @@ from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs
 from fuser.errors import FuserError, Unsupported
 from fuser.ir.nodes import TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr
+from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
 from fuser.lowering.registry import find, supports
@@ -25,12 +26,13 @@ from fuser.lowering.shapes import as_computed, elementwise_meta
 
 @dataclass(frozen=True)
 class TensorInput:
-    """A tensor input: its dtype, device type, and its sizes and strides as expressions."""
+    """A tensor input: its dtype, device type, sizes and strides as expressions; whether 16 divides its address."""
 
     dtype: torch.dtype
     device_type: str
     size: tuple[Expr, ...]
     stride: tuple[Expr, ...]
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,14 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
         strides = tuple(_stride(ctx, number, d, size[d], stride[d]) for d in range(len(size)))
     box = ctx.input_tensor(number, t.dtype, symbols, strides)
     meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
-    return TensorInput(t.dtype, t.device.type, symbols, strides), box, meta
+    return TensorInput(t.dtype, t.device.type, symbols, strides, _is_aligned(t)), box, meta
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether the data begins at a multiple of 16 bytes; tensors without memory are taken to be new."""
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter)
+    start = t.data_ptr() if plain else int(t.storage_offset()) * t.element_size()
+    return start % ALIGNMENT == 0
 
 
 def _stride(ctx: LoweringContext, number: int, d: int, size: int, stride: int) -> Expr:

@@ -45,11 +45,11 @@ struct DLExchange {
   void* to_managed;
   int (*from_managed)(DLManaged*, void** out);
   int (*parse)(void* object, DLTensor* out);
-  void* current_stream;
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
-constexpr int32_t kCPU = 1;
-constexpr int kLayout = 1;  // of the words that encode.py writes: LAYOUT there; both change together
+constexpr int32_t kCPU = 1, kCUDA = 2;
+constexpr int kLayout = 2;  // of the words that encode.py writes: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
@@ -83,6 +83,17 @@ struct {
   PyObject *py_empty_strided, *py_warm, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
   PyObject *settings, *limit_name, *idle_name;  // config's values by name; null: the pool's own limits
 } torch;
+
+// NVIDIA's driver, as far as a launch needs it; found by the first GPU kernel's library.
+struct {
+  int (*launch)(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                unsigned shared, void* stream, void** params, void** extra);
+  int (*current_device)(int* device);
+  int (*retain)(void** context, int device);
+  int (*release)(int device);
+  int (*push)(void* context);
+  int (*pop)(void** context);
+} cuda;
 
 uint64_t disabled_devices;  // bit d: DLPack device type d is off
 
@@ -371,8 +382,9 @@ inline int64_t value(const int64_t*& p, const int64_t* slots, int64_t* stack) {
 struct Kernel {
   int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
   uint64_t hits;
-  StepEntry* entries;
-  PyObject* dtypes;  // of the buffers, for the stand-in that allocates through Python
+  StepEntry* entries;  // of a GPU kernel: the driver's handles
+  PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
+  PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
   int64_t stream[1];
 };
 
@@ -494,7 +506,8 @@ bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
 }
 
 bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
-  if (uint32_t(p[0]) != t.dtype || p[1] != t.device_type || p[2] != t.ndim) return false;
+  if (uint32_t(p[0]) != t.dtype || (p[1] & 255) != t.device_type || p[2] != t.ndim) return false;
+  if (p[1] & 256 && ((uintptr_t)t.data + t.byte_offset) % 16) return false;
   int n = t.ndim;
   p += 3;
   bool empty = false;
@@ -547,12 +560,15 @@ PyObject* int_tuple(const int64_t* v, int64_t n) {
   return t;
 }
 
+// `device` is the number of a CUDA device, or negative for the CPU, here and below.
 PyObject* allocate_in_python(PyObject* function, const int64_t* sizes, const int64_t* strides, int64_t n,
-                             PyObject* dtype) {
-  PyObject *a = int_tuple(sizes, n), *b = int_tuple(strides, n), *out = nullptr;
-  if (a && b) out = PyObject_CallFunctionObjArgs(function, a, b, dtype, nullptr);
+                             PyObject* dtype, int32_t device) {
+  PyObject *a = int_tuple(sizes, n), *b = int_tuple(strides, n), *d = nullptr, *out = nullptr;
+  if (device >= 0) d = PyLong_FromLong(device);
+  if (a && b) out = PyObject_CallFunctionObjArgs(function, a, b, dtype, d, nullptr);
   Py_XDECREF(a);
   Py_XDECREF(b);
+  Py_XDECREF(d);
   return out;
 }
 
@@ -574,17 +590,18 @@ void advise_huge(char* data, size_t bytes) {
 
 // A new tensor for output buffer `i`: its handle and data pointer. False with a Python error set.
 bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
-                     const int64_t* sizes, const int64_t* strides, int64_t n) {
+                     const int64_t* sizes, const int64_t* strides, int64_t n, int32_t device) {
   void *made = nullptr, *data = nullptr;
   size_t bytes = itemsize;
   for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
-  bool large = bytes >= kWarm;
-  if (!large && torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, 0, 0, &made)) {
+  bool large = device < 0 && bytes >= kWarm;
+  int32_t type = device >= 0, index = device >= 0 ? device : 0;  // torch's numbers: 0 is the CPU, 1 is CUDA
+  if (!large && torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, type, index, &made)) {
     torch.data_ptr(made, &data);
     f.outputs[i] = (uintptr_t)made;
   } else {  // through Python, which also has the right exception for what went wrong above
     PyObject* function = large ? torch.py_warm : torch.py_empty_strided;
-    PyObject* o = allocate_in_python(function, sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i));
+    PyObject* o = allocate_in_python(function, sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i), device);
     DLTensor t;
     if (!o) return false;
     f.outputs[i] = (uintptr_t)o | 1;
@@ -592,7 +609,7 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
     data = t.data + t.byte_offset;
   }
   f.pointers[n_inputs + i] = (char*)data;
-  if (bytes >= kAdvise) advise_huge((char*)data, bytes);
+  if (bytes >= kAdvise && device < 0) advise_huge((char*)data, bytes);
   return true;
 }
 
@@ -699,7 +716,7 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
     p += 4;
     for (int64_t d = 0; d < (output ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
     if (output) {
-      if (!allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n)) {
+      if (!allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, -1)) {
         drop_outputs(f, n_buffers);
         return nullptr;
       }
@@ -719,6 +736,7 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
     step[1] = value(p, f.slots, f.stack);
     step[2] = thread_count(step[0], step[1]);
     size_t bytes = size_t(value(p, f.slots, f.stack));
+    p++;  // no GPU
     scratch = bytes > scratch ? bytes : scratch;
     total_work += step[1];
     threads = step[2] > threads ? step[2] : threads;
@@ -751,6 +769,106 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   return out;
 }
 
+// -- One run on a GPU -------------------------------------------------------------------------------------------------
+enum Param { POINTER, NUMBER4, NUMBER8, REAL, NOTHING };
+
+// Makes `device`'s context current for a while, where it is not.
+struct OnDevice {
+  int device, code = 0;
+  bool pushed = false;
+  explicit OnDevice(int wanted) : device(wanted) {
+    int current = -1;
+    void* context;
+    if (!cuda.current_device(&current) && current == wanted) return;
+    code = cuda.retain(&context, wanted);
+    if (!code) code = cuda.push(context);
+    pushed = !code;
+  }
+  ~OnDevice() {
+    void* context;
+    if (!pushed) return;
+    cuda.pop(&context);
+    cuda.release(device);
+  }
+};
+
+// The launch of step `s`, whose words begin at `p`; the driver's error code. `p` moves past them.
+int launch_step(const Kernel* k, int64_t s, const int64_t*& p, const Frame& f, void* stream) {
+  int64_t few_values[64], *values = few_values;
+  void *few_pointers[64], **pointers = few_pointers, *more = nullptr;
+  int64_t units = value(p, f.slots, f.stack);
+  value(p, f.slots, f.stack);
+  value(p, f.slots, f.stack);
+  int64_t threads = p[1], shared = p[2], n = p[3];
+  p += 4;
+  if (n > 64) {
+    more = malloc(size_t(n) * 16);
+    if (!more) return 2;  // CUDA_ERROR_OUT_OF_MEMORY
+    values = (int64_t*)more;
+    pointers = (void**)(values + n);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    pointers[i] = &values[i];
+    switch (*p++) {
+      case POINTER: values[i] = (int64_t)f.pointers[*p++]; break;
+      case REAL: memcpy(&values[i], &f.floats[*p++], sizeof(double)); break;
+      case NOTHING: values[i] = 0; break;
+      default: values[i] = value(p, f.slots, f.stack);
+    }
+  }
+  int code = 0;
+  if (units > 0x7fffffff) code = 1;  // CUDA_ERROR_INVALID_VALUE
+  else if (units > 0) {
+    code = cuda.launch((void*)k->entries[s], unsigned(units), 1, 1, unsigned(threads), 1, 1, unsigned(shared), stream,
+                       pointers, nullptr);
+  }
+  free(more);
+  return code;
+}
+
+PyObject* fail_launch(const Kernel* k, int64_t s, int code, PyObject* const* args) {
+  PyObject* list = PyTuple_New(k->n_inputs);
+  for (int64_t i = 0; list && i < k->n_inputs; i++) {
+    Py_INCREF(args[i]);
+    PyTuple_SET_ITEM(list, i, args[i]);
+  }
+  PyObject* said = list ? PyObject_CallMethod(k->library, "failure", "LiO", (long long)s, code, list) : nullptr;
+  if (said) PyErr_SetObject(PyExc_RuntimeError, said);
+  Py_XDECREF(said);
+  Py_XDECREF(list);
+  return nullptr;
+}
+
+// Allocates from torch's allocator, launches on the current stream, wraps. Null with a Python error.
+PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+  int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
+  if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
+  for (int64_t i = 0; i < n_buffers; i++) {
+    int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3], count = 1, one = 1;
+    p += 4;
+    for (int64_t d = 0; d < (output ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
+    for (int64_t d = 0; d < n; d++) count *= dims[d];
+    bool made = output ? allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, device)
+                       : allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, &count, &one, 1, device);
+    if (!made) {
+      drop_outputs(f, n_buffers);
+      return nullptr;
+    }
+  }
+  p++;
+  void* stream = nullptr;
+  int code = torch.dlpack->current_stream(kCUDA, device, &stream);
+  int64_t s = 0;
+  if (!code) {
+    OnDevice on(device);
+    code = on.code;
+    for (; s < k->n_steps && !code; s++) code = launch_step(k, s, p, f, stream);
+  }
+  PyObject* out = code ? fail_launch(k, s ? s - 1 : 0, code, args) : results(p, f, args);
+  drop_outputs(f, n_buffers);
+  return out;
+}
+
 // -- The handle, as Python sees it ------------------------------------------------------------------------------------
 PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t status) {
   h->misses++;
@@ -767,11 +885,15 @@ PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t stat
   return out;
 }
 
-bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args) {
+// `device` becomes the number of the tensors' CUDA device, if they are on one.
+bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& device) {
   bool grad = torch.grad_enabled();
   uint64_t devices = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
     if (!read_arg(objects[i], grad, args[i], devices)) return false;
+    if (args[i].kind != TENSOR || args[i].tensor.device_type != kCUDA) continue;
+    if (device >= 0 && device != args[i].tensor.device_id) return false;
+    device = args[i].tensor.device_id;
   }
   return !((devices ? devices : uint64_t(1) << kCPU) & disabled_devices);
 }
@@ -814,11 +936,12 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   PyObject* out = nullptr;
   int32_t status = 0;
   Kernel* k = nullptr;
-  if (context_is_plain(ts) && read_args(objects, n, args)) {
+  int32_t device = -1;
+  if (context_is_plain(ts) && read_args(objects, n, args, device)) {
     Frame f;
     const int64_t* rest;
     k = find_kernel(h, args, n, words, f, rest);
-    if (k) out = run(k, rest, f, objects, ts, &status);
+    if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
   }
   free(more);
   if (out) {
@@ -842,6 +965,7 @@ bool add_kernel(Handle* h, Kernel* k) {
 
 void free_kernel(Kernel* k) {
   Py_XDECREF(k->dtypes);
+  Py_XDECREF(k->library);
   free(k->entries);
   free(k);
 }
@@ -865,9 +989,44 @@ bool load_entries(Kernel* k, PyObject* names, const char* path) {
   return true;
 }
 
+// A GPU kernel's library: `entries`, one for each step, and `functions`, in the order of the fields of `cuda`.
+bool take_entries(Kernel* k, PyObject* library) {
+  PyObject* entries = PyObject_GetAttrString(library, "entries");
+  PyObject* functions = entries ? PyObject_GetAttrString(library, "functions") : nullptr;
+  void* found[6] = {};
+  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 6 &&
+            PyTuple_GET_SIZE(entries) == k->n_steps && torch.dlpack->current_stream;
+  for (int i = 0; ok && i < 6; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
+  for (int64_t i = 0; ok && i < k->n_steps; i++) {
+    k->entries[i] = (StepEntry)PyLong_AsVoidPtr(PyTuple_GET_ITEM(entries, i));
+    ok = k->entries[i] != nullptr;
+  }
+  if (ok) {
+    memcpy(&cuda, found, sizeof found);
+    Py_INCREF(library);
+    k->library = library;
+  } else if (!PyErr_Occurred()) {
+    PyErr_SetString(PyExc_OSError, "a GPU kernel's library lacks entries or the driver's functions");
+  }
+  Py_XDECREF(entries);
+  Py_XDECREF(functions);
+  return ok;
+}
+
+bool find_entries(Kernel* k, PyObject* names, PyObject* library) {
+  if (!PyUnicode_Check(library) && !PyBytes_Check(library) && PyObject_HasAttrString(library, "entries")) {
+    return take_entries(k, library);
+  }
+  PyObject* path;
+  if (!PyUnicode_FSConverter(library, &path)) return false;
+  bool ok = load_entries(k, names, PyBytes_AS_STRING(path));
+  Py_DECREF(path);
+  return ok;
+}
+
 PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
-  PyObject *program, *path;
-  if (!PyArg_ParseTuple(arguments, "OO&:add_kernel", &program, PyUnicode_FSConverter, &path)) return nullptr;
+  PyObject *program, *library;
+  if (!PyArg_ParseTuple(arguments, "OO:add_kernel", &program, &library)) return nullptr;
   PyObject* encoded = PyObject_CallOneArg(torch.encode, program);
   const char* stream;
   Py_ssize_t length;
@@ -888,11 +1047,10 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
       k->dtypes = dtypes;
       k->entries = (StepEntry*)calloc(size_t(head.n_steps) + 1, sizeof(StepEntry));
     }
-    ok = k && k->entries && load_entries(k, names, PyBytes_AS_STRING(path)) && add_kernel((Handle*)self, k);
+    ok = k && k->entries && find_entries(k, names, library) && add_kernel((Handle*)self, k);
     if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
   }
   Py_XDECREF(encoded);
-  Py_DECREF(path);
   if (!ok) {
     if (k) free_kernel(k);
     return nullptr;
@@ -953,7 +1111,8 @@ PyObject* handle_kernel_hits(PyObject* self, void*) {
 
 PyMethodDef handle_methods[] = {
     {"add_kernel", handle_add_kernel, METH_VARARGS,
-     "add_kernel(program, library_path): later calls that match `program` run the library's entries."},
+     "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
+     "or for a GPU an object with `entries` and `functions`."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef handle_members[] = {

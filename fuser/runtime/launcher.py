@@ -40,18 +40,18 @@ class Handle:
     def __init__(self, slow: Slow) -> None:
         self._slow = slow
         self._lock = threading.Lock()
-        self._kernels: list[tuple[LaunchProgram, str]] = []
+        self._kernels: list[tuple[LaunchProgram, Any]] = []
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
 
     def __call__(self, *args: Any) -> Any:
         return self._target(*args)
 
-    def add_kernel(self, program: LaunchProgram, library_path: str) -> None:
+    def add_kernel(self, program: LaunchProgram, library: Any) -> None:
         """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
         with self._lock:
-            self._target.add_kernel(program, library_path)
-            self._kernels.append((program, library_path))
+            self._target.add_kernel(program, library)
+            self._kernels.append((program, library))
         if _reason is not None:
             _warn()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fuser.ir.sizes import run_program
-from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram
+from fuser.kernel_spec import ALIGNMENT, Bind, Check, GpuLaunch, InputPattern, LaunchProgram
 from fuser.runtime import python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
 
@@ -39,17 +39,19 @@ def _readable(args: Sequence[Any]) -> bool:
         return False
     grad = torch.is_grad_enabled()
     devices = set()
+    cards: set[int] = set()
     for a in args:
         if isinstance(a, torch.Tensor):
             if not torch_abi.plain_tensor(a) or (grad and a.requires_grad):
                 return False
             devices.add(a.device.type)
+            cards.update([a.device.index] if a.is_cuda else [])
         elif type(a) is int:
             if not -(1 << 63) <= a < 1 << 63:
                 return False
         elif not isinstance(a, (bool, float)):
             return False
-    return not (devices or {"cpu"}) & _disabled
+    return len(cards) < 2 and not (devices or {"cpu"}) & _disabled
 
 
 def _numbers_match(found: Sequence[int], items: Sequence[Bind | Check], slots: list[int], checked: list[bool]) -> bool:
@@ -63,6 +65,8 @@ def _numbers_match(found: Sequence[int], items: Sequence[Bind | Check], slots: l
 
 def _tensor_matches(a: Any, pattern: InputPattern, slots: list[int]) -> bool:
     if not isinstance(a, torch.Tensor) or a.dtype != pattern.dtype or a.device.type != pattern.device_type:
+        return False
+    if pattern.aligned and a.data_ptr() % ALIGNMENT:
         return False
     sizes = a.shape
     if len(sizes) != len(pattern.sizes):
@@ -211,12 +215,59 @@ class Kernel:
         return 0, named[0] if self.program.single else tuple(named)
 
 
+@dataclass(eq=False)
+class GpuKernel:
+    """One program with its kernels in a GPU's driver: `library` launches them (see `fuser.cuda.driver.Library`)."""
+
+    program: LaunchProgram
+    library: Any
+    hits: int = 0
+
+    def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
+        """Status and result of one call whose arguments matched. RuntimeError if a launch fails."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        device = tensors[0].device
+        with torch.cuda.device(device):
+            made = [self._buffer(i, slots, device) for i in range(len(self.program.buffers))]
+            stream = torch.cuda.current_stream(device).cuda_stream
+            pointers = [t.data_ptr() for t in (*tensors, *made)]
+            for n, step in enumerate(self.program.steps):
+                units = run_program(step.units, slots)
+                assert step.gpu is not None
+                values = _param_values(step.gpu, pointers, slots, floats)
+                code = self.library.launch(n, units, values, stream) if units > 0 else 0
+                if code:
+                    raise RuntimeError(self.library.failure(n, code, args))
+        named = [args[i] if kind == "input" else made[i] for kind, i in self.program.outputs]
+        return 0, named[0] if self.program.single else tuple(named)
+
+    def _buffer(self, i: int, slots: list[int], device: torch.device) -> torch.Tensor:
+        b = self.program.buffers[i]
+        sizes = [run_program(code, slots) for code in b.sizes]
+        if not b.output:
+            return torch.empty(math.prod(sizes), dtype=b.dtype, device=device)
+        strides = [run_program(code, slots) for code in b.strides]
+        return torch.empty_strided(sizes, strides, dtype=b.dtype, device=device)
+
+
+def _param_values(
+    gpu: GpuLaunch, pointers: list[int], slots: list[int], floats: list[float]
+) -> list[tuple[str, int | float]]:
+    find: dict[str, Callable[[Any], int | float]] = {
+        "pointer": pointers.__getitem__, "float64": floats.__getitem__, "null": int,
+        "int32": lambda code: run_program(code, slots), "int64": lambda code: run_program(code, slots),
+    }  # fmt: skip
+    return [(kind, find[kind](value)) for kind, value in gpu.params]
+
+
 def _c_array(kind: Any, values: Sequence[Any]) -> Any:
     return (kind * max(len(values), 1))(*values)
 
 
-def _load(program: LaunchProgram, library_path: str) -> Kernel:
+def _load(program: LaunchProgram, library_path: Any) -> Kernel | GpuKernel:
     encode(program)  # the same checks of the program as the native launcher makes
+    if hasattr(library_path, "entries"):
+        return GpuKernel(program, library_path)
     lib = ctypes.CDLL(library_path)  # OSError names the path
     try:
         entries = tuple(_STEP(ctypes.cast(lib[s.entry], ctypes.c_void_p).value or 0) for s in program.steps)
@@ -233,7 +284,7 @@ class Handle:
     slow: Slow
     hits: int = 0
     misses: int = 0
-    _kernels: list[Kernel] = field(default_factory=list)
+    _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
     _last: int = 0
 
     @property
@@ -246,9 +297,9 @@ class Handle:
         """Calls that each kernel answered, in the order they were added."""
         return tuple(k.hits for k in self._kernels)
 
-    def add_kernel(self, program: LaunchProgram, library_path: str) -> None:
+    def add_kernel(self, program: LaunchProgram, library: Any) -> None:
         """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
-        self._kernels.append(_load(program, library_path))
+        self._kernels.append(_load(program, library))
         self._last = len(self._kernels) - 1
 
     def __call__(self, *args: Any) -> Any:

@@ -100,7 +100,20 @@ def _plain_keys() -> tuple[int, ...]:
     keys = [_keys(torch.empty(1, device="cpu"))]
     with torch.inference_mode():
         keys.append(_keys(torch.empty(1, device="cpu")))
-    return tuple(keys)
+    return *keys, *map(_on_cuda, keys)
+
+
+def _on_cuda(keys: int) -> int:
+    """The keys of a CUDA tensor that is otherwise like a CPU tensor with `keys`; no CUDA device is touched."""
+
+    def raw(key: str) -> int:
+        bits: int = _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
+        return bits
+
+    for cpu, cuda in (("CPU", "CUDA"), ("AutocastCPU", "AutocastCUDA")):
+        own, other = raw(cpu) & ~raw(cuda), raw(cuda) & ~raw(cpu)
+        keys = keys & ~own | other if keys & own else keys
+    return keys
 
 
 def _thread_keys() -> tuple[int, int]:
@@ -280,5 +293,6 @@ def _describe() -> dict[str, Any]:
     return table
 
 
-def _empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+def _empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int = -1) -> torch.Tensor:
+    where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=where)

@@ -1,0 +1,6 @@
+"""Makes this folder's helper modules importable."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))

@@ -1,0 +1,99 @@
+"""Runs kernel rows through Triton's interpreter: `TRITON_INTERPRET=1 python interpreted.py <rows …>`.
+
+The flag is read when Triton is imported, so this is a process of its own. Prints one JSON object: by row, null for a
+result as right as eager's, or a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from cuda_cases import CASES, Case
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import TensorHandle
+
+from benchmarks import checks
+from fuser.cuda import fused_kernel, toolchain
+from fuser.errors import Unsupported
+from fuser.ir.sizes import run_program
+from fuser.runtime.python_launcher import match
+
+NUMPY = {
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
+    "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "fmod": np.fmod, "pow": np.power,
+    "nearbyint": np.rint, "erf": lambda x: torch.erf(torch.from_numpy(np.atleast_1d(x))).numpy().reshape(x.shape),
+}  # fmt: skip
+
+
+def stand_in(name: str) -> Any:
+    """A libdevice function by numpy: the interpreter has none."""
+
+    def run(*args: Any) -> Any:
+        first = args[0]
+        values = NUMPY[name](*(a.handle.data for a in args)).astype(first.handle.data.dtype)
+        return tl.core.tensor(TensorHandle(values, first.handle.dtype), first.type)
+
+    return run
+
+
+for _name in NUMPY:
+    setattr(libdevice, _name, stand_in(_name))
+
+
+def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
+    """The results of a source's kernels for `args`, as its program says."""
+    program = source.program
+    bound = match(program, args)
+    assert bound is not None, "the program does not take the arguments it was made for"
+    slots, floats = bound
+    made = []
+    for b in program.buffers:
+        sizes = [run_program(code, slots) for code in b.sizes]
+        strides = [run_program(code, slots) for code in b.strides]
+        made.append(torch.empty_strided(sizes, strides, dtype=b.dtype).fill_(99))
+    memory = [*(a for a in args if isinstance(a, torch.Tensor)), *made]
+    memory = [t.view(torch.uint8) if t.dtype is torch.bool else t for t in memory]
+    names = toolchain.load_source(source.text)
+    for step in program.steps:
+        values = []
+        for kind, value in step.gpu.params:
+            find = {"pointer": memory.__getitem__, "float64": floats.__getitem__}
+            values.append(find[kind](value) if kind in find else run_program(value, slots))
+        units = run_program(step.units, slots)
+        if units:
+            names[step.entry][(units,)](*values)
+    out = [args[i] if kind == "input" else made[i] for kind, i in program.outputs]
+    return out[0] if program.single else tuple(out)
+
+
+def check(case: Case) -> str | None:
+    """None, or what is wrong with a case's kernels."""
+    args = case.args("cpu")
+    source = case.source(args)
+    out = checks.tensors(run_source(source, args))
+    eager = checks.tensors(case.fn(*args))
+    exact = checks.tensors(case.fn(*checks.to_float64(args)))
+    return checks.judge(out, eager, exact).problem
+
+
+def main() -> None:
+    """Check the cases named on the command line."""
+    verdicts: dict[str, str | None] = {}
+    for name in sys.argv[1:]:
+        try:
+            verdicts[name] = check(CASES[name])
+        except Unsupported as e:
+            verdicts[name] = f"unsupported: {e}"
+        except Exception as e:
+            verdicts[name] = f"{type(e).__name__}: {e}\n{traceback.format_exc(limit=-3)}"
+    print(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main()

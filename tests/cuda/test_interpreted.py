@@ -1,0 +1,36 @@
+"""Every kind of kernel gives eager's results under Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from importlib import util
+
+import pytest
+from cuda_cases import INTERPRETED
+
+pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str | None]:
+    """By case, what the interpreting process says of it."""
+    root = str(HERE.parent.parent)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([root, str(HERE)])}
+    command = [sys.executable, str(HERE / "interpreted.py"), *INTERPRETED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_as_right_as_eager(name: str, verdicts: dict[str, str | None]) -> None:
+    problem = verdicts[name]
+    if problem is not None and problem.startswith("unsupported"):
+        pytest.skip(problem)
+    assert problem is None, problem
