@@ -293,6 +293,8 @@ def _describe() -> dict[str, Any]:
     return table
 
 
-def _empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int = -1) -> torch.Tensor:
+def _empty_strided(
+    sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int = -1
+) -> torch.Tensor:
     where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
     return torch.empty_strided(sizes, strides, dtype=dtype, device=where)
