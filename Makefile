@@ -15,17 +15,20 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types imports bench clean
+.PHONY: help demo test test-cuda lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-cuda: $(VENV)/.has-test
+	$(BIN)/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check $(ARGS) .

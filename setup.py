@@ -39,7 +39,8 @@ def extensions() -> list[Extension]:
     return [Extension("fuser.runtime._launcher", [LAUNCHER], extra_compile_args=flags, language="c++", optional=True)]
 
 
-TEST = ["pytest>=8", "pytest-xdist>=3"]
+TRITON = "triton>=3.4,<3.8; platform_system == 'Linux'"
+TEST = ["pytest>=8", "pytest-xdist>=3", TRITON]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(
@@ -54,7 +55,7 @@ setup(
     ext_modules=extensions(),
     install_requires=["torch>=2.11", "numpy", "sympy", "cachetools"],
     extras_require={
-        "cuda": ["triton>=3.6"],
+        "cuda": [TRITON],
         "test": TEST,
         "bench": BENCH,
         "dev": ["ruff", "mypy", *TEST],
