@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fuser.ir.loop_body import LoopBody, Row, map_exprs, row_exprs
+from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, row_exprs
 from fuser.ir.nodes import Buffer, Pointwise, Reduction
 from fuser.ir.sizes import (
     LOOP,
@@ -114,8 +114,24 @@ def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Pointwise | Reductio
         identity_store=len(buffer.loops) == 1,
     )
     normalise(node)
+    if node.kind and not node.n_reduced:
+        _reduce_one(node)
     node.update_reads()
     return node
+
+
+def _reduce_one(node: Node) -> None:
+    """A reduction whose every dim has size 1 is a conversion of its only element."""
+    spec = REDUCTIONS[node.kind]
+    result = node.rows[node.result]
+    if spec.index:
+        node.result = result.args[1]
+    else:
+        for dtype in (spec.accumulate(result.dtype), compute_dtype(node.buffer.dtype)):
+            if node.rows[node.result].dtype is not dtype:
+                node.rows.append(Row("to_dtype", (node.result,), dtype, node.rows[node.result].dtype))
+                node.result = len(node.rows) - 1
+    node.kind = ""
 
 
 def normalise(node: Node) -> None:
