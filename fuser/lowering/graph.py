@@ -142,8 +142,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         raise e if e.node else Unsupported(e.reason, node.op) from None
     except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
         raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
-    _agree(ctx, node, value, meta)
-    return value, meta
+    _agree(ctx, node, value, ctx.meta)  # which the lowering corrects where eager's kernels differ
+    return value, ctx.meta
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:

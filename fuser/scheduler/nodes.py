@@ -131,6 +131,11 @@ def _reduce_one(node: Node) -> None:
             if node.rows[node.result].dtype is not dtype:
                 node.rows.append(Row("to_dtype", (node.result,), dtype, node.rows[node.result].dtype))
                 node.result = len(node.rows) - 1
+        result = node.rows[node.result]
+        if node.kind == "sum" and result.dtype.is_floating_point:  # of -0.0 is 0.0
+            node.rows += [Row("const", (), result.dtype, "0.0")]
+            node.rows += [Row("add", (len(node.rows) - 1, node.result), result.dtype)]
+            node.result = len(node.rows) - 1
     node.kind = ""
 
 
