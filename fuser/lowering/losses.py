@@ -10,10 +10,10 @@ import torch
 
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ONE, ZERO, Expr, product
+from fuser.ir.sizes import ZERO, Expr, product
 from fuser.lowering.activations import log_sigmoid
 from fuser.lowering.context import LoweringContext, Operand
-from fuser.lowering.pointwise import elementwise, result_dtype
+from fuser.lowering.pointwise import elementwise, ensured, result_dtype
 from fuser.lowering.reductions import expanded, number_of, reduce, reduce_to_result
 from fuser.lowering.registry import lower, refuse
 
@@ -103,13 +103,6 @@ def lower_kl_div(
     if log_target:
         return loss(ctx, [x, y], lambda a, b: ops.mul(ops.exp(b), ops.sub(b, a)), reduction)
     return loss(ctx, [x, y], lambda a, b: ops.sub(ops.xlogy(b, b), ops.mul(b, a)), reduction)
-
-
-def ensured(value: Value, condition: Value) -> Value:
-    """`value`; a call in which some `condition` does not hold is reported like an index out of range."""
-    flag = ops.where(condition, ops.constant(0, torch.int64), ops.constant(1, torch.int64))
-    zero = ops.index_expr(ops.indirect(flag, ONE))
-    return ops.add(value, ops.to_dtype(zero, value.dtype))
 
 
 @lower("aten.binary_cross_entropy")

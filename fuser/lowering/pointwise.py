@@ -11,7 +11,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ZERO, Expr
+from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering.context import LoweringContext, Operand, Scalar
 from fuser.lowering.registry import LOWERINGS, lower, refuse
 from fuser.ops import OPS
@@ -113,13 +113,17 @@ def _unary(name: str) -> Callable[..., TensorBox]:
 
 
 def _binary(name: str) -> Callable[..., TensorBox]:
-    return lambda ctx, a, b: elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
+    def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+        if name in ("fmax", "fmin") and result_dtype(ctx) is torch.bfloat16:
+            a, b = b, a  # which of two zeros comes out
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
+
+    return fn
 
 
 def _dividing(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
-        check_integer_divisor(ctx, b)
-        return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
+        return dividing(ctx, a, b, name, cast=True)
 
     return fn
 
@@ -187,6 +191,8 @@ def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> T
         return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y))
     if isinstance(alpha, Scalar) and not dtype.is_floating_point:
         raise Unsupported("a float alpha for integers: eager raises")
+    if dtype.is_floating_point:  # with one rounding, as eager has it
+        return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.fma(y, s if op == "add" else ops.neg(s), x))
     return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.call(op, x, ops.mul(y, s)))
 
 
@@ -201,19 +207,31 @@ def lower_div(ctx: LoweringContext, a: Operand, b: Operand, rounding_mode: str |
     """Division: true, or rounded to -inf ("floor") or to zero ("trunc")."""
     if rounding_mode is None:
         return elementwise(ctx, [a, b], lambda x, y: ops.div(x, y))
-    check_integer_divisor(ctx, b)
-    op = "floor_div" if rounding_mode == "floor" else "trunc_div"
-    return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y))
+    return dividing(ctx, a, b, "floor_div" if rounding_mode == "floor" else "trunc_div")
 
 
-def check_integer_divisor(ctx: LoweringContext, b: Operand) -> None:
-    """Eager raises for an integer divided by zero: only a known divisor, or a size that is not zero, is safe."""
-    if result_dtype(ctx).is_floating_point:
-        return
-    if isinstance(b, Expr) and b.as_int() is None:
-        ctx.assume("ne", b, ZERO)
-    elif not (isinstance(b, Expr) or is_known(b)) or (b.as_int() if isinstance(b, Expr) else b) == 0:
-        raise Unsupported("integer division by a tensor: eager raises for zero divisors")
+def dividing(ctx: LoweringContext, a: Operand, b: Operand, op: str, cast: bool = False) -> TensorBox:
+    """A division whose result is whole. Eager raises for an integer divided by zero: the kernel reports such a call."""
+    whole = not result_dtype(ctx).is_floating_point
+    divisor = b.as_int() if isinstance(b, Expr) else b
+    if whole and divisor is None:
+        ctx.assume("ne", b, ZERO)  # type: ignore[arg-type]
+    elif whole and not isinstance(divisor, TensorBox) and (not is_known(divisor) or divisor == 0):
+        raise Unsupported(f"an integer divided by {divisor!r}: eager raises")
+
+    def body(x: Value, y: Value) -> Value:
+        if whole and isinstance(b, TensorBox):
+            x = ensured(x, ops.ne(y, 0))
+        return ops.call(op, x, y)
+
+    return elementwise(ctx, [a, b], body, cast=cast)
+
+
+def ensured(value: Value, condition: Value) -> Value:
+    """`value`; a call in which some `condition` does not hold is reported, and run by eager, which raises."""
+    flag = ops.where(condition, ops.constant(0, torch.int64), ops.constant(1, torch.int64))
+    zero = ops.index_expr(ops.indirect(flag, ONE))
+    return ops.add(value, ops.to_dtype(zero, value.dtype))
 
 
 @lower("aten.floor_divide")
@@ -243,6 +261,14 @@ FLOAT_POWERS: dict[float, Body] = SMALL_POWERS | {
     0.5: lambda x: ops.sqrt(x), -0.5: lambda x: ops.rsqrt(x), -1.0: lambda x: ops.reciprocal(x),
     -2.0: lambda x: ops.reciprocal(ops.mul(x, x)),
 }  # fmt: skip
+# For float16 eager does call pow, in which neither -inf nor -0.0 has a sign under a root.
+HALF_POWERS: dict[float, Body] = FLOAT_POWERS | {
+    0.5: lambda x: _root(x), -0.5: lambda x: ops.reciprocal(_root(x)),
+}  # fmt: skip
+
+
+def _root(x: Value) -> Value:
+    return ops.where(ops.eq(x, -math.inf), ops.constant(math.inf, x.dtype), ops.sqrt(ops.add(x, 0.0)))
 
 
 @lower("aten.pow")
@@ -254,7 +280,9 @@ def lower_pow(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     if is_known(b):
         if whole and b < 0:  # type: ignore[operator]
             raise Unsupported("integers to a negative power: eager raises")
-        known = (SMALL_POWERS if whole else FLOAT_POWERS).get(float(b))  # type: ignore[arg-type]
+        half = result_dtype(ctx) is torch.float16
+        powers = SMALL_POWERS if whole else HALF_POWERS if half else FLOAT_POWERS
+        known = powers.get(float(b))  # type: ignore[arg-type]
         if known is not None:
             return elementwise(ctx, [a], known)
     return elementwise(ctx, [a, b], lambda x, y: ops.pow(x, y))
@@ -275,10 +303,16 @@ def lower_square(ctx: LoweringContext, x: Operand) -> TensorBox:
 @lower("aten.addcmul", "aten.addcdiv")
 def lower_addcmul(ctx: LoweringContext, x: Operand, a: Operand, b: Operand, value: Any = 1) -> TensorBox:
     """x + value * a * b, x + value * a / b"""
-    op = ctx.op[-3:]
-    if is_known(value) and value == 1:
-        return elementwise(ctx, [x, a, b], lambda v, y, z: ops.add(v, ops.call(op, y, z)))
-    return elementwise(ctx, [x, a, b, value], lambda v, y, z, s: ops.add(v, ops.call(op, ops.mul(s, y), z)))
+    times = ctx.op == "aten.addcmul"
+    scaled = not (is_known(value) and value == 1)
+
+    def body(v: Value, y: Value, z: Value, s: Value) -> Value:
+        y = ops.mul(s, y) if scaled else y
+        if times and y.dtype.is_floating_point:
+            return ops.fma(y, z, v)
+        return ops.add(v, ops.mul(y, z) if times else ops.div(y, z))
+
+    return elementwise(ctx, [x, a, b, value], body)
 
 
 @lower("aten.lerp")
@@ -287,8 +321,8 @@ def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) ->
 
     def body(x: Value, y: Value, w: Value) -> Value:
         gap = ops.sub(y, x)
-        near = ops.add(x, ops.mul(w, gap))
-        far = ops.sub(y, ops.mul(gap, ops.sub(ops.constant(1, w.dtype), w)))
+        near = ops.fma(w, gap, x)
+        far = ops.fma(ops.neg(gap), ops.sub(ops.constant(1, w.dtype), w), y)
         return ops.where(ops.lt(ops.abs(w), 0.5), near, far)
 
     return elementwise(ctx, [a, b, weight], body)

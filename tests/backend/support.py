@@ -37,7 +37,8 @@ def values(dtype: torch.dtype, n: int = 120, low: float = -5.0, high: float = 5.
         drawn = torch.rand(n - len(special), dtype=torch.float64) * (high - low) + low
         return torch.cat([special, drawn.to(dtype)])
     info = torch.iinfo(dtype)
-    edges = torch.tensor([0, 1, 2, 3, 7, info.max, info.max - 1, info.min, info.min + 1, *([-1, -2] if info.min else [])])
+    ends = [info.max, info.max - 1, info.min, info.min + 1]
+    edges = torch.tensor([0, 1, 2, 3, 7, *ends, *([-1, -2] if info.min else [])])
     small = torch.randint(max(info.min, -9), 10, ((n - len(edges)) // 2,))
     wide = torch.randint(info.min, info.max, (n - len(edges) - len(small),))
     return torch.cat([edges, small, wide]).to(dtype)
@@ -72,10 +73,13 @@ def fused(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
     return out
 
 
-def run(functions: Sequence[Callable[..., Any]], *inputs: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """(kernel's, eager's, float64's) results of every function."""
+def run(
+    functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """(kernel's, eager's, float64's) results of every function; the last for inputs `wide`, if given."""
     graph = graph_of(functions, len(inputs))
-    wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs]
+    if wide is None:
+        wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs]
     return flat(fused(graph, inputs)), flat(graph(*inputs)), flat([f(*wide) for f in functions])
 
 
@@ -87,11 +91,11 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """|a - reference| in units in the last place of `dtype` at the reference; 0 where both are the same or NaN."""
+def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, floor: bool = False) -> torch.Tensor:
+    """|a - reference| in units in the last place of `dtype` at the reference, or at 1 if that is more and `floor`."""
     a, r = a.double(), reference.double()
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(r.abs().clamp(info.tiny, info.max))
+    _, exponent = torch.frexp(r.abs().clamp(1.0 if floor else info.tiny, info.max))
     unit = torch.ldexp(torch.full_like(r, info.eps), exponent - 1)
     out = (a - r).abs() / unit
     same = (a == r) | (a.isnan() & r.isnan())
@@ -99,8 +103,9 @@ def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def check(
-    out: torch.Tensor, eager: torch.Tensor, wide: torch.Tensor | None, name: str, slack: float = 1.0, zeros: bool = True
-) -> None:
+    out: torch.Tensor, eager: torch.Tensor, wide: torch.Tensor | None, name: str, slack: float = 1.0,
+    zeros: bool = True, floor: bool = False,
+) -> None:  # fmt: skip
     """dtype, size and strides of eager; the same bits, or an error no larger than eager's plus `slack` roundings."""
     assert out.dtype == eager.dtype and out.shape == eager.shape, f"{name}: {out.dtype}{tuple(out.shape)}"
     if out.numel():
@@ -108,18 +113,18 @@ def check(
         strides = [out.stride(d) for d in kept], [eager.stride(d) for d in kept]
         assert strides[0] == strides[1], f"{name}: strides {strides[0]}, eager has {strides[1]}"
     if not out.is_floating_point():
-        wrong = (out != eager).nonzero()
-        assert not len(wrong), f"{name}: {len(wrong)} of {out.numel()} differ, as {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
+        wrong = out != eager
+        assert not wrong.any(), f"{name}: {out[wrong][:3].tolist()} where eager has {eager[wrong][:3].tolist()}"
         return
     for what, test in (("NaN", torch.isnan), ("infinity", torch.isinf)):
         differ = test(out) != test(eager)
-        assert not differ.any(), f"{name}: {what} where eager has {eager[differ][:3].tolist()}: {out[differ][:3].tolist()}"
+        assert not differ.any(), f"{name}: {what}: {out[differ][:3].tolist()} for {eager[differ][:3].tolist()}"
     if zeros:
         differ = (out == 0) & (eager == 0) & (out.signbit() != eager.signbit())
         assert not differ.any(), f"{name}: {int(differ.sum())} zeros of the other sign"
     wide = eager if wide is None or out.dtype is torch.float64 else wide
     finite = torch.isfinite(out) & torch.isfinite(wide)
-    mine, its = (ulps(t, wide, out.dtype)[finite] for t in (out, eager))
+    mine, its = (ulps(t, wide, out.dtype, floor)[finite] for t in (out, eager))
     if mine.numel():
         at = int(mine.argmax())
         assert mine[at] <= its.max() + slack, (
@@ -128,8 +133,10 @@ def check(
         )
 
 
-def check_all(names: Sequence[str], functions: Sequence[Callable[..., Any]], *inputs: Any, **options: Any) -> None:
+def check_all(
+    names: Sequence[str], functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None, **options: Any
+) -> None:
     """Every function fused into one graph, run and compared."""
-    results = run(functions, *inputs)
+    results = run(functions, *inputs, wide=[wide] if isinstance(wide, torch.Tensor) else wide)
     for name, out, eager, wide in zip(names, *results, strict=True):
         check(out, eager, wide, name, **options)
