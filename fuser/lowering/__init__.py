@@ -3,6 +3,7 @@
 from fuser.lowering import (
     activations,
     creation,
+    gradients,
     indexing,
     joining,
     losses,
@@ -15,6 +16,6 @@ from fuser.lowering import (
 from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refuse, supports
 
 __all__ = [
-    "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "indexing", "joining", "losses", "lower",
-    "norms", "pointwise", "reductions", "refuse", "selection", "supports", "views",
+    "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
+    "lower", "norms", "pointwise", "reductions", "refuse", "selection", "supports", "views",
 ]  # fmt: skip

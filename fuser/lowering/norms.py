@@ -354,9 +354,9 @@ def group_norm(
     return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
 
 
-def channels_last(ctx: LoweringContext) -> Order:
-    """Eager's kernels keep channels-last memory; its shape function does not say so."""
-    x = ctx.arg_metas[0]
+def channels_last(ctx: LoweringContext, argument: int = 0) -> Order:
+    """Eager's kernels keep an argument's channels-last memory; its shape function does not say so."""
+    x = ctx.arg_metas[argument]
     for layout in (torch.channels_last, torch.channels_last_3d):
         if x.dim() == (4 if layout is torch.channels_last else 5) and not x.is_contiguous():
             if x.is_contiguous(memory_format=layout):

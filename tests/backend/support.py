@@ -74,13 +74,13 @@ def fused(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def run(
-    functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None
+    functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None, exact: Sequence[Any] | None = None
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """(kernel's, eager's, float64's) results of every function; the last for inputs `wide`, if given."""
+    """(kernel's, eager's, float64's) results of every function; the last for inputs `wide` or by `exact`, if given."""
     graph = graph_of(functions, len(inputs))
     if wide is None:
         wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs]
-    return flat(fused(graph, inputs)), flat(graph(*inputs)), flat([f(*wide) for f in functions])
+    return flat(fused(graph, inputs)), flat(graph(*inputs)), flat([f(*wide) for f in exact or functions])
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -134,9 +134,10 @@ def check(
 
 
 def check_all(
-    names: Sequence[str], functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None, **options: Any
-) -> None:
+    names: Sequence[str], functions: Sequence[Callable[..., Any]], *inputs: Any, wide: Any = None,
+    exact: Sequence[Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
     """Every function fused into one graph, run and compared."""
-    results = run(functions, *inputs, wide=[wide] if isinstance(wide, torch.Tensor) else wide)
+    results = run(functions, *inputs, wide=[wide] if isinstance(wide, torch.Tensor) else wide, exact=exact)
     for name, out, eager, wide in zip(names, *results, strict=True):
         check(out, eager, wide, name, **options)

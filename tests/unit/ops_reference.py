@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": lambda x: mp.log(x) / mp.log(2),
     "sigmoid": lambda x: 1 / (1 + mp.exp(-x)),
     "normal_cdf": lambda x: mp.ncdf(x),
+    "fma": lambda x, y, z: x * y + z,
     "fmod": _fmod,
     "remainder": _remainder,
     "pow": lambda x, y: mp.power(x, y),
