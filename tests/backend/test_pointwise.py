@@ -107,8 +107,12 @@ def test_exact(dtype):
 @pytest.mark.parametrize("dtype", WIDE, ids=text)
 def test_activations(dtype):
     x = torch.cat([values(dtype, 200, -12, 12), torch.tensor([float("nan")], dtype=dtype)])
-    # In float64 too the formula of gelu loses its small values, which the complement of erf keeps.
-    exact = {**ACTIVATIONS, "gelu": lambda v: v * 0.5 * torch.special.erfc(-v * math.sqrt(0.5))}
+    # In float64 too the formulas of gelu lose their small values.
+    exact = {
+        **ACTIVATIONS,
+        "gelu": lambda v: v * 0.5 * torch.special.erfc(-v * math.sqrt(0.5)),
+        "gelu_tanh": lambda v: v * torch.sigmoid(math.sqrt(8 / math.pi) * (v + 0.044715 * v**3)),
+    }
     options = {"slack": SLACK[dtype], "zeros": False, "floor": dtype is torch.float64}
     check_all(list(ACTIVATIONS), list(ACTIVATIONS.values()), x, exact=list(exact.values()), **options)
 
