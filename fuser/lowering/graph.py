@@ -100,6 +100,7 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
         strides = strides_of(symbols, dense)
     else:
         strides = tuple(_stride(ctx, number, d, size[d], stride[d]) for d in range(len(size)))
+        _assume_order(ctx, strides, stride)
     box = ctx.input_tensor(number, t.dtype, symbols, strides)
     meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
     return TensorInput(t.dtype, t.device.type, symbols, strides, _is_aligned(t)), box, meta
@@ -110,6 +111,13 @@ def _is_aligned(t: torch.Tensor) -> bool:
     plain = type(t) in (torch.Tensor, torch.nn.Parameter)
     start = t.data_ptr() if plain else int(t.storage_offset()) * t.element_size()
     return start % ALIGNMENT == 0
+
+
+def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequence[int]) -> None:
+    """Rely on the order of the dims in memory: results lie in the same order, as eager's do."""
+    order = sorted(range(len(example)), key=lambda d: example[d])
+    for a, b in zip(order, order[1:]):
+        ctx.assume("lt" if example[a] < example[b] else "eq", strides[a], strides[b])
 
 
 def _stride(ctx: LoweringContext, number: int, d: int, size: int, stride: int) -> Expr:
