@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "both": lambda a, b: a + b,
     "mixed": lambda a, b: (a - b).abs() * b.double(),
     "compare": lambda a, b: a > b,
-    "last": lambda a, b: a + b.sum(-1, keepdim=True),
+    "last": lambda a, b: a + b.mean(-1, keepdim=True),
     "where": lambda a, b: torch.where(a > 0, a, b),
 }
 
