@@ -149,8 +149,12 @@ def lower_group_norm_backward(
     each = ctx.specialise(size[1]) // groups
     rest = list(range(2, len(size)))
     own = ctx.size_of(mean)
-    of_group = [ctx.loader(t, own, wide) for t in (mean, rstd)]
-    load_mean, load_rstd = (lambda i, f=f: f((i[0], i[1] // each)) for f in of_group)
+
+    def of_group(t: TensorBox) -> Loader:
+        load_group = ctx.loader(t, own, wide)
+        return lambda i: load_group((i[0], i[1] // each))
+
+    load_mean, load_rstd = of_group(mean), of_group(rstd)
     g, load, load_weight = ctx.loader(grad, size, wide), ctx.loader(x, size, wide), over_channels(ctx, weight, wide)
     unit = normalised(load, load_mean, load_rstd)
     sums = [channel_sums(ctx, x, rest, value, wide) for value in (g, times(g, unit))]
