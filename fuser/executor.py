@@ -22,10 +22,11 @@ from fuser.errors import InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec, reason_of
 from fuser.kernel_spec import ArgSpec, TensorSpec
 from fuser.runtime import launcher, torch_abi
+from fuser.verify import MISS as _MISS
+from fuser.verify import Trials
 
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
 MAX_VARIANTS = 8
-_MISS = object()
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float)
 
@@ -106,6 +107,7 @@ class Executor:
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
+        self._trials = Trials(spec, self._add)
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
@@ -212,20 +214,28 @@ class Executor:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
+            if config.verify:
+                self._trials.add(kernel, config.verify)
+            else:
+                self._add(kernel)
         except Exception as e:
             if not isinstance(e, Unsupported):
                 _warn_once(reason_of(e))
             raise
         return kernel
 
+    def _add(self, kernel: FusedKernel) -> None:
+        """Let calls run `kernel`."""
+        self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
+
     def _probe(self, args: tuple[Any, ...]) -> Any:
         """The result of a kernel, or `_MISS` if none takes the call."""
         self._local.probing = True
         try:
-            return self.handle(*args)
+            result = self.handle(*args)
         finally:
             self._local.probing = False
+        return self._trials.run(args) if result is _MISS else result
 
     def _fall_back(self, args: tuple[Any, ...], reason: str) -> Any:
         self.spec.store.note_fallback(reason)

@@ -109,6 +109,14 @@ class KernelStore:
             entry = self._entries.setdefault(arg_spec, KernelEntry(arg_spec))
             entry.reason = entry.reason or reason
 
+    def disable(self, kernel: FusedKernel, reason: str) -> None:
+        """Take a kernel away; nothing more is compiled for its `ArgSpec`."""
+        with self._lock:
+            for entry in self._entries.values():
+                if any(k is kernel for k in entry.kernels):
+                    entry.kernels = [k for k in entry.kernels if k is not kernel]
+                    entry.reason = reason
+
     def note_fallback(self, reason: str) -> None:
         """Count one call that ran by ATen."""
         with self._lock:

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lowering",),
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
-    ("compiler", "executor", "kernel_cache", "fallback"),
+    ("compiler", "executor", "kernel_cache", "fallback", "reproduce", "verify"),
     ("interface",),
     ("passes",),
     ("frontends",),

@@ -3,5 +3,6 @@
 from fuser.debug.explaining import dump, explain
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
+from fuser.debug.reproducing import repro
 
-__all__ = ["PassTable", "Report", "bisect_passes", "dump", "explain", "passes", "report"]
+__all__ = ["PassTable", "Report", "bisect_passes", "dump", "explain", "passes", "report", "repro"]

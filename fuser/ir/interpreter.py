@@ -7,7 +7,6 @@ here is the scheduler's or a code generator's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype
 from fuser.ir.nodes import Buffer, Index, Loops, Reduction
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
-from fuser.ops import OPS, REDUCTIONS
+from fuser.ops import NO_INDEX, OPS, REDUCTIONS
 
 Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]
 
@@ -134,20 +133,18 @@ def reduce(
 ) -> torch.Tensor:
     """`value` reduced by the row `kind` of the table; `index` is what an index reduction gives for each value."""
     row = REDUCTIONS[kind]
-    kept = [d for d in range(value.dim()) if d not in dims]
-    shape = [value.shape[d] for d in kept]
-    out_shape = [1 if d in dims else n for d, n in enumerate(value.shape)] if keepdim else shape
     accumulator = row.accumulate(value.dtype)
     if any(value.shape[d] == 0 for d in dims):
-        return torch.full(out_shape, row.identity(accumulator), dtype=row.result_dtype(value.dtype))
+        size = [1 if d in dims else n for d, n in enumerate(value.shape) if keepdim or d not in dims]
+        return torch.full(size, row.identity(accumulator), dtype=row.result_dtype(value.dtype))
     if not row.index:
         return row.eval(value.to(accumulator), dims, keepdim) if dims else value.to(accumulator)
-    assert index is not None, "an index reduction reduces pairs"
-    flat_shape = (*shape, math.prod(value.shape[d] for d in dims))
-    flat = value.permute((*kept, *dims)).reshape(flat_shape)
-    at = row.eval(flat, (flat.dim() - 1,), True)
-    found = index.expand(value.shape).permute((*kept, *dims)).reshape(flat_shape).gather(-1, at)
-    return found.reshape(out_shape)
+    if index is None:
+        raise VerifyError(f"{kind} reduces values without an index: expected pairs")
+    best = (torch.amax if kind == "argmax" else torch.amin)(value, dims, True) if dims else value
+    wins = (value == best) | (value.isnan() & best.isnan() if value.dtype.is_floating_point else False)
+    places = torch.where(wins, index, NO_INDEX)
+    return torch.amin(places, dims, keepdim) if dims else places
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -217,7 +214,9 @@ def _run_loops(
     value = values[loops.body.result].expand(domain) if values else torch.zeros(domain, dtype=loops.body.dtype)
     if isinstance(loops, Reduction):
         dims = tuple(range(len(domain) - loops.n_reduced, len(domain)))
-        index = pairs[loops.body.result][1].expand(domain) if loops.body.result in pairs else None
+        index = pairs[loops.body.result][1].expand(domain) if pairs else None
+        if not values:
+            index = torch.zeros(domain, dtype=torch.int64)
         value = reduce(loops.kind, value, index, dims)
         domain = domain[: len(domain) - loops.n_reduced]
         points = loop_points(domain)

@@ -1,0 +1,120 @@
+"""A fusion and its inputs as a Python script of its own, which runs kernel and fallback and compares."""
+
+from __future__ import annotations
+
+import math
+import operator
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.canonical import Ref, Row
+from fuser.kernel_cache import KernelSpec
+
+_MODULES = {"operator": operator, "math": math, "torch": torch, "torch.nn.functional": torch.nn.functional}
+
+_SCRIPT = '''\
+"""{why}"""
+import math, operator, sys
+import torch, torch.fx
+import fuser
+from fuser import config, debug
+from fuser.interface import kernel_spec
+from fuser.verify import difference
+
+inf, nan = math.inf, math.nan
+bound, inputs = torch.load({data!r}, weights_only=True)
+root = torch.nn.Module()
+for i, t in enumerate(bound):
+    root.register_buffer(f"b{{i}}", t)
+g = torch.fx.Graph()
+{graph}
+with config.override({settings}):
+    key = fuser.register_fusion(torch.fx.GraphModule(root, g), functional={functional})
+    spec = kernel_spec(key)
+    got = fuser.fusion_handle(key)(*inputs)
+want = spec.fallback(*bound, *inputs)
+wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (*bound, *inputs)]
+problem = difference(got, want, (*bound, *inputs), lambda: spec.fallback(*wide))
+print(debug.explain(key))
+sys.exit(problem or 0)
+'''
+
+
+def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: str) -> str:
+    """Write the script and its inputs (`args`, bound tensors first) into `folder`; the script's path.
+
+    TypeError if the graph holds Python objects that no script can name.
+    """
+    path = pathlib.Path(folder) / f"{spec.hash[:12]}.py"
+    graph = "\n".join(_graph_lines(spec))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    n = len(spec.registered.bound)
+    data = path.with_suffix(".pt").resolve()
+    torch.save((list(args[:n]), list(args[n:])), data)
+    settings = ", ".join(f"{k}={v!r}" for k, v in (*spec.config, ("verify", 0)))
+    path.write_text(
+        _SCRIPT.format(
+            why=why.replace('"""', "'''"), data=str(data), graph=graph, settings=settings,
+            functional=spec.graph.functional,
+        )
+    )  # fmt: skip
+    return str(path)
+
+
+def _graph_lines(spec: KernelSpec) -> list[str]:
+    lines = []
+    defaults = iter(spec.registered.inputs)
+    for row in spec.registered.rows:
+        lines.append(f"v{row.index} = {_row(row, defaults)}")
+    return [*lines, f"g.output({_value(spec.registered.output)})"]
+
+
+def _row(row: Row, names: Any) -> str:
+    if row.op == "placeholder":
+        return f"g.placeholder({next(names)!r})"
+    if row.op == "get_attr":
+        return f'g.get_attr("b{row.target.index}")' if isinstance(row.target, Ref) else _value(row.target)
+    target = repr(row.target) if row.op == "call_method" else path_of(row.target)
+    kwargs = "{" + ", ".join(f"{k!r}: {_value(v)}" for k, v in row.kwargs.items()) + "}"
+    return f"g.{row.op}({target}, {_value(row.args)}, {kwargs})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Ref):
+        return f"v{value.index}"
+    if type(value) is tuple:
+        return f"({', '.join(map(_value, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is list:
+        return f"[{', '.join(map(_value, value))}]"
+    if type(value) is dict:
+        return "{" + ", ".join(f"{k!r}: {_value(v)}" for k, v in value.items()) + "}"
+    if type(value) is slice:
+        return f"slice({_value(value.start)}, {_value(value.stop)}, {_value(value.step)})"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if value is None or value is Ellipsis or type(value) in (int, float, bool, complex, str):
+        return repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return repr(value)
+    return path_of(value)
+
+
+def path_of(thing: Any) -> str:
+    """An expression that gives `thing` in a script with `torch`, `operator` and `math`. TypeError if there is none."""
+    if isinstance(thing, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{str(thing).replace('::', '.')}"
+    name = getattr(thing, "__name__", "")
+    for path, module in _MODULES.items():
+        if name and getattr(module, name, None) is thing:
+            return f"{path}.{name}"
+    home = sys.modules.get(getattr(thing, "__module__", None) or "")
+    if home is not None and name and getattr(home, name, None) is thing:
+        return f"__import__({home.__name__!r}, fromlist=[{name!r}]).{name}"
+    raise TypeError(f"the graph holds {thing!r}, which a script cannot name")
+
+
+__all__ = ["path_of", "write_reproducer"]
