@@ -221,10 +221,12 @@ def _outputs(
         meta, buffer = metas[o.index], value.storage.buffer
         shared = seen.get(_memory(meta))
         whole = value.view is None
-        if whole and buffer.input_number >= 0 and (shared is not None or graph.functional):
+        if whole and buffer.input_number >= 0 and (shared is meta or graph.functional):
             out.append(("input", buffer.input_number))
         elif shared is not None and not graph.functional and not (whole and shared is value):
             raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
+        elif buffer.name in ctx.perhaps_views and not graph.functional:
+            raise Unsupported("an output is x[i] by a tensor without dims: a view if Python takes it for a number")
         else:
             seen.setdefault(_memory(meta), value)
             if not graph.functional and meta.numel() and memory_order(meta.shape, meta.stride()) is None:

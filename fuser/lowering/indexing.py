@@ -186,7 +186,10 @@ def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> T
     """x[indices], where None stands for a whole dim and tensors are taken together."""
     how = Indexed(ctx, x, indices)
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
-    return ctx.pointwise(how.size, x.dtype, lambda index: load(how.at(index)), ctx.order_of_meta())
+    out = ctx.pointwise(how.size, x.dtype, lambda index: load(how.at(index)), ctx.order_of_meta())
+    if any(isinstance(i, TensorBox) and not i.size for i in indices):
+        ctx.perhaps_views.add(out.storage.buffer.name)
+    return out
 
 
 @lower("aten._unsafe_masked_index")

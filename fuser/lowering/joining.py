@@ -201,7 +201,8 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
     out, dims = list(own), []
     for d, before, after in _pad_pairs(ctx, pad, len(own)):
         out[d] = ctx.canon(own[d] + before + after)
-        ctx.assume("le", 0, out[d])
+        for least in (own[d] + before, own[d] + after, out[d]):  # eager narrows by one side, then by the other
+            ctx.assume("le", 0, least)
         if before != ZERO or after != ZERO:
             dims.append((d, before, own[d]))
     fill = cast_loader(ctx, value, (), dtype)

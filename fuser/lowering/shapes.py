@@ -18,7 +18,7 @@ from fuser.errors import Unsupported
 SAME, FLOAT, BOOL = "same", "float", "bool"
 _SAME = (
     "add sub mul rsub maximum minimum fmax fmin remainder fmod bitwise_and bitwise_or bitwise_xor neg abs relu sign "
-    "sgn floor ceil trunc frac bitwise_not gelu silu square positive floor_divide"
+    "sgn floor ceil trunc frac bitwise_not gelu silu square floor_divide"
 )
 _FLOAT = (
     "div true_divide exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "

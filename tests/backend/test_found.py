@@ -83,3 +83,40 @@ def test_statistics_of_native_group_norm_have_no_more_dims_than_eagers():
 
 def test_an_empty_diagonal():
     same(lambda x: torch.diagonal(x, -2).flatten(0, 1) + 1, torch.randn(2, 3, 8))
+
+
+def aliases(fn: Any, *inputs: torch.Tensor) -> None:
+    """`fn` registered as it is: each result is an input, a view of one or neither, as in eager."""
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    got, want = handle(*inputs), fn(*inputs)
+    for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+        for x in inputs:
+            assert (a is x) == (b is x)
+            assert (a.untyped_storage()._cdata == x.untyped_storage()._cdata) == (
+                b.untyped_storage()._cdata == x.untyped_storage()._cdata
+            )
+
+
+def test_positive_is_its_argument():
+    aliases(lambda x: torch.positive(x), X)
+
+
+def test_expand_to_the_same_size_is_a_view_and_not_the_tensor():
+    aliases(lambda x: (x.expand(3, 4), x * 2), X)
+
+
+def test_contiguous_of_a_contiguous_tensor_is_the_tensor():
+    aliases(lambda x: (x.contiguous(), x + 1), X)
+
+
+def test_a_tensor_without_dims_as_index_gives_a_view():
+    aliases(lambda x, i: (x[i], x + 1), X, torch.tensor(1))
+    aliases(lambda x, i: x[:, i], X, torch.tensor(1))
+
+
+def test_a_negative_pad_of_a_size_that_is_too_small_is_eagers_error():
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x: F.pad(x, (-1, 1)) + 1))).handle
+    torch.testing.assert_close(handle(X), F.pad(X, (-1, 1)) + 1)
+    with pytest.raises(RuntimeError, match="narrow"):
+        handle(torch.zeros(3, 0))

@@ -214,7 +214,7 @@ def _by_compile(program: Program) -> str:
     torch._dynamo.reset()
     compiled = torch.compile(lambda *values: run(program, values), backend=fuser_backend, dynamic=None)
     for sizes in (None, *_other_sizes(program)[:1]):
-        problem = _run_and_compare(program, compiled, sizes, False)
+        problem = _run_and_compare(program, compiled, sizes, False, identity=False)
         if problem:
             return problem
     return ""
