@@ -131,10 +131,16 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)
 
 
+def _number(size: Any) -> str:
+    """A size or stride, a symbol by the number seen while tracing: equal sizes may be spelled differently."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return str(size if hint is None else hint)
+
+
 def _shape(value: Any) -> Any:
-    """Shape and dtype of a value, by their spelling, which adds no guard."""
+    """Shape and dtype of a value; adds no guard."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, tuple(map(str, value.shape))
+        return value.dtype, value.device, tuple(map(_number, value.shape))
     if isinstance(value, (tuple, list)):
         return tuple(map(_shape, value))
     return type(value)
@@ -144,7 +150,8 @@ def _look(value: Any) -> Any:
     """Shape, dtype and the strides that can be told apart."""
     if isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided
-        strides = [str(st) for sz, st in zip(value.shape, value.stride()) if str(sz) != "1"] if plain else []
+        sizes = zip(value.shape, value.stride()) if plain else ()
+        strides = [_number(stride) for size, stride in sizes if _number(size) != "1"]
         return *_shape(value), tuple(strides)
     return _shape(value)
 

@@ -1,0 +1,109 @@
+"""Calls of dynamo's graphs by what they mean: `a @ b`, `a.matmul(b)` and `torch.matmul(a, b)` are one."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+_NAMES: dict[Any, str] = {
+    operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",
+    torch.einsum: "matmul", operator.mul: "mul", operator.imul: "mul", torch.mul: "mul", torch.multiply: "mul",
+    operator.truediv: "div", operator.itruediv: "div", torch.div: "div", torch.true_divide: "div",
+    operator.add: "add", operator.iadd: "add", torch.add: "add", torch.masked_fill: "masked_fill",
+    torch.where: "where", torch.softmax: "softmax", F.softmax: "softmax", F.dropout: "dropout",
+    torch.dropout: "dropout", torch.transpose: "transpose", torch.swapaxes: "transpose", torch.full: "full",
+    torch.tensor: "full", operator.getitem: "getitem", F.batch_norm: "batch_norm", torch.conv1d: "conv",
+    torch.conv2d: "conv", torch.conv3d: "conv", torch.split: "split", torch.chunk: "chunk", torch.cat: "cat",
+}  # fmt: skip
+_METHODS = {
+    "matmul": "matmul", "bmm": "matmul", "mul": "mul", "mul_": "mul", "div": "div", "div_": "div", "add": "add",
+    "add_": "add", "masked_fill": "masked_fill", "masked_fill_": "masked_fill", "where": "where", "softmax": "softmax",
+    "transpose": "transpose", "swapaxes": "transpose", "split": "split", "chunk": "chunk",
+}  # fmt: skip
+_SETTERS = frozenset({operator.setitem, operator.delitem})
+_IN_PLACE = frozenset(
+    getattr(operator, "i" + n)
+    for n in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node: what it means, and its arguments as written."""
+
+    node: fx.Node
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def arg(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument given by place or by name."""
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+
+def call_of(node: Any) -> Call | None:
+    """A node as a call; None for anything that is no call of a known function or method, or of a method by its name."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "call_method":
+        name = _METHODS.get(str(node.target), str(node.target))
+    elif node.op == "call_function" and node.target in _NAMES:
+        name = _NAMES[node.target]
+    else:
+        return None
+    args = node.args
+    if name == "where" and node.op == "call_method" and len(args) == 3:
+        args = (args[1], args[0], args[2])  # x.where(condition, other)
+    return Call(node, name, args, dict(node.kwargs))
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    """The tensor recorded for a node of dynamo's graph."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def shape_of(node: Any) -> tuple[str, ...] | None:
+    """A node's sizes, spelled out, so that comparing them adds no guard."""
+    value = value_of(node)
+    return tuple(map(str, value.shape)) if value is not None else None
+
+
+def number_of(value: Any) -> float | None:
+    """A number, or what a scalar tensor made of a number holds."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    call = call_of(value)
+    if call is None or call.name != "full" or value.target not in (torch.full, torch.tensor):
+        return None
+    filled = call.arg(1, "fill_value") if value.target is torch.full else call.arg(0, "data")
+    if value.target is torch.full and list(call.arg(0, "size") or ()) != []:
+        return None
+    return float(filled) if isinstance(filled, (int, float)) and not isinstance(filled, bool) else None
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node of dynamo's graph may write into a tensor that existed before."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if node.target in _SETTERS or node.target in _IN_PLACE or "out" in node.kwargs:
+        return True
+    if node.kwargs.get("inplace") is True:
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    name = getattr(node.target, "__name__", "_")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def position_of_writes(nodes: list[fx.Node]) -> list[int]:
+    """The places, in a list of nodes, of those that may write into a tensor that existed before."""
+    return [i for i, node in enumerate(nodes) if writes(node)]
