@@ -217,9 +217,9 @@ def test_two_thousand_nodes_group_quickly():
 
     module = trace(f, X, W)
     assert len(module.graph.nodes) >= 2000
-    start = time.perf_counter()
+    start = time.thread_time()
     grouping = group_nodes(module.graph)
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start  # of this thread: a busy machine must not count
     extract(module.graph, grouping)
     assert seconds < 0.5
 
