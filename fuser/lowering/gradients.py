@@ -70,6 +70,7 @@ def _over_last(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, shape: Sequence[Any], mean: TensorBox | None, rstd: TensorBox,
     weight: TensorBox | None, mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
+    ctx.broadcast_sizes([ctx.size_of(t) for t in (x, grad, mean, rstd, weight) if t is not None])  # who equals whom
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     outer, last = list(range(len(size) - len(shape))), list(range(len(size) - len(shape), len(size)))
     g, load, load_rstd = (ctx.loader(t, size, wide) for t in (grad, x, rstd))
