@@ -1,0 +1,325 @@
+"""What all loop nests of a kernel plan share: which row lives where, how values are spelled, units, unit rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fuser.cpu.records import Bindings, Partial
+from fuser.cpu.text import Lines, cpp_expr, cpp_name
+from fuser.ir.loop_body import Row, indirect_rows, row_exprs
+from fuser.ir.sizes import INDIRECT, Expr, Sym, expr, product, symbol, symbols
+from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_store
+from fuser.scheduler.nodes import row_cost
+from fuser.scheduler.plan import Axis, KernelPlan, Store
+
+TILE_COLUMNS = 64
+
+
+class Nest:
+    """Writes the functions of one plan."""
+
+    def __init__(self, plan: KernelPlan, name: str, bindings: Bindings) -> None:
+        self.plan, self.name, self.bindings = plan, name, bindings
+        self.dtypes = dict(plan.buffers)
+        self.reduced = {a.sym for a in plan.axes if a.reduced}
+        self.kept = [a for a in plan.axes if not a.reduced]
+        self.red_axes = [a for a in plan.axes if a.reduced]
+        self.vector = next((a for a in plan.axes if a.sym == plan.vector), None)
+        self.is_row = bool(self.reduced) and self.vector is not None and self.vector.reduced
+        self.is_column = bool(self.reduced) and not self.is_row
+        self.inside = self.reduced | ({plan.vector} if plan.vector is not None and not self.is_column else set())
+        self.lanes = self._choose_lanes()
+        self.out = Lines()
+        self.emitted: set[int] = set()  # rows available in the unit (scalars, or lane arrays of a column nest)
+        self.arrays: set[int] = set()  # rows that are lane arrays
+        self.kept_rows: dict[int, int] = {}  # row -> number of its row buffer
+        self.has_checks = any(r.op == "indirect" and r.attr[1] for r in plan.rows)
+        self.partials: list[Partial] = []
+        self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
+        self.tile_axis: Axis | None = None
+
+    def _choose_lanes(self) -> int:
+        if self.vector is None:
+            return 1
+        if self.is_column:
+            return 256 if self.vector.hint >= 256 else 64
+        return 64 if self.vector.hint >= 64 else 16
+
+    def is_full(self, n: int) -> bool:
+        """Whether row `n` lives inside the innermost loops."""
+        return bool(self.plan.varies[n] & self.inside)
+
+    def is_lane(self, n: int) -> bool:
+        """Whether row `n` of a column nest has one value per lane, outside the reduced loops."""
+        return self.is_column and not self.is_full(n) and self.plan.vector in self.plan.varies[n]
+
+    def store_is_full(self, s: Store) -> bool:
+        """Whether a store happens inside the innermost loops."""
+        return self.is_full(s.row) or bool(symbols(s.address) & self.inside)
+
+    def deps(self, n: int) -> list[int]:
+        """Rows that row `n` needs."""
+        row = self.plan.rows[n]
+        return [*row.args, *indirect_rows(row)]
+
+    def closure(self, roots: Iterable[int], stop: set[int] | None = None) -> list[int]:
+        """Rows inside the innermost loops that `roots` need, in order; not looking behind `stop`."""
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n in seen or not self.is_full(n):
+                continue
+            seen.add(n)
+            if stop is None or n not in stop:
+                pending += self.deps(n)
+        return sorted(seen)
+
+    def roots(self, phase: int) -> list[int]:
+        """Rows that the pass of `phase` must produce inside the loops."""
+        out = [s.row for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
+        for s in self.plan.stores:
+            if s.phase == phase and self.store_is_full(s):
+                out += [int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT]
+        return out + [r.row for r in self.plan.reductions if r.phase == phase]
+
+    @property
+    def n_passes(self) -> int:
+        """Passes over the innermost loops."""
+        phases = [s.phase for s in self.plan.stores if self.store_is_full(s)] + [r.phase for r in self.plan.reductions]
+        return 1 + max(phases, default=-1)
+
+    def ref(self, n: int) -> str:
+        """How a row's value is written where it is used."""
+        row = self.plan.rows[n]
+        if row.op == "const":
+            return constant_text(row)
+        return f"t{n}[l]" if n in self.arrays else f"t{n}"
+
+    def index(self, e: Expr) -> str:
+        """An index expression, lane arrays subscripted."""
+        return cpp_expr(e, lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s))
+
+    def value(self, n: int) -> str:
+        """The right-hand side of row `n`."""
+        row = self.plan.rows[n]
+        args = [self.ref(a) for a in row.args]
+        if n in self.staged:
+            assert self.tile_axis is not None and self.vector is not None
+            t, v = self.tile_axis.sym.name, self.vector.sym.name
+            return f"tile{self.staged[n]}[({t} - r0) * {TILE_COLUMNS} + {v} - v0]"
+        if row.op == "load":
+            buffer, (address,) = row.attr
+            text = cpp_load(self.dtypes[buffer], f"{buffer}[{self.index(address)}]")
+            return f"{args[0]} ? {text} : {cpp_constant(0, row.dtype)}" if args else text
+        if row.op == "scalar":
+            return f"f[{self.bindings.floats[row.attr]}]"
+        if row.op == "index":
+            return self.index(row.attr)
+        if row.op == "to_dtype":
+            return cpp_convert(row.attr, row.dtype, args[0])
+        if row.op == "round_to":
+            return cpp_convert(torch.float32, row.attr, args[0])
+        return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
+
+    def declare(self, n: int, target: str | None = None) -> None:
+        """Statements that compute row `n` into `t<n>` (or assign to `target`)."""
+        row = self.plan.rows[n]
+        if row.op in ("const", "pair"):
+            return
+        left = target or f"const {CPP_TYPES[row.dtype]} t{n}"
+        if row.op == "indirect":
+            self._declare_indirect(n, row, left)
+            return
+        self.out.add(f"{left} = {self.value(n)};")
+
+    def _declare_indirect(self, n: int, row: Row, left: str) -> None:
+        size, checked = row.attr
+        source, bound = self.ref(row.args[0]), self.index(size)
+        self.out.add(f"const i64 w{n} = {source} + ({source} < 0 ? (i64)({bound}) : (i64)0);")
+        self.out.add(f"const bool o{n} = (w{n} < 0) | (w{n} >= (i64)({bound}));")
+        if checked:
+            masked = f" & {self.ref(row.args[1])}" if len(row.args) > 1 else ""
+            self.out.add(f"bad |= (int)(o{n}{masked});")
+        self.out.add(f"{left} = o{n} ? (i64)0 : w{n};")
+
+    def store(self, s: Store) -> None:
+        """The statement of a store."""
+        dtype = self.dtypes[s.buffer]
+        self.out.add(f"{s.buffer}[{self.index(s.address)}] = {cpp_store(dtype, self.ref(s.row))};")
+
+    def open_function(self, suffix: str = "") -> str:
+        """The function's head: pointers, sizes, what depends on no axis."""
+        self.out = Lines()
+        self.emitted, self.arrays = set(), set()
+        name = self.name + suffix
+        self.out.open(
+            f'extern "C" void {name}(char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, '
+            "char* scratch, i32* status)"
+        )
+        stored = {s.buffer for s in self.plan.stores} | {p.name for p in self.partials}
+        names = [(b, d) for b, d in self.plan.buffers] + [(p.name, p.dtype) for p in self.partials]
+        for buffer, dtype in names:
+            kind = "u8" if dtype is torch.bool else CPP_TYPES[dtype]
+            const = "" if buffer in stored else "const "
+            at = self.bindings.pointers[buffer]
+            self.out.add(f"{const}{kind}* __restrict {buffer} = ({const}{kind}*)ptrs[{at}];")
+        for sym in sorted(self._symbols()):
+            self.out.add(f"const i64 {cpp_name(sym)} = s[{self.bindings.slots[sym]}];")
+        for a in self.plan.axes:
+            self.out.add(f"const i64 n_{a.sym.name} = {cpp_expr(a.size)};")
+        if self.has_checks:
+            self.out.add("int bad = 0;")
+            for row in self.plan.rows:
+                if row.op == "indirect" and row.attr[1] and len(row.args) == 1:
+                    self.out.add(f"if (({self.index(row.attr[0])}) <= 0) {{ *status = 1; return; }}")
+        return name
+
+    def _symbols(self) -> set[Sym]:
+        own = {a.sym for a in self.plan.axes}
+        exprs = [e for r in self.plan.rows for e in row_exprs(r)] + [s.address for s in self.plan.stores]
+        exprs += [a.size for a in self.plan.axes] + [p.size for p in self.partials]
+        return {s for e in exprs for s in symbols(e) if s.kind != INDIRECT and s not in own}
+
+    def close_function(self) -> str:
+        """The function's tail; returns the text."""
+        if self.has_checks:
+            self.out.add("if (bad) *status = 1;")
+        self.out.close()
+        return self.out.text()
+
+    def open_units(self, digits: Sequence[tuple[str, str]]) -> None:
+        """The loop over units: `digits` are (variable, size), the last running fastest."""
+        self.out.add("i64 unit = begin;")
+        for at, (variable, size) in reversed(list(enumerate(digits))):
+            last = at == 0
+            text = f"i64 {variable} = unit;" if last else f"i64 {variable} = unit % ({size}); unit /= {size};"
+            self.out.add(text)
+        self.out.open("for (i64 u = begin; u < end; ++u)")
+
+    def close_units(self, digits: Sequence[tuple[str, str]]) -> None:
+        """Step to the next unit."""
+        text = ""
+        for at, (variable, size) in enumerate(digits):
+            text = f"++{variable};" if at == 0 else f"if (++{variable} == ({size})) {{ {variable} = 0; {text} }}"
+        if text:
+            self.out.add(text)
+        self.out.close()
+
+    def emit_unit_rows(self, roots: Iterable[int], phase: int) -> None:
+        """Rows outside the innermost loops that `roots` need: scalars of the unit, lane arrays of a column nest."""
+        wanted: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n in wanted:
+                continue
+            wanted.add(n)
+            pending += self.deps(n)
+        for n in sorted(wanted):
+            row = self.plan.rows[n]
+            if n in self.emitted or self.is_full(n) or self.plan.phases[n] > phase or row.op == "reduced":
+                continue
+            self.emitted.add(n)
+            if self.is_lane(n) and row.op not in ("const", "pair"):
+                self._lane_row(n)
+            else:
+                self.declare(n)
+
+    def _lane_row(self, n: int) -> None:
+        self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} t{n}[{self.lanes}];")
+        self.open_lanes()
+        self.declare(n, f"t{n}[l]")
+        self.out.close()
+        self.arrays.add(n)
+
+    def pragma(self) -> str:
+        """The vectorisation pragma."""
+        return "#pragma omp simd reduction(|:bad)" if self.has_checks else "#pragma omp simd"
+
+    def open_lanes(self) -> None:
+        """A loop over the lanes of a column nest's block."""
+        assert self.vector is not None
+        self.out.add(self.pragma())
+        self.out.open("for (i64 l = 0; l < count; ++l)")
+        self.out.add(f"const i64 {self.vector.sym.name} = v0 + l;")
+
+    def work(self) -> Expr:
+        """Operations of the whole nest."""
+        cost = max(1, sum(max(1, row_cost(r)) for r in self.plan.rows) // 4)
+        return product(a.size for a in self.plan.axes) * cost
+
+    def outer_roots(self, phase: int) -> list[int]:
+        """Rows that stores outside the innermost loops need in this phase."""
+        out = []
+        for s in self.plan.stores:
+            if s.phase == phase and not self.store_is_full(s):
+                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+        return out
+
+    def emit_constants(self) -> None:
+        """Rows that vary along no axis."""
+        for n, row in enumerate(self.plan.rows):
+            if not self.plan.varies[n] and row.op != "reduced" and self.plan.phases[n] == 0:
+                self.emitted.add(n)
+                self.declare(n)
+
+    def emit_inner(self, phase: int, loads_kept: bool = True) -> None:
+        """The body of the innermost loops of a pass: rows, row buffers, stores, accumulation."""
+        available = {n for n in self.kept_rows if self.first_pass(n) < phase}
+        for n in self.closure(self.roots(phase), available):
+            if n in available:
+                kept = f"kept{self.kept_rows[n]}[{self.kept_at()}]"
+                self.out.add(f"const {CPP_TYPES[self.plan.rows[n].dtype]} t{n} = {kept};")
+                continue
+            self.declare(n)
+            if n in self.kept_rows and self.first_pass(n) == phase:
+                self.out.add(f"kept{self.kept_rows[n]}[{self.kept_at()}] = t{n};")
+        for s in self.plan.stores:
+            if s.phase == phase and self.store_is_full(s):
+                self.store(s)
+        for r in self.plan.reductions:
+            if r.phase == phase:
+                self.accumulate(r)
+
+    def first_pass(self, n: int) -> int:
+        """The first pass whose loops compute row `n`."""
+        return next(p for p in range(self.n_passes) if n in set(self.closure(self.roots(p))))
+
+    def kept_at(self) -> str:
+        """The place of the current point in a row buffer."""
+        e = expr(0)
+        for a in self.red_axes:
+            e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
+        return cpp_expr(e) if self.is_row else f"({cpp_expr(e)}) * {self.lanes} + l"
+
+    def emit_outer_stores(self, phase: int) -> None:
+        """Stores outside the innermost loops."""
+        stores = [s for s in self.plan.stores if s.phase == phase and not self.store_is_full(s)]
+        if not stores:
+            return
+        self.emit_unit_rows(self.outer_roots(phase), phase)
+        if self.is_column:
+            self.open_lanes()
+        for s in stores:
+            self.store(s)
+        if self.is_column:
+            self.out.close()
+
+    def closure_deps(self, phase: int) -> list[int]:
+        """Rows outside the loops that the pass needs."""
+        available = {n for n in self.kept_rows if self.first_pass(n) < phase}
+        inner = self.closure(self.roots(phase), available)
+        stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
+        direct = [int(x.name[1:]) for s in stores for x in symbols(s.address) if x.kind == INDIRECT]
+        return [d for n in inner if n not in available for d in self.deps(n)] + self.roots(phase) + direct
+
+
+def constant_text(row: Row) -> str:
+    """The C++ constant of a `const` row."""
+    text: str = row.attr
+    if row.dtype is torch.bool:
+        return cpp_constant(text == "True", row.dtype)
+    return cpp_constant(float(text) if row.dtype.is_floating_point else int(text), row.dtype)

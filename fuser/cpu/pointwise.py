@@ -1,0 +1,129 @@
+"""Pointwise nests: units are (kept axes x blocks of the vector axis); transposed reads go through tiles."""
+
+from __future__ import annotations
+
+from fuser.cpu.nest import TILE_COLUMNS, Nest
+from fuser.cpu.records import Function
+from fuser.cpu.text import cpp_expr
+from fuser.ir.loop_body import indirect_rows
+from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol
+from fuser.ops import CPP_TYPES, cpp_load
+from fuser.scheduler.plan import Axis
+
+BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
+TILE_ROWS = 64  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
+
+# A block of 16 by 16 words is transposed by four rounds of interleaving row i with row i + 8.
+TRANSPOSE_HELPER = f"""\
+typedef u32 words __attribute__((vector_size(64), aligned(4)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define LOW_HALVES(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH_HALVES(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#else
+#define LOW_HALVES(a, b) __builtin_shuffle(a, b, (words){{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}})
+#define HIGH_HALVES(a, b) \\
+  __builtin_shuffle(a, b, (words){{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}})
+#endif
+static void transpose_band(const u32* in, i64 step, u32* __restrict tile, i64 columns) {{
+  for (i64 c = 0; c < columns; c += 16) for (i64 r = 0; r < {TILE_ROWS}; r += 16) {{
+    words a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = *(const words*)(in + (c + i) * step + r);
+    for (int i = 0; i < 8; ++i) {{ b[2 * i] = LOW_HALVES(a[i], a[i + 8]); b[2 * i + 1] = HIGH_HALVES(a[i], a[i + 8]); }}
+    for (int i = 0; i < 8; ++i) {{ a[2 * i] = LOW_HALVES(b[i], b[i + 8]); a[2 * i + 1] = HIGH_HALVES(b[i], b[i + 8]); }}
+    for (int i = 0; i < 8; ++i) {{ b[2 * i] = LOW_HALVES(a[i], a[i + 8]); b[2 * i + 1] = HIGH_HALVES(a[i], a[i + 8]); }}
+    for (int i = 0; i < 8; ++i) {{ a[2 * i] = LOW_HALVES(b[i], b[i + 8]); a[2 * i + 1] = HIGH_HALVES(b[i], b[i + 8]); }}
+    for (int i = 0; i < 16; ++i) *(words*)(tile + (r + i) * {TILE_COLUMNS} + c) = a[i];
+  }}
+}}
+"""
+
+
+class PointwiseNest(Nest):
+    """No reduction."""
+
+    def whole(self) -> Function:
+        """The single function of the plan."""
+        self.find_transposed()
+        name = self.open_function()
+        tiled = self.tile_axis
+        outer = [a for a in self.kept if a is not self.vector and a is not tiled]
+        digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
+        units = product(a.size for a in outer)
+        if tiled is not None:
+            digits.append(("band", f"(n_{tiled.sym.name} + {TILE_ROWS - 1}) / {TILE_ROWS}"))
+            units = units * floordiv(tiled.size + (TILE_ROWS - 1), expr(TILE_ROWS))
+        block = TILE_COLUMNS if tiled is not None else BLOCK
+        if self.vector is not None:
+            digits.append(("block", f"(n_{self.vector.sym.name} + {block - 1}) / {block}"))
+            units = units * floordiv(self.vector.size + (block - 1), expr(block))
+        self.emit_constants()
+        self.open_units(digits)
+        if self.vector is not None:
+            v = self.vector.sym.name
+            self.out.add(f"const i64 v0 = block * {block}, v1 = v0 + {block} < n_{v} ? v0 + {block} : n_{v};")
+        if tiled is not None:
+            self._fill_tiles(tiled)
+            t = tiled.sym.name
+            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
+        self._pointwise_unit()
+        if tiled is not None:
+            self.out.close()
+        self.close_units(digits)
+        return Function(name, self.close_function(), units, self.work(), expr(0))
+
+    def _pointwise_unit(self) -> None:
+        self.emit_unit_rows([*self.closure_deps(0), *self.outer_roots(0)], 0)
+        if self.vector is not None:
+            self.out.add(self.pragma())
+            v = self.vector.sym.name
+            self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
+            self.emit_inner(0)
+            self.out.close()
+        self.emit_outer_stores(0)
+
+    def find_transposed(self) -> None:
+        """Loads that run along another axis than the vector axis go through tiles, if there is one such axis."""
+        if self.vector is None:
+            return
+        others = [a for a in self.kept if a is not self.vector]
+        along: dict[int, Axis] = {}
+        for n, row in enumerate(self.plan.rows):
+            if row.op != "load" or row.args or indirect_rows(row):
+                continue
+            address = row.attr[1][0]
+            c = coefficient(address, self.vector.sym)
+            if c is None or c.as_int() in (0, 1, -1):
+                continue
+            axis = next((a for a in others if coefficient(address, a.sym) == ONE), None)
+            if axis is not None:
+                along[n] = axis
+        if along and len({a.sym for a in along.values()}) == 1:
+            self.tile_axis = next(iter(along.values()))
+            self.staged = {n: k for k, n in enumerate(along)}
+
+    def _fill_tiles(self, tiled: Axis) -> None:
+        """Read a band of each transposed operand along its own rows."""
+        assert self.vector is not None
+        t, v = tiled.sym.name, self.vector.sym.name
+        self.out.add(f"const i64 r0 = band * {TILE_ROWS}, r1 = r0 + {TILE_ROWS} < n_{t} ? r0 + {TILE_ROWS} : n_{t};")
+        for n, k in self.staged.items():
+            row = self.plan.rows[n]
+            buffer, (address,) = row.attr
+            text = cpp_load(self.dtypes[buffer], f"{buffer}[{self.index(address)}]")
+            kind = CPP_TYPES[row.dtype]
+            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_COLUMNS}] __attribute__((aligned(64)));")
+            fast = CPP_TYPES[self.dtypes[buffer]] == kind and row.dtype.itemsize == 4
+            ahead = "v0"
+            if fast:
+                ahead = f"done{k}"
+                full = f"(r1 - r0 == {TILE_ROWS} ? (v1 - v0) / 16 * 16 : 0)"
+                step = cpp_expr(coefficient(address, self.vector.sym) or expr(0))
+                origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
+                corner = self.index(substitute(address, origin))
+                self.out.add(f"const i64 {ahead} = v0 + {full};")
+                self.out.add(f"transpose_band((const u32*){buffer} + {corner}, {step}, (u32*)tile{k}, {ahead} - v0);")
+            self.out.open(f"for (i64 {v} = {ahead}; {v} < v1; ++{v})")
+            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
+            self.out.add(f"tile{k}[({t} - r0) * {TILE_COLUMNS} + {v} - v0] = {text};")
+            self.out.close()
+            self.out.close()

@@ -1,0 +1,46 @@
+"""What the generator returns: functions, the temporaries of split reductions, and where arguments are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fuser.ir.sizes import Expr, Sym
+
+
+@dataclass(frozen=True)
+class Function:
+    """One C++ function and how to launch it: `units`, `work`, `scratch` as `kernel_spec.Step` has them."""
+
+    name: str
+    text: str
+    units: Expr
+    work: Expr
+    scratch: Expr
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A temporary of a split reduction: `size` elements of `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    size: Expr
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The functions of one plan, in launch order, and the temporaries they share."""
+
+    functions: tuple[Function, ...]
+    partials: tuple[Partial, ...]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar."""
+
+    pointers: dict[str, int]
+    slots: dict[Sym, int]
+    floats: dict[str, int]

@@ -1,0 +1,135 @@
+"""Split reductions, where few results need much work.
+
+Chunks write partial results, a second function combines them, again in a fixed order. Chunks depend on sizes alone, so
+any number of threads gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fuser.cpu.records import Function, Generated, Partial
+from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.text import cpp_expr
+from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
+from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, cpp_constant
+from fuser.scheduler.plan import Axis, Reduce
+
+CHUNK, MOST_CHUNKS = 4096, 64
+
+
+class SplitNest(ReductionNest):
+    """Two functions."""
+
+    def split(self) -> Generated:
+        """Two functions: chunks write partial results; the second combines them and goes on."""
+        axis = self.red_axes[0]
+        least = CHUNK if axis is self.vector else 1
+        chunks = minimum(floordiv(axis.size + (least - 1), expr(least)), MOST_CHUNKS)
+        results = product(a.size for a in self.kept)
+        for r in self.plan.reductions:
+            spec = REDUCTIONS[r.kind]
+            self.partials.append(Partial(f"{self.name}_p{r.number}", self.total_dtype(r), results * chunks))
+            if spec.index:
+                self.partials.append(Partial(f"{self.name}_i{r.number}", torch.int64, results * chunks))
+        for p in self.partials:
+            self.bindings.pointers[p.name] = len(self.bindings.pointers)
+        first = self._partial_function(axis, chunks)
+        second = self._combine_function(chunks)
+        return Generated((first, second), tuple(self.partials))
+
+    def _result_at(self) -> str:
+        e = expr(0)
+        for a in self.kept:
+            e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
+        return cpp_expr(e)
+
+    def _partial_at(self, chunk: str) -> str:
+        """Where a partial result lies: those of one chunk side by side."""
+        results = product(symbol(f"n_{a.sym.name}") for a in self.kept)
+        return f"{chunk} * ({cpp_expr(results)}) + {self._result_at()}"
+
+    def _partial_function(self, axis: Axis, chunks: Expr) -> Function:
+        name = self.open_function("_partial")
+        self.out.add(f"const i64 chunks = {cpp_expr(chunks)};")
+        self.out.add(f"const i64 each = chunks ? (n_{axis.sym.name} + chunks - 1) / chunks : 0;")
+        digits, units = self._split_digits()
+        digits = [*digits, ("chunk", "chunks")]
+        self.emit_constants()
+        self.open_units(digits)
+        if self.is_column:
+            self._column_block()
+        self.out.add("const i64 from = chunk * each;")
+        self.out.add(f"const i64 to = from + each < n_{axis.sym.name} ? from + each : n_{axis.sym.name};")
+        self._turns = False
+        self.emit_pass(0, {axis.sym: ("from", "to")})
+        if not self.is_column:
+            self.emit_fold(0, "from" if axis is self.vector else "0")
+        self._store_partials()
+        self.close_units(digits)
+        return Function(name, self.close_function(), units * chunks, self.work(), expr(0))
+
+    def _split_digits(self) -> tuple[list[tuple[str, str]], Expr]:
+        if self.is_column:
+            return self._column_digits()
+        return [(a.sym.name, f"n_{a.sym.name}") for a in self.kept], product(a.size for a in self.kept)
+
+    def _store_partials(self) -> None:
+        if self.is_column:
+            self.open_lanes()
+        lane = "l" if self.is_column else "0"
+        at = self._partial_at("chunk")
+        for r in self.plan.reductions:
+            self.out.add(f"{self.name}_p{r.number}[{at}] = {self.total(r, lane)};")
+            if REDUCTIONS[r.kind].index:
+                self.out.add(f"{self.name}_i{r.number}[{at}] = at{r.number}[{lane}];")
+        if self.is_column:
+            self.out.close()
+
+    def _combine_function(self, chunks: Expr) -> Function:
+        name = self.open_function("_combine")
+        self.out.add(f"const i64 chunks = {cpp_expr(chunks)};")
+        digits, units = self._split_digits()
+        self.emit_constants()
+        self.open_units(digits)
+        if self.is_column:
+            self._column_block()
+        lanes = self.lanes if self.is_column else 1
+        for r in self.plan.reductions:
+            dtype, k = self.total_dtype(r), r.number
+            array = "tot" if self.flushes(r) else "acc"
+            size = "" if array == "tot" and not self.is_column else f"[{lanes}]"
+            self.out.add(f"{CPP_TYPES[dtype]} {array}{k}{size};")
+            if REDUCTIONS[r.kind].index:
+                self.out.add(f"i64 at{k}[{lanes}];")
+        if self.is_column:
+            self.open_lanes()
+        else:
+            self.out.open("")
+            self.out.add("const i64 l = 0;")
+        for r in self.plan.reductions:
+            self._combine_one(r)
+        self.out.close()
+        self.emit_results(0)
+        for phase in range(1, self.plan.n_phases):
+            self.emit_outer_stores(phase)
+        self.close_units(digits)
+        return Function(name, self.close_function(), units, results_work(self.kept, chunks), expr(0))
+
+    def _combine_one(self, r: Reduce) -> None:
+        dtype, k = self.total_dtype(r), r.number
+        spec = REDUCTIONS[r.kind]
+        total = self.total(r, "l")
+        self.out.add(f"{total} = {cpp_constant(spec.identity(dtype), dtype)};")
+        if spec.index:
+            self.out.add(f"at{k}[l] = {NO_INDEX}LL;")
+        at = self._partial_at("c")
+        step = self.join(r, dtype, total, f"{self.name}_p{k}[{at}]", f"at{k}[l]", f"{self.name}_i{k}[{at}]")
+        self.out.add(f"for (i64 c = 0; c < chunks; ++c) {{ {step} }}")
+
+
+def results_work(kept: Sequence[Axis], chunks: Expr) -> Expr:
+    """Operations of the combining function."""
+    return product(a.size for a in kept) * chunks
