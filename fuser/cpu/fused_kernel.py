@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fuser.codegen.program import ProgramBuilder
 from fuser.cpu import codegen, toolchain
+from fuser.ir.sizes import ONE
 from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import Lowered
 from fuser.scheduler.schedule import Schedule
@@ -51,7 +52,7 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     for number, kernel in enumerate(plan.plans):
         made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
         for p in made.partials:
-            builder.add_buffer(p.name, p.dtype, (p.size,), (codegen.ONE,), False)
+            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions
     parts = codegen.source_parts(functions, comment)
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]

@@ -14,7 +14,7 @@ from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, 
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Store
 
-TILE_COLUMNS = 64
+TILE_COLUMNS = 128
 
 
 class Nest:

@@ -11,7 +11,7 @@ from fuser.ops import CPP_TYPES, cpp_load
 from fuser.scheduler.plan import Axis
 
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
-TILE_ROWS = 64  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
+TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
 
 # A block of 16 by 16 words is transposed by four rounds of interleaving row i with row i + 8.
 TRANSPOSE_HELPER = f"""\

@@ -12,7 +12,20 @@ import torch
 from fuser.cpu.nest import Nest
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
-from fuser.ir.sizes import Expr, Sym, expr, floordiv, product
+from fuser.ir.sizes import (
+    INDIRECT,
+    LOOP,
+    ONE,
+    Expr,
+    Sym,
+    coefficient,
+    expr,
+    floordiv,
+    product,
+    substitute,
+    symbol,
+    symbols,
+)
 from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, ReductionRow, cpp_combine, cpp_constant, cpp_convert
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Reduce
@@ -279,6 +292,7 @@ class ReductionNest(Nest):
         self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count) __attribute__((always_inline))")
         if any(r.phase == phase and self.counts_turns(r) for r in self.plan.reductions):
             self.out.add(f"const i32 turn{phase} = (i32)((v0 - ({lo})) / {self.lanes});")
+        self._prefetch(phase)
         self.out.add(self.pragma())
         self.out.open("for (i64 l = 0; l < count; ++l)")
         self.out.add(f"const i64 {v} = v0 + l;")
@@ -294,6 +308,41 @@ class ReductionNest(Nest):
         self.out.add(f"if (p{phase} < {hi}) pass{phase}(p{phase}, {hi} - p{phase});")
         if flush and len(self.red_axes) > 1:
             self.emit_flush(phase, f"++turns == {FLUSH}")
+
+    def _prefetch(self, phase: int) -> None:
+        """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
+
+        Between the passes over a row that lies in cache, memory would otherwise idle.
+        """
+        assert self.vector is not None
+        if self.plan.split or phase != self._costliest_pass():
+            return
+        v = self.vector.sym
+        wanted = []
+        for s in self.plan.stores:
+            if s.phase > phase and self.store_is_full(s):
+                wanted.append((s.buffer, s.address, 1))
+        if self.kept and phase > 0:
+            unit = self.kept[-1].sym
+            for n in self.closure(self.roots(0)):
+                row = self.plan.rows[n]
+                if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
+                    wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
+        for buffer, address, write in dict.fromkeys(wanted):
+            if coefficient(address, v) != ONE or any(s.kind == INDIRECT for s in symbols(address)):
+                continue
+            at = self.index(substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
+            step = max(1, 64 // self.dtypes[buffer].itemsize)
+            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});")
+
+    def _costliest_pass(self) -> int:
+        """The pass with the most operations for each element among those that reduce."""
+
+        def cost(phase: int) -> int:
+            mine = [n for n in self.closure(self.roots(phase)) if self.first_pass(n) == phase]
+            return sum(row_cost(self.plan.rows[n]) for n in mine)
+
+        return max((r.phase for r in self.plan.reductions), key=lambda p: (cost(p), -p))
 
     def whole(self) -> Function:
         """The single function of an unsplit plan."""

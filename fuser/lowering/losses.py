@@ -350,7 +350,7 @@ class LogSoftmax:
         self.load = ctx.loader(x, size, self.wide)
         self.load_largest = ctx.loader(reduce(ctx, "max", x, dim, True, self.wide), size, self.wide)
         total = reduce(
-            ctx, "sum", x, dim, True, self.wide, lambda v, i: ops.exp(ops.sub(v, self.load_largest(i)))
+            ctx, "sum", x, dim, True, self.wide, lambda v, i: ops.exp_down(ops.sub(v, self.load_largest(i)))
         )  # fmt: skip
         self.load_total = ctx.loader(total, size, self.wide)
 

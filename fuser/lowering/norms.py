@@ -37,7 +37,8 @@ def softmax(ctx: LoweringContext, x: TensorBox, dim: int, dtype: torch.dtype, lo
         shifted = ops.sub(load(i), load_largest(i))
         if log:
             return ops.sub(shifted, ops.log(load_total(i)))
-        out = ops.div(ops.exp(shifted), load_total(i))
+        # The reciprocal is taken once for a row; its rounding is small beside that of exp.
+        out = ops.mul(ops.exp_down(shifted), ops.div(ops.constant(1.0, wide), load_total(i)))
         if ctx.op == "aten._safe_softmax":  # a row of -inf gives zeros
             return ops.where(ops.eq(load_largest(i), -float("inf")), ops.constant(0.0, wide), out)
         return out
@@ -53,7 +54,7 @@ def softmax_parts(ctx: LoweringContext, x: TensorBox, dim: int, wide: torch.dtyp
     size = ctx.size_of(x)
     load = ctx.loader(x, size, wide)
     load_largest = ctx.loader(reduce(ctx, "max", x, dim, True, wide), size, wide)
-    total = reduce(ctx, "sum", x, dim, True, wide, lambda v, i: ops.exp(ops.sub(v, load_largest(i))))
+    total = reduce(ctx, "sum", x, dim, True, wide, lambda v, i: ops.exp_down(ops.sub(v, load_largest(i))))
     return load, load_largest, ctx.loader(total, size, wide)
 
 

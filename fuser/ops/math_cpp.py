@@ -52,6 +52,7 @@ _both(
 )
 _both("sigmoid", "x", "  return 1 / (1 + fuser_exp_{D}(-x));\n")
 _both("normal_cdf", "x", "  return ({T})0.5 * (1 + fuser_erf_{D}(x * ({T})0.70710678118654752));\n")
+_both("exp_down", "x", "  return fuser_exp_{D}(x);\n")
 _both("round", "x", "  return __builtin_rint{f}(x);\n")
 _both(
     "nextafter",

@@ -7,12 +7,12 @@ instead, with the reader's index in place of its loop variables. Buffers nobody 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, prune, row_exprs
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, substitute, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
 
@@ -24,11 +24,12 @@ def inline_cheap(nodes: list[Node]) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
     by_buffer = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
     for node in nodes:
-        if any(_should_inline(by_buffer.get(r.attr[0]), node, r) for r in node.rows if r.op == "load"):
+        if any(_should_inline(by_buffer.get(r.attr[0]), node, r, len(node.rows)) for r in node.rows if r.op == "load"):
             _inline_into(node, by_buffer)
 
 
-def _should_inline(producer: Node | None, reader: Node, load: Row) -> bool:
+def _should_inline(producer: Node | None, reader: Node, load: Row, rows: int) -> bool:
+    """Whether `reader`, which has `rows` by now, computes what it reads by `load` itself."""
     if producer is None or producer is reader:
         return False
     if not producer.reads:
@@ -37,9 +38,12 @@ def _should_inline(producer: Node | None, reader: Node, load: Row) -> bool:
     sizes = reader.sizes()
     digits = [digits_of(e, sizes) for e in index]
     used = {v for d in digits if d is not None for v, _ in d}
-    if all(d is not None for d in digits) and used == set(sizes) and not load.args:
+    whole = all(
+        d is not None and product(s for _, s in d) == n for d, n in zip(digits, producer.buffer.size, strict=True)
+    )
+    if whole and used == set(sizes) and not load.args:
         return False  # the scheduler can line the two up
-    if len(reader.rows) + len(producer.rows) > MOST_ROWS:
+    if rows + len(producer.rows) > MOST_ROWS:
         return False
     read = {s for e in index for s in symbols(e) if s.kind == LOOP}
     innermost = reader.domain[-1][0] if reader.domain else None
@@ -51,17 +55,20 @@ def _inline_into(reader: Node, by_buffer: Mapping[str, Node]) -> None:
     out = Recorder()
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
-        producer = by_buffer.get(row.attr[0]) if row.op == "load" else None
-        if producer is not None and _should_inline(producer, reader, row):
-            index = tuple(_renumbered(e, number) for e in row.attr[1])
-            mask = number[row.args[0]] if row.args else None
-            number[n] = copy_rows(out, producer, index, mask)
-        else:
-            number[n] = out.add_row(_moved(row, number)).row
+        number[n] = _add_row(out, _moved(row, number), reader, by_buffer)
     body = prune(out.rows, number[reader.result])
     reader.rows, reader.result = list(body.rows), body.result
     normalise(reader)
     reader.update_reads()
+
+
+def _add_row(out: Recorder, row: Row, reader: Node, by_buffer: Mapping[str, Node]) -> int:
+    """Add a row of `reader` to `out`, or what it loads; and so on for what that loads. Returns its number."""
+    producer = by_buffer.get(row.attr[0]) if row.op == "load" else None
+    if producer is None or not _should_inline(producer, reader, row, len(out.rows)):
+        return out.add_row(row).row
+    mask = row.args[0] if row.args else None
+    return copy_rows(out, producer, row.attr[1], mask, lambda r: _add_row(out, r, reader, by_buffer))
 
 
 def _renumbered(e: Expr, number: Mapping[int, int]) -> Expr:
@@ -75,7 +82,9 @@ def _moved(row: Row, number: Mapping[int, int]) -> Row:
     return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
 
 
-def copy_rows(out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None) -> int:
+def copy_rows(
+    out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None, add: Callable[[Row], int] | None = None
+) -> int:
     """Add `producer`'s rows, evaluated at `index`, to `out`; loads only where `mask` holds. Returns the result row."""
     variables = {v for v, _ in producer.domain}
     mapping: dict[Sym, Expr] = {}
@@ -93,7 +102,8 @@ def copy_rows(out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int 
                 args[own] = out.add_row(Row("logical_and", (args[own], mask), torch.bool)).row
             else:
                 args.append(mask)
-        number[n] = out.add_row(Row(row.op, tuple(args), row.dtype, row.attr)).row
+        moved = Row(row.op, tuple(args), row.dtype, row.attr)
+        number[n] = add(moved) if add is not None else out.add_row(moved).row
     return number[producer.result]
 
 

@@ -23,6 +23,7 @@ def _remainder(a: Any, b: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / mp.sqrt(x),
+    "exp_down": lambda x: mp.exp(x),
     "exp2": lambda x: mp.mpf(2) ** x,
     "log2": lambda x: mp.log(x) / mp.log(2),
     "sigmoid": lambda x: 1 / (1 + mp.exp(-x)),
