@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fuser.cpu.nest import STREAM_HELPER
 from fuser.cpu.pointwise import TRANSPOSE_HELPER, PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import SHUFFLE_HELPER, ReductionNest
@@ -34,6 +35,7 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     head = "".join(f"// {line}\n" for line in comment.splitlines())
     tiles = TRANSPOSE_HELPER if "transpose_band(" in body else ""
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
+    shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
     return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{tiles}{shuffles}\n{body}"
 
 

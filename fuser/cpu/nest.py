@@ -9,12 +9,52 @@ import torch
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import Row, indirect_rows, row_exprs
-from fuser.ir.sizes import INDIRECT, Expr, Sym, expr, product, symbol, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, substitute, symbol, symbols
 from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_store
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis, KernelPlan, Store
+from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 TILE_COLUMNS = 128
+STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
+STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
+MOST_STREAMS = 6  # more would not fit there
+
+# Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
+STREAM_HELPER = """\
+#if defined(__AVX512F__)
+typedef float fuser_line __attribute__((vector_size(64), may_alias));
+#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps512((float*)(to), *(const fuser_line*)(from))
+#define FUSER_LINE 64
+#elif defined(__AVX__)
+typedef float fuser_line __attribute__((vector_size(32), may_alias));
+#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps256((float*)(to), *(const fuser_line*)(from))
+#define FUSER_LINE 32
+#endif
+static void fuser_stream(void* to, const void* from, i64 bytes) {
+  char* t = (char*)to;
+  const char* f = (const char*)from;
+#ifdef FUSER_LINE
+  typedef float unaligned __attribute__((vector_size(FUSER_LINE), aligned(1), may_alias));
+  const i64 before = -(i64)t & 63, head = before < bytes ? before : bytes;
+  __builtin_memcpy(t, f, head);
+  i64 i = head;
+  for (; i + 64 <= bytes; i += 64) {
+    for (int part = 0; part < 64; part += FUSER_LINE) {
+      const fuser_line line = (fuser_line)*(const unaligned*)(f + i + part);
+      FUSER_LINE_TO(t + i + part, &line);
+    }
+  }
+  __builtin_memcpy(t + i, f + i, bytes - i);
+#else
+  __builtin_memcpy(t, f, bytes);
+#endif
+}
+static void fuser_stream_end() {
+#ifdef FUSER_LINE
+  __builtin_ia32_sfence();
+#endif
+}
+"""
 
 
 class Nest:
@@ -39,6 +79,7 @@ class Nest:
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
+        self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it
 
     def _choose_lanes(self) -> int:
         if self.vector is None:
@@ -147,8 +188,40 @@ class Nest:
 
     def store(self, s: Store) -> None:
         """The statement of a store."""
-        dtype = self.dtypes[s.buffer]
-        self.out.add(f"{s.buffer}[{self.index(s.address)}] = {cpp_store(dtype, self.ref(s.row))};")
+        place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
+        self.out.add(f"{place} = {cpp_store(self.dtypes[s.buffer], self.ref(s.row))};")
+
+    # -- stores past the cache ---------------------------------------------------------------------------------------
+    def streams(self, phase: int | None = None) -> list[Store]:
+        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results."""
+        if self.vector is None or self.plan.split:
+            return []
+        out = []
+        for s in self.plan.stores:
+            plain = not any(x.kind == INDIRECT for x in symbols(s.address))
+            if plain and self.store_is_full(s) and coefficient(s.address, self.vector.sym) == ONE:
+                out.append(s)
+        if len(out) > MOST_STREAMS:
+            return []
+        return [s for s in out if phase is None or s.phase == phase]
+
+    def open_streams(self, phase: int, start: str, place: str, length: int) -> None:
+        """Before a loop of at most `length` elements from `start` on: its results go to memory or to a tile."""
+        assert self.vector is not None
+        for k, s in enumerate(self.streams(phase)):
+            kind = storage_type(self.dtypes[s.buffer])
+            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
+            self.out.add(f"{kind} staged{phase}_{k}[{length}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind}* const past{phase}_{k} = {s.buffer} + ({at});")
+            self.out.add(f"{kind}* __restrict to{phase}_{k} = stream ? staged{phase}_{k} : past{phase}_{k};")
+            self.streamed[s] = f"to{phase}_{k}[{place}]"
+
+    def close_streams(self, phase: int, count: str) -> None:
+        """After that loop: tiles are written past the cache."""
+        for k, s in enumerate(self.streams(phase)):
+            size = self.dtypes[s.buffer].itemsize
+            self.out.add(f"if (stream) fuser_stream(past{phase}_{k}, staged{phase}_{k}, ({count}) * {size});")
+            del self.streamed[s]
 
     def open_function(self, suffix: str = "") -> str:
         """The function's head: pointers, sizes, what depends on no axis."""
@@ -162,7 +235,7 @@ class Nest:
         stored = {s.buffer for s in self.plan.stores} | {p.name for p in self.partials}
         names = [(b, d) for b, d in self.plan.buffers] + [(p.name, p.dtype) for p in self.partials]
         for buffer, dtype in names:
-            kind = "u8" if dtype is torch.bool else CPP_TYPES[dtype]
+            kind = storage_type(dtype)
             const = "" if buffer in stored else "const "
             at = self.bindings.pointers[buffer]
             self.out.add(f"{const}{kind}* __restrict {buffer} = ({const}{kind}*)ptrs[{at}];")
@@ -170,6 +243,11 @@ class Nest:
             self.out.add(f"const i64 {cpp_name(sym)} = s[{self.bindings.slots[sym]}];")
         for a in self.plan.axes:
             self.out.add(f"const i64 n_{a.sym.name} = {cpp_expr(a.size)};")
+        streams = self.streams() if not suffix else []
+        if streams:
+            width = sum(self.dtypes[s.buffer].itemsize for s in streams)
+            total = product(symbol(f"n_{a.sym.name}") for a in self.plan.axes)
+            self.out.add(f"const bool stream = {cpp_expr(total)} >= {STREAM_BYTES // width}LL;")
         if self.has_checks:
             self.out.add("int bad = 0;")
             for row in self.plan.rows:
@@ -187,6 +265,8 @@ class Nest:
         """The function's tail; returns the text."""
         if self.has_checks:
             self.out.add("if (bad) *status = 1;")
+        if any("bool stream" in line for line in self.out.lines):
+            self.out.add("if (stream) fuser_stream_end();")
         self.out.close()
         return self.out.text()
 
@@ -284,6 +364,10 @@ class Nest:
             if r.phase == phase:
                 self.accumulate(r)
 
+    def accumulate(self, r: Reduce) -> None:
+        """Fold the current value of a reduction into its accumulator; reducing nests say how."""
+        raise NotImplementedError
+
     def first_pass(self, n: int) -> int:
         """The first pass whose loops compute row `n`."""
         return next(p for p in range(self.n_passes) if n in set(self.closure(self.roots(p))))
@@ -315,6 +399,11 @@ class Nest:
         stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
         direct = [int(x.name[1:]) for s in stores for x in symbols(s.address) if x.kind == INDIRECT]
         return [d for n in inner if n not in available for d in self.deps(n)] + self.roots(phase) + direct
+
+
+def storage_type(dtype: torch.dtype) -> str:
+    """The C++ type of elements in memory."""
+    return "u8" if dtype is torch.bool else CPP_TYPES[dtype]
 
 
 def constant_text(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.cpu.nest import TILE_COLUMNS, Nest
+from fuser.cpu.nest import STREAM_TILE, TILE_COLUMNS, Nest
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import indirect_rows
@@ -74,12 +74,23 @@ class PointwiseNest(Nest):
     def _pointwise_unit(self) -> None:
         self.emit_unit_rows([*self.closure_deps(0), *self.outer_roots(0)], 0)
         if self.vector is not None:
-            self.out.add(self.pragma())
-            v = self.vector.sym.name
-            self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
-            self.emit_inner(0)
-            self.out.close()
+            self._vector_loop(self.vector.sym.name)
         self.emit_outer_stores(0)
+
+    def _vector_loop(self, v: str) -> None:
+        streams = bool(self.streams(0))
+        low, high = ("w0", "w1") if streams else ("v0", "v1")
+        if streams:
+            self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
+            self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
+            self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
+        self.out.add(self.pragma())
+        self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
+        self.emit_inner(0)
+        self.out.close()
+        if streams:
+            self.close_streams(0, "w1 - w0")
+            self.out.close()
 
     def find_transposed(self) -> None:
         """Loads that run along another axis than the vector axis go through tiles, if there is one such axis."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fuser.cpu.nest import Nest
+from fuser.cpu.nest import STREAM_TILE, Nest
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import (
@@ -262,9 +262,14 @@ class ReductionNest(Nest):
             lo, hi = bounds.get(a.sym, ("0", f"n_{a.sym.name}"))
             self.out.open(f"for (i64 {a.sym.name} = {lo}; {a.sym.name} < {hi}; ++{a.sym.name})")
         if self.is_column:
+            streams = bool(self.streams(phase))
+            if streams:
+                self.open_streams(phase, "v0", "l", self.lanes)
             self.open_lanes()
             self.emit_inner(phase)
             self.out.close()
+            if streams:
+                self.close_streams(phase, "count")
             if flush:
                 self.emit_flush(phase, f"++turns == {FLUSH}")
         else:
@@ -283,21 +288,34 @@ class ReductionNest(Nest):
         assert self.vector is not None
         v = self.vector.sym.name
         lo, hi = bounds.get(self.vector.sym, ("0", f"n_{v}"))
+        streams = bool(self.streams(phase))
         if not reduces:
+            if streams:
+                self.out.open(f"for (i64 w0 = {lo}; w0 < {hi}; w0 += {STREAM_TILE})")
+                self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < {hi} ? w0 + {STREAM_TILE} : {hi};")
+                self.open_streams(phase, "w0", f"{v} - w0", STREAM_TILE)
+                lo, hi = "w0", "w1"
             self.out.add(self.pragma())
             self.out.open(f"for (i64 {v} = {lo}; {v} < {hi}; ++{v})")
             self.emit_inner(phase)
             self.out.close()
+            if streams:
+                self.close_streams(phase, "w1 - w0")
+                self.out.close()
             return
         self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count) __attribute__((always_inline))")
         if any(r.phase == phase and self.counts_turns(r) for r in self.plan.reductions):
             self.out.add(f"const i32 turn{phase} = (i32)((v0 - ({lo})) / {self.lanes});")
         self._prefetch(phase)
+        if streams:
+            self.open_streams(phase, "v0", "l", self.lanes)
         self.out.add(self.pragma())
         self.out.open("for (i64 l = 0; l < count; ++l)")
         self.out.add(f"const i64 {v} = v0 + l;")
         self.emit_inner(phase)
         self.out.close()
+        if streams:
+            self.close_streams(phase, "count")
         self.out.close("};")
         self.out.add(f"i64 p{phase} = {lo};")
         self.out.open(f"for (; p{phase} + {self.lanes} <= {hi}; p{phase} += {self.lanes})")
@@ -320,7 +338,7 @@ class ReductionNest(Nest):
         v = self.vector.sym
         wanted = []
         for s in self.plan.stores:
-            if s.phase > phase and self.store_is_full(s):
+            if s.phase > phase and s in self.streams():
                 wanted.append((s.buffer, s.address, 1))
         if self.kept and phase > 0:
             unit = self.kept[-1].sym
@@ -333,7 +351,10 @@ class ReductionNest(Nest):
                 continue
             at = self.index(substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
             step = max(1, 64 // self.dtypes[buffer].itemsize)
-            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});")
+            unless = "if (!stream) " if write else ""
+            self.out.add(
+                f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
+            )
 
     def _costliest_pass(self) -> int:
         """The pass with the most operations for each element among those that reduce."""

@@ -111,7 +111,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _cache_folder() -> pathlib.Path:
     folder = config.cache_dir
-    for candidate in ([pathlib.Path(folder) / "cpu"] if folder else []):
+    for candidate in [pathlib.Path(folder) / "cpu"] if folder else []:
         try:
             candidate.mkdir(parents=True, exist_ok=True)
             return candidate

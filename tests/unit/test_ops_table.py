@@ -131,7 +131,12 @@ def arguments(row: ops.OpRow, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def usable(row: ops.OpRow, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The arguments that eager takes: it raises for zero divisors, and its process ends for INT_MIN / -1."""
+    """The arguments that eager takes: it raises for zero divisors, and its process ends for INT_MIN / -1.
+
+    And those a row is made for: `exp_down` is called with nothing above 0.
+    """
+    if row.name == "exp_down":
+        args = (args[0].masked_fill(args[0] > 0, 0.0),)
     if args[0].is_floating_point() or not (row.extra.get("int_zero_div") or row.name in ("gcd", "lcm")):
         return args
     low = torch.iinfo(args[0].dtype).min
