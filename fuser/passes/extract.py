@@ -74,7 +74,7 @@ def _must_run(node: fx.Node) -> bool:
 
 def is_inlined(grouping: Grouping, node: fx.Node) -> bool:
     """Whether a free node is copied into the groups that read it."""
-    if grouping.kinds[node] is not Kind.FREE:
+    if grouping.kinds[node] is not Kind.FREE or node.meta.get("outside"):
         return False
     if op_name(node.target) not in _POSITIONAL:
         return True

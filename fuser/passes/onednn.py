@@ -23,8 +23,8 @@ _LEAST_WORK = 1 << 23  # multiplications
 
 
 def linear_op() -> Any:
-    """oneDNN's linear with an operation behind it; None where this torch has none."""
-    if not torch._C._has_mkldnn:
+    """oneDNN's linear with an operation behind it; None where this torch has none or it is switched off."""
+    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return None
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return getattr(packet, "default", None)

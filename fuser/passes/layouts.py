@@ -1,0 +1,194 @@
+"""Changing how tensors inside a graph lie in memory: recorded values follow, views still work, results keep theirs.
+
+A pass that has an operator give its result in another order calls `Relayout.follow` for what comes after. Strides are
+computed again by torch's own shape functions; where a view cannot be made of the new strides, or where an operator is
+not known to take any strides, a copy in the old order is put in between. Results of the graph are copied back too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from fuser.errors import Unsupported
+from fuser.passes.classify import is_view, tensors_of
+
+aten = torch.ops.aten
+_ANY_STRIDES = ("aten", "prims", "mkldnn")
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The mode of the values recorded in a graph."""
+    for node in graph.nodes:
+        for t in tensors_of(node.meta.get("val")):
+            mode = getattr(t, "fake_mode", None)
+            if isinstance(mode, FakeTensorMode):
+                return mode
+    return None
+
+
+def is_static(graph: fx.Graph) -> bool:
+    """Whether all sizes and strides are plain numbers and nothing is written in place."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            return False
+        for t in tensors_of(node.meta.get("val")):
+            if t.layout is torch.strided and not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
+                return False
+    return True
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same graph with nodes of its own, so that a rewrite can be given up."""
+    new = fx.Graph()
+    result = new.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    new.output(result[0])
+    new.output_node().meta = dict(graph.output_node().meta)
+    return new
+
+
+def _strides(value: Any) -> list[Any]:
+    """What can be observed of the strides of all tensors in a value."""
+    return [[st for n, st in zip(t.shape, t.stride(), strict=True) if n > 1] for t in tensors_of(value)]
+
+
+class Relayout:
+    """One walk over a graph in order. `copied` counts the bytes of the copies that were put in between."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph, self.mode = graph, mode
+        self.before: dict[fx.Node, Any] = {}  # values of nodes that have changed, as they were
+        self.copied = 0
+        self._copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+        self._known: dict[Any, Any] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call at the graph's insertion point, with its value."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._value(node)
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Have readers of `old` read `new`, of the same sizes, and remember how `old` lay."""
+        new.meta = {**old.meta, **new.meta}
+        was = self.before.pop(old, old.meta["val"])
+        if _strides(was) != _strides(new.meta["val"]):
+            self.before[new] = was
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def in_format(self, node: fx.Node, form: torch.memory_format) -> fx.Node:
+        """The node, or a copy of it, in a memory format; one copy for all readers."""
+        value = node.meta["val"]
+        if value.is_contiguous(memory_format=form):
+            return node
+        found = self._copies.get((node, form))
+        if found is None:
+            found = self._copies[node, form] = self.call(aten.clone.default, node, memory_format=form)
+            self.copied += value.numel() * value.element_size()
+        return found
+
+    def follow(self, node: fx.Node) -> None:
+        """Bring a node up to date with arguments that have changed."""
+        if node.op == "output":
+            with self.graph.inserting_before(node):
+                node.args = (fx.map_arg(node.args[0], self._as_before),)
+            return
+        if not any(a in self.before for a in node.all_input_nodes):
+            return
+        old = node.meta.get("val")
+        if _is_particular(node):
+            self._restore(node, node.all_input_nodes)
+            return
+        try:
+            new = self._value(node)
+        except (RuntimeError, ValueError):  # a view that these strides do not allow
+            self._restore(node, node.all_input_nodes)
+            return
+        node.meta["val"] = new
+        if _strides(old) != _strides(new):
+            self.before[node] = old
+
+    def _restore(self, node: fx.Node, args: Iterable[fx.Node]) -> None:
+        with self.graph.inserting_before(node):
+            for arg in args:
+                if arg in self.before:
+                    node.replace_input_with(arg, self._as_before(arg))
+
+    def _as_before(self, node: fx.Node) -> fx.Node:
+        old = self.before.get(node)
+        if old is None:
+            return node
+        if isinstance(old, torch.Tensor):
+            form = next((f for f in _FORMATS if old.is_contiguous(memory_format=f)), None)
+            if form is not None:
+                return self.in_format(node, form)
+        raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
+
+    def _value(self, node: fx.Node) -> Any:
+        """What the node gives, by torch's shape functions; calls that look alike are asked once."""
+        args: Any
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if node.target is aten._native_batch_norm_legit_no_training.default and "val" in node.meta:
+            return (self._fake(args[0], args[0].device), *node.meta["val"][1:])  # torch's own takes ten milliseconds
+        key = node.target, _signature(args), _signature(kwargs)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._compute(node.target, args, kwargs)
+        return found
+
+    def _compute(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not _is_simple(target):
+            with self.mode:
+                return target(*args, **kwargs)
+        with unset_fake_temporarily():  # torch's C++ on meta tensors: twenty times faster than fake ones
+            result = target(*_on_meta(args), **_on_meta(kwargs))
+        device = next(t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._fake(t, device), result)
+
+    def _fake(self, t: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _on_meta(value: Any) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value
+    )
+
+
+def _signature(value: Any) -> Any:
+    """A hashable form of arguments in which tensors of one size, order, dtype and device are the same."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((k, _signature(v)) for k, v in value.items())
+    return type(value), value
+
+
+def _is_simple(target: Any) -> bool:
+    """Views and elementwise operators, whose shape functions know nothing of devices and kernels."""
+    if target is aten.clone.default or is_view(target):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def _is_particular(node: fx.Node) -> bool:
+    """Whether a node may mean something else, or fail, for other strides of its arguments."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is not operator.getitem
+    if node.target.namespace not in _ANY_STRIDES or node.target is aten.as_strided.default:
+        return True
+    return is_view(node.target) and node.target.overloadpacket in (aten.view_as_real, aten.view_as_complex)
