@@ -7,7 +7,9 @@ instead, with the reader's index in place of its loop variables. Buffers nobody 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -17,19 +19,33 @@ from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
 
 CHEAP = 8  # operations a recomputed element may cost
+FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
 MOST_ROWS = 96  # rows a reader may have after it took in a producer
 
 
-def inline_cheap(nodes: list[Node]) -> None:
+@dataclass(frozen=True)
+class Producers:
+    """Who computes which buffer, and how many points a loop nest has in the example."""
+
+    by_buffer: Mapping[str, Node]
+    hint: Callable[[Expr], int]
+
+    def points(self, node: Node) -> int:
+        """Points of the loops of `node` in the example."""
+        return math.prod(max(self.hint(size), 1) for _, size in node.domain)
+
+
+def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int]) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
-    by_buffer = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    producers = Producers({n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}, hint)
     for node in nodes:
-        if any(_should_inline(by_buffer.get(r.attr[0]), node, r, len(node.rows)) for r in node.rows if r.op == "load"):
-            _inline_into(node, by_buffer)
+        if any(_should_inline(producers, node, r, len(node.rows)) for r in node.rows if r.op == "load"):
+            _inline_into(node, producers)
 
 
-def _should_inline(producer: Node | None, reader: Node, load: Row, rows: int) -> bool:
+def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> bool:
     """Whether `reader`, which has `rows` by now, computes what it reads by `load` itself."""
+    producer = producers.by_buffer.get(load.attr[0])
     if producer is None or producer is reader:
         return False
     if not producer.reads:
@@ -48,27 +64,28 @@ def _should_inline(producer: Node | None, reader: Node, load: Row, rows: int) ->
     read = {s for e in index for s in symbols(e) if s.kind == LOOP}
     innermost = reader.domain[-1][0] if reader.domain else None
     hoisted = innermost not in read
-    return hoisted or producer.cost() <= CHEAP
+    few = producers.points(reader) * FEW <= producers.points(producer)
+    return hoisted or few or producer.cost() <= CHEAP
 
 
-def _inline_into(reader: Node, by_buffer: Mapping[str, Node]) -> None:
+def _inline_into(reader: Node, producers: Producers) -> None:
     out = Recorder()
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
-        number[n] = _add_row(out, _moved(row, number), reader, by_buffer)
+        number[n] = _add_row(out, _moved(row, number), reader, producers)
     body = prune(out.rows, number[reader.result])
     reader.rows, reader.result = list(body.rows), body.result
     normalise(reader)
     reader.update_reads()
 
 
-def _add_row(out: Recorder, row: Row, reader: Node, by_buffer: Mapping[str, Node]) -> int:
+def _add_row(out: Recorder, row: Row, reader: Node, producers: Producers) -> int:
     """Add a row of `reader` to `out`, or what it loads; and so on for what that loads. Returns its number."""
-    producer = by_buffer.get(row.attr[0]) if row.op == "load" else None
-    if producer is None or not _should_inline(producer, reader, row, len(out.rows)):
+    if row.op != "load" or not _should_inline(producers, reader, row, len(out.rows)):
         return out.add_row(row).row
     mask = row.args[0] if row.args else None
-    return copy_rows(out, producer, row.attr[1], mask, lambda r: _add_row(out, r, reader, by_buffer))
+    producer = producers.by_buffer[row.attr[0]]
+    return copy_rows(out, producer, row.attr[1], mask, lambda r: _add_row(out, r, reader, producers))
 
 
 def _renumbered(e: Expr, number: Mapping[int, int]) -> Expr:

@@ -30,7 +30,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     ctx = lowered.ctx
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
     nodes = make_nodes(ctx, _live_buffers(ctx.buffers, outputs))
-    inline_cheap(nodes)
+    inline_cheap(nodes, ctx.hint)
     nodes = _live_nodes(nodes, outputs)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}
