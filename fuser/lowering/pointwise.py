@@ -315,6 +315,12 @@ def lower_addcmul(ctx: LoweringContext, x: Operand, a: Operand, b: Operand, valu
     return elementwise(ctx, [x, a, b, value], body)
 
 
+@lower("prims.fma")
+def lower_fma(ctx: LoweringContext, a: Operand, b: Operand, c: Operand) -> TensorBox:
+    """a * b + c; a compiler contracts it where the machine can."""
+    return elementwise(ctx, [a, b, c], lambda x, y, z: ops.add(ops.mul(x, y), z))
+
+
 @lower("aten.lerp")
 def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) -> TensorBox:
     """a + weight * (b - a), from the nearer end."""

@@ -103,6 +103,16 @@ def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) ->
     return ctx.pointwise(size, dtype, lambda i: ops.round_to(load(i), dtype), ctx.order_of_meta())
 
 
+@lower("aten.copy")
+def lower_functional_copy(
+    ctx: LoweringContext, x: TensorBox, source: TensorBox, non_blocking: Any = False
+) -> TensorBox:
+    """`source` in the size and the dtype of `x`."""
+    size = ctx.size_of(x)
+    load = ctx.loader(source, size, compute_dtype(x.dtype))
+    return ctx.pointwise(size, x.dtype, lambda i: ops.round_to(load(i), x.dtype), ctx.order_of_meta())
+
+
 @lower("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 def lower_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> TensorBox:
     """The tensor itself outside of training."""

@@ -1,0 +1,73 @@
+"""What readers compute themselves: slices, gathered elements, parts read under a mask."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fuser
+
+
+def run(fn, *args):
+    graph = torch.fx.symbolic_trace(fn)
+    (out,) = fuser.run_fusion(fuser.register_fusion(graph), list(args))
+    return out
+
+
+def code(fn, *args):
+    return fuser.debug_get_fused_kernel_code(torch.fx.symbolic_trace(fn), list(args))
+
+
+def gates(x, y, b):
+    i, f, g, o = (x + y + b).chunk(4, 1)
+    return torch.sigmoid(i) * torch.tanh(g) + torch.sigmoid(f) * o
+
+
+def test_parts_of_a_sum_are_computed_where_they_are_read():
+    x, y, b = torch.randn(8, 64), torch.randn(8, 64), torch.randn(64)
+    out = run(gates, x, y, b)
+    torch.testing.assert_close(out, gates(x, y, b))
+    assert code(gates, x, y, b).count('extern "C" void') == 1
+
+
+def picked(x, t):
+    return torch.log_softmax(x, -1).gather(1, t)
+
+
+@pytest.mark.parametrize("classes", [7, 500])
+def test_few_elements_of_a_large_result_are_computed_alone(classes):
+    x, t = torch.randn(32, classes), torch.randint(classes, (32, 1))
+    out = run(picked, x, t)
+    torch.testing.assert_close(out, picked(x, t))
+
+
+def rope(x, cos, sin):
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+def test_joined_parts_of_a_computed_value():
+    x, c = torch.randn(2, 5, 16), torch.randn(5, 16)
+    out = run(lambda a, b: rope(a + 1, b, b), x, c)
+    torch.testing.assert_close(out, rope(x + 1, c, c))
+
+
+def test_a_shifted_and_masked_part():
+    x = torch.randn(6, 10)
+    out = run(lambda a: F.pad((a * 2 + 1)[:, 2:], (1, 2), value=3.0), x)
+    torch.testing.assert_close(out, F.pad((x * 2 + 1)[:, 2:], (1, 2), value=3.0))
+
+
+def in_place(p, g):
+    return F.softmax(p.square(), -1) + g
+
+
+@pytest.mark.parametrize("rows", [3, 6200])
+def test_results_past_the_cache(rows):
+    """From 24 MiB of results on they are written past the cache, on odd row lengths too."""
+    p, g = torch.randn(rows, 1023), torch.randn(1023)
+    out = run(in_place, p, g)
+    torch.testing.assert_close(out, in_place(p, g), rtol=2e-5, atol=1e-6)
+    out = run(lambda a, b: (a + b, a * b)[1], p, g)
+    assert torch.equal(out, p * g)
+    out = run(lambda a, b: torch.softmax(a, 0) * b, p, g)
+    torch.testing.assert_close(out, torch.softmax(p, 0) * g, rtol=2e-5, atol=1e-6)
