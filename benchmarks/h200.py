@@ -140,13 +140,19 @@ def overhead() -> dict[str, float]:
     handle = interface.fusion_handle(interface.register_fusion(torch.fx.symbolic_trace(fn)))
     handle(x, y)
     found = {}
-    for name, call in (("fuser", handle), ("eager", fn)):
+    empty, none = x[:0], torch.empty(0, device="cuda")
+    handle(empty, none)
+    calls = {
+        "fuser": (handle, (x, y)), "eager": (fn, (x, y)), "fuser, no launch": (handle, (empty, none)),
+        "torch.empty_like": (torch.empty_like, (x,)),
+    }  # fmt: skip
+    for name, (call, args) in calls.items():
         best = []
         for _ in range(20):
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(200):
-                call(x, y)
+                call(*args)
             best.append((time.perf_counter() - began) / 200)
         found[name] = 1e6 * min(best)
     return found

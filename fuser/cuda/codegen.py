@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fuser.cuda.layout import Context
+from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import Partial, split, split_guards, wants_split
 from fuser.cuda.text import Guard
@@ -40,7 +41,7 @@ def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
     if wants_split(plan, ctx):
         return Generated(*split(plan, name, ctx))
     nest = Nest(plan, name, ctx)
-    function = nest.function()
+    function = write_function(nest)
     return Generated((function,), (), tuple(dict.fromkeys([*split_guards(plan, ctx), *nest.guards])))
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from fuser.cuda import tiles
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product
-from fuser.scheduler.plan import Axis, KernelPlan
+from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
+from fuser.scheduler.plan import Axis, KernelPlan, Reduce
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a generator asks of the lowering. `wide`: addresses need 64 bits. `numerics`: "fast" or "eager"."""
+    """What a generator asks of the lowering.
+
+    `hint` is the value of an expression in the example, `aligned` whether a buffer starts at a multiple of 16 bytes,
+    `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end.
+    """
 
     hint: Callable[[Expr], int]
     aligned: Callable[[str], bool]
     wide: bool
-    numerics: str
+    rough: bool
 
 
 def blocks(n: Expr, size: int) -> Expr:
@@ -70,6 +76,53 @@ def _row_class(n: Expr, length: int, least: int, ctx: Context) -> list[Guard]:
     return out
 
 
+@dataclass(frozen=True)
+class Online:
+    """A maximum and the sum of exponentials of what is left above it: both in one pass over the row."""
+
+    maximum: Reduce
+    sum: Reduce
+
+
+def online_phases(plan: KernelPlan) -> dict[int, Online]:
+    """By phase, the maximum whose next phase does nothing but add up `exp(x - maximum)`."""
+    out: dict[int, Online] = {}
+    reduced = {a.sym for a in plan.reduced_axes}
+    for total in plan.reductions:
+        before = total.phase - 1
+        alone = sum(r.phase == total.phase for r in plan.reductions) == 1
+        stores = [s for s in plan.stores if s.phase == total.phase]
+        if any((plan.varies[s.row] | symbols(s.address)) & reduced for s in stores):
+            continue
+        found = _subtracted_maximum(plan, total)
+        if alone and before not in out and before - 1 not in out and found is not None and found.phase == before:
+            out[before] = Online(found, total)
+    return out
+
+
+def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
+    """The maximum `m` of some float32 `x` if `total` sums `exp(x - m)`."""
+    e = plan.rows[total.row]
+    if total.kind != "sum" or e.op != "exp" or e.dtype is not torch.float32:
+        return None
+    difference = plan.rows[e.args[0]]
+    if difference.op != "sub":
+        return None
+    x, m = difference.args
+    if plan.rows[m].op != "reduced":
+        return None
+    r = plan.reductions[plan.rows[m].attr]
+    return r if r.kind == "max" and r.row == x else None
+
+
+def _passes(plan: KernelPlan, online: bool) -> int:
+    """Loops over the reduced axes."""
+    reduced = {a.sym for a in plan.reduced_axes}
+    phases = {r.phase for r in plan.reductions}
+    phases |= {s.phase for s in plan.stores if (plan.varies[s.row] | symbols(s.address)) & reduced}
+    return len(phases) - (len(online_phases(plan)) if online else 0)
+
+
 def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layout:
     """The layout of a plan with reductions; `loop` forbids holding rows in registers."""
     kept = [a for a in plan.axes if not a.reduced]
@@ -83,7 +136,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
-        looped, least = tiles.LOOPED_ROW, 16
+        looped, least = tiles.LOOPED_ROW if _passes(plan, True) == 1 else tiles.LOOPED_ROW_AGAIN, 16
         longest = tiles.PERSISTENT[-1][0]
     guards: list[Guard] = []
     if tile is None or loop:

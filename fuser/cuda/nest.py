@@ -10,14 +10,13 @@ import torch
 from fuser.cuda.layout import Context, Dim, Layout, blocks, pointwise_layout, reduction_layout
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.loop_body import Row
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, product, symbols
 from fuser.ops import (
     REDUCTIONS,
     TRITON_TYPES,
     ReductionRow,
     triton_cell,
-    triton_combine,
     triton_constant,
     triton_convert,
     triton_load,
@@ -73,13 +72,10 @@ class Nest:
 
     def _is_fast(self) -> bool:
         """Whether approximations drown in the rounding of every result."""
-        stored = [self.dtypes[s.buffer] for s in self.plan.stores]
-        floats = [d for d in stored if d.is_floating_point]
-        if self.ctx.numerics != "fast" or not floats or any(d.itemsize > 2 for d in floats):
+        if not self.ctx.rough:
             return False
         for row in self.plan.rows:
-            whole = row.op == "to_dtype" and row.attr.is_floating_point and not row.dtype.is_floating_point
-            if whole or row.op == "indirect":
+            if row.op == "to_dtype" and row.attr.is_floating_point and not row.dtype.is_floating_point:
                 return False
             if row.op in _STEEP and any(
                 self.plan.rows[a].dtype.is_floating_point and self.plan.rows[a].op not in ("load", "const")
@@ -259,15 +255,6 @@ class Nest:
         work = product(a.size for a in self.plan.axes)
         return Function(name, text, units, work, params, self.layout.warps, checked)
 
-    def function(self) -> Function:
-        """The kernel."""
-        self.open_programs()
-        if self.loop_dim is not None:
-            Looped(self).all_phases()
-        else:
-            self.all_at_once()
-        return self.close_function(self.name, self.units())
-
     def all_at_once(self) -> None:
         """Every row once, in order; stores as soon as they can be made."""
         stores = list(self.plan.stores)
@@ -329,111 +316,25 @@ class Nest:
         """The `reduced` row `n`."""
         spec, _, acc = self.spec(r)
         self.emitted.add(n)
+        if spec.index and self.loop_dim is None:
+            self.index_result(n, r, values, indices)
+            return
         source = self.index_dtype if spec.index else acc
         self.out.add(f"t{n} = {triton_convert(source, self.plan.rows[n].dtype, self.fold(r, values, indices))}")
 
-
-class Looped:
-    """Writes the phases of a nest whose reduced axes are looped over."""
-
-    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None) -> None:
-        self.nest, self.plan, self.out = nest, nest.plan, nest.out
-        assert nest.loop_dim is not None
-        self.dim: Dim = nest.loop_dim
-        self.bounds = bounds
-
-    def all_phases(self) -> None:
-        """A loop for each phase, with what comes between."""
-        for phase in range(self.plan.n_phases):
-            self.phase(phase)
-            for n, row in enumerate(self.plan.rows):
-                if row.op == "reduced" and self.plan.reductions[row.attr].phase == phase:
-                    r = self.plan.reductions[row.attr]
-                    self.nest.result(n, r, f"acc{r.number}", f"at{r.number}")
-        self.outer_rows(self.plan.n_phases)
-        for s in self.plan.stores:
-            if not self.nest.store_is_full(s):
-                self.nest.store(s)
-
-    def outer_rows(self, phase: int) -> None:
-        """Rows that do not vary along the reduced axes, as far as they are known in `phase`."""
-        for n, row in enumerate(self.plan.rows):
-            ready = n not in self.nest.emitted and self.plan.phases[n] <= phase and row.op != "reduced"
-            if ready and not self.nest.is_full(n):
-                self.nest.emit(n)
-
-    def roots(self, phase: int) -> list[int]:
-        """Rows that the loop of `phase` has to compute."""
-        out = [r.row for r in self.plan.reductions if r.phase == phase]
-        for s in self.plan.stores:
-            if s.phase == phase and self.nest.store_is_full(s):
-                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
-        return out
-
-    def closure(self, roots: Iterable[int]) -> list[int]:
-        """The rows along the reduced axes that `roots` need, in order."""
-        seen: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n not in seen and self.nest.is_full(n):
-                seen.add(n)
-                pending += [*self.plan.rows[n].args, *indirect_rows(self.plan.rows[n])]
-        return sorted(seen)
-
-    def phase(self, phase: int) -> None:
-        """The loop of one phase, if it has anything to do."""
-        self.outer_rows(phase)
-        roots = self.roots(phase)
-        if not roots:
-            return
-        mine = [r for r in self.plan.reductions if r.phase == phase]
-        for r in mine:
-            self.start(r)
-        self.open_loop()
-        last = phase == self.plan.n_phases - 1
-        if self.plan.n_phases > 1 and self.bounds is None:
-            self.nest.eviction = ", eviction_policy='evict_first'" if last else ", eviction_policy='evict_last'"
-        for n in self.closure(roots):
-            self.nest.emit(n)
-        self.nest.eviction = ""
-        for s in self.plan.stores:
-            if s.phase == phase and self.nest.store_is_full(s):
-                self.nest.store(s)
-        for r in mine:
-            self.accumulate(r)
-        self.out.close()
-
-    def open_loop(self) -> None:
-        """The loop over blocks of the reduced axes."""
-        d = self.dim
-        low, high = self.bounds or ("0", self.nest.params.number(d.size, self.nest.bits, f"n_{d.name}", True))
-        self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
-        self.nest.open_dim(d, f"{d.name}0 + ")
-
-    def start(self, r: Reduce) -> None:
-        """An accumulator at its identity."""
-        spec, _, acc = self.nest.spec(r)
-        shape = self.nest.shape()
-        self.out.add(f"acc{r.number} = tl.full({shape}, {triton_number(spec.identity(acc), acc)}, {TRITON_TYPES[acc]})")
-        if spec.index:
-            kind = self.nest.index_dtype
-            self.out.add(f"at{r.number} = tl.full({shape}, {torch.iinfo(kind).max}, {TRITON_TYPES[kind]})")
-
-    def accumulate(self, r: Reduce) -> None:
-        """Fold the current tile into the accumulator."""
-        spec, _, acc = self.nest.spec(r)
-        k = r.number
-        values, indices = self.nest.reduced_inputs(r)
-        if not spec.index:
-            self.out.add(f"x{k} = {values}")
-            self.out.add(f"acc{k} = {triton_combine(r.kind, acc, f'acc{k}', f'x{k}')}")
-            return
+    def index_result(self, n: int, r: Reduce, values: str, indices: str) -> None:
+        """An index of the extreme value: the extreme first, then the lowest index that has it; NaN is extreme."""
+        axis = len(self.layout.dims) - 1
+        back = "[:, None]" if axis else ""
+        k, kind = r.number, "max" if r.kind == "argmax" else "min"
         self.out.add(f"x{k} = {values}")
-        self.out.add(f"i{k} = {indices}")
-        self.out.add(f"better{k} = {triton_combine(r.kind, acc, f'acc{k}', f'at{k}', f'x{k}', f'i{k}')}")
-        self.out.add(f"acc{k} = tl.where(better{k}, x{k}, acc{k})")
-        self.out.add(f"at{k} = tl.where(better{k}, i{k}, at{k})")
+        self.out.add(f"best{k} = tl.reduce(x{k}, {axis}, fuser_combine_{kind}){back}")
+        same = f"(x{k} == best{k})"
+        if self.spec(r)[2].is_floating_point:
+            same = f"tl.where(best{k} != best{k}, x{k} != x{k}, x{k} == best{k})"
+        last = torch.iinfo(self.index_dtype).max
+        lowest = f"tl.min(tl.where({same}, {indices}, {last}), {axis}){back}"
+        self.out.add(f"t{n} = {triton_convert(self.index_dtype, self.plan.rows[n].dtype, lowest)}")
 
 
 def _constant(row: Row) -> bool | int | float:

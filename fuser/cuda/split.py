@@ -13,7 +13,8 @@ import torch
 
 from fuser.cuda import tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, reduction_layout
-from fuser.cuda.nest import Function, Looped, Nest
+from fuser.cuda.looped import Looped, write_function
+from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
 from fuser.ir.sizes import (
@@ -106,7 +107,7 @@ def split(
     first = _partial_function(nest, chunks, each, _result_address(plan, results), name)
     combined = _combine_plan(plan, chunks, results, name, dtypes)
     rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined))
-    second = rest.function()
+    second = write_function(rest)
     guards = dict.fromkeys([*split_guards(plan, ctx), *nest.params.guards, *rest.params.guards])
     return (first, second), tuple(partials), tuple(guards)
 

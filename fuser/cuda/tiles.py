@@ -41,7 +41,9 @@ PERSISTENT: tuple[tuple[int, int, int], ...] = (
     (8192, 8192, 8),
     (16384, 16384, 16),
 )
-LOOPED_ROW = Tile(1, 8192, 16)
+# Longer ones are looped over, once, or again and again: then few rows are under way, so that the cache holds them.
+LOOPED_ROW = Tile(1, 4096, 8)
+LOOPED_ROW_AGAIN = Tile(1, 16384, 32)
 # Reductions whose results are neighbours in memory: (longest, results of a program, warps).
 PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
     (16, 64, 4),
@@ -55,7 +57,7 @@ COMBINE_COLUMNS = Tile(32, 32, 4)
 # Few results from much: the reduced axes are cut in chunks for about this many programs.
 SPLIT_PROGRAMS = 512
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
-SPLIT_FROM = 4096  # reduced elements
+SPLIT_FROM = 32768  # reduced elements
 MOST_CHUNKS = 512
 
 

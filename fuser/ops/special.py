@@ -63,7 +63,7 @@ ELEMENTARY = (
     _unary("erf", torch.erf, (-5.0, 5.0)),
     _unary("erfc", torch.erfc, (-5.0, 11.0)),
     # Right to what 1 + erf is right to, in absolute terms: what gelu needs.
-    _unary("normal_cdf", torch.special.ndtr, (0.0, 8.0), "(0.5 * (1 + tl.erf(0.7071067811865476 * {0})))"),
+    _unary("normal_cdf", torch.special.ndtr, (0.0, 8.0), "(0.5 + 0.5 * libdevice.erf(0.7071067811865476 * {0}))"),
 )
 BINARY = (
     OpRow(

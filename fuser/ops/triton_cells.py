@@ -44,10 +44,13 @@ FAST_CELLS = {
     "div": "({0} / {1})",
     "reciprocal": "(1.0 / {0})",
     "sqrt": "tl.sqrt({0})",
-    "exp": "tl.exp({0})",
+    "exp": "libdevice.exp2({0} * 1.4426950408889634)",
     "log": "tl.log({0})",
     "log2": "tl.log2({0})",
-    "sigmoid": "(1.0 / (1.0 + tl.exp(-{0})))",
+    "sigmoid": "libdevice.fast_dividef(1.0, 1.0 + libdevice.exp2({0} * -1.4426950408889634))",
+    "tanh": "fuser_tanh_fast({0})",
+    "erf": "fuser_erf_fast({0})",
+    "normal_cdf": "fuser_normal_cdf_fast({0})",
 }
 _ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
 

@@ -27,17 +27,45 @@ _SHIFT = """\
     far = (b < 0) | (b >= bits)
     near = tl.where(far, 0, b).to(b.dtype)
 """
-# tanh: an odd polynomial up to 0.6, from there on 1 - 2 / (e^2|x| + 1).
+# tanh: an odd polynomial up to 0.6, from there on 1 - 2 / (e^2x + 1).
 _TANH = """\
-    a = tl.abs(x)
     z = x * x
     p = 0.020797929 + z * -0.005896697
     p = -0.053784627 + z * p
     p = 0.13331936 + z * p
     p = -0.333333 + z * p
     small = x + x * z * p
-    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * a) + 1.0)
-    return tl.where(a < 0.6, small, tl.where(x < 0, -large, large))
+    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return tl.where(z < 0.36, small, large)
+"""
+# The same to 17 bits, for results that are rounded to 12 or 9. libdevice's exp2 is the hardware's.
+_TANH_FAST = """\
+    z = x * x
+    small = x + x * z * (-0.3333333 + z * 0.1333333)
+    large = 1.0 - libdevice.fast_dividef(2.0, libdevice.exp2(2.8853900817779268 * x) + 1.0)
+    return tl.where(z < 0.04, small, large)
+"""
+# erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26), and its series near zero.
+_ERF_FAST = """\
+    z = x * x
+    t = libdevice.fast_dividef(1.0, 1.0 + 0.3275911 * tl.abs(x))
+    p = -1.453152027 + t * 1.061405429
+    p = 1.421413741 + t * p
+    p = -0.284496736 + t * p
+    p = t * (0.254829592 + t * p)
+    large = 1.0 - p * libdevice.exp2(-1.4426950408889634 * z)
+    small = x * (1.1283791671 + z * (-0.3761263890 + z * 0.1128379167))
+    return tl.where(z < 0.09, small, tl.where(x < 0, -large, large))
+"""
+# The area under the normal curve: the same polynomial, halved; in the tail nothing cancels.
+_NORMAL_CDF_FAST = """\
+    t = libdevice.fast_dividef(1.0, 1.0 + 0.23164189 * tl.abs(x))
+    p = -0.7265760135 + t * 0.5307027145
+    p = 0.7107068705 + t * p
+    p = -0.142248368 + t * p
+    p = t * (0.127414796 + t * p)
+    tail = p * libdevice.exp2(-0.7213475204444817 * (x * x))
+    return tl.where(x < 0, tail, 1.0 - tail)
 """
 
 _INTEGER = {
@@ -70,6 +98,9 @@ TRITON_HELPERS: dict[str, str] = {
         "    r = libdevice.fmod(a, b)\n    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)\n",
     ),
     "fuser_tanh": _function("fuser_tanh(x)", _TANH),
+    "fuser_tanh_fast": _function("fuser_tanh_fast(x)", _TANH_FAST),
+    "fuser_erf_fast": _function("fuser_erf_fast(x)", _ERF_FAST),
+    "fuser_normal_cdf_fast": _function("fuser_normal_cdf_fast(x)", _NORMAL_CDF_FAST),
     "fuser_sigmoid": _function("fuser_sigmoid(x)", "    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))\n"),
     "fuser_logaddexp": _function(
         "fuser_logaddexp(a, b)",

@@ -27,7 +27,8 @@ from fuser.runtime.python_launcher import match
 NUMPY = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
     "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "fmod": np.fmod, "pow": np.power,
-    "nearbyint": np.rint, "erf": lambda x: torch.erf(torch.from_numpy(np.atleast_1d(x))).numpy().reshape(x.shape),
+    "nearbyint": np.rint, "fast_dividef": np.divide,
+    "erf": lambda x: torch.erf(torch.from_numpy(np.atleast_1d(x))).numpy().reshape(x.shape),
 }  # fmt: skip
 
 
@@ -35,8 +36,9 @@ def stand_in(name: str) -> Any:
     """A libdevice function by numpy: the interpreter has none."""
 
     def run(*args: Any) -> Any:
-        first = args[0]
-        values = NUMPY[name](*(a.handle.data for a in args)).astype(first.handle.data.dtype)
+        first = next(a for a in args if not isinstance(a, float))
+        values = NUMPY[name](*(a if isinstance(a, float) else a.handle.data for a in args))
+        values = values.astype(first.handle.data.dtype)
         return tl.core.tensor(TensorHandle(values, first.handle.dtype), first.type)
 
     return run

@@ -1,0 +1,183 @@
+"""Reduced axes that are looped over: a loop for each phase, with what comes between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fuser.cuda.layout import Dim, Online, online_phases
+from fuser.cuda.nest import Function, Nest
+from fuser.ir.loop_body import indirect_rows
+from fuser.ir.sizes import INDIRECT, symbols
+from fuser.ops import TRITON_TYPES, triton_cell, triton_combine, triton_number
+from fuser.scheduler.plan import Reduce
+
+LANE = 8  # neighbouring elements that one thread folds before it joins them to its running maximum and sum
+
+
+def write_function(nest: Nest) -> Function:
+    """The kernel of a nest."""
+    nest.open_programs()
+    if nest.loop_dim is not None:
+        Looped(nest).all_phases()
+    else:
+        nest.all_at_once()
+    return nest.close_function(nest.name, nest.units())
+
+
+class Looped:
+    """Writes the phases of a nest whose reduced axes are looped over."""
+
+    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None) -> None:
+        self.nest, self.plan, self.out = nest, nest.plan, nest.out
+        assert nest.loop_dim is not None
+        self.dim: Dim = nest.loop_dim
+        self.bounds = bounds
+        one_row = len(nest.layout.dims) == 1 and bounds is None
+        self.online: dict[int, Online] = online_phases(self.plan) if one_row else {}
+
+    def all_phases(self) -> None:
+        """A loop for each phase, with what comes between."""
+        done: set[int] = set()
+        for phase in range(self.plan.n_phases):
+            if phase - 1 in self.online:
+                continue
+            self.phase(phase)
+            online = self.online.get(phase)
+            if online is not None:
+                self.finish_online(online)
+                done.update((online.maximum.number, online.sum.number))
+            for n, row in enumerate(self.plan.rows):
+                if row.op == "reduced" and row.attr not in done and self.plan.reductions[row.attr].phase == phase:
+                    r = self.plan.reductions[row.attr]
+                    self.nest.result(n, r, f"acc{r.number}", f"at{r.number}")
+        self.outer_rows(self.plan.n_phases)
+        for s in self.plan.stores:
+            if not self.nest.store_is_full(s):
+                self.nest.store(s)
+
+    def outer_rows(self, phase: int) -> None:
+        """Rows that do not vary along the reduced axes, as far as they are known in `phase`."""
+        for n, row in enumerate(self.plan.rows):
+            ready = n not in self.nest.emitted and self.plan.phases[n] <= phase and row.op != "reduced"
+            if ready and not self.nest.is_full(n):
+                self.nest.emit(n)
+
+    def roots(self, phase: int) -> list[int]:
+        """Rows that the loop of `phase` has to compute."""
+        out = [r.row for r in self.plan.reductions if r.phase == phase]
+        for s in self.plan.stores:
+            if s.phase == phase and self.nest.store_is_full(s):
+                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+        return out
+
+    def passes(self) -> list[int]:
+        """The phases that have a loop."""
+        return [p for p in range(self.plan.n_phases) if p - 1 not in self.online and self.roots(p)]
+
+    def closure(self, roots: Iterable[int]) -> list[int]:
+        """The rows along the reduced axes that `roots` need, in order."""
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n not in seen and self.nest.is_full(n):
+                seen.add(n)
+                pending += [*self.plan.rows[n].args, *indirect_rows(self.plan.rows[n])]
+        return sorted(seen)
+
+    def phase(self, phase: int) -> None:
+        """The loop of one phase, if it has anything to do."""
+        self.outer_rows(phase)
+        roots = self.roots(phase)
+        if not roots:
+            return
+        online = self.online.get(phase)
+        mine = [r for r in self.plan.reductions if r.phase == phase and (online is None or r != online.maximum)]
+        for r in mine:
+            self.start(r)
+        if online is not None:
+            self.start_online(online)
+        self.open_loop()
+        passes = self.passes()
+        if len(passes) > 1:
+            policy = "evict_first" if phase == passes[-1] else "evict_last"
+            self.nest.eviction = f", eviction_policy='{policy}'"
+        for n in self.closure(roots):
+            self.nest.emit(n)
+        self.nest.eviction = ""
+        for s in self.plan.stores:
+            if s.phase == phase and self.nest.store_is_full(s):
+                self.nest.store(s)
+        for r in mine:
+            self.accumulate(r)
+        if online is not None:
+            self.accumulate_online(online)
+        self.out.close()
+
+    def open_loop(self) -> None:
+        """The loop over blocks of the reduced axes."""
+        d = self.dim
+        low, high = self.bounds or ("0", self.nest.params.number(d.size, self.nest.bits, f"n_{d.name}", True))
+        self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
+        self.nest.open_dim(d, f"{d.name}0 + ")
+
+    def start(self, r: Reduce) -> None:
+        """An accumulator at its identity."""
+        spec, _, acc = self.nest.spec(r)
+        shape = self.nest.shape()
+        self.out.add(f"acc{r.number} = tl.full({shape}, {triton_number(spec.identity(acc), acc)}, {TRITON_TYPES[acc]})")
+        if spec.index:
+            kind = self.nest.index_dtype
+            self.out.add(f"at{r.number} = tl.full({shape}, {torch.iinfo(kind).max}, {TRITON_TYPES[kind]})")
+
+    def accumulate(self, r: Reduce) -> None:
+        """Fold the current tile into the accumulator."""
+        spec, _, acc = self.nest.spec(r)
+        k = r.number
+        values, indices = self.nest.reduced_inputs(r)
+        if not spec.index:
+            self.out.add(f"x{k} = {values}")
+            self.out.add(f"acc{k} = {triton_combine(r.kind, acc, f'acc{k}', f'x{k}')}")
+            return
+        self.out.add(f"x{k} = {values}")
+        self.out.add(f"i{k} = {indices}")
+        self.out.add(f"better{k} = {triton_combine(r.kind, acc, f'acc{k}', f'at{k}', f'x{k}', f'i{k}')}")
+        self.out.add(f"acc{k} = tl.where(better{k}, x{k}, acc{k})")
+        self.out.add(f"at{k} = tl.where(better{k}, i{k}, at{k})")
+
+    # -- maximum and sum of exponentials in one pass -----------------------------------------------------------------
+    def start_online(self, o: Online) -> None:
+        """A running maximum and sum for each thread's lanes."""
+        shape, k = f"[{self.dim.block // LANE}]", o.maximum.number
+        self.out.add(f"high{k} = tl.full({shape}, float('-inf'), tl.float32)")
+        self.out.add(f"total{k} = tl.full({shape}, 0.0, tl.float32)")
+
+    def accumulate_online(self, o: Online) -> None:
+        """Take in a block: where the maximum grows, the sum so far shrinks."""
+        k = o.maximum.number
+        values, _ = self.nest.reduced_inputs(o.maximum)
+        self.out.add(f"lane{k} = tl.reshape({values}, [{self.dim.block // LANE}, {LANE}])")
+        self.out.add(f"best{k} = tl.reduce(lane{k}, 1, fuser_combine_max)")
+        self.out.add(f"best{k} = {triton_combine('max', torch.float32, f'best{k}', f'high{k}')}")
+        # Nothing but -inf so far: any finite number keeps exp(-inf - it) at 0.
+        self.out.add(f"from{k} = tl.where(best{k} == float('-inf'), 0.0, best{k})")
+        old, new = self._exp(f"high{k} - from{k}"), self._exp(f"lane{k} - from{k}[:, None]")
+        self.out.add(f"total{k} = total{k} * {old} + tl.sum({new}, 1)")
+        self.out.add(f"high{k} = best{k}")
+
+    def _exp(self, text: str) -> str:
+        return triton_cell("exp", torch.float32, self.nest.fast, text)
+
+    def finish_online(self, o: Online) -> None:
+        """The rows of the maximum and of the sum."""
+        k = o.maximum.number
+        self.out.add(f"best{k} = tl.reduce(high{k}, 0, fuser_combine_max)")
+        self.out.add(f"from{k} = tl.where(best{k} == float('-inf'), 0.0, best{k})")
+        scale = self._exp(f"high{k} - from{k}")
+        texts = {o.maximum.number: f"best{k}", o.sum.number: f"tl.sum(total{k} * {scale}, 0)"}
+        for n, row in enumerate(self.plan.rows):
+            if row.op == "reduced" and row.attr in texts:
+                self.out.add(f"t{n} = {texts[row.attr]}")
+                self.nest.emitted.add(n)
