@@ -56,7 +56,10 @@ def candidates(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         shapes = ((64, 64, 8), (64, 32, 4), (128, 32, 8), (128, 64, 8), (128, 16, 4), (32, 128, 8), (256, 16, 8))
         for a, b, warps in shapes:
             for programs in (512, 1056, 2112):
-                new = {"LOOPED_COLUMNS": Tile(a, b, warps), "SPLIT_PROGRAMS": programs}
+                new: dict[str, Any] = {
+                    "LOOPED_COLUMNS": dict.fromkeys((1, 2, 4, 8), Tile(a, b, warps)),
+                    "SPLIT_PROGRAMS": dict.fromkeys((1, 2, 4, 8), programs),
+                }
                 if "full" in name:
                     new["LOOPED_ROW"] = Tile(1, a * b, warps)
                 yield f"{a}x{b} by {warps}, {programs}", new

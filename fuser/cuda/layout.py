@@ -76,6 +76,13 @@ def _row_class(n: Expr, length: int, least: int, ctx: Context) -> list[Guard]:
     return out
 
 
+def narrowest(plan: KernelPlan) -> int:
+    """Bytes of the narrowest element that is read along the reduced axes."""
+    dtypes, reduced = dict(plan.buffers), {a.sym for a in plan.reduced_axes}
+    read = [r.attr[0] for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & reduced]
+    return min((dtypes[b].itemsize for b in read), default=4)
+
+
 @dataclass(frozen=True)
 class Online:
     """A maximum and the sum of exponentials of what is left above it: both in one pass over the row."""
@@ -115,6 +122,11 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     return r if r.kind == "max" and r.row == x else None
 
 
+def is_sum_above_maximum(plan: KernelPlan, r: Reduce) -> bool:
+    """Whether `r` sums `exp(x - maximum of x)`."""
+    return _subtracted_maximum(plan, r) is not None
+
+
 def _passes(plan: KernelPlan, online: bool) -> int:
     """Loops over the reduced axes."""
     reduced = {a.sym for a in plan.reduced_axes}
@@ -132,7 +144,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
-        looped, least = tiles.LOOPED_COLUMNS, 4
+        looped, least = tiles.LOOPED_COLUMNS[narrowest(plan)], 4
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))

@@ -99,8 +99,8 @@ class Looped:
             self.start(r)
         if online is not None:
             self.start_online(online)
-        self.open_loop()
         passes = self.passes()
+        self.open_loop(self.bounds is None and passes.index(phase) % 2 == 1)
         if len(passes) > 1:
             policy = "evict_first" if phase == passes[-1] else "evict_last"
             self.nest.eviction = f", eviction_policy='{policy}'"
@@ -116,11 +116,15 @@ class Looped:
             self.accumulate_online(online)
         self.out.close()
 
-    def open_loop(self) -> None:
-        """The loop over blocks of the reduced axes."""
+    def open_loop(self, backwards: bool) -> None:
+        """The loop over blocks of the reduced axes; `backwards`, so that what was read last is found in the cache."""
         d = self.dim
         low, high = self.bounds or ("0", self.nest.params.number(d.size, self.nest.bits, f"n_{d.name}", True))
-        self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
+        if backwards:
+            self.out.open(f"for back in range(0, {high}, {d.block})")
+            self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")
+        else:
+            self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
         self.nest.open_dim(d, f"{d.name}0 + ")
 
     def start(self, r: Reduce) -> None:

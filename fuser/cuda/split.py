@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser.cuda import tiles
-from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, reduction_layout
+from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, reduction_layout
 from fuser.cuda.looped import Looped, write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
@@ -53,7 +53,7 @@ def programs(plan: KernelPlan) -> Expr:
         return product(a.size for a in kept)
     others = product(a.size for a in kept if a.sym != plan.vector)
     vector = next(a for a in kept if a.sym == plan.vector)
-    return others * blocks(vector.size, tiles.LOOPED_COLUMNS.outer)
+    return others * blocks(vector.size, tiles.LOOPED_COLUMNS[narrowest(plan)].outer)
 
 
 def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
@@ -96,7 +96,7 @@ def split(
     inner = layout.dims[-1]
     units = programs(plan)
     n = inner.size
-    most = minimum(maximum(floordiv(expr(tiles.SPLIT_PROGRAMS), units), ONE), expr(tiles.MOST_CHUNKS))
+    most = minimum(maximum(floordiv(expr(tiles.SPLIT_PROGRAMS[narrowest(plan)]), units), ONE), expr(tiles.MOST_CHUNKS))
     chunks = minimum(blocks(n, inner.block), most)
     each = floordiv(floordiv(n + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
     nest = Nest(plan, f"{name}_partial", ctx, layout)

@@ -28,7 +28,7 @@ def power_of_two(n: int) -> int:
 
 # Elements of one pointwise program by the bytes of its narrowest element.
 POINTWISE_WARPS = 4
-POINTWISE_ELEMENTS = {1: 2048, 2: 1024, 4: 1024, 8: 512}
+POINTWISE_ELEMENTS = {1: 2048, 2: 2048, 4: 1024, 8: 512}
 TRANSPOSED = Tile(64, 64, 8)
 
 # Rows up to this length are held in registers: (longest, elements of a program, warps).
@@ -51,11 +51,12 @@ PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
     (256, 32, 8),
     (512, 32, 16),
 )
-LOOPED_COLUMNS = Tile(64, 64, 8)
+# By the bytes of the narrowest element reduced.
+LOOPED_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(128, 32, 8), 4: Tile(64, 64, 8), 8: Tile(64, 32, 8)}
 COMBINE_COLUMNS = Tile(32, 32, 4)
 
 # Few results from much: the reduced axes are cut in chunks for about this many programs.
-SPLIT_PROGRAMS = 512
+SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 2112, 8: 2112}
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_FROM = 32768  # reduced elements
 MOST_CHUNKS = 512
