@@ -76,11 +76,20 @@ def _row_class(n: Expr, length: int, least: int, ctx: Context) -> list[Guard]:
     return out
 
 
-def narrowest(plan: KernelPlan) -> int:
-    """Bytes of the narrowest element that is read along the reduced axes."""
+def _read_along(plan: KernelPlan) -> list[int]:
     dtypes, reduced = dict(plan.buffers), {a.sym for a in plan.reduced_axes}
     read = [r.attr[0] for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & reduced]
-    return min((dtypes[b].itemsize for b in read), default=4)
+    return [dtypes[b].itemsize for b in read] or [4]
+
+
+def narrowest(plan: KernelPlan) -> int:
+    """Bytes of the narrowest element that is read along the reduced axes."""
+    return min(_read_along(plan))
+
+
+def widest(plan: KernelPlan) -> int:
+    """Bytes of the widest element that is read along the reduced axes."""
+    return max(_read_along(plan))
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from fuser.cuda.layout import Dim, Online, online_phases
+from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.nest import Function, Nest
+from fuser.cuda.text import VECTOR
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import INDIRECT, symbols
 from fuser.ops import TRITON_TYPES, triton_cell, triton_combine, triton_number
 from fuser.scheduler.plan import Reduce
-
-LANE = 8  # neighbouring elements that one thread folds before it joins them to its running maximum and sum
 
 
 def write_function(nest: Nest) -> Function:
@@ -34,6 +33,8 @@ class Looped:
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
         self.bounds = bounds
+        # Neighbouring elements that one thread has, and folds before they join its running maximum and sum.
+        self.lane = VECTOR // widest(self.plan)
         one_row = len(nest.layout.dims) == 1 and bounds is None
         self.online: dict[int, Online] = online_phases(self.plan) if one_row else {}
 
@@ -154,7 +155,7 @@ class Looped:
     # -- maximum and sum of exponentials in one pass -----------------------------------------------------------------
     def start_online(self, o: Online) -> None:
         """A running maximum and sum for each thread's lanes."""
-        shape, k = f"[{self.dim.block // LANE}]", o.maximum.number
+        shape, k = f"[{self.dim.block // self.lane}]", o.maximum.number
         self.out.add(f"high{k} = tl.full({shape}, float('-inf'), tl.float32)")
         self.out.add(f"total{k} = tl.full({shape}, 0.0, tl.float32)")
 
@@ -162,7 +163,7 @@ class Looped:
         """Take in a block: where the maximum grows, the sum so far shrinks."""
         k = o.maximum.number
         values, _ = self.nest.reduced_inputs(o.maximum)
-        self.out.add(f"lane{k} = tl.reshape({values}, [{self.dim.block // LANE}, {LANE}])")
+        self.out.add(f"lane{k} = tl.reshape({values}, [{self.dim.block // self.lane}, {self.lane}])")
         self.out.add(f"best{k} = tl.reduce(lane{k}, 1, fuser_combine_max)")
         self.out.add(f"best{k} = {triton_combine('max', torch.float32, f'best{k}', f'high{k}')}")
         # Nothing but -inf so far: any finite number keeps exp(-inf - it) at 0.

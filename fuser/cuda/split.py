@@ -60,12 +60,12 @@ def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
     """Whether the sizes ask for a split, and the relations that say the same of other sizes."""
     units, n = programs(plan), product(a.size for a in plan.reduced_axes)
     few = ctx.hint(units) < tiles.SPLIT_BELOW
-    long = ctx.hint(n) >= tiles.SPLIT_FROM
-    if few and long:
-        return True, [("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(tiles.SPLIT_FROM), n)]
+    least = tiles.SPLIT_COLUMN_FROM if is_column(plan) else tiles.SPLIT_ROW_FROM
+    if few and ctx.hint(n) >= least:
+        return True, [("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(least), n)]
     if not few:
         return False, [("le", expr(tiles.SPLIT_BELOW), units)]
-    return False, [("lt", n, expr(tiles.SPLIT_FROM))]
+    return False, [("lt", n, expr(least))]
 
 
 def can_split(plan: KernelPlan) -> bool:

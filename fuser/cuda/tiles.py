@@ -58,7 +58,7 @@ COMBINE_COLUMNS = Tile(32, 32, 4)
 # Few results from much: the reduced axes are cut in chunks for about this many programs.
 SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 2112, 8: 2112}
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
-SPLIT_FROM = 32768  # reduced elements
+SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 
 
