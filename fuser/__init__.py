@@ -1,13 +1,21 @@
 """Just-in-time fusion for PyTorch."""
 
+import importlib
+from types import ModuleType
+
+from fuser import config, errors
 from fuser.interface import (
     can_fuse_on_cpu,
     can_fuse_on_gpu,
+    debug_get_fused_kernel_code,
+    debug_launch_graph,
     fusion_handle,
     has_fusion_backend,
+    is_fusible,
     num_compiled_kernels,
     override_can_fuse_on_cpu,
     override_can_fuse_on_gpu,
+    prepare,
     register_fusion,
     register_fusion_backend,
     run_fusion,
@@ -17,12 +25,25 @@ __version__ = "0.1.0"
 __all__ = [
     "can_fuse_on_cpu",
     "can_fuse_on_gpu",
+    "config",
+    "debug_get_fused_kernel_code",
+    "debug_launch_graph",
+    "errors",
     "fusion_handle",
     "has_fusion_backend",
+    "is_fusible",
     "num_compiled_kernels",
     "override_can_fuse_on_cpu",
     "override_can_fuse_on_gpu",
+    "prepare",
     "register_fusion",
     "register_fusion_backend",
     "run_fusion",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`fuser.debug` and `fuser.passes` are imported when they are first asked for."""
+    if name in ("debug", "passes"):
+        return importlib.import_module(f"fuser.{name}")
+    raise AttributeError(f"module 'fuser' has no attribute {name!r}")
