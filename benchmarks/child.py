@@ -24,6 +24,7 @@ CACHES = {
 def environment(cache: str) -> dict[str, str]:
     """This process's environment with every compiler cache below `cache` and this checkout on the path."""
     env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # the bytecode of an installed package is there at its first import
     env.update({name: str(pathlib.Path(cache) / folder) for name, folder in CACHES.items()})
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return env

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +38,21 @@ def fuser_backend(
     it, and changes nothing. ConfigError for an unknown setting, value or mode.
     """
     checked = _checked_options(options or {}, mode)
-    with config.override(**checked):
+    with config.override(**checked), _no_collection():
         function = _compile(gm, example_inputs, checked)
     return _with_options(function, checked) if checked else function
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector waits: a full collection walks everything torch has imported, 0.1 s each time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:

@@ -159,12 +159,15 @@ def expr(value: IntLike | Sym) -> Expr:
     if isinstance(value, Sym):
         return Expr({(value,): 1})
     known = _SMALL.get(value)
-    return known if known is not None else Expr({(): int(value)} if value else {})
+    if known is None:
+        known = Expr({(): int(value)} if value else {})
+        if -1 <= value <= 4096:
+            _SMALL[int(value)] = known
+    return known
 
 
-_SMALL: dict[int, Expr] = {}
-_SMALL.update({i: Expr({(): i} if i else {}) for i in range(-1, 4097)})
-ZERO, ONE = _SMALL[0], _SMALL[1]
+_SMALL: dict[int, Expr] = {}  # constants met so far
+ZERO, ONE = expr(0), expr(1)
 
 
 def symbol(name: str, kind: str = SIZE) -> Expr:
