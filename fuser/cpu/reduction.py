@@ -30,7 +30,9 @@ from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, ReductionRow, cpp_combine
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Reduce
 
-FLUSH = 256  # float32 additions per lane before they go to a float64 total
+FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
+COLUMN_FLUSH = 32  # the same for the lanes of a column nest
+SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 NO_TURN = 2**31 - 1
@@ -73,7 +75,10 @@ class ReductionNest(Nest):
         row = self.plan.rows[r.row]
         value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
         spec = REDUCTIONS[r.kind]
-        return spec, value, spec.accumulate(value)
+        acc = spec.accumulate(value)
+        if self.plan.split and not self.is_column and r.kind == "sum" and acc is torch.float32:
+            acc = torch.float64  # one long sum waits for memory, not for arithmetic
+        return spec, value, acc
 
     def flushes(self, r: Reduce) -> bool:
         """Whether partial sums go to float64 totals."""
@@ -115,7 +120,9 @@ class ReductionNest(Nest):
                 self.out.add(f"double tot{k}[{self.lanes}];")
                 start += f" tot{k}[l] = 0.0;"
             elif self.flushes(r):
+                self.out.add(f"float mid{k}[{self.lanes}];")
                 self.out.add(f"double tot{k} = 0.0;")
+                start += f" mid{k}[l] = 0.0f;"
             self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ {start} }}")
 
     def accumulate(self, r: Reduce) -> None:
@@ -134,26 +141,38 @@ class ReductionNest(Nest):
         self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(r.row))};")
         self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
 
-    def emit_flush(self, phase: int, when: str) -> None:
-        """Move float32 partial sums to the totals when `when` holds: each lane's, or their sum in a row nest."""
+    def emit_flush(self, phase: int, last: bool) -> None:
+        """Move float32 partial sums on: every so many turns inside the loop, and what is left after it.
+
+        Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
+        sum has more than a few terms, and from time to time the sum over these to the total.
+        """
         mine = [r for r in self.plan.reductions if r.phase == phase and self.flushes(r)]
         if not mine:
             return
-        self.out.open(f"if ({when})" if when else "")
-        if when:
-            self.out.add("turns = 0;")
+        each = f"for (i64 l = 0; l < {self.lanes}; ++l)"
+        if not last:
+            self.out.open(f"if (++turns % {COLUMN_FLUSH if self.is_column else SHORT_FLUSH} == 0)")
         for r in mine:
             k = r.number
             if self.is_column:
-                self.out.add(
-                    f"for (i64 l = 0; l < {self.lanes}; ++l) {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}"
-                )
-                continue
-            self.fold_lanes(r)
-            self.out.add(f"tot{k} += (double)acc{k}[0];")
-            if when:
-                self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) acc{k}[l] = 0.0f;")
-        self.out.close()
+                self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
+            elif not last:
+                self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
+        if not self.is_column:
+            self.out.open(f"if (turns == {FLUSH})" if not last else "")
+            if not last:
+                self.out.add("turns = 0;")
+            for r in mine:
+                k = r.number
+                self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
+                self.fold_lanes(r)
+                self.out.add(f"tot{k} += (double)acc{k}[0];")
+                if not last:
+                    self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
+            self.out.close()
+        if not last:
+            self.out.close()
 
     def join(self, r: Reduce, dtype: torch.dtype, a: str, b: str, ai: str = "", bi: str = "") -> str:
         """Statements that fold accumulator `b` (and its index) into `a`."""
@@ -271,13 +290,13 @@ class ReductionNest(Nest):
             if streams:
                 self.close_streams(phase, "count")
             if flush:
-                self.emit_flush(phase, f"++turns == {FLUSH}")
+                self.emit_flush(phase, False)
         else:
             self._vector_pass(phase, bool(reductions), flush, bounds)
         for _ in loops:
             self.out.close()
         if flush:
-            self.emit_flush(phase, "")
+            self.emit_flush(phase, True)
 
     def _turns_declared(self) -> bool:
         declared = getattr(self, "_turns", False)
@@ -321,11 +340,11 @@ class ReductionNest(Nest):
         self.out.open(f"for (; p{phase} + {self.lanes} <= {hi}; p{phase} += {self.lanes})")
         self.out.add(f"pass{phase}(p{phase}, {self.lanes});")
         if flush:
-            self.emit_flush(phase, f"++turns == {FLUSH}")
+            self.emit_flush(phase, False)
         self.out.close()
         self.out.add(f"if (p{phase} < {hi}) pass{phase}(p{phase}, {hi} - p{phase});")
         if flush and len(self.red_axes) > 1:
-            self.emit_flush(phase, f"++turns == {FLUSH}")
+            self.emit_flush(phase, False)
 
     def _prefetch(self, phase: int) -> None:
         """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
