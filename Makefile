@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+N ?= 100000
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -19,7 +20,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make opinfo, make fuzz N=100000, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -29,6 +30,12 @@ test: $(VENV)/.has-test
 
 test-cuda: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
+
+opinfo: $(VENV)/.has-test
+	$(BIN)/python -m tests.opinfo --workers $(JOBS) --write docs/operators.md $(ARGS)
+
+fuzz: $(VENV)/.has-test
+	$(BIN)/python -m tests.fuzz $(N) --workers $(JOBS) $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check $(ARGS) .

@@ -187,8 +187,8 @@ def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> T
     op = "add" if ctx.op == "aten.add" else "sub"
     if ctx.op == "aten.rsub":
         a, b = b, a
-    if is_known(alpha) and alpha == 1:
-        return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y))
+    if is_known(alpha) and alpha == 1:  # eager rounds a number to half precision before adding it
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y), cast=ctx.numerics == "eager")
     if isinstance(alpha, Scalar) and not dtype.is_floating_point:
         raise Unsupported("a float alpha for integers: eager raises")
     if dtype.is_floating_point:  # with one rounding, as eager has it

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._dynamo.backends.debugging import aot_eager
 
 from fuser import config, register_fusion
 from fuser.canonical import canonicalize
@@ -56,6 +57,8 @@ def _judge(
     the roundings allow."""
     found = []
     wide, largest, low = _wide_run(program, sizes)
+    if any("layer_norm" in s.fn for s in program.steps):
+        largest *= 400  # 1 / sqrt(eps): what it makes of the rounding of a mean where all values are equal
     for n, o in enumerate(program.outputs):
         a, b = got[n], want[n]
         if o in program.exact and _identical(b.double(), wide[n].double()):
@@ -205,8 +208,17 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # -- programs that write -----------------------------------------------------------------------------------------------
 def _by_backend(program: Program) -> str:
+    problem = _through(fuser_backend, program)
+    return "" if problem and _through(aot_eager, program) else problem  # functionalisation's own fault
+
+
+def _through(backend: Callable[..., Any], program: Program) -> str:
     module = torch.fx.GraphModule(torch.nn.Module(), graph_of(program))
-    function = fuser_backend(module, make_inputs(program))
+    try:
+        function = backend(module, make_inputs(program))
+    except Exception as e:
+        text = str(e).splitlines()
+        return f"does not compile: {type(e).__name__}: {text[0] if text else ''}"
     return _run_and_compare(program, function, None, False, identity=False)
 
 

@@ -26,6 +26,7 @@ from fuser.canonical import canonicalize, interpret
 from fuser.debug.reference import interpret_schedule, verify_lowered
 from fuser.errors import FuserError, Unsupported
 from fuser.executor import why_unfit
+from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
@@ -179,7 +180,7 @@ class _Compiled:
 
     def __init__(self, sample: Sample) -> None:
         torch._dynamo.reset()
-        self.compiled = torch.compile(sample.call, backend="fuser")
+        self.compiled = torch.compile(sample.call, backend=fuser_backend)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         return self.compiled(*tensors)
