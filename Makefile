@@ -16,7 +16,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda lint types imports bench clean
+.PHONY: help demo test test-cuda opinfo fuzz lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-

@@ -40,7 +40,7 @@ def extensions() -> list[Extension]:
 
 
 TRITON = "triton>=3.4,<3.8; platform_system == 'Linux'"
-TEST = ["pytest>=8", "pytest-xdist>=3", TRITON]
+TEST = ["pytest>=8", "pytest-xdist>=3", "expecttest", TRITON]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(

@@ -24,6 +24,11 @@ def translate_getitem(b: Builder, base: Any, index: Any) -> Any:
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1 or any(isinstance(i, (bool, list, tuple, str, float)) for i in items):
         raise Untranslatable("an index that is not made of numbers, slices, None, ... and tensors")
+    out = _indexed(b, base, items, dots)
+    return b.aten("alias", base) if out is base else out  # x[:] shares x's memory, but is another tensor
+
+
+def _indexed(b: Builder, base: Any, items: list[Any], dots: list[int]) -> Any:
     if not dots:
         return _from_the_left(b, base, items)
     if any(_is_tensor(b, i) for i in items):

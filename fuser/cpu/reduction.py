@@ -37,6 +37,7 @@ KEEP_COST = 8  # operations from which a value is kept for a later pass rather t
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 NO_TURN = 2**31 - 1
 _VALUE_OF = {"argmax": "max", "argmin": "min"}
+_WRAPPING = {"sum": "+", "prod": "*"}
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -188,6 +189,13 @@ class ReductionNest(Nest):
         width = size // acc.itemsize
         names = [f"a{i}" for i in range(self.lanes // width)]
         element = "u8" if acc is torch.bool else CPP_TYPES[acc]
+        sign = _WRAPPING.get(kind, "") if not acc.is_floating_point and acc is not torch.bool else ""
+        if sign:  # integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take
+            element = element.replace("i", "u")
+
+        def joined(a: str, b: str) -> str:
+            return f"{a} {sign} {b}" if sign else cpp_combine(kind, acc, a, b)
+
         self.out.open("")
         self.out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({acc.itemsize}), may_alias));")
         self.out.add(f"typedef {_INTEGERS[acc.itemsize]} indices __attribute__((vector_size({size})));")
@@ -195,13 +203,13 @@ class ReductionNest(Nest):
         while len(names) > 1:
             half = len(names) // 2
             for i in range(half):
-                self.out.add(f"{names[i]} = {cpp_combine(kind, acc, names[i], names[i + half])};")
+                self.out.add(f"{names[i]} = {joined(names[i], names[i + half])};")
             names = names[:half]
         while width > 1:
             width //= 2
             rotated = ", ".join(str((i + width) % (size // acc.itemsize)) for i in range(size // acc.itemsize))
             self.out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
-            self.out.add(f"  a0 = {cpp_combine(kind, acc, 'a0', 'b')}; }}")
+            self.out.add(f"  a0 = {joined('a0', 'b')}; }}")
         self.out.add(f"acc{k}[0] = a0[0];")
         self.out.close()
 

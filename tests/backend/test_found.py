@@ -106,6 +106,10 @@ def test_expand_to_the_same_size_is_a_view_and_not_the_tensor():
     aliases(lambda x: (x.expand(3, 4), x * 2), X)
 
 
+def test_a_slice_of_everything_is_a_view_and_not_the_tensor():
+    aliases(lambda x: (x[:], x[..., :], x[:, :] + 1), X)
+
+
 def test_contiguous_of_a_contiguous_tensor_is_the_tensor():
     aliases(lambda x: (x.contiguous(), x + 1), X)
 
@@ -120,3 +124,10 @@ def test_a_negative_pad_of_a_size_that_is_too_small_is_eagers_error():
     torch.testing.assert_close(handle(X), F.pad(X, (-1, 1)) + 1)
     with pytest.raises(RuntimeError, match="narrow"):
         handle(torch.zeros(3, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_reductions_of_integers_along_rows(dtype):
+    x = torch.randint(0, 9, (5, 70), generator=torch.Generator().manual_seed(1)).to(dtype)
+    same(lambda x: (x.sum(1), x.prod(1), x.amax(1), x.amin(1)), x)
+    same(lambda x: (x.sum(), (x != 0).sum(1), torch.count_nonzero(x)), x)
