@@ -14,9 +14,9 @@ import torch
 
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype
-from fuser.ir.nodes import Buffer, Index, Loops, Reduction
+from fuser.ir.nodes import Buffer, Index, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
-from fuser.ops import NO_INDEX, OPS, REDUCTIONS
+from fuser.ops import NO_INDEX, OPS, REDUCTIONS, SCANS
 
 Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]
 
@@ -221,7 +221,15 @@ def _run_loops(
         domain = domain[: len(domain) - loops.n_reduced]
         points = loop_points(domain)
         evaluator = Evaluator(env, floats, points, memory.load)
-    store(memory.tensors[buffer.name], loops.store_index, value, domain, evaluator, values)
+    target = memory.tensors[buffer.name]
+    if isinstance(loops, Scan):
+        value = scanned(loops.kind, value, len(domain) - 1)
+    if isinstance(loops, Scatter):
+        where = [evaluator.expr(e, values).expand(domain) for e in loops.store_index]
+        _inside(target, where)
+        put_in_order(target, where, value, loops.combine)
+        return
+    store(target, loops.store_index, value, domain, evaluator, values)
 
 
 def loop_points(domain: Sequence[int]) -> dict[Sym, torch.Tensor]:
@@ -243,13 +251,38 @@ def store(
     if 0 in domain:
         return
     where = [evaluator.expr(e, values).expand(domain) for e in index]
-    for d, (i, n) in enumerate(zip(where, target.shape)):
-        if bool(((i < 0) | (i >= n)).any()):
-            raise OutOfRange(f"a buffer of size {tuple(target.shape)} is written outside of dim {d}")
+    _inside(target, where)
     if where:
         target[tuple(where)] = value
     else:
         target.copy_(value.reshape(()))
 
 
-__all__ = ["Evaluator", "Memory", "OutOfRange", "broadcast", "loop_points", "reduce", "run_buffers", "wrapped"]
+def _inside(target: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
+    for d, (i, n) in enumerate(zip(where, target.shape)):
+        if bool(((i < 0) | (i >= n)).any()):
+            raise OutOfRange(f"a buffer of size {tuple(target.shape)} is written outside of dim {d}")
+
+
+def scanned(kind: str, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """The scan `kind` of `value` along `dim`; a pair's value gives the place of the one that was kept."""
+    row = SCANS[kind]
+    return row.eval(value.to(row.accumulate(value.dtype)), dim) if value.dim() else value
+
+
+def put_in_order(target: torch.Tensor, where: Sequence[torch.Tensor], value: torch.Tensor, combine: str) -> None:
+    """Put each value at its place of `target`, in row-major order of the values, combined with what is there."""
+    row = REDUCTIONS.get(combine)
+    flat = [w.reshape(-1).tolist() for w in where]
+    new = value.to(compute_dtype(target.dtype)).reshape(-1)
+    for k, at in enumerate(zip(*flat) if flat else [()] * new.numel()):
+        v = new[k]
+        if row is not None:
+            v = row.eval(torch.stack([target[at].to(v.dtype), v]), (0,), False)
+        target[at] = v.to(target.dtype)
+
+
+__all__ = [
+    "Evaluator", "Memory", "OutOfRange", "broadcast", "loop_points", "put_in_order", "reduce", "run_buffers", "scanned",
+    "wrapped",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +115,30 @@ _handler: contextvars.ContextVar[Recorder] = contextvars.ContextVar("fuser_ops_h
 
 def prune(rows: Sequence[Row], result: int) -> LoopBody:
     """A body with only the rows that `result` needs, renumbered."""
-    needed = {result}
-    for n in range(result, -1, -1):
+    return prune_with(rows, result, ())[0]
+
+
+def prune_with(rows: Sequence[Row], result: int, index: Sequence[Expr]) -> tuple[LoopBody, tuple[Expr, ...]]:
+    """A body with only the rows that `result` and the expressions `index` need, and `index` over its row numbers."""
+    needed = {result, *(int(s.name[1:]) for e in index for s in _indirect_symbols(e))}
+    for n in range(max(needed), -1, -1):
         if n in needed:
             needed.update(rows[n].args)
             needed.update(indirect_rows(rows[n]))
     order = sorted(needed)
     if len(order) == len(rows):
-        return LoopBody(tuple(rows), result)
+        return LoopBody(tuple(rows), result), tuple(index)
     number = {old: new for new, old in enumerate(order)}
-    return LoopBody(tuple(renumber(rows[n], number) for n in order), number[result])
+    body = LoopBody(tuple(renumber(rows[n], number) for n in order), number[result])
+    return body, tuple(renumber_expr(e, number) for e in index)
+
+
+def renumber_expr(e: Expr, number: Mapping[int, int]) -> Expr:
+    """`e` with its indirect symbols moved to new row numbers."""
+    from fuser.ir.sizes import substitute
+
+    moved = {s: indirect_symbol(number[int(s.name[1:])]) for s in _indirect_symbols(e)}
+    return substitute(e, moved) if moved else e
 
 
 def row_exprs(row: Row) -> tuple[Expr, ...]:
@@ -290,6 +304,19 @@ def record(inner_fn: Callable[[tuple[Expr, ...]], Value], rank: int) -> LoopBody
     token = _handler.set(recorder)
     try:
         return recorder.finish(inner_fn(loop_variables(rank)))
+    finally:
+        _handler.reset(token)
+
+
+def record_store(
+    inner_fn: Callable[[tuple[Expr, ...]], tuple[Value, Sequence[Expr]]], rank: int
+) -> tuple[LoopBody, tuple[Expr, ...]]:
+    """Run `inner_fn(loop variables)`, which gives a value and where it goes, once under a recording handler."""
+    recorder = Recorder()
+    token = _handler.set(recorder)
+    try:
+        value, index = inner_fn(loop_variables(rank))
+        return prune_with(recorder.rows, value.row, index)
     finally:
         _handler.reset(token)
 

@@ -2,7 +2,8 @@
 
 A graph node's result is a `TensorBox`. It points to a `StorageBox`, which several boxes may share (aliases), and holds
 at most one `View`, a reindexing of the storage's current `Buffer`. A mutation gives the storage a new buffer; every
-box over it sees the new data. A buffer is an input, or computed by one or more loops: `Pointwise` and `Reduction`.
+box over it sees the new data. A buffer is an input, or computed by one or more loops:
+`Pointwise`, `Reduction`, `Scatter` and `Scan`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,33 @@ class Reduction:
     kind: str
 
 
-Loops = Union[Pointwise, Reduction]
+@dataclass(frozen=True)
+class Scatter:
+    """For every point of `domain`, in row-major order, put the body's value at `store_index`, which rows may compute.
+
+    `combine` names the row of `ops.REDUCTIONS` that joins it with what is there; "" replaces that.
+    """
+
+    domain: tuple[Expr, ...]
+    body: LoopBody
+    store_index: Index
+    combine: str = ""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """For every point of `domain`, store `kind` of the body's values up to this place of the last dim.
+
+    `kind` names a row of `ops.SCANS`.
+    """
+
+    domain: tuple[Expr, ...]
+    body: LoopBody
+    store_index: Index
+    kind: str
+
+
+Loops = Union[Pointwise, Reduction, Scatter, Scan]
 
 
 @dataclass(eq=False)

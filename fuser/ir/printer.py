@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fuser.ir.loop_body import Row
-from fuser.ir.nodes import Buffer, Loops, Reduction
+from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import Expr
 
 
@@ -50,6 +50,10 @@ def loops_lines(loops: Loops) -> list[str]:
     lines = [f"for {', '.join(heads[:kept]) or 'one point'}"]
     if isinstance(loops, Reduction):
         lines[0] += f", reducing {', '.join(heads[kept:]) or 'nothing'} by {loops.kind}"
+    if isinstance(loops, Scan):
+        lines[0] += f", scanning the last by {loops.kind}"
+    if isinstance(loops, Scatter):
+        lines[0] += f", in order, {loops.combine or 'replacing'}"
     lines += [f"  {row_text(n, row)}" for n, row in enumerate(loops.body.rows)]
     return [*lines, f"  store %{loops.body.result} at {exprs_text(loops.store_index)}"]
 

@@ -12,9 +12,9 @@ import torch
 
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype, row_exprs
-from fuser.ir.nodes import Buffer, Loops, Reduction
+from fuser.ir.nodes import Buffer, Loops, Reduction, Scan
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, symbols
-from fuser.ops import OPS, REDUCTIONS
+from fuser.ops import OPS, REDUCTIONS, SCANS
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -82,10 +82,20 @@ def _verify_loops(
 
 def _result_dtype(loops: Loops) -> torch.dtype:
     dtype = loops.body.dtype
+    if isinstance(loops, Scan):
+        return _scan_dtype(loops)
     if not isinstance(loops, Reduction):
         return dtype
     made = REDUCTIONS[loops.kind].result_dtype(dtype)
     return made
+
+
+def _scan_dtype(loops: Scan) -> torch.dtype:
+    row = SCANS.get(loops.kind)
+    _need(row is not None, f"{loops.kind!r} is no scan: expected a row of fuser.ops.SCANS")
+    assert row is not None
+    _need(row.index == (loops.body.rows[loops.body.result].op == "pair"), f"{loops.kind} scans no such value")
+    return torch.int64 if row.index else loops.body.dtype
 
 
 def _verify_reduction(loops: Reduction) -> None:

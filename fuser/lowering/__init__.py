@@ -9,7 +9,11 @@ from fuser.lowering import (
     losses,
     norms,
     pointwise,
+    pooling,
     reductions,
+    resampling,
+    scans,
+    scatter,
     selection,
     views,
 )
@@ -17,5 +21,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "reductions", "refuse", "selection", "supports", "views",
+    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "selection",
+    "supports", "views",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ Passed to every `lower_*` function; nothing here is ambient, so eight threads lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record
-from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, StorageBox, TensorBox, strides_of
+from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record, record_store
+from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, Scan, Scatter, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import (
     ONE,
     SIZE,
@@ -79,6 +80,7 @@ class LoweringContext:
         self.meta: Any = None
         self.arg_metas: tuple[Any, ...] = ()
         self.n_readers = 0  # how many nodes of the graph read the result
+        self.claims: Counter[int] = Counter()  # by id of a StorageBox: nodes and outputs that read a box over it
 
     # -- symbols -----------------------------------------------------------------------------------------------------
     def new_symbol(self, name: str, hint: int, kind: str = SIZE) -> Expr:
@@ -229,6 +231,42 @@ class LoweringContext:
         size = tuple(self.canon(s) for s in size)
         body = record(lambda index: self._finish(inner_fn(index), buffer.dtype), len(size))
         buffer.loops.append(Pointwise(size, body, store_index(loop_variables(len(size)))))
+
+    def scatter_into(
+        self, target: TensorBox, size: Sequence[Expr],
+        inner_fn: Callable[[Index], tuple[Value, Sequence[Expr]]], combine: str = "",
+    ) -> None:  # fmt: skip
+        """One more loop on `target`'s buffer: over `size`, in order, a value and the index where it goes."""
+        self._only_on_cpu("a scatter")
+        buffer = target.storage.buffer
+        size = tuple(self.canon(s) for s in size)
+
+        def finished(index: Index) -> tuple[Value, Sequence[Expr]]:
+            value, where = inner_fn(index)
+            return self._finish(value, buffer.dtype), where
+
+        body, where = record_store(finished, len(size))
+        buffer.loops.append(Scatter(size, body, where, combine))
+
+    def scan(
+        self, kind: str, size: Sequence[Expr], dim: int, dtype: torch.dtype, inner_fn: Callable[[Index], Value],
+        order: tuple[int, ...] | None = None,
+    ) -> TensorBox:  # fmt: skip
+        """A tensor of `size`: at each place, `kind` of the values of `inner_fn` up to it along `dim`."""
+        self._only_on_cpu("a scan")
+        buffer = self.new_buffer(dtype, size, order)
+        rank = len(buffer.size)
+        dims = [*(d for d in range(rank) if d != dim), dim]
+        place = dict(zip(dims, range(rank)))
+        body = record(lambda index: inner_fn(tuple(index[place[d]] for d in range(rank))), rank)
+        variables = loop_variables(rank)
+        where = tuple(variables[place[d]] for d in range(rank))
+        buffer.loops.append(Scan(tuple(buffer.size[d] for d in dims), body, where, kind))
+        return TensorBox(StorageBox(buffer))
+
+    def _only_on_cpu(self, what: str) -> None:
+        if self.device_type != "cpu":
+            raise Unsupported(f"{what} has a generator on the CPU only", self.origin)
 
     # -- operands ----------------------------------------------------------------------------------------------------
     def input_tensor(self, number: int, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr]) -> TensorBox:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs
+from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, Unsupported
 from fuser.ir.nodes import TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr
@@ -65,12 +65,20 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
         values.append(value)
         metas.append(meta)
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
+    returned = Counter(refs_of(graph.output))
     for node in graph.calls:
         ctx.n_readers = readers[node.index]
         value, meta = _lower_node(ctx, node, values, metas)
+        _claim(ctx, value, readers[node.index] + returned[node.index])
         values.append(value)
         metas.append(meta)
     return Lowered(ctx, inputs, _outputs(ctx, graph, values, metas))
+
+
+def _claim(ctx: LoweringContext, value: Any, times: int) -> None:
+    for box in value if isinstance(value, (tuple, list)) else [value]:
+        if isinstance(box, TensorBox):
+            ctx.claims[id(box.storage)] += times
 
 
 def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:

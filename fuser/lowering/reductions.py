@@ -405,7 +405,3 @@ refuse(
     "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile", "aten.unique_dim", "aten.unique_consecutive",
     "aten._unique2", "aten.searchsorted", "aten.bucketize", "aten.histc", "aten.bincount",
 )  # fmt: skip
-refuse(
-    "scans are not fused yet", "aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.logcumsumexp",
-    "aten.diff", "aten.trapezoid", "aten.cumulative_trapezoid",
-)  # fmt: skip

@@ -11,6 +11,7 @@ Lowering = Callable[..., Any]
 _F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
+CPU_ONLY: dict[str, str] = {}  # operators that only the CPU's generator spells so far, with the reason
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
 
 
@@ -34,6 +35,11 @@ def refuse(reason: str, *names: str) -> None:
     REFUSED.update(dict.fromkeys(names, reason))
 
 
+def only_on_cpu(reason: str, *names: str) -> None:
+    """Leave operators to ATen on other devices, with the reason."""
+    CPU_ONLY.update(dict.fromkeys(names, reason))
+
+
 def find(name: str) -> Lowering | None:
     """The lowering of "aten.add" or "aten.add.Tensor"; an overload's own entry comes first."""
     found = LOWERINGS.get(name)
@@ -42,12 +48,12 @@ def find(name: str) -> Lowering | None:
     return found
 
 
-def supports(name: str) -> str | None:
-    """None if the operator can be lowered, else why not."""
-    if find(name) is not None:
-        return None
+def supports(name: str, device_type: str = "cpu") -> str | None:
+    """None if the operator can be lowered for a device, else why not."""
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
+    if find(name) is not None:
+        return CPU_ONLY.get(packet) if device_type != "cpu" else None
     return REFUSED.get(packet, f"no lowering for {packet}")
 
 
-__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "find", "lower", "refuse", "supports"]
+__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "find", "lower", "only_on_cpu", "refuse", "supports"]

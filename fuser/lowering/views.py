@@ -370,6 +370,11 @@ def lower_chunk(ctx: LoweringContext, x: TensorBox, chunks: int, dim: int = 0) -
     if ctx.hint(size) == 0:
         ctx.specialise(size)
         return (x,) * chunks
+    if size.as_int() is None and ctx.hint(size) % chunks == 0:
+        ctx.assume("eq", size % chunks, 0)
+        step = floordiv(size, expr(chunks))
+        starts = [step * k for k in range(chunks)]
+        return tuple(cut(ctx, x, d, starts, [s + step for s in starts]))
     return split_every(ctx, x, d, ctx.canon(floordiv(size + (chunks - 1), expr(chunks))))
 
 

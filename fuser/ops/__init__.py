@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import pointwise, reductions, special
+from fuser.ops import pointwise, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
@@ -19,7 +19,7 @@ from fuser.ops.cells import (
     wrap_int,
 )
 from fuser.ops.prelude import PRELUDE, helpers_in, prelude_for
-from fuser.ops.table import ALL, BOOL, FLOATS, INTS, NO_INDEX, OpRow, ReductionRow
+from fuser.ops.table import ALL, BOOL, FLOATS, INTS, NO_INDEX, OpRow, ReductionRow, ScanRow
 from fuser.ops.triton_cells import (
     TRITON_POINTERS,
     TRITON_TYPES,
@@ -35,6 +35,7 @@ from fuser.ops.triton_helpers import triton_prelude
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
+SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 
 
 def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
@@ -56,6 +57,14 @@ def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     row = REDUCTIONS.get(name)
     if row is None:
         raise Unsupported(f"{name} is not a reduction")
+    return expand(template(row, dtype), dtype, args)
+
+
+def cpp_step(name: str, dtype: torch.dtype, *args: str) -> str:
+    """The C++ expression of scan `name`'s combine cell, for an accumulator of `dtype` (see `ScanRow`)."""
+    row = SCANS.get(name)
+    if row is None:
+        raise Unsupported(f"{name} is not a scan")
     return expand(template(row, dtype), dtype, args)
 
 
@@ -89,14 +98,17 @@ __all__ = [
     "OPS",
     "PRELUDE",
     "REDUCTIONS",
+    "SCANS",
     "OpRow",
     "ReductionRow",
+    "ScanRow",
     "compute_dtype",
     "cpp_cell",
     "cpp_combine",
     "cpp_constant",
     "cpp_convert",
     "cpp_load",
+    "cpp_step",
     "cpp_store",
     "helpers_in",
     "prelude_for",

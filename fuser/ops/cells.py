@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops.table import OpRow, ReductionRow
+from fuser.ops.table import OpRow, ReductionRow, ScanRow
 
 # What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
 CPP_TYPES: dict[torch.dtype, str] = {
@@ -78,9 +78,9 @@ def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
     )
 
 
-def template(row: OpRow | ReductionRow, dtype: torch.dtype) -> str:
+def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype) -> str:
     """The C++ template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
-    cell = row.combine if isinstance(row, ReductionRow) else row.cpp
+    cell = row.cpp if isinstance(row, OpRow) else row.combine
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:

@@ -27,13 +27,15 @@ def _to_bool(_: torch.dtype) -> torch.dtype:
     return torch.bool
 
 
-def _smallest(dtype: torch.dtype) -> int | float | bool:
+def smallest(dtype: torch.dtype) -> int | float | bool:
+    """The least value of a dtype."""
     if dtype is torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _largest(dtype: torch.dtype) -> int | float | bool:
+def largest(dtype: torch.dtype) -> int | float | bool:
+    """The greatest value of a dtype."""
     if dtype is torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -72,18 +74,18 @@ def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
     return by(floats, whole, whole)
 
 
-_ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
-_MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
+ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
+MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
 _MAX = by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
 _MIN = by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
 
 _BETTER_MAX, _BETTER_MIN = (f"fuser_better_{n}({{0}}, {{1}}, {{2}}, {{3}})" for n in ("argmax", "argmin"))
 
 ROWS = (
-    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, _ADD, _wide, "({0} + {1})"),
-    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, _MUL, _wide, "({0} * {1})"),
-    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), _smallest, _MAX, _same, by(*_TRITON_MAX), cost=2),
-    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), _largest, _MIN, _same, by(*_TRITON_MIN), cost=2),
+    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _wide, "({0} + {1})"),
+    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, MUL, _wide, "({0} * {1})"),
+    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, _same, by(*_TRITON_MAX), cost=2),
+    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, _same, by(*_TRITON_MIN), cost=2),
     ReductionRow(
         "any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool, "({0} | {1})",
     ),
@@ -91,9 +93,9 @@ ROWS = (
         "all", lambda x, d, k: torch.all(x.bool(), d, k), lambda _: True, "{0} & {1}", _to_bool, "({0} & {1})",
     ),
     ReductionRow(
-        "argmax", _index(torch.argmax), _smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
+        "argmax", _index(torch.argmax), smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
     ),
     ReductionRow(
-        "argmin", _index(torch.argmin), _largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
+        "argmin", _index(torch.argmin), largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
     ),
 )  # fmt: skip

@@ -96,4 +96,23 @@ class ReductionRow:
         return self.result if isinstance(self.result, torch.dtype) else self.accumulate(dtype)
 
 
+@dataclass(frozen=True)
+class ScanRow:
+    """One scan: each place holds what the values up to it, in order, make of `identity(accumulator dtype)`.
+
+    accumulate: from the values' compute dtype to the accumulator's, as eager has it.
+    combine: the new accumulator from ({0} accumulator, {1} value), both of the accumulator's dtype. For `index` rows, a
+      bool: whether the value's place is the new result.
+    eval: (tensor of compute dtype, dim) -> tensor.
+    """
+
+    name: str
+    eval: Callable[[torch.Tensor, int], torch.Tensor]
+    identity: Callable[[torch.dtype], int | float | bool]
+    combine: Cell
+    accumulate: Callable[[torch.dtype], torch.dtype]
+    dtypes: tuple[torch.dtype, ...] = ALL
+    index: bool = False
+
+
 NO_INDEX = 2**63 - 1

@@ -136,7 +136,7 @@ def _extern_reason(node: fx.Node) -> str | None:
         reason = _tensor_reason(t)
         if reason is not None:
             return reason
-    return _device_reason([*args, *results]) or lowering.supports(op_name(target))
+    return _device_reason([*args, *results]) or lowering.supports(op_name(target), results[0].device.type)
 
 
 def _is_creation(node: fx.Node) -> bool:

@@ -62,6 +62,8 @@ class Fusion:
 
 def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int) -> Verdict:
     """Whether `node` can run in `kernel`'s loops, at its end."""
+    if node.ordered is not None or kernel.nodes[0].ordered is not None:
+        return Verdict(None, "a scatter or a scan runs alone")
     if kernel.n_rows + len(node.rows) > most_rows:
         return Verdict(None, f"the fused body would have more than {most_rows} rows")
     if len(kernel.reads | node.reads | set(kernel.produced)) > MOST_BUFFERS:
@@ -182,6 +184,8 @@ def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, in
     reasons: list[tuple[str, str, str]] = []
     for node in nodes:
         earliest = max((home[b] for b in node.reads), default=-1)
+        if node.ordered is not None:
+            earliest = max(earliest, home[node.buffer.name])  # after the loops that filled the buffer before
         domain = tuple(size for _, size in node.domain)
         candidates = _candidates(kernels, node, earliest, [same_loops.get(domain, -1)], last_reader)
         candidates.sort(key=lambda k: (-score_fusion(ctx, k, node, sizes), k.order))

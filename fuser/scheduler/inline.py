@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, prune, row_exprs
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, prune_with, row_exprs
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
 
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
+COSTLY = 64  # what an element may cost that a scatter or scan computes itself
 MOST_ROWS = 96  # rows a reader may have after it took in a producer
 
 
@@ -50,6 +51,8 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
         return False
     if not producer.reads:
         return True
+    if reader.ordered is not None:  # it shares its loops with nobody
+        return rows + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
     sizes = reader.sizes()
     digits = [digits_of(e, sizes) for e in index]
@@ -73,7 +76,8 @@ def _inline_into(reader: Node, producers: Producers) -> None:
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
         number[n] = _add_row(out, _moved(row, number), reader, producers)
-    body = prune(out.rows, number[reader.result])
+    store = tuple(_renumbered(e, number) for e in reader.store_index)
+    body, reader.store_index = prune_with(out.rows, number[reader.result], store)
     reader.rows, reader.result = list(body.rows), body.result
     normalise(reader)
     reader.update_reads()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fuser.errors import VerifyError
-from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, reduce
+from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, put_in_order, reduce, scanned
 from fuser.ir.loop_body import Row, compute_dtype
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import Expr, Sym, evaluate
@@ -83,6 +83,9 @@ def _run_plan(
 
     kept = [1 if a.reduced else n for a, n in zip(plan.axes, domain)]
     values = evaluator.rows(plan.rows, special)
+    if plan.ordered is not None:
+        _put_ordered(plan, memory, evaluator, values, domain)
+        return
     for s in plan.stores:
         address = evaluator.expr(s.address, values)
         shape = kept if _is_narrow(values[s.row], dims) and _is_narrow(address, dims) else domain
@@ -90,6 +93,22 @@ def _run_plan(
         address = address.expand(shape)
         memory.check(s.buffer, address, target)
         target[address] = values[s.row].expand(shape).to(target.dtype)
+
+
+def _put_ordered(
+    plan: KernelPlan, memory: FlatMemory, evaluator: Evaluator, values: Sequence[torch.Tensor], domain: list[int]
+) -> None:
+    assert plan.ordered is not None
+    (s,) = plan.stores
+    address, value = evaluator.expr(s.address, values).expand(domain), values[s.row].expand(domain)
+    target = memory.flat(s.buffer)
+    memory.check(s.buffer, address, target)
+    if plan.ordered.kind == "scatter":
+        put_in_order(target, [address], value, plan.ordered.how)
+        return
+    kept = [n for n, a in zip(domain, plan.axes) if not a.reduced]
+    along = scanned(plan.ordered.how, value.reshape(*kept, -1), len(kept))
+    target[address] = along.reshape(domain).to(target.dtype)
 
 
 def _is_narrow(t: torch.Tensor, dims: tuple[int, ...]) -> bool:

@@ -1,6 +1,6 @@
 """Scheduler nodes: the loops of the buffers, with indices put into a form that can be compared.
 
-A node is one `Pointwise` or `Reduction` of one buffer. Its loop variables are its own; facts are put in, loops of size
+A node is one loop nest of one buffer. Its loop variables are its own; facts are put in, loops of size
 1 are gone, and a variable that is taken apart by `//` and `%` is split in two, so that most indices are sums of
 `variable * stride`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, row_exprs
-from fuser.ir.nodes import Buffer, Pointwise, Reduction
+from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import (
     LOOP,
     ONE,
@@ -29,9 +29,20 @@ from fuser.lowering.context import LoweringContext
 from fuser.ops import OPS, REDUCTIONS
 
 
+@dataclass(frozen=True)
+class Ordered:
+    """How a node's points depend on each other: a "scatter" that combines by `how`, or a "scan" of the kind `how`."""
+
+    kind: str
+    how: str
+
+
 @dataclass(eq=False)
 class Node:
-    """One loop nest of one buffer. `domain` lists (variable, size), the reduced ones last."""
+    """One loop nest of one buffer. `domain` lists (variable, size), the reduced ones last.
+
+    Of an *ordered* node, a scatter or a scan, the last `n_reduced` loops run in order, one point after another.
+    """
 
     name: str
     buffer: Buffer
@@ -44,6 +55,7 @@ class Node:
     identity_store: bool
     reads: set[str] = field(default_factory=set)
     position: int = 0
+    ordered: Ordered | None = None
 
     @property
     def is_reduction(self) -> bool:
@@ -97,21 +109,40 @@ def make_nodes(ctx: LoweringContext, buffers: list[Buffer]) -> list[Node]:
     return out
 
 
-def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Pointwise | Reduction, n: int) -> Node:
+def _ordered_last(
+    domain: list[tuple[Sym, Expr]], store: tuple[Expr, ...]
+) -> tuple[list[tuple[Sym, Expr]], int]:  # fmt: skip
+    """A scatter's loops with those last, in order, whose points may meet in one place; and how many these are.
+
+    Different values of a variable that is a store index by itself never meet.
+    """
+    alone = {e.as_symbol() for e in store}
+    apart = [d for d in domain if d[0] in alone]
+    return [*apart, *(d for d in domain if d[0] not in alone)], len(domain) - len(apart)
+
+
+def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Loops, n: int) -> Node:
     body: LoopBody = loops.body
+    ordered, n_ordered = None, 0
     domain = [(Sym(f"i{k}", LOOP), ctx.canon(size)) for k, size in enumerate(loops.domain)]
     rows = [map_exprs(r, ctx.canon) if row_exprs(r) else r for r in body.rows]
     store = tuple(ctx.canon(e) for e in loops.store_index)
+    if isinstance(loops, Scatter):
+        domain, n_ordered = _ordered_last(domain, store)
+        ordered = Ordered("scatter", loops.combine)
+    elif isinstance(loops, Scan):
+        ordered, n_ordered = Ordered("scan", loops.kind), 1
     node = Node(
         name=buffer.name if n == 0 else f"{buffer.name}.{n}",
         buffer=buffer,
         domain=domain,
-        n_reduced=loops.n_reduced if isinstance(loops, Reduction) else 0,
+        n_reduced=loops.n_reduced if isinstance(loops, Reduction) else n_ordered,
         kind=loops.kind if isinstance(loops, Reduction) else "",
         rows=rows,
         result=body.result,
         store_index=store,
-        identity_store=len(buffer.loops) == 1,
+        identity_store=len(buffer.loops) == 1 and ordered is None,
+        ordered=ordered,
     )
     normalise(node)
     if node.kind and not node.n_reduced:

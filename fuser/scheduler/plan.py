@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,7 +32,7 @@ from fuser.ir.sizes import (
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.fusion import Kernel
-from fuser.scheduler.nodes import Node, row_cost
+from fuser.scheduler.nodes import Node, Ordered, row_cost
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class KernelPlan:
     buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
     split: bool  # few outputs, much to reduce: partial results per chunk, then combined
     comments: tuple[str, ...] = ()
+    ordered: Ordered | None = None  # a scatter or scan: the reduced axes run in order, and `stores` has one entry
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
@@ -158,6 +159,9 @@ def build_plan(
         builder.add(node, is_stored)
     if not builder.stores:
         return None
+    ordered = kernel.nodes[0].ordered
+    if ordered is not None:
+        return _ordered_plan(ctx, kernel, ordered, builder, dtypes)
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
@@ -165,6 +169,23 @@ def build_plan(
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
     return _finish(kernel, axes, vector, rows, stores, reductions, dtypes)
+
+
+def _ordered_plan(
+    ctx: LoweringContext, kernel: Kernel, ordered: Ordered, builder: _Builder, dtypes: dict[str, torch.dtype]
+) -> KernelPlan:
+    """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes."""
+    rows, stores, _ = _live(builder)
+    axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
+    address = stores[0][1]
+    lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]
+    vector = lanes[0].sym if lanes else None
+    axes.sort(key=lambda a: (a.reduced, a.sym == vector))
+    plan = _finish(kernel, axes, vector, rows, stores, [], dtypes)
+    return replace(plan, ordered=ordered, name=f"{ordered.kind}_{ordered.how or 'set'}_d{len(axes)}")
+
+
+LEAST_LANES = 4
 
 
 def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], list[tuple[str, int, torch.dtype]]]:

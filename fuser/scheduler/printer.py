@@ -13,6 +13,8 @@ def print_plan(plan: KernelPlan) -> str:
         for a in plan.axes
     )
     lines = [f"kernel {plan.name}: {axes or 'one point'}{', split' if plan.split else ''}"]
+    if plan.ordered is not None:
+        lines[0] += f", {plan.ordered.kind} by {plan.ordered.how or 'replacing'}"
     lines += [f"  # {c}" for c in plan.comments]
     for phase in range(1 + max(plan.phases, default=0)):
         if phase:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.backend.fused import check, check_each, check_falls_back, in_layouts, values
+from tests.backend.fused import check, check_each, check_falls_back, compare, fuse, in_layouts, no_fallback, values
 
 X, Y = values(4, 5, 6), values(4, 5, 6).flip(0)
 
@@ -98,6 +98,11 @@ def test_channels_last_is_kept():
     check(lambda x, y: (torch.cat([x, y], 1), F.pad(x, (1, 1, 2, 0)), torch.cat([x * 2, y], 1) + 1), x, y)
 
 
+def test_strides_of_nothing():
+    nothing = torch.empty(3, 0, 2)
+    assert fuse(lambda x: torch.cat([x, x], 0))[0](nothing).stride() == (2, 2, 1)
+
+
 def test_small_sizes():
     empty, one, row = torch.empty(0), torch.ones(1), values(5)
     check(lambda a, b, c: (torch.cat([a, b, c]), torch.cat([b, c]) + 1, torch.stack([b, b])), empty, one, row)
@@ -112,8 +117,6 @@ def test_small_sizes():
 def test_other_sizes_need_no_other_kernel():
     def fn(x, y):
         return torch.cat([x, y], 1) * 2, torch.roll(y, 1, 0), F.pad(x, (1, 2)), x.repeat(2, 1)
-
-    from tests.backend.fused import compare, fuse, no_fallback
 
     handle, spec = fuse(fn)
     for rows, a, b in ((3, 4, 6), (5, 7, 2), (2, 31, 70), (17, 3, 9)):

@@ -1,0 +1,145 @@
+"""C++ for scatters and scans: nests whose inner axes run in order, one point after another.
+
+The kept axes never meet in one place of the result, so units of them run on any thread, and neighbours of the vector
+axis in the lanes of a block. Everything else is in the order of the plan's axes, so the bits are always the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cpu.records import Bindings, Function, Generated
+from fuser.cpu.reduction import ReductionNest
+from fuser.ir.sizes import INDIRECT, Expr, expr, minimum, product, symbols
+from fuser.ops import (
+    CPP_TYPES,
+    SCANS,
+    compute_dtype,
+    cpp_combine,
+    cpp_constant,
+    cpp_convert,
+    cpp_load,
+    cpp_step,
+    cpp_store,
+)
+from fuser.scheduler.nodes import Ordered
+from fuser.scheduler.plan import KernelPlan, Store
+
+
+def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
+    """The one C++ function of a scatter's or scan's plan."""
+    assert plan.ordered is not None
+    nest = _Scan(plan, name, bindings) if plan.ordered.kind == "scan" else _Scatter(plan, name, bindings)
+    return Generated((nest.function(),), ())
+
+
+class _OrderedNest(ReductionNest):
+    """A nest of units, then loops in order, then perhaps lanes."""
+
+    @property
+    def ordered(self) -> Ordered:
+        """How the points depend on each other."""
+        assert self.plan.ordered is not None
+        return self.plan.ordered
+
+    def streams(self, phase: int | None = None) -> list[Store]:
+        """None: what is written is read again soon, or written in small parts."""
+        return []
+
+    def function(self) -> Function:
+        """The whole function."""
+        name = self.open_function()
+        digits, units = self._digits()
+        self.emit_constants()
+        self.open_units(digits)
+        if self.vector is not None:
+            self._column_block()
+        wanted = self._wanted()
+        inner = self.closure(wanted)
+        self.emit_unit_rows([*wanted, *(d for n in inner for d in self.deps(n))], 0)
+        self.before()
+        for a in self.red_axes:
+            self.out.open(f"for (i64 {a.sym.name} = 0; {a.sym.name} < n_{a.sym.name}; ++{a.sym.name})")
+        if self.vector is not None:
+            self.open_lanes()
+        for n in inner:
+            self.declare(n)
+        self.put(self.plan.stores[0])
+        for _ in range(len(self.red_axes) + (self.vector is not None)):
+            self.out.close()
+        self.close_units(digits)
+        units = units * minimum(product(a.size for a in self.red_axes), 1)
+        return Function(name, self.close_function(), units, self.work(), expr(0))
+
+    def _wanted(self) -> list[int]:
+        """The rows that the store needs: its value and its place."""
+        (s,) = self.plan.stores
+        return [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+
+    def _digits(self) -> tuple[list[tuple[str, str]], Expr]:
+        if self.vector is not None:
+            return self._column_digits()
+        return [(a.sym.name, f"n_{a.sym.name}") for a in self.kept], product(a.size for a in self.kept)
+
+    def before(self) -> None:
+        """What a unit needs before its loops."""
+
+    def put(self, s: Store) -> None:
+        """The store of one point."""
+        raise NotImplementedError
+
+
+class _Scatter(_OrderedNest):
+    """The value of each point goes to the place that its rows compute."""
+
+    def put(self, s: Store) -> None:
+        dtype, value = self.dtypes[s.buffer], self.ref(s.row)
+        self.out.add(f"const i64 place = {self.index(s.address)};")
+        if self.ordered.how:
+            old = cpp_load(dtype, f"{s.buffer}[place]")
+            self.out.add(f"const {CPP_TYPES[compute_dtype(dtype)]} old = {old};")
+            value = cpp_combine(self.ordered.how, compute_dtype(dtype), "old", value)
+        self.out.add(f"{s.buffer}[place] = {cpp_store(dtype, value)};")
+
+
+class _Scan(_OrderedNest):
+    """Each point stores what the values up to it make."""
+
+    def before(self) -> None:
+        spec, acc = SCANS[self.ordered.how], CPP_TYPES[self._accumulator()]
+        start = cpp_constant(spec.identity(self._accumulator()), self._accumulator())
+        if self.vector is None:
+            self.out.add(f"{acc} acc = {start};")
+            self.out.add("i64 at = 0;") if spec.index else None
+            return
+        self.out.add(f"{acc} accs[{self.lanes}];")
+        self.out.add(f"i64 ats[{self.lanes}];") if spec.index else None
+        also = " ats[l] = 0;" if spec.index else ""
+        self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ accs[l] = {start};{also} }}")
+
+    def _value(self) -> int:
+        row = self.plan.rows[self.plan.stores[0].row]
+        return row.args[0] if row.op == "pair" else self.plan.stores[0].row
+
+    def _accumulator(self) -> torch.dtype:
+        return SCANS[self.ordered.how].accumulate(self.plan.rows[self._value()].dtype)
+
+    def put(self, s: Store) -> None:
+        spec, dtype, kind = SCANS[self.ordered.how], self.dtypes[s.buffer], self._accumulator()
+        acc, at = ("acc", "at") if self.vector is None else ("accs[l]", "ats[l]")
+        source = self.plan.rows[self._value()].dtype
+        self.out.add(f"const {CPP_TYPES[kind]} x = {cpp_convert(source, kind, self.ref(self._value()))};")
+        place = f"{s.buffer}[{self.index(s.address)}]"
+        step = cpp_step(self.ordered.how, kind, acc, "x")
+        if spec.index:
+            where = self.ref(self.plan.rows[s.row].args[1])
+            self.out.add(f"const bool better = {step};")
+            self.out.add(f"{acc} = better ? x : {acc};")
+            self.out.add(f"{at} = better ? {where} : {at};")
+            self.out.add(f"{place} = {at};")
+            return
+        self.out.add(f"{acc} = {step};")
+        self.out.add(f"{place} = {cpp_store(dtype, cpp_convert(kind, dtype, acc))};")
+
+
+__all__ = ["generate"]

@@ -1,0 +1,298 @@
+"""Windows of fixed size that slide over the last dims: pools, and copies of every window.
+
+A window's elements are read one after another in the body of one loop, so only small windows are taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.nodes import Index, TensorBox
+from fuser.ir.sizes import ZERO, Expr, floordiv, maximum, minimum, product
+from fuser.lowering.context import LoweringContext
+from fuser.lowering.pointwise import result_dtype
+from fuser.lowering.reductions import number_of, reduce
+from fuser.lowering.registry import lower, refuse
+from fuser.lowering.reshape import reshape_box
+from fuser.ops.reductions import smallest
+
+MOST_PLACES = 27  # places of a window
+Load = Callable[[Index], Value]
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Windows of `kernel` places, `dilation` apart, at every `stride`-th place from `-padding`."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    size: tuple[Expr, ...]  # of the dims that the windows slide over
+    count: tuple[Expr, ...]  # how many windows there are along each
+    inside: tuple[bool, ...]  # whether every window lies inside
+
+    def start(self, d: int, at: Expr) -> Expr:
+        """The first place, which may be negative, of window `at` of dim `d`."""
+        return at * self.stride[d] - self.padding[d]
+
+    def places(self, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], list[tuple[Expr, int]]]]:
+        """Each place of the window `at`, and the (place, dim) that may be outside."""
+        for step in itertools.product(*map(range, self.kernel)):
+            where = tuple(
+                self.start(d, a) + s * self.dilation[d] for d, (a, s) in enumerate(zip(at, step))
+            )
+            yield where, [(p, d) for d, p in enumerate(where) if not self.inside[d]]
+
+    def is_inside(self, risky: list[tuple[Expr, int]]) -> Value | None:
+        """Whether a place lies in the tensor; None if it is known to."""
+        out: Value | None = None
+        for p, d in risky:
+            here = ops.index_expr(p)
+            own = ops.logical_and(ops.ge(here, 0), ops.lt(here, ops.index_expr(self.size[d])))
+            out = own if out is None else ops.logical_and(out, own)
+        return out
+
+
+def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
+    """One number for each of `n` dims."""
+    if isinstance(value, int):
+        return (value,) * n
+    numbers = tuple(value)
+    if not all(isinstance(v, int) for v in numbers):
+        raise Unsupported("a window whose size is not known before it runs")
+    return numbers * n if len(numbers) == 1 else numbers or (default,) * n
+
+
+def sliding(
+    ctx: LoweringContext, x: TensorBox, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1,
+    ceil: Any = False,
+) -> Sliding:  # fmt: skip
+    """The windows over the last `n` dims of `x`; how many there are follows eager's `pooling_output_shape`."""
+    sizes = _each(kernel, n)
+    if product(sizes).as_int() > MOST_PLACES:  # type: ignore[operator]
+        raise Unsupported(f"a window of more than {MOST_PLACES} places")
+    steps = _each(stride, n) if stride or stride == 0 else sizes
+    pads, gaps = _each(padding, n), _each(dilation, n, 1)
+    size = ctx.size_of(x)[-n:]
+    count, inside = [], []
+    for s in size:
+        ctx.assume("lt", 0, s)
+    for s, k, step, p, g in zip(size, sizes, steps, pads, gaps):
+        room = s + (2 * p - g * (k - 1) - 1)
+        ctx.assume("le", 0, room)
+        number = floordiv(room + (step - 1 if ceil else 0), ctx.canon(step)) + 1
+        fits = not ceil
+        if ceil:
+            last = (number - 1) * step
+            if ctx.hint(last) >= ctx.hint(s) + p:
+                ctx.assume("le", s + p, last)
+                number = number - 1
+            else:
+                ctx.assume("lt", last, s + p)
+        count.append(ctx.canon(number))
+        inside.append(fits and p == 0)
+    return Sliding(sizes, steps, pads, gaps, size, tuple(count), tuple(inside))
+
+
+def _n_dims(ctx: LoweringContext) -> int:
+    """The n of "aten.avg_pool<n>d"."""
+    return int(ctx.op[ctx.op.index("pool") + len("pool")])
+
+
+def _window_loader(ctx: LoweringContext, x: TensorBox, n: int, dtype: torch.dtype) -> tuple[Load, tuple[Expr, ...]]:
+    size = ctx.size_of(x)
+    return ctx.loader(x, size, dtype), size[:-n]
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+@lower("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d")
+def lower_avg_pool(
+    ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, ceil: Any = False,
+    include_pad: Any = True, divisor: int | None = None,
+) -> TensorBox:  # fmt: skip
+    """The sum of each window over the number of its places."""
+    dtype = result_dtype(ctx)
+    if not dtype.is_floating_point:
+        raise Unsupported("an average of integers")
+    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, 1, ceil)
+    n, wide = len(w.kernel), compute_dtype(dtype)
+    load, lead = _window_loader(ctx, x, n, wide)
+
+    def inner(index: Index) -> Value:
+        first, at = index[:-n], index[-n:]
+        total: Value | None = None
+        for where, risky in w.places(at):
+            value = _read(w, load, (*first, *where), risky, 0)
+            total = value if total is None else ops.add(total, value)
+        assert total is not None
+        return ops.div(total, _places(ctx, w, at, bool(include_pad), divisor, wide))
+
+    return ctx.pointwise((*lead, *w.count), dtype, inner, ctx.order_of_meta())
+
+
+def _read(w: Sliding, load: Load, index: Index, risky: list[tuple[Expr, int]], other: float | int | bool) -> Value:
+    """The element at a place, `other` outside: there the nearest one inside is read, which needs no branch."""
+    inside = w.is_inside(risky)
+    value = load(_clamped(w, index, risky))
+    return value if inside is None else ops.where(inside, value, ops.constant(other, value.dtype))
+
+
+def _clamped(w: Sliding, index: Index, risky: list[tuple[Expr, int]]) -> Index:
+    out, lead = list(index), len(index) - len(w.kernel)
+    for p, d in risky:
+        nearest = ops.index_expr(minimum(maximum(p, 0), w.size[d] - 1))
+        out[lead + d] = ops.indirect(nearest, w.size[d], checked=False)  # a row: computed once where it does not vary
+    return tuple(out)
+
+
+def _places(
+    ctx: LoweringContext, w: Sliding, at: Sequence[Expr], include_pad: bool, divisor: int | None, wide: torch.dtype
+) -> Value:
+    """What a window's sum is divided by."""
+    if divisor is not None:
+        return ops.constant(divisor, wide)
+    known, found = 1, None
+    for d, k in enumerate(w.kernel):
+        if w.inside[d]:
+            known *= k
+            continue
+        start = w.start(d, at[d])
+        if include_pad:
+            number = minimum(start + k, w.size[d] + w.padding[d]) - start
+        else:
+            number = minimum(start + k, w.size[d]) - maximum(start, 0)
+        value = ops.index_expr(number, wide)
+        found = value if found is None else ops.mul(found, value)
+    return ops.constant(known, wide) if found is None else ops.mul(found, known)
+
+
+@lower("aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool1d",
+       "aten.adaptive_avg_pool3d")  # fmt: skip
+def lower_adaptive_avg_pool(ctx: LoweringContext, x: TensorBox, out: Sequence[int]) -> TensorBox:
+    """Means of equal parts of the last dims."""
+    n, size = len(out), ctx.size_of(x)
+    parts: list[Expr] = list(size[:-n])
+    for s, o in zip(size[-n:], out):
+        o = ctx.specialise(o)
+        if o == 1:
+            parts += [ctx.canon(1), s]
+            continue
+        own = ctx.specialise(s)
+        if o == 0 or own % o:
+            raise Unsupported(f"an adaptive pool of {own} places into {o}: the windows differ")
+        parts += [ctx.canon(o), ctx.canon(own // o)]
+    split = reshape_box(ctx, x, parts)
+    lead, dtype = len(size) - n, result_dtype(ctx)
+    dims, wide = [lead + 2 * k + 1 for k in range(n)], compute_dtype(dtype)
+    for d in dims:
+        ctx.assume("lt", ZERO, ctx.size_of(split)[d])
+    total = reduce(ctx, "sum", split, dims, False, wide)
+    count = product(ctx.size_of(split)[d] for d in dims)
+    load, shape = ctx.loader(total, ctx.size_of(total), wide), ctx.size_of(total)
+    return ctx.pointwise(shape, dtype, lambda i: ops.div(load(i), number_of(ctx, count, wide)), ctx.order_of_meta())
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+def _pooled(
+    ctx: LoweringContext, x: TensorBox, w: Sliding, with_place: bool, order: tuple[int, ...] | None
+) -> TensorBox:
+    """The largest element of each window, NaN above all, or the number of its place among those slid over."""
+    n = len(w.kernel)
+    load, lead = _window_loader(ctx, x, n, x.dtype)
+    least = smallest(x.dtype)
+
+    def inner(index: Index) -> Value:
+        first, at = index[:-n], index[-n:]
+        best = ops.constant(least, x.dtype)
+        place = ops.index_expr(_number(w, [_first_inside(w, d, a) for d, a in enumerate(at)]))
+        for where, risky in w.places(at):
+            if max(w.dilation) == 1:  # the nearest element inside belongs to the window
+                where, risky = _clamped(w, where, risky), []
+            value = _read(w, load, (*first, *where), risky, least)
+            if with_place:
+                better = ops.gt(value, best)
+                if x.dtype.is_floating_point:
+                    better = ops.logical_or(better, ops.isnan(value))
+                place = ops.where(better, ops.index_expr(_number(w, where)), place)
+            best = ops.maximum(best, value)
+        return place if with_place else best
+
+    dtype = torch.int64 if with_place else x.dtype
+    return ctx.pointwise((*lead, *w.count), dtype, inner, order)
+
+
+def _first_inside(w: Sliding, d: int, at: Expr) -> Expr:
+    start, gap = w.start(d, at), w.dilation[d]
+    if w.padding[d] == 0:
+        return start
+    return start + floordiv(maximum(-start, 0) + (gap - 1), maximum(gap, gap)) * gap
+
+
+def _number(w: Sliding, where: Sequence[Expr]) -> Expr:
+    out = ZERO
+    for size, p in zip(w.size, where):
+        out = out * size + p
+    return out
+
+
+@lower("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
+def lower_max_pool(
+    ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil: Any = False,
+) -> TensorBox:  # fmt: skip
+    """The largest element of each window."""
+    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    return _pooled(ctx, x, w, False, ctx.order_of_meta())
+
+
+@lower("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
+def lower_max_pool_with_indices(
+    ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil: Any = False,
+) -> tuple[TensorBox, TensorBox]:  # fmt: skip
+    """The largest element of each window, and where it is."""
+    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    return _pooled(ctx, x, w, False, ctx.order_of_meta(0)), _pooled(ctx, x, w, True, ctx.order_of_meta(1))
+
+
+# -- copies of windows -------------------------------------------------------------------------------------------------
+@lower("aten.im2col")
+def lower_im2col(
+    ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], dilation: Any, padding: Any, stride: Any
+) -> TensorBox:
+    """Every window as a column."""
+    w = sliding(ctx, x, 2, kernel, stride, padding, dilation)
+    load, lead = _window_loader(ctx, x, 2, x.dtype)
+    *batch, channels = lead
+    size = (*lead, *(ctx.canon(k) for k in w.kernel), *w.count)
+
+    def inner(index: Index) -> Value:
+        *first, i, j, a, b = index
+        where = [w.start(d, at) + s * w.dilation[d] for d, (at, s) in enumerate(((a, i), (b, j)))]
+        risky = [(p, d) for d, p in enumerate(where) if not w.inside[d]]
+        return _read(w, load, (*first, *where), risky, 0)
+
+    columns = ctx.pointwise(size, x.dtype, inner)
+    return reshape_box(ctx, columns, [*batch, channels * product(w.kernel), product(w.count)])
+
+
+refuse(
+    "windows of different sizes", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
+    "aten.fractional_max_pool2d", "aten.fractional_max_pool3d",
+)  # fmt: skip
+refuse(
+    "each element gathers from many windows: left to ATen", "aten.avg_pool2d_backward", "aten.avg_pool3d_backward",
+    "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward",
+    "aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", "aten.max_unpool2d",
+    "aten.max_unpool3d",
+)  # fmt: skip
+
+__all__ = ["Sliding", "sliding"]

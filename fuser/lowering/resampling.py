@@ -1,0 +1,85 @@
+"""Images made larger or smaller by repeating the nearest element.
+
+Places are computed in float32, step by step as eager computes them: a place that is rounded otherwise is another one.
+Sizes become part of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, ops
+from fuser.ir.nodes import Index, TensorBox
+from fuser.ir.sizes import Expr, expr, floordiv
+from fuser.lowering.context import LoweringContext
+from fuser.lowering.registry import lower, refuse
+
+F32 = torch.float32
+
+
+def _float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=F32))
+
+
+def _scale(given: float | None, size: int, out: int) -> float:
+    """How far apart in the tensor neighbours of the result are: `compute_scales_value` in eager's UpSample.h."""
+    if given is not None and given > 0:
+        return _float32(1.0 / given)
+    return _float32(_float32(size) / out) if out else 0.0
+
+
+def _sizes(
+    ctx: LoweringContext, x: TensorBox, out: Any, scales: Sequence[float | None]
+) -> tuple[list[int], list[int], list[float | None]]:  # fmt: skip
+    if out is None:
+        raise Unsupported("an output size that factors give")
+    n = len(out)
+    own = [ctx.specialise(s) for s in ctx.size_of(x)[-n:]]
+    if any(s is not None and not isinstance(s, float) for s in scales):
+        raise Unsupported("factors that are not known before it runs")
+    return own, [ctx.specialise(o) for o in out], [*scales, *(None,) * n][:n]
+
+
+# -- nearest -----------------------------------------------------------------------------------------------------------
+@lower(
+    "aten.upsample_nearest1d", "aten.upsample_nearest2d", "aten.upsample_nearest3d",
+    "aten._upsample_nearest_exact1d", "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d",
+)  # fmt: skip
+def lower_nearest(ctx: LoweringContext, x: TensorBox, out: Any, *scales: float | None) -> TensorBox:
+    """The element nearest to each place (or before it, if not "exact")."""
+    own, sizes, factors = _sizes(ctx, x, out, scales)
+    n, lead = len(own), ctx.size_of(x)[: -len(own)]
+    exact = "exact" in ctx.op
+    load = ctx.loader(x, ctx.size_of(x), x.dtype)
+
+    def inner(index: Index) -> Value:
+        at = [_nearest(i, s, o, f, exact) for i, s, o, f in zip(index[-n:], own, sizes, factors)]
+        return load((*index[:-n], *at))
+
+    return ctx.pointwise((*lead, *(expr(o) for o in sizes)), x.dtype, inner, ctx.order_of_meta())
+
+
+def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) -> Expr:
+    if out == size:
+        return i
+    if out == 2 * size and not exact:
+        return floordiv(i, expr(2))
+    place = ops.index_expr(i, F32)
+    if exact:
+        place = ops.add(place, 0.5)
+    place = ops.to_dtype(ops.floor(ops.mul(place, _scale(factor, size, out))), torch.int64)
+    return ops.indirect(ops.minimum(place, size - 1), expr(size), checked=False)
+
+
+refuse(
+    "weights of neighbours are made once for a row: left to ATen", "aten.upsample_linear1d", "aten.upsample_bilinear2d",
+    "aten.upsample_bicubic2d", "aten.upsample_trilinear3d",
+)  # fmt: skip
+refuse("smoothed on the way: left to ATen", "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa")
+refuse("places that a tensor holds, between elements", "aten.grid_sampler_2d", "aten.grid_sampler_3d")
+
+__all__ = ["lower_nearest"]

@@ -1,0 +1,273 @@
+"""Writing at places that tensors hold: a copy of the tensor, then a loop that runs in order and so gives the same bits.
+
+Where nothing else reads the tensor written to, and it was itself made by such loops, they go on in the same memory:
+a chain of k scatters costs the scatters, not k copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, ops
+from fuser.ir.nodes import Index, Scatter, TensorBox
+from fuser.ir.sizes import ONE, ZERO, Expr
+from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.indexing import Indexed, index_tensor, place
+from fuser.lowering.pointwise import cast_loader, result_dtype
+from fuser.lowering.registry import lower, only_on_cpu, refuse
+from fuser.lowering.reshape import reshape_box
+from fuser.lowering.selection import select
+from fuser.lowering.views import unsqueeze_box, wrap_dim
+from fuser.ops import REDUCTIONS
+
+Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
+# How eager names a way to combine: a row of `ops.REDUCTIONS`.
+COMBINE = {"sum": "sum", "add": "sum", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
+
+
+def started(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    """A tensor with the values of `x` to write into: `x` itself if loops made it that nothing else will read."""
+    buffer = x.storage.buffer
+    if x.view is None and ctx.claims[id(x.storage)] == 1 and buffer.loops and isinstance(buffer.loops[-1], Scatter):
+        ctx.claims[id(x.storage)] = 0  # the one reader is this node
+        ctx.buffers.remove(buffer)  # what is to come reads buffers made since
+        ctx.buffers.append(buffer)
+        return TensorBox(x.storage)
+    size = ctx.size_of(x)
+    out = ctx.empty(size, x.dtype, ctx.order_of_meta())
+    ctx.into_slice(out, size, ctx.loader(x, size, x.dtype), lambda index: index)
+    return out
+
+
+def combined(how: str) -> str:
+    """The row of `ops.REDUCTIONS` for eager's name of it. Unsupported if there is none."""
+    if how not in COMBINE:
+        raise Unsupported(f"a scatter that combines by {how!r}")
+    return COMBINE[how]
+
+
+# -- an index as large as what is written ------------------------------------------------------------------------------
+class Spread:
+    """How scatter(x, dim, index) goes through its index and writes into `x`."""
+
+    def __init__(self, ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) -> None:
+        self.own = ctx.size_of(x) or (ONE,)
+        self.scalar = not x.size
+        self.dim = wrap_dim(dim, len(self.own))
+        self.flat = index if index.size else unsqueeze_box(ctx, index_tensor(index), 0)
+        self.size = ctx.size_of(index_tensor(self.flat))
+        if len(self.size) != len(self.own):
+            raise Unsupported("an index with another number of dims")
+        for d, (a, b) in enumerate(zip(self.size, self.own)):
+            if d != self.dim:
+                ctx.assume("le", a, b)
+        self.load = ctx.loader(self.flat, self.size, torch.int64)
+
+    def at(self, index: Index) -> tuple[Expr, ...]:
+        """Where the element of the index at `index` sends its value, inside an `inner_fn`."""
+        to = place(self.load(index), self.own[self.dim], wraps=False)
+        return () if self.scalar else (*index[: self.dim], to, *index[self.dim + 1 :])
+
+    def source(self, ctx: LoweringContext, src: Operand, dtype: torch.dtype) -> Callable[[Index], Value]:
+        """A loader of what is written: the first part of a tensor, or a number."""
+        if not isinstance(src, TensorBox):
+            return cast_loader(ctx, src, self.size, dtype)
+        if not src.size:
+            src = unsqueeze_box(ctx, src, 0)
+        size = ctx.size_of(src)
+        if len(size) != len(self.size):
+            raise Unsupported("a source with another number of dims")
+        for a, b in zip(self.size, size):
+            ctx.assume("le", a, b)
+        return cast_loader(ctx, src, size, dtype)
+
+
+def scattered(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: Operand, combine: str, fresh: bool = False
+) -> TensorBox:  # fmt: skip
+    """`src` written into `x`; if `fresh`, what `x` has at the places written to does not count."""
+    how = Spread(ctx, x, dim, index)
+    load = how.source(ctx, src, x.dtype)
+    out = started(ctx, x)
+    if fresh and combine:
+        start = REDUCTIONS[combine].identity(x.dtype)
+        ctx.scatter_into(out, how.size, lambda i: (ops.constant(start, x.dtype), how.at(i)))
+    ctx.scatter_into(out, how.size, lambda i: (load(i), how.at(i)), combine)
+    return out
+
+
+@lower("aten.scatter")
+def lower_scatter(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: Operand, reduce: str | None = None
+) -> TensorBox:  # fmt: skip
+    """`src`, or a number, at the places of `index` along `dim`."""
+    return scattered(ctx, x, dim, index, src, combined(reduce) if reduce is not None else "")
+
+
+@lower("aten.scatter_add")
+def lower_scatter_add(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: TensorBox) -> TensorBox:
+    """`src` added at the places of `index` along `dim`."""
+    return scattered(ctx, x, dim, index, src, "sum")
+
+
+@lower("aten.scatter_reduce")
+def lower_scatter_reduce(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: TensorBox, reduce: str,
+    include_self: bool = True,
+) -> TensorBox:  # fmt: skip
+    """`src` combined with what is at the places of `index` along `dim`."""
+    return scattered(ctx, x, dim, index, src, combined(reduce), not include_self)
+
+
+# -- an index along one dim --------------------------------------------------------------------------------------------
+def along(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, value: Callable[[Index], Value], combine: str,
+    wraps: bool, size: Sequence[Expr] | None = None, start: float | None = None,
+) -> TensorBox:  # fmt: skip
+    """`value(i)` for each i of `size` (or of `x` with the index in `dim`), at index[i[dim]] along `dim`."""
+    own = ctx.size_of(x)
+    if not own:
+        raise Unsupported("an index into a tensor of no dims")
+    flat = reshape_box(ctx, index_tensor(index), [ctx.numel(index)])
+    count = ctx.numel(flat)
+    load = ctx.loader(flat, (count,), torch.int64)
+    domain = (*own[:dim], count, *own[dim + 1 :])
+    if size is not None:
+        if len(size) != len(own) or not all(ctx.is_equal(a, b) for a, b in zip(size, domain)):
+            raise Unsupported(f"a source of size {tuple(size)} for places of size {domain}")
+
+    def at(i: Index) -> tuple[Expr, ...]:
+        return (*i[:dim], place(load((i[dim],)), own[dim], wraps), *i[dim + 1 :])
+
+    out = started(ctx, x)
+    if start is not None:
+        ctx.scatter_into(out, domain, lambda i: (ops.constant(start, x.dtype), at(i)))
+    ctx.scatter_into(out, domain, lambda i: (value(i), at(i)), combine)
+    return out
+
+
+@lower("aten.index_add")
+def lower_index_add(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox, alpha: Operand = 1
+) -> TensorBox:  # fmt: skip
+    """alpha * source added at the places `index` of `dim`."""
+    size, d = ctx.size_of(source), wrap_dim(dim, len(x.size))
+    load, factor = cast_loader(ctx, source, size, x.dtype), cast_loader(ctx, alpha, (), x.dtype)
+    plain = isinstance(alpha, int) and alpha == 1
+
+    def value(i: Index) -> Value:
+        return load(i) if plain else ops.mul(load(i), factor(()))
+
+    return along(ctx, x, d, index, value, "sum", False, size)
+
+
+@lower("aten.index_copy")
+def lower_index_copy(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox) -> TensorBox:
+    """`source` at the places `index` of `dim`."""
+    size = ctx.size_of(source)
+    load = cast_loader(ctx, source, size, x.dtype)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, "", False, size)
+
+
+@lower("aten.index_reduce")
+def lower_index_reduce(
+    ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox, reduce: str,
+    include_self: bool = True,
+) -> TensorBox:  # fmt: skip
+    """`source` combined with what is at the places `index` of `dim`."""
+    size, how = ctx.size_of(source), combined(reduce)
+    load = cast_loader(ctx, source, size, x.dtype)
+    start = None if include_self else REDUCTIONS[how].identity(x.dtype)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, how, False, size, start)
+
+
+@lower("aten.index_fill")
+def lower_index_fill(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, value: Operand) -> TensorBox:
+    """A number at the places `index` of `dim`."""
+    fill = cast_loader(ctx, value, (), x.dtype)
+    return along(ctx, x, wrap_dim(dim, len(x.size)), index, lambda i: fill(()), "", True)
+
+
+# -- x[i, :, j, …] = values --------------------------------------------------------------------------------------------
+@lower("aten.index_put", "aten._unsafe_index_put")
+def lower_index_put(
+    ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], values: TensorBox, accumulate: Any = False
+) -> TensorBox:
+    """`values` at x[indices]; in place of what is there, or added to it. A number where a mask holds is a choice."""
+    mask = indices[0] if len(indices) == 1 else None
+    if isinstance(mask, TensorBox) and mask.dtype is torch.bool and len(mask.size) <= len(x.size):
+        return _put_where(ctx, x, mask, values, accumulate)
+    how = Indexed(ctx, x, indices)
+    load = cast_loader(ctx, values, how.size, x.dtype)
+    ctx.broadcast_sizes([how.size, ctx.size_of(values)])
+    out = started(ctx, x)
+    ctx.scatter_into(out, how.size, lambda i: (load(i), how.at(i)), "sum" if accumulate else "")
+    return out
+
+
+def _put_where(
+    ctx: LoweringContext, x: TensorBox, mask: TensorBox, values: TensorBox, accumulate: Any
+) -> TensorBox:  # fmt: skip
+    if accumulate or any(not ctx.is_one(s) for s in values.size):
+        raise Unsupported("values put where a mask holds: which one goes where depends on data")
+    for a, b in zip(ctx.size_of(mask), ctx.size_of(x)):
+        if not ctx.is_equal(a, b):
+            raise Unsupported("a mask of another size")
+    for _ in range(len(x.size) - len(mask.size)):
+        mask = unsqueeze_box(ctx, mask, len(mask.size))
+    number = TensorBox(values.storage, values.view).viewed((), lambda i: (ZERO,) * len(values.size))
+    return select(ctx, mask, number, x)
+
+
+@lower("aten.put")
+def lower_put(
+    ctx: LoweringContext, x: TensorBox, index: TensorBox, source: TensorBox, accumulate: Any = False
+) -> TensorBox:
+    """`source` at the elements of `x` with these numbers, in row-major order."""
+    count, size = ctx.numel(x), ctx.size_of(index_tensor(index, (torch.int64,)))
+    flat = reshape_box(ctx, x, [count])
+    load = cast_loader(ctx, reshape_box(ctx, source, size), size, x.dtype)
+    where = ctx.loader(index, size, torch.int64)
+    out = ctx.empty([count], x.dtype)
+    ctx.into_slice(out, [count], ctx.loader(flat, [count], x.dtype), lambda i: i)
+    ctx.scatter_into(out, size, lambda i: (load(i), (place(where(i), count),)), "sum" if accumulate else "")
+    return reshape_box(ctx, out, ctx.size_of(x))
+
+
+@lower("aten.embedding_dense_backward")
+def lower_embedding_backward(
+    ctx: LoweringContext, grad: TensorBox, indices: TensorBox, rows: int | Expr, padding_idx: int | Expr,
+    scale_grad_by_freq: Any,
+) -> TensorBox:  # fmt: skip
+    """grad[i] added to row indices[i] of zeros, but for the row `padding_idx`."""
+    if scale_grad_by_freq is not False:
+        raise Unsupported("an embedding's gradient scaled by frequency")
+    n, count, own = len(indices.size), ctx.canon(rows), ctx.size_of(grad)
+    load = ctx.loader(grad, own, grad.dtype)
+    where = ctx.loader(index_tensor(indices), own[:n], torch.int64)
+    padding, size = ctx.specialise(padding_idx), (count, own[-1])
+    out = ctx.empty(size, result_dtype(ctx))
+    ctx.into_slice(out, size, lambda i: ops.constant(0, grad.dtype), lambda i: i)
+
+    def put(i: Index) -> tuple[Value, Sequence[Expr]]:
+        row, value = where(i[:n]), load(i)
+        if padding >= 0:
+            value = ops.where(ops.eq(row, padding), ops.constant(0, grad.dtype), value)
+        return value, (place(row, count, wraps=False), i[-1])
+
+    ctx.scatter_into(out, own, put, "sum")
+    return out
+
+
+only_on_cpu(
+    "writing at computed places has a generator on the CPU only", "aten.scatter", "aten.scatter_add",
+    "aten.scatter_reduce", "aten.index_add", "aten.index_copy", "aten.index_reduce", "aten.index_fill",
+    "aten.index_put", "aten._unsafe_index_put", "aten.put", "aten.embedding_dense_backward",
+)  # fmt: skip
+refuse("it writes overlapping windows", "aten.unfold_backward", "aten.col2im", "aten.as_strided_scatter")
+
+__all__ = ["along", "scattered", "started"]

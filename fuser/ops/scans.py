@@ -1,0 +1,42 @@
+"""Rows of scans: sums, products and extremes of all values up to a place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fuser.ops.pointwise import by
+from fuser.ops.reductions import ADD, MUL, largest, smallest
+from fuser.ops.table import FLOATS, ScanRow
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Eager's accumulators on the CPU."""
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _same(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def _better(sign: str) -> str:
+    """A later value replaces an equal one; NaN replaces everything and is replaced by NaN alone."""
+    return f"({{1}} != {{1}}) | (({{0}} == {{0}}) & ({{1}} {sign} {{0}}))"
+
+
+_MORE, _LESS = _better(">="), _better("<=")
+_MAX = by(f"{_MORE} ? {{1}} : {{0}}", "{1} > {0} ? {1} : {0}", "{0} | {1}")
+_MIN = by(f"{_LESS} ? {{1}} : {{0}}", "{1} < {0} ? {1} : {0}", "{0} & {1}")
+
+ROWS = (
+    ScanRow("sum", torch.cumsum, lambda _: 0, ADD, _wide),
+    ScanRow("prod", torch.cumprod, lambda _: 1, MUL, _wide),
+    ScanRow(
+        "logaddexp", torch.logcumsumexp, lambda _: -math.inf, "fuser_logaddexp_{D}({0}, {1})", _wide, FLOATS
+    ),
+    ScanRow("max", lambda x, d: x.cummax(d)[0], smallest, _MAX, _same),
+    ScanRow("min", lambda x, d: x.cummin(d)[0], largest, _MIN, _same),
+    ScanRow("argmax", lambda x, d: x.cummax(d)[1], smallest, by(_MORE, "{1} >= {0}", "{1} >= {0}"), _same, index=True),
+    ScanRow("argmin", lambda x, d: x.cummin(d)[1], largest, by(_LESS, "{1} <= {0}", "{1} <= {0}"), _same, index=True),
+)  # fmt: skip

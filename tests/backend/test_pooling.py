@@ -1,0 +1,81 @@
+"""Pools, windows as columns, and images made larger or smaller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.backend.fused import check, check_falls_back, compare, fuse, no_fallback, values
+
+aten = torch.ops.aten
+X = values(2, 3, 9, 11)
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def with_places(x, *how):
+    results = aten.max_pool2d_with_indices(x, *how)
+    return results[0], results[1]
+
+
+POOLS = {
+    "avg": lambda x: (F.avg_pool2d(x, 2), F.avg_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2, divisor_override=3)),
+    "avg_without_pad": lambda x: F.avg_pool2d(x, (3, 2), 1, 1, count_include_pad=False),
+    "avg_ceil": lambda x: (F.avg_pool2d(x, 2, 2, 0, True), F.avg_pool2d(x, 3, 2, 1, True, False)),
+    "avg_other_ranks": lambda x: (F.avg_pool1d(x[0], 3, 2, 1), F.avg_pool3d(x, 2)),
+    "max": lambda x: (F.max_pool2d(x, 2), F.max_pool2d(x, 3, 2, 1), F.max_pool2d(x, 3, 2, 1, 1, True)),
+    "max_with_places": lambda x: (*with_places(x, [2, 2]), *with_places(x, [3, 3], [2, 2], [1, 1])),
+    "max_dilated": lambda x: with_places(x, [2, 2], [1, 1], [1, 1], [2, 2]),
+    "max_of_what_is_computed": lambda x: F.max_pool2d(torch.relu(x * 2 + 1), 3, 2, 1) + 1,
+    "adaptive": lambda x: (aten._adaptive_avg_pool2d(x, [1, 1]), aten._adaptive_avg_pool2d(x, [3, 11])),
+    "im2col": lambda x: aten.im2col(x, [3, 2], [1, 1], [1, 0], [2, 1]),
+    "im2col_dilated": lambda x: aten.im2col(x, [2, 2], [2, 1], [0, 0], [1, 1]),
+    "nearest": lambda x: (aten.upsample_nearest2d(x, [18, 22]), aten.upsample_nearest2d(x, [27, 33], 3.0, 3.0)),
+    "nearest_uneven": lambda x: (aten.upsample_nearest2d(x, [5, 30]), aten.upsample_nearest2d(x, [21, 25], 2.4, 2.3)),
+    "nearest_exact": lambda x: [aten._upsample_nearest_exact2d(x, size) for size in ([18, 22], [5, 30])],
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools(name):
+    channels_last = X.to(memory_format=torch.channels_last)
+    fn = POOLS[name]
+
+    def both(x, y):
+        a, b = fn(x), fn(y)
+        return (*a, *b) if isinstance(a, (tuple, list)) else (a, b)
+
+    other = name == "avg_other_ranks" or name.startswith("im2col")
+    check(both, X, X.transpose(2, 3) if other else channels_last, tol=CLOSE)
+
+
+def test_special_values():
+    x = values(2, 2, 6, 7)
+    x[0, 0, 2:4, 3:6], x[1] = float("nan"), -float("inf")
+    check(lambda x: (*with_places(x, [3, 3], [2, 2], [1, 1]), *with_places(x, [2, 2], [1, 1], [1, 1], [2, 2])), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_dtypes(dtype):
+    x = values(2, 3, 6, 8, dtype=dtype)
+    check(lambda x: (F.max_pool2d(x, 2), *with_places(x, [3, 3], [2, 2], [1, 1])), x)
+    if dtype.is_floating_point:
+        close = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else CLOSE
+        check(lambda x: (F.avg_pool2d(x, 2), aten._adaptive_avg_pool2d(x, [2, 2])), x, tol=close)
+        check(lambda x: aten.upsample_nearest2d(x, [7, 20]), x)
+
+
+def test_other_sizes_need_no_other_kernel():
+    fn = lambda x: (F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2) * 2)  # noqa: E731
+    handle, spec = fuse(fn)
+    for size in ((2, 3, 9, 11), (1, 4, 8, 6), (3, 2, 20, 64)):
+        compare(handle(values(*size)), fn(values(*size)), tol=CLOSE)
+    no_fallback(spec)
+    assert len(spec.store.kernels) == 1
+
+
+def test_what_is_left_to_aten():
+    x = values(1, 1, 12, 13)
+    check_falls_back(lambda x: F.avg_pool2d(x, 6), x, reason="places")
+    check_falls_back(lambda x: aten._adaptive_avg_pool2d(x, [3, 4]), x, reason="windows differ")
+    check_falls_back(lambda x: aten.upsample_bilinear2d(x, [24, 26], False), x, reason="left to ATen")

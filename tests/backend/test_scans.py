@@ -1,0 +1,102 @@
+"""Running sums, products and extremes along every dim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser import config
+from fuser.debug.reference import interpret_lowered, interpret_schedule, verify_lowered
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
+from tests.backend.fused import check, check_each, compare, flat, fuse, in_layouts, no_fallback, values
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+X = values(4, 5, 6) / 16
+
+
+def both(results):
+    return results[0], results[1]
+
+
+def flat_of(fn):
+    return lambda x: tuple(flat(fn(x)))
+
+
+SCANS = {
+    "cumsum": lambda x: tuple(x.cumsum(d) for d in range(3)),
+    "cumprod": lambda x: tuple(x.cumprod(d) for d in range(3)),
+    "logcumsumexp": lambda x: (x.logcumsumexp(0), x.logcumsumexp(-1)),
+    "cummax": lambda x: (both(x.cummax(0)), both(torch.cummax(x, 2))),
+    "cummin": lambda x: (both(x.cummin(1)), x.cummin(-1)[1]),
+    "of_what_is_computed": lambda x: (torch.relu(x) * 2 + 1).cumsum(1) - x.sum(1, keepdim=True),
+    "diff": lambda x: (torch.diff(x), x.diff(dim=0)),
+    "of_a_part": lambda x: (x[:, 1:4].cumsum(2), x.transpose(0, 1).cumsum(0)),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans(name):
+    check_each(SCANS[name], in_layouts(X), tol=CLOSE)
+
+
+def test_special_values():
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([[1.0, nan, 3.0, 2.0], [-inf, -inf, 0.0, inf], [5.0, 5.0, nan, nan], [-0.0, 0.0, -0.0, inf]])
+
+    def fn(x):
+        sums = x.cumsum(1), x.cumprod(0), x.logcumsumexp(1), x.logcumsumexp(0)
+        return flat((both(x.cummax(1)), both(x.cummin(1)), both(x.cummax(0)), sums))
+
+    check(fn, x, tol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_dtypes(dtype):
+    x = values(4, 6, dtype=dtype)
+
+    def fn(x):
+        sums = x.cumsum(0), x.cumprod(1), x.cumsum(1, dtype=torch.float32)
+        return flat((sums, both(x.cummax(1)), both(x.cummin(0))))
+
+    check(fn, x, tol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_further_from_the_truth_than_eager(dtype):
+    x = (values(7, 300) / 64).to(dtype)
+    fn = lambda x: (x.cumsum(1), x.cumsum(0), x.logcumsumexp(1))  # noqa: E731
+    handle, spec = fuse(fn)
+    for got, eager, exact in zip(handle(x), fn(x), fn(x.double())):
+        assert got.dtype is dtype
+        assert (got.double() - exact).abs().max() <= (eager.double() - exact).abs().max()
+    no_fallback(spec)
+
+
+def test_small_sizes():
+    check(lambda x: (x.cumsum(0), x.cumprod(0) * 2, x.cummax(0)[1]), torch.tensor(3.0))
+    check(lambda x: (x.cumsum(0), x.cumsum(1), x.cumprod(1), x.cummax(0)[1]), torch.empty(0, 3))
+    check(lambda x: flat((x.cumsum(0), x.cumsum(1), both(x.cummax(0)), both(x.cummin(1)))), values(1, 5))
+    check(lambda x: (x.cumsum(3), x.cumprod(0), x.cummax(5)[1]), values(1, 2, 1, 3, 1, 2, 2, 1))
+
+
+def test_other_sizes_need_no_other_kernel():
+    fn = lambda x: x.cumsum(0) + x.cummax(1)[0]  # noqa: E731
+    handle, spec = fuse(fn)
+    for size in ((4, 6), (2, 90), (300, 7), (65, 64)):
+        x = values(*size)
+        compare(handle(x), fn(x), tol=CLOSE)
+    no_fallback(spec)
+    assert len(spec.store.kernels) == 1
+
+
+def test_the_interpreters_agree():
+    for name in ("cumsum", "cummax", "of_what_is_computed"):
+        fn = flat_of(SCANS[name])
+        _, spec = fuse(fn)
+        lowered = lower_graph(spec.graph, (X,))
+        plan = schedule(lowered, config.max_body_rows)
+        verify_lowered(lowered, plan)
+        want = fn(X)
+        compare(interpret_lowered(lowered, (X,)), want, tol=CLOSE)
+        compare(interpret_schedule(lowered, plan, (X,)), want, tol=CLOSE)
