@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from fuser.cpu.nest import STREAM_TILE, Nest
+from fuser.cpu.nest import STREAM_TILE, Nest, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import (
@@ -330,7 +332,10 @@ class ReductionNest(Nest):
                 self.close_streams(phase, "w1 - w0")
                 self.out.close()
             return
+        ahead = self._look_ahead(phase)
         self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count) __attribute__((always_inline))")
+        for k, step in enumerate(ahead):
+            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch(ahead{k} + v0 + q);")
         if any(r.phase == phase and self.counts_turns(r) for r in self.plan.reductions):
             self.out.add(f"const i32 turn{phase} = (i32)((v0 - ({lo})) / {self.lanes});")
         self._prefetch(phase)
@@ -382,6 +387,46 @@ class ReductionNest(Nest):
             self.out.add(
                 f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
             )
+
+    def _look_ahead(self, phase: int) -> list[int]:
+        """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""
+        assert self.vector is not None
+        if self.plan.split or phase == 0 or phase != self._costliest_pass() or len(self.kept) != 1:
+            return []
+        v = self.vector.sym
+        steps: list[int] = []
+        for n in self.closure(self.roots(0)):
+            row = self.plan.rows[n]
+            if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
+                continue
+            found = [int(s.name[1:]) for s in symbols(row.attr[1][0]) if s.kind == INDIRECT]
+            if not found or any(self.is_full(m) for m in found):
+                continue
+            buffer, (address,) = row.attr
+            kind, k, unit = storage_type(self.dtypes[buffer]), len(steps), self.kept[0].sym.name
+            self.out.add(f"const {kind}* ahead{k} = {buffer};")
+            self.out.open("if (u + 1 < end)")
+            self.out.add(f"const i64 next = {unit} + 1;")
+            self.out.open("")
+            self.out.add(f"const i64 {unit} = next;")
+            for m in self._varying_rows(found):
+                self.declare(m)
+            self.out.add(f"ahead{k} = {buffer} + ({self.index(substitute(address, {v: expr(0)}))});")
+            self.out.close()
+            self.out.close()
+            steps.append(max(1, 64 // self.dtypes[buffer].itemsize))
+        return steps
+
+    def _varying_rows(self, roots: Sequence[int]) -> list[int]:
+        """The rows behind `roots` that vary with the unit, in order."""
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n not in seen and self.plan.varies[n]:
+                seen.add(n)
+                pending += self.deps(n)
+        return sorted(seen)
 
     def _costliest_pass(self) -> int:
         """The pass with the most operations for each element among those that reduce."""

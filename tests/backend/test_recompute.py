@@ -71,3 +71,17 @@ def test_results_past_the_cache(rows):
     assert torch.equal(out, p * g)
     out = run(lambda a, b: torch.softmax(a, 0) * b, p, g)
     torch.testing.assert_close(out, torch.softmax(p, 0) * g, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_rows_named_by_indices_are_asked_for_ahead(tokens):
+    """The last row has no next one; a bad index raises eager's error."""
+    index, table, w = torch.randint(50, (tokens,)), torch.randn(50, 96), torch.randn(96)
+
+    def norm(i, t, w):
+        return F.layer_norm(F.embedding(i, t), (96,), w)
+
+    torch.testing.assert_close(run(norm, index, table, w), norm(index, table, w))
+    index[-1] = 50
+    with pytest.raises(IndexError):
+        run(norm, index, table, w)
