@@ -20,6 +20,7 @@ from fuser.frontends.records import CompiledGraph, compilations, forget_compilat
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
+from fuser.runtime import heap
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -38,6 +39,7 @@ def fuser_backend(
     it, and changes nothing. ConfigError for an unknown setting, value or mode.
     """
     checked = _checked_options(options or {}, mode)
+    heap.keep_warm()
     with config.override(**checked), _no_collection():
         function = _compile(gm, example_inputs, checked)
     return _with_options(function, checked) if checked else function

@@ -1,0 +1,35 @@
+"""malloc keeps freed memory between calls: counted in page faults, in processes of their own."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, torch
+from fuser.runtime import heap
+if sys.argv[1] == "warm":
+    heap.keep_warm()
+def work():
+    return [torch.ones(3 << 18) for _ in range(6)]
+for _ in range(3):
+    work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_pages_stay():
+    cold, warm = faults("cold"), faults("warm")
+    assert warm < cold / 4, (cold, warm)
