@@ -19,4 +19,4 @@ _BLOCK = (32 << 20) - (64 << 10)  # bytes: just below what glibc ignores (DEFAUL
 @functools.cache
 def keep_warm() -> None:
     """Let malloc keep up to 64 MiB of free memory. Once in a process; without effect on other allocators."""
-    torch.UntypedStorage(_BLOCK)  # unlike a tensor seen by no mode, and never filled
+    torch.UntypedStorage(_BLOCK)  # type: ignore[no-untyped-call]  # unlike a tensor seen by no mode, never filled
