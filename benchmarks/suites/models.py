@@ -240,7 +240,7 @@ def _claims(results: list[Result]) -> list[Claim]:
         Claim("no model below eager", "≥ 1 ×", listing(eager), all(v >= 1 for _, v in eager) if eager else None),
         Claim(
             "peak resident memory above eager's, MiB",
-            f"≤ {limit:.0f}, the pool's limit" if limit else "the pool's limit",
+            f"≤ {limit:.0f}, the limits of the pools" if limit else "the limits of the pools",
             listing(memory, 0),
             all(v <= limit for _, v in memory) if memory and limit else None,
         ),
@@ -251,7 +251,7 @@ def _pool_limit_mib() -> float | None:
     try:
         import fuser.config
 
-        return float(fuser.config.pool_limit_bytes) / MIB
+        return float(fuser.config.pool_limit_bytes + fuser.config.output_limit_bytes) / MIB
     except (ImportError, AttributeError):
         return None
 
