@@ -191,4 +191,5 @@ def run_compiler(command: list[str]) -> None:
     """Run one compiler. CompileError with its output if it fails."""
     code, log = process.run(command, config.compile_timeout_seconds)
     if code != 0:
-        raise CompileError(f"{command[0]} failed with exit code {code}", log)
+        first = next((line for line in log.splitlines() if "error" in line), log.strip().partition("\n")[0])
+        raise CompileError(f"{command[0]} failed with exit code {code}: {first}", log)
