@@ -26,7 +26,7 @@ demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.has-test
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-cuda: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) tests/cuda $(ARGS)

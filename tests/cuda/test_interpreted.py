@@ -12,7 +12,10 @@ from importlib import util
 import pytest
 from cuda_cases import INTERPRETED
 
-pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
+pytestmark = [
+    pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"),
+    pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
+]
 HERE = pathlib.Path(__file__).parent
 
 
@@ -22,7 +25,7 @@ def verdicts() -> dict[str, str | None]:
     root = str(HERE.parent.parent)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([root, str(HERE)])}
     command = [sys.executable, str(HERE / "interpreted.py"), *INTERPRETED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
