@@ -214,7 +214,7 @@ class Executor:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            if config.verify:
+            if config.verify and not self.spec.registered.writes:  # the fallback would write a second time
                 self._trials.add(kernel, config.verify)
             else:
                 self._add(kernel)

@@ -35,7 +35,7 @@ class Registered:
 
     `bound` are the tensors that the graph holds itself (parameters, buffers, constants); they are its first inputs.
     `inputs` and `defaults` are the placeholders, in order. `opaque` are Python objects that only identity tells apart.
-    `blocked` says, if not empty, why no kernel can run this graph.
+    `blocked` says, if not empty, why no kernel can run this graph. `writes`: it writes into inputs.
     """
 
     graph: CanonicalGraph
@@ -47,6 +47,7 @@ class Registered:
     pointwise: frozenset[int]
     rows: tuple[Row, ...]
     output: Any
+    writes: bool = False
 
 
 @dataclass
@@ -65,7 +66,9 @@ class _State:
     has_output: bool = False
 
 
-def canonicalize(graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False) -> Registered:
+def canonicalize(
+    graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False
+) -> Registered:
     """The canonical form of `graph`. Linear in its nodes. GraphError says what is wrong with it."""
     module = graph if isinstance(graph, torch.fx.GraphModule) else getattr(graph, "owning_module", None)
     fx = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
@@ -83,7 +86,7 @@ def canonicalize(graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool 
         raise GraphError("the graph has no output node: end it with graph.output(value)")
     if not any(True for _ in refs_of(state.output)):
         raise GraphError("the graph returns nothing: expected an output of at least one of its nodes")
-    return _finish(state, functional)
+    return _finish(state, functional, in_place)
 
 
 def _visit(state: _State, node: torch.fx.Node) -> None:
@@ -203,7 +206,7 @@ def _attribute(state: _State, node: torch.fx.Node) -> Any:
 
 
 # -- the end of the pass -----------------------------------------------------------------------------------------------
-def _finish(state: _State, functional: bool) -> Registered:
+def _finish(state: _State, functional: bool, in_place: bool) -> Registered:
     b = state.builder
     output = _tuples(_here(state, state.output))
     if not is_constant(output):
@@ -222,10 +225,11 @@ def _finish(state: _State, functional: bool) -> Registered:
         inputs=tuple(name for _, name, _ in state.placeholders),
         defaults=tuple(default for _, _, default in state.placeholders),
         opaque=tuple(b.opaque),
-        blocked=_reasons(b, graph),
+        blocked=_reasons(b, graph, in_place),
         pointwise=frozenset(new[i] for i in b.pointwise if i in new),
         rows=rows,
         output=_tuples(state.output),
+        writes=bool(b.writes),
     )
 
 
@@ -279,13 +283,14 @@ def _bound_value(state: _State, row: Row) -> Any:
     return value
 
 
-def _refusals(b: Builder) -> tuple[str, ...]:
-    out = [f"{op} writes into a tensor" for op in dict.fromkeys(b.mutations)]
+def _refusals(b: Builder, in_place: bool = False) -> tuple[str, ...]:
+    written = b.mutations if in_place else [*b.mutations, *b.writes]
+    out = [f"{op} writes into a tensor" for op in dict.fromkeys(written)]
     return (*out, *(f"{op} is not an operator that can be fused" for op in dict.fromkeys(b.unknown)))
 
 
-def _reasons(b: Builder, graph: CanonicalGraph) -> tuple[str, ...]:
-    out = list(_refusals(b))
+def _reasons(b: Builder, graph: CanonicalGraph, in_place: bool) -> tuple[str, ...]:
+    out = list(_refusals(b, in_place))
     if len(graph.nodes) == graph.n_inputs:
         out.append("the graph has no operations")
     for i, value in enumerate(graph.outputs):

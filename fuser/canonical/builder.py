@@ -27,6 +27,7 @@ class Builder:
     impure: set[int] = field(default_factory=set)
     opaque: list[Any] = field(default_factory=list)
     mutations: list[str] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)  # of whole inputs, by copy_
     unknown: list[str] = field(default_factory=list)
     pointwise: set[int] = field(default_factory=set)
 
@@ -81,10 +82,14 @@ class Builder:
         if s.pointwise:
             self.pointwise.add(ref.index)
         if s.mutable:
-            self.mutations.append(call.op)
+            (self.writes if self._writes_an_input(call) else self.mutations).append(call.op)
         if s.mutable or s.random or kind is Kind.NONE:
             self.impure.add(ref.index)
         return ref
+
+    def _writes_an_input(self, call: Call) -> bool:
+        target = call.args[0] if call.args else None
+        return call.op == "aten.copy_" and isinstance(target, Ref) and self.nodes[target.index].op == "input"
 
     def opaque_call(self, op: str, what: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
         """A call that only Python can make: `op` names it, `what` is the callable where the name is not enough."""

@@ -60,13 +60,13 @@ _ITEMS = {"values": 0, "indices": 1}
 
 def translate(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The canonical value of an FX call. GraphError if it can never run."""
-    before = len(b.nodes), len(b.mutations)
+    before = len(b.nodes), len(b.mutations), len(b.writes)
     try:
         if op == "call_method":
             return _method(b, str(target), args, kwargs)
         return _function(b, target, args, kwargs)
     except (Untranslatable, TypeError):  # TypeError: arguments that the row does not have
-        del b.nodes[before[0] :], b.kinds[before[0] :], b.mutations[before[1] :]
+        del b.nodes[before[0] :], b.kinds[before[0] :], b.mutations[before[1] :], b.writes[before[2] :]
         b.impure = {i for i in b.impure if i < before[0]}
         b.pointwise = {i for i in b.pointwise if i < before[0]}
     return _as_python(b, op, target, args, kwargs)

@@ -145,6 +145,7 @@ class _GraphCompiler:
             partition_fn=steps.partition,
             inference_compiler=self.compile_inference,
             decompositions=decomposition_table(),
+            keep_inference_input_mutations=True,
         )
         return self.direct if self.direct is not None else wrapped
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fuser.errors import Unsupported
+from fuser.passes.classify import is_view
 from fuser.passes.extract import GroupPlan, Plan
 
 _SERIAL = [0]
@@ -39,10 +40,13 @@ _INFIX = {
 
 
 class _Statement:
-    """One step: what it defines, what it reads, its place in the original order."""
+    """One step: what it defines, what it reads, its place in the original order, which inputs it writes."""
 
-    def __init__(self, defines: Sequence[fx.Node], reads: Sequence[fx.Node], rank: int, text: str) -> None:
+    def __init__(
+        self, defines: Sequence[fx.Node], reads: Sequence[fx.Node], rank: int, text: str, writes: Sequence[fx.Node] = ()
+    ) -> None:
         self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
+        self.writes = tuple(writes)
 
 
 class Program:
@@ -137,14 +141,15 @@ class Program:
             text = self._call(node)
         else:
             raise Unsupported(f"{node.op} {node.target} cannot be written as a call")
-        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}")
+        writes = [base_of(node.args[0])] if _is_mutable(node) and node.args else []
+        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes)
 
     def _group(self, plan: GroupPlan, function: str, rank: int) -> _Statement:
         call = f"{function}({', '.join(map(self._name, plan.inputs))})"
         names = ", ".join(map(self._name, plan.outputs))
         several = isinstance(plan.graph.output_node().args[0], tuple)
         target = f"({names},)" if several else names
-        return _Statement(plan.outputs, plan.inputs, rank, f"{target} = {call}")
+        return _Statement(plan.outputs, plan.inputs, rank, f"{target} = {call}", plan.written())
 
     def _statements(self) -> list[_Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
@@ -205,13 +210,43 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def base_of(value: Any) -> Any:
+    """The node of which a node is a view, or the node itself."""
+    while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
+
+
+def _before_writes(statements: list[_Statement]) -> dict[int, set[int]]:
+    """For each statement those that must come before it because of a write: who reads the old content, or writes it."""
+    writers = [(i, w) for i, s in enumerate(statements) for w in s.writes]
+    found: dict[int, set[int]] = {}
+    if not writers:
+        return found
+    readers: dict[Any, list[int]] = {}
+    for i, s in enumerate(statements):
+        for base in {base_of(r) for r in s.reads}:
+            readers.setdefault(base, []).append(i)
+    for writer, written in writers:
+        for reader in readers.get(written, ()):
+            if reader != writer:
+                early = statements[reader].rank < statements[writer].rank
+                found.setdefault(writer if early else reader, set()).add(reader if early else writer)
+    return found
+
+
 def _ordered(statements: list[_Statement]) -> list[_Statement]:
     """Statements in an order in which all is defined before it is read, as near to their ranks as that allows."""
     maker = {node: i for i, s in enumerate(statements) for node in s.defines}
     missing = []
     users: list[list[int]] = [[] for _ in statements]
+    first = _before_writes(statements)
     for i, s in enumerate(statements):
-        makers = {maker[r] for r in s.reads if r in maker}
+        makers = {maker[r] for r in s.reads if r in maker} | first.get(i, set())
         missing.append(len(makers))
         for m in makers:
             users[m].append(i)

@@ -16,11 +16,12 @@ from fuser.lowering import (
     scatter,
     selection,
     views,
+    writes,
 )
 from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refuse, supports
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
     "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "selection",
-    "supports", "views",
+    "supports", "views", "writes",
 ]  # fmt: skip

@@ -73,6 +73,7 @@ class LoweringContext:
         self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
         self.guards: dict[tuple[str, Expr, Expr], None] = {}  # other relations that this lowering relies on, in order
         self.scalars: list[Scalar] = []
+        self.writes: list[tuple[str, int]] = []  # buffers that go into inputs, by the input's number
         self.perhaps_views: set[str] = set()  # copies of what Python's x[0-dim tensor] gives a view of
         self.device_type = "cpu"  # of the tensors in and out
         self.origin = ""

@@ -221,12 +221,16 @@ def _outputs(
     """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen."""
     inputs = {_memory(m): m for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)}
     seen: dict[int, Any] = dict(inputs)
+    written = dict(ctx.writes)
     out: list[tuple[str, Any]] = []
     for o in graph.outputs:
         value = values[o.index] if isinstance(o, Ref) else o
         if not isinstance(value, TensorBox):
             raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
         meta, buffer = metas[o.index], value.storage.buffer
+        if buffer.name in written and value.view is None:
+            out.append(("input", written[buffer.name]))
+            continue
         shared = seen.get(_memory(meta))
         whole = value.view is None
         if whole and buffer.input_number >= 0 and (shared is meta or graph.functional):

@@ -87,6 +87,14 @@ def is_view(target: Any) -> bool:
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
 
 
+def is_write_back(node: fx.Node) -> bool:
+    """Whether a node is a copy into an input whose result nobody reads."""
+    if node.target is not aten.copy_.default or node.users:
+        return False
+    target = node.args[0]
+    return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
 def _tensor_reason(t: torch.Tensor) -> str | None:
     if t.layout is not torch.strided:
         return f"a tensor has layout {t.layout}, only strided tensors are fused"

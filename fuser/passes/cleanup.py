@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.passes.classify import is_view, qualified_name
+from fuser.passes.classify import is_view, is_write_back, qualified_name
 
 aten = torch.ops.aten
 
@@ -131,14 +131,19 @@ def _is_pure(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and not qualified_name(target).startswith("aten::empty")
 
 
+def _writes_midway(node: fx.Node) -> bool:
+    """Whether a call writes a tensor that calls after it may read."""
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutable and not is_write_back(node)
+
+
 def merge_equal(module: fx.GraphModule) -> int:
     """Compute equal calls once, except those whose result is, or shares memory with, a result of the graph."""
     graph = module.graph
     kept = _reaches_output(graph)
     seen: dict[Any, fx.Node] = {}
     changed = 0
-    writes = any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
-    if writes:
+    if any(_writes_midway(n) for n in graph.nodes):
         return 0
     for node in list(graph.nodes):
         if not _is_pure(node) or node in kept:

@@ -28,6 +28,12 @@ class GroupPlan:
     outputs: tuple[fx.Node, ...]
     ops: tuple[str, ...]
 
+    def written(self) -> list[fx.Node]:
+        """The inputs that the group writes, by `copy_`."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        copies = [n.args[0] for n in self.graph.nodes if n.target is torch.ops.aten.copy_.default]
+        return [outer for inner, outer in zip(placeholders, self.inputs) if inner in copies]
+
 
 @dataclass(frozen=True)
 class Plan:

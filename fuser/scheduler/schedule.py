@@ -14,6 +14,7 @@ from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
+from fuser.scheduler.writes import place_writes
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     """Decide everything about the kernels of a lowered graph."""
     ctx = lowered.ctx
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
-    nodes = make_nodes(ctx, _live_buffers(ctx.buffers, outputs))
+    roots = outputs | {name for name, _ in ctx.writes}
+    nodes = make_nodes(ctx, _live_buffers(ctx.buffers, roots))
     inline_cheap(nodes, ctx.hint)
-    nodes = _live_nodes(nodes, outputs)
+    nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}
     sizes: dict[str, tuple[int, int]] = {}
@@ -42,14 +44,18 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         sizes[b.name] = (n * b.dtype.itemsize, n)
     _add_inputs(lowered, strides, dtypes, sizes)
     fusion = fuse(ctx, nodes, sizes, most_rows)
-    stored = outputs | _crossing(fusion)
-    plans = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]
-    needed = {s.buffer for p in plans if p is not None for s in p.stores}
+    kept = outputs | _crossing(fusion)
+    stored = kept | roots
+    made = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]
+    plans = [p for p in made if p is not None]
+    if ctx.writes:
+        plans = place_writes(ctx, plans, kept, strides, dtypes)
+    needed = {s.buffer for p in plans for s in p.stores}
     missing = outputs - needed
     if missing:
         raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
     buffers = tuple(b for b in ctx.buffers if b.name in needed)
-    return Schedule(tuple(p for p in plans if p is not None), buffers, tuple(fusion.reasons))
+    return Schedule(tuple(plans), buffers, tuple(fusion.reasons))
 
 
 def _add_inputs(

@@ -1,0 +1,75 @@
+"""Writes into inputs: a kernel stores straight into an input where nobody still needs what it held, else a copy does.
+
+A written input is read, by the lowering's rules, only for its old content. So the store may replace that content once
+every read has happened: in later kernels nobody reads the input, and in the same kernel each point reads it only where
+it stores. Anything else goes through a buffer of its own and is copied at the very end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import ops, record
+from fuser.ir.nodes import Buffer, Pointwise
+from fuser.ir.sizes import Expr
+from fuser.lowering.context import LoweringContext, loop_variables
+from fuser.scheduler.fusion import start_kernel
+from fuser.scheduler.nodes import make_nodes
+from fuser.scheduler.plan import KernelPlan, Store, build_plan
+
+Strides = dict[str, tuple[Expr, ...]]
+Dtypes = dict[str, torch.dtype]
+
+
+def place_writes(
+    ctx: LoweringContext, plans: Sequence[KernelPlan], kept: set[str], strides: Strides, dtypes: Dtypes
+) -> list[KernelPlan]:
+    """`plans` with each of the context's writes made; `kept` are buffers that are needed in memory all the same."""
+    out = list(plans)
+    if any(r.op == "indirect" and r.attr[1] for p in out for r in p.rows):
+        raise Unsupported("an index that is checked may fail when inputs are written already")
+    late: list[KernelPlan] = []
+    for buffer, number in ctx.writes:
+        target = f"in{number}"
+        at, store = next((i, s) for i, p in enumerate(out) for s in p.stores if s.buffer == buffer)
+        if strides[buffer] == strides[target] and _is_last_use(out, at, store, target):
+            out[at] = _redirected(out[at], store, target, buffer in kept, dtypes)
+        else:
+            late.append(_copy(ctx, buffer, target, len(out) + len(late), strides, dtypes))
+    return out + late
+
+
+def _is_last_use(plans: Sequence[KernelPlan], at: int, store: Store, target: str) -> bool:
+    def loads(plan: KernelPlan) -> list[Expr]:
+        return [r.attr[1][0] for r in plan.rows if r.op == "load" and r.attr[0] == target]
+
+    if any(loads(p) for p in plans[at + 1 :]):
+        return False
+    own = loads(plans[at])
+    return not own or (not plans[at].reductions and all(address == store.address for address in own))
+
+
+def _redirected(plan: KernelPlan, store: Store, target: str, keep: bool, dtypes: Dtypes) -> KernelPlan:
+    """The plan with the store into `target`, instead of or besides its own buffer."""
+    moved = dataclasses.replace(store, buffer=target)
+    stores = [x for s in plan.stores for x in ((s, moved) if s is store and keep else (moved if s is store else s,))]
+    used = dict.fromkeys([r.attr[0] for r in plan.rows if r.op == "load"] + [s.buffer for s in stores])
+    return dataclasses.replace(plan, stores=tuple(stores), buffers=tuple((b, dtypes[b]) for b in used))
+
+
+def _copy(
+    ctx: LoweringContext, source: str, target: str, order: int, strides: Strides, dtypes: Dtypes
+) -> KernelPlan:
+    """A plan that copies a buffer into an input."""
+    made = next(b for b in ctx.buffers if b.name == source)
+    body = record(lambda index: ops.load(source, index, made.dtype), len(made.size))
+    loops = Pointwise(made.size, body, loop_variables(len(made.size)))
+    buffer = Buffer(target, made.dtype, made.size, strides[target], [loops], origin="copy into an input")
+    (node,) = make_nodes(ctx, [buffer])
+    plan = build_plan(ctx, start_kernel(node, order), strides, dtypes, lambda name: True)
+    assert plan is not None
+    return plan
