@@ -33,7 +33,7 @@ def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = 
     """
     registered = canonicalize(graph, functional, in_place)
     settings = config.key()
-    identity = registered.graph.hash, settings, tuple(map(id, registered.opaque)), in_place and registered.writes
+    identity = registered.graph.hash, settings, (*map(id, registered.opaque), int(in_place and registered.writes))
 
     def make_spec(key: int) -> tuple[KernelSpec, Executor]:
         spec = compiler.compile_upfront(registered, key, settings)

@@ -13,7 +13,7 @@ from fuser.passes.classify import is_view, is_write_back, qualified_name
 aten = torch.ops.aten
 
 
-def _reaches_output(graph: fx.Graph) -> set[fx.Node]:
+def reaches_output(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose memory a result of the graph may share: the results, and what they are views or items of."""
     found: set[fx.Node] = set()
     stack = list(graph.output_node().all_input_nodes)
@@ -57,7 +57,7 @@ _IDENTITIES = frozenset(
 def remove_noops(module: fx.GraphModule) -> int:
     """Drop views, copies and casts that change nothing and that no result of the graph may be."""
     graph = module.graph
-    kept = _reaches_output(graph)
+    kept = reaches_output(graph)
     changed = 0
     for node in list(graph.nodes):
         if node.target not in _IDENTITIES or node in kept or not isinstance(node.args[0], fx.Node):
@@ -140,7 +140,7 @@ def _writes_midway(node: fx.Node) -> bool:
 def merge_equal(module: fx.GraphModule) -> int:
     """Compute equal calls once, except those whose result is, or shares memory with, a result of the graph."""
     graph = module.graph
-    kept = _reaches_output(graph)
+    kept = reaches_output(graph)
     seen: dict[Any, fx.Node] = {}
     changed = 0
     if any(_writes_midway(n) for n in graph.nodes):

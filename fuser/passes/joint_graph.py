@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuser.passes.foreach import split_foreach
 from fuser.passes.runner import Pass
 
-JOINT_GRAPH: tuple[Pass, ...] = ()
+JOINT_GRAPH: tuple[Pass, ...] = (Pass("split_foreach", split_foreach),)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fuser.passes.classify import Kind, is_view, is_write_back
+from fuser.passes.cleanup import reaches_output
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
 
@@ -23,15 +24,16 @@ def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
     """The plan with copies into inputs taken into groups, and the numbers of the groups that write inputs."""
     groups = list(plan.groups)
     maker = {o: i for i, g in enumerate(groups) for o in g.outputs}
+    results = reaches_output(plan.outside[0].graph) if plan.outside else set()
     taken: set[fx.Node] = set()
     writing: set[int] = set()
     for node in plan.outside:
         if not is_write_back(node):
             continue
         target, value = node.args[0], node.args[1]
-        assert isinstance(target, fx.Node)
-        at = maker.get(value) if isinstance(value, fx.Node) else None
-        if at is None or not _may_write(grouping, groups[at], node, target, value):
+        assert isinstance(target, fx.Node) and isinstance(value, fx.Node)
+        at = maker.get(value)
+        if at is None or value in results or not _may_write(grouping, groups[at], node, target, value):
             continue
         groups[at] = _with_write(groups[at], target, value)
         taken.add(node)
@@ -41,8 +43,8 @@ def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
 
 
 def _may_write(grouping: Grouping, group: GroupPlan, copy: fx.Node, target: fx.Node, value: Any) -> bool:
-    """Whether the value is made for the copy alone, is like the input, and only the group reads the input before."""
-    if set(value.users) != {copy} or len(copy.args) != 2 or copy.kwargs:
+    """Whether the value is like the input, and only the group reads the input before."""
+    if len(copy.args) != 2 or copy.kwargs:
         return False
     if not _alike(target.meta.get("val"), value.meta.get("val")):
         return False

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import ops, record
+from fuser.ir.loop_body import loop_variables, ops, record
 from fuser.ir.nodes import Buffer, Pointwise
 from fuser.ir.sizes import Expr
-from fuser.lowering.context import LoweringContext, loop_variables
+from fuser.lowering.context import LoweringContext
 from fuser.scheduler.fusion import start_kernel
 from fuser.scheduler.nodes import make_nodes
 from fuser.scheduler.plan import KernelPlan, Store, build_plan
