@@ -11,7 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, minimum, product
 from fuser.lowering.context import LoweringContext, as_expr
-from fuser.lowering.registry import lower
+from fuser.lowering.registry import LOWERINGS, lower
 from fuser.lowering.reshape import infer, reshape_box
 
 Int = Expr | int
@@ -493,3 +493,12 @@ def lower_atleast(ctx: LoweringContext, x: Any) -> Any:
     while len(x.size) < least:
         x = unsqueeze_box(ctx, x, 0)
     return x
+
+
+# -- views whose result has memory of its own: what they read is the same ----------------------------------------------
+_COPIED = (
+    "view expand permute transpose t select slice squeeze unsqueeze unfold diagonal narrow alias detach split "
+    "split_with_sizes unbind"
+)
+for _name in _COPIED.split():
+    lower(f"aten.{_name}_copy")(LOWERINGS[f"aten.{_name}"])

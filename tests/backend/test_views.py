@@ -106,6 +106,22 @@ def test_a_view_that_a_user_sees_shares_memory(name):
         compare(got, want)
 
 
+def test_views_that_are_copied_have_memory_of_their_own():
+    aten = torch.ops.aten
+
+    def fn(x):
+        several = aten.unbind_copy(x, 1)[2], aten.split_with_sizes_copy(x, [1, 3], 0)[1]
+        return (*several, aten.diagonal_copy(x, 1), aten.permute_copy(x, [1, 0]), aten.expand_copy(x[:1], [3, 6]),
+                aten.view_copy(x, [6, 4]), aten.unsqueeze_copy(x, 1), aten.unfold_copy(x, 1, 3, 2), aten.alias_copy(x),
+                aten.t_copy(x), aten.transpose_copy(x, 0, 1), aten.squeeze_copy(x[:1]))  # fmt: skip
+
+    x = values(4, 6)
+    check(fn, x)
+    handle, _ = fuse(fn)
+    results = handle(x)
+    assert len({r.untyped_storage().data_ptr() for r in (x, *results)}) == len(results) + 1
+
+
 def test_copies_stand_for_views_in_functional_graphs():
     fn = lambda x: (x.t(), x[1:3, ::2], (x * 2)[0])  # noqa: E731
     handle, spec = fuse(fn, functional=True)
