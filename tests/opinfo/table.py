@@ -14,9 +14,16 @@ What becomes of each operator of torch's own test database (`torch.testing._inte
 the CPU. `make opinfo` runs every operator with its dtypes and samples, compares values, dtypes, sizes, strides,
 aliasing and changes to the inputs with eager, and writes this page.
 
-*native*: every sample that can be fused at all ran as kernels. *partly*: some did. *ATen*: none; the reason is that of
-most samples. Complex tensors always run by ATen and are not counted.
+*native*: every sample was fused. *partly*: some were. *ATen*: none; the reason is that of most samples. Complex tensors
+always run by ATen and are not counted.
 """
+ROUTES = {
+    "call": "registered as a call of its own, by kernels",
+    "aten": "registered as traced by make_fx, by kernels",
+    "copies": "traced, with copies allowed for views, by kernels",
+    "plans": "traced, with copies allowed for views, lowered and scheduled, the plans run by the interpreter",
+    "compile": "through torch.compile",
+}
 FAMILIES = ("pointwise", "reduction", "view", "indexing", "creation", "")
 _TITLES = {"": "Others", "view": "Views and shapes", "creation": "Creation and joining"}
 
@@ -76,5 +83,8 @@ def _summary(
             lines.append(f"| {family or 'others'} | {total} | {cells} |")
     counts = Counter(r["status"] for r in records)
     runs = sum(counts[k] for k in ("native", "partly", "aten", "refused", "wrong", "crashed"))
-    lines += ["", f"{runs} runs of samples: {counts['wrong']} wrong, {counts['crashed']} crashed."]
-    return lines
+    lines += ["", f"{runs} runs of samples: {counts['wrong']} wrong, {counts['crashed']} crashed. How they ran:", ""]
+    routes = Counter(r["route"] for r in records if "route" in r)
+    lines += [f"- {n}: {ROUTES[route]}" for route, n in routes.most_common()]
+    dtypes = Counter(r["dtype"] for r in records if "route" in r)
+    return [*lines, "", f"dtypes: {', '.join(dtypes)}."]
