@@ -131,3 +131,19 @@ def test_reductions_of_integers_along_rows(dtype):
     x = torch.randint(0, 9, (5, 70), generator=torch.Generator().manual_seed(1)).to(dtype)
     same(lambda x: (x.sum(1), x.prod(1), x.amax(1), x.amin(1)), x)
     same(lambda x: (x.sum(), (x != 0).sum(1), torch.count_nonzero(x)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_of_native_layer_norm_have_eagers_dtype(dtype):
+    def norm(x, w):
+        out = torch.native_layer_norm(x, (4,), w, None, 1e-5)
+        return operator.getitem(out, 0), operator.getitem(out, 1), operator.getitem(out, 2)
+
+    x = X.to(dtype)
+    for w in (torch.ones(4), torch.ones(4, dtype=dtype)):
+        key = register_fusion(torch.fx.symbolic_trace(norm), functional=True)
+        got, want = REGISTRY.find(key).handle(x, w), norm(x, w)
+        assert [t.dtype for t in got] == [t.dtype for t in want]
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert not REGISTRY.find(key).spec.store.fallbacks
