@@ -234,7 +234,7 @@ class ClassLoss:
 
     def value(self, index: Index, log_probability: Callable[[Index], Value]) -> Value:
         """The loss of one sample; `log_probability` takes an index of `x`."""
-        out = ops.neg(self.at_class(index, lambda c: log_probability(self.full(index, c))))
+        out = self.at_class(index, lambda c: ops.neg(log_probability(self.full(index, c))))
         return ops.mul(out, self.weight(index)) if self.load_weight is not None else out
 
     def total(self, per_sample: Callable[[Index], Value]) -> TensorBox:

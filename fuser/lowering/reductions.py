@@ -59,9 +59,11 @@ def reduce_to_result(
     order = ctx.order_of_meta(result)
     rounds = ctx.numerics == "eager" and meta.dtype in LOW_PRECISION
     compute = compute if compute is not None else meta.dtype
-    if finish is None and not rounds:
-        return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
     wide = compute_dtype(meta.dtype)
+    if kind in ("sum", "prod") and not wide.is_floating_point:
+        wide = torch.int64  # integers add up in it, whatever eager returns
+    if finish is None and not rounds and wide is compute_dtype(meta.dtype):
+        return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
     total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)
     load = ctx.loader(total, ctx.size_of(total), wide)
     return ctx.pointwise(
@@ -275,6 +277,8 @@ def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> 
     dims, correction, keepdim = _correction(args, kwargs)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
+    if x.dtype is torch.float32:
+        wide = torch.float64  # as in eager's kernel
     var, mean = moments(ctx, x, dims, wide, correction)
     root = "std" in ctx.op
     first = squeezed(ctx, var, x, dims, keepdim, (lambda v: ops.sqrt(v)) if root else None, 0 if pair else None)
@@ -295,8 +299,8 @@ def squeezed(
         x = x.viewed(
             tuple(ctx.size_of(x)[d] for d in kept), lambda i: tuple(i[at[d]] if d in at else ZERO for d in range(rank))
         )
-    size, wide = ctx.size_of(x), compute_dtype(meta.dtype)
-    load = ctx.loader(x, size, wide)
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, x.dtype)
     return ctx.pointwise(
         size, meta.dtype, lambda i: fn(load(i)) if fn is not None else load(i), ctx.order_of_meta(result)
     )

@@ -52,16 +52,11 @@ def pairs(dtype: torch.dtype, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor
 
 # -- running -----------------------------------------------------------------------------------------------------------
 def graph_of(functions: Sequence[Callable[..., Any]], n_inputs: int) -> fx.GraphModule:
-    """One graph that computes every function of the same inputs."""
-
-    class Every(fx.Tracer):
-        pass
-
-    names = [f"x{i}" for i in range(n_inputs)]
-    space: dict[str, Any] = {"functions": functions}
-    exec(f"def every({', '.join(names)}):\n    return [f({', '.join(names)}) for f in functions]\n", space)
-    graph = Every().trace(space["every"])
-    return fx.GraphModule(torch.nn.Module(), graph)
+    """One graph that computes every function of the same inputs, its results in one list."""
+    names = ", ".join(f"x{i}" for i in range(n_inputs))
+    space: dict[str, Any] = {"functions": functions, "flat": flat}
+    exec(f"def every({names}):\n    return flat([f({names}) for f in functions])\n", space)
+    return fx.GraphModule(torch.nn.Module(), fx.Tracer().trace(space["every"]))
 
 
 def fused(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -83,19 +78,17 @@ def run(
     return flat(fused(graph, inputs)), flat(graph(*inputs)), flat([f(*wide) for f in exact or functions])
 
 
-def flat(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nest of tuples and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in flat(v)]
+def flat(value: Any) -> list[Any]:
+    """What is in a nest of tuples and lists."""
+    return [t for v in value for t in flat(v)] if isinstance(value, (tuple, list)) else [value]
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, floor: bool = False) -> torch.Tensor:
-    """|a - reference| in units in the last place of `dtype` at the reference, or at 1 if that is more and `floor`."""
+def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, floor: float = 0.0) -> torch.Tensor:
+    """|a - reference| in units in the last place of `dtype` at the reference, or at `floor` if that is more."""
     a, r = a.double(), reference.double()
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(r.abs().clamp(1.0 if floor else info.tiny, info.max))
+    _, exponent = torch.frexp(r.abs().clamp(max(floor, info.tiny), info.max))
     unit = torch.ldexp(torch.full_like(r, info.eps), exponent - 1)
     out = (a - r).abs() / unit
     same = (a == r) | (a.isnan() & r.isnan())
@@ -104,7 +97,7 @@ def ulps(a: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, floor: bo
 
 def check(
     out: torch.Tensor, eager: torch.Tensor, wide: torch.Tensor | None, name: str, slack: float = 1.0,
-    zeros: bool = True, floor: bool = False,
+    zeros: bool = True, floor: float = 0.0,
 ) -> None:  # fmt: skip
     """dtype, size and strides of eager; the same bits, or an error no larger than eager's plus `slack` roundings."""
     assert out.dtype == eager.dtype and out.shape == eager.shape, f"{name}: {out.dtype}{tuple(out.shape)}"

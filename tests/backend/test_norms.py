@@ -1,0 +1,188 @@
+"""Softmax, norms and losses, forward and backward, against eager and float64; dtypes and strides of every result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser import register_fusion, run_fusion
+from tests.backend.support import check_all, fused, graph_of
+
+aten = torch.ops.aten
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+LIKE = {"floor": True, "zeros": False}
+# Roundings more than eager; where there is no wider reference than eager itself, more than none.
+SLACK = {torch.float64: 8, torch.float32: 2, torch.bfloat16: 1}
+
+
+def drawn(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.float64).to(dtype)
+
+
+SOFTMAXES: dict[str, Callable[..., Any]] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax0": lambda x: F.softmax(x, 0),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "log_softmax1": lambda x: F.log_softmax(x, 1),
+    "to_float": lambda x: F.softmax(x, -1, dtype=torch.float32),
+    "safe": lambda x: aten._safe_softmax(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x, (0, 2)),
+    "backward": lambda x: aten._softmax_backward_data(x.cos(), x.sin(), -1, x.dtype),
+    "log_backward": lambda x: aten._log_softmax_backward_data(x.cos(), x.sin(), 1, x.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax(dtype):
+    names = [n for n in SOFTMAXES if not (n == "to_float" and dtype is torch.float64)]
+    names = [n for n in names if "backward" not in n or dtype.itemsize > 2]
+    check_all(names, [SOFTMAXES[n] for n in names], drawn(3, 5, 37, dtype=dtype) * 4, slack=SLACK[dtype], **LIKE)
+
+
+def test_softmax_of_infinities():
+    """A row of -inf gives NaN, or zeros from the safe one; a row with +inf gives NaN."""
+    x = drawn(5, 8)
+    x[0], x[1, 3], x[2, 2], x[3, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    functions = [lambda x: F.softmax(x, -1), lambda x: F.log_softmax(x, -1), lambda x: aten._safe_softmax(x, -1)]
+    check_all(["softmax", "log_softmax", "safe"], [*functions], x, slack=2, **LIKE)
+
+
+def test_logsumexp_of_infinities():
+    x = drawn(5, 8)
+    x[0], x[1, 3], x[2, 2], x[3, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    check_all(["logsumexp"], [lambda x: torch.logsumexp(x, -1)], x, **LIKE)
+
+
+def parts(results: Any, n: int) -> list[Any]:
+    """The first `n` of several results, of tensors or of a trace."""
+    return [results[i] for i in range(n)]
+
+
+def layer_norms(x, w, b) -> list[Any]:
+    return [
+        *parts(aten.native_layer_norm(x, [7, 16], w, b, 1e-5), 3),
+        *parts(aten.native_layer_norm(x, [7, 16], None, None, 1e-5), 3), F.layer_norm(x, [7, 16], w),
+    ]  # fmt: skip
+
+
+def norms_of_one_dtype(x, w, b) -> list[Any]:
+    return [F.layer_norm(x, [5, 7, 16]), F.rms_norm(x, [16], w[0]), F.rms_norm(x, [7, 16])]
+
+
+@pytest.mark.parametrize("dtypes", [*((d, d) for d in DTYPES), (torch.bfloat16, torch.float32)], ids=str)
+def test_layer_norm(dtypes):
+    x, w, b = drawn(5, 7, 16, dtype=dtypes[0]), drawn(7, 16, dtype=dtypes[1]), drawn(7, 16, dtype=dtypes[1])
+
+    functions = [layer_norms, *([norms_of_one_dtype] if dtypes[0] is dtypes[1] else [])]
+    check_all([str(n) for n in range(4 + 3 * len(functions))], functions, x, w, b, slack=SLACK[dtypes[0]], **LIKE)
+
+
+def channel_norms(x, w, b, m, v) -> list[Any]:
+    return [
+        *parts(aten.native_group_norm(x, w, b, 3, 6, 20, 2, 1e-5), 3), F.group_norm(x, 3),
+        *parts(aten._native_batch_norm_legit(x, w, b, True, 0.1, 1e-5), 3), F.instance_norm(x, weight=w),
+        *parts(aten._native_batch_norm_legit_functional(x, w, b, m, v, True, 0.1, 1e-5), 5),
+        *parts(aten._native_batch_norm_legit_no_training(x, w, b, m, v, 0.1, 1e-5), 3), F.batch_norm(x, m, v, w, b),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channel_norms(dtype, layout):
+    x = drawn(3, 6, 4, 5, dtype=dtype).contiguous(memory_format=layout)
+    w, b, m = (drawn(6, dtype=dtype) for _ in range(3))
+    check_all([str(n) for n in range(17)], [channel_norms], x, w, b, m, m.abs() + 0.5, slack=SLACK[dtype], **LIKE)
+
+
+def last_gradients(g, x, w, b) -> list[Any]:
+    _, mean, rstd = parts(aten.native_layer_norm(x, [16], w, b, 1e-5), 3)
+    return [
+        *parts(aten.native_layer_norm_backward(g, x, [16], mean, rstd, w, b, [True, True, True]), 3),
+        aten.native_layer_norm_backward(g, x, [16], mean, rstd, None, None, [True, False, False])[0],
+    ]
+
+
+def channel_gradients(g, x, w, mean, rstd) -> list[Any]:
+    every = [True, True, True]
+    group = mean.view(3, 2), rstd.view(3, 2)
+    return [
+        *parts(aten.native_batch_norm_backward(g, x, w, None, None, mean, rstd, True, 1e-5, every), 3),
+        *parts(aten.native_batch_norm_backward(g, x, w, mean, rstd, None, None, False, 1e-5, every), 3),
+        *parts(aten.native_group_norm_backward(g, x, *group, w, 3, 6, 20, 2, every), 3),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gradients_of_norms(dtype):
+    g, x, w, b = (drawn(*size, dtype=dtype) for size in ((9, 5, 16), (9, 5, 16), (16,), (16,)))
+    check_all([f"last {n}" for n in range(4)], [last_gradients], g, x, w, b, slack=2 * SLACK[dtype], **LIKE)
+    g, x = drawn(3, 6, 4, 5, dtype=dtype), drawn(3, 6, 4, 5, dtype=dtype)
+    w, m, r = drawn(6, dtype=dtype), x.mean((0, 2, 3)), 1 / x.std((0, 2, 3))
+    check_all([f"channel {n}" for n in range(9)], [channel_gradients], g, x, w, m, r, slack=SLACK[dtype], **LIKE)
+
+
+PAIRED: dict[str, Callable[..., Any]] = {
+    name: getattr(F, name)
+    for name in (
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div"
+    ).split()
+}
+PAIRED |= {
+    "poisson": lambda x, y: aten.poisson_nll_loss(x, y, True, True, 1e-8, 1),
+    "soft": lambda x, y: aten.soft_margin_loss(x, y.sign()),
+    "bce": lambda x, y: aten.binary_cross_entropy(x.sigmoid(), y),
+    "log_target": lambda x, y: F.kl_div(x, y, reduction="sum", log_target=True),
+    "none": lambda x, y: F.mse_loss(x, y, reduction="none"),
+    "smooth_0": lambda x, y: F.smooth_l1_loss(x, y, beta=0.0),
+    "huber_3": lambda x, y: F.huber_loss(x, y, delta=0.3, reduction="sum"),
+    "hinge": lambda x, y: aten.hinge_embedding_loss(x, y.sign()),
+    "mse_backward": lambda x, y: aten.mse_loss_backward(x.sum(), x, y, 1),
+    "smooth_backward": lambda x, y: aten.smooth_l1_loss_backward(x.cos(), x, y, 0, 0.3),
+    "huber_backward": lambda x, y: aten.huber_loss_backward(x.sum(), x, y, 2, 0.3),
+    "soft_backward": lambda x, y: aten.soft_margin_loss_backward(x.sum(), x, y, 1),
+    "bce_backward": lambda x, y: aten.binary_cross_entropy_backward(y, x.sigmoid(), y, None, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_losses_of_pairs(dtype):
+    x, y = drawn(6, 11, dtype=dtype), torch.rand(6, 11, dtype=torch.float64).to(dtype)
+    check_all(list(PAIRED), list(PAIRED.values()), x, y, slack=SLACK[dtype], **LIKE)
+
+
+def class_losses(x, t, p, w) -> list[Any]:
+    logs = F.log_softmax(x, 1)
+    return [
+        F.cross_entropy(x, t), F.cross_entropy(x, t, reduction="sum"), F.cross_entropy(x, t, w, reduction="none"),
+        F.cross_entropy(x, t, w, ignore_index=2), F.cross_entropy(x, t, w, label_smoothing=0.2),
+        F.cross_entropy(x, t, label_smoothing=0.2, ignore_index=1, reduction="sum"), F.cross_entropy(x, p, w),
+        F.cross_entropy(x, p, label_smoothing=0.1, reduction="none"), F.nll_loss(logs, t, w, ignore_index=3),
+        *parts(aten.nll_loss_forward(logs, t, w, 1, 4), 2), aten.nll_loss_backward(x[0, 0], logs, t, w, 1, 4, w[0]),
+        aten.nll_loss_backward(x[:, 0], logs, t, None, 0, -100, w[0]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_losses_of_classes(dtype):
+    x, t, p = drawn(23, 9, dtype=dtype), torch.randint(0, 9, (23,)), torch.rand(23, 9, dtype=torch.float64).to(dtype)
+    w = torch.rand(9, dtype=torch.float64).to(dtype) + 0.1
+    check_all([str(n) for n in range(13)], [class_losses], x, t, p, w, slack=SLACK[dtype], **LIKE)
+
+
+def test_cross_entropy_of_images():
+    x, t = drawn(3, 5, 4, 6), torch.randint(0, 5, (3, 4, 6))
+    t[0, 0] = -100
+    functions = [F.cross_entropy, lambda x, t: F.cross_entropy(x, t, reduction="none", label_smoothing=0.1)]
+    check_all(["mean", "none"], functions, x, t, slack=2, **LIKE)
+
+
+def test_a_class_out_of_range_raises_as_eager():
+    graph = graph_of([F.cross_entropy], 2)
+    x, t = drawn(4, 5), torch.tensor([0, 1, 2, 3])
+    torch.testing.assert_close(fused(graph, [x, t])[0], F.cross_entropy(x, t))
+    with pytest.raises(IndexError):
+        run_fusion(register_fusion(graph), [x, torch.tensor([0, 1, 2, 5])])

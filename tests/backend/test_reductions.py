@@ -1,0 +1,151 @@
+"""Reductions x dtype x dims, against eager and float64; many to a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import debug, register_fusion, run_fusion
+from tests.backend.support import DTYPES, FLOATS, INTS, check_all, fused, graph_of, values
+
+Functions = dict[str, Callable[..., Any]]
+ANY: Functions = {
+    "sum": lambda x: x.sum(),
+    "sum02": lambda x: x.sum((0, 2)),
+    "sum1": lambda x: x.sum(1, keepdim=True),
+    "prod1": lambda x: x.prod(1),
+    "amax2": lambda x: x.amax(-1),
+    "amin01": lambda x: x.amin((0, 1), keepdim=True),
+    "max": lambda x: x.max(),
+    "max_dim": lambda x: [x.max(1)[0], x.max(1)[1]],
+    "min_dim": lambda x: [x.min(2, True)[0], x.min(2, True)[1]],
+    "any": lambda x: x.any(),
+    "all1": lambda x: x.all(1),
+    "any02": lambda x: x.any((0, 2)),
+    "argmax": lambda x: x.argmax(),
+    "argmin0": lambda x: x.argmin(0),
+    "count_nonzero": lambda x: x.count_nonzero(),
+    "count_nonzero12": lambda x: x.count_nonzero((1, 2)),
+    "aminmax": lambda x: [torch.aminmax(x, dim=1)[0], torch.aminmax(x, dim=1)[1]],
+}
+FEW = ("sum02", "prod1", "amax2", "max_dim", "any02", "argmax", "argmin0")  # for dtypes that differ by width alone
+NOT_OF_BOOLS = {"prod1", "max_dim", "min_dim", "argmax", "argmin0", "aminmax"}
+OF_FLOATS: Functions = {
+    "mean": lambda x: x.mean(),
+    "mean01": lambda x: x.mean((0, 1), keepdim=True),
+    "var": lambda x: x.var(1),
+    "std": lambda x: x.std((0, 2), correction=0),
+    "var_mean": lambda x: [torch.var_mean(x, -1)[0], torch.var_mean(x, -1)[1]],
+    "std_mean": lambda x: [torch.std_mean(x, (0, 1), keepdim=True)[i] for i in range(2)],
+    "norm": lambda x: torch.linalg.vector_norm(x, 2, -1),
+    "norm1": lambda x: torch.linalg.vector_norm(x, 1, (0, 1)),
+    "norm3": lambda x: torch.linalg.vector_norm(x, 3, 1),
+    "norm_inf": lambda x: torch.linalg.vector_norm(x, math.inf, 1),
+    "norm_neg": lambda x: torch.linalg.vector_norm(x, -math.inf, 1),
+    "norm0": lambda x: torch.linalg.vector_norm(x, 0, 1),
+    "frobenius": lambda x: x.norm(),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "nansum": lambda x: x.nansum(0),
+    "sum_as_double": lambda x: x.sum(-1, dtype=torch.float64),
+    "cosine": lambda x: torch.cosine_similarity(x, x + 1, 1),
+}
+
+
+def count(functions: Functions) -> list[str]:
+    """A name for each result."""
+    pairs = {"max_dim", "min_dim", "aminmax", "var_mean", "std_mean"}
+    return [name for name in functions for _ in range(2 if name in pairs else 1)]
+
+
+def whole(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(size) > 0.4
+    if dtype.is_floating_point:
+        return torch.randn(size, dtype=torch.float64).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max, size).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype):
+    few = dtype in (torch.float16, torch.int32, torch.int16, torch.int8)
+    functions = {k: ANY[k] for k in (FEW if few else ANY) if dtype is not torch.bool or k not in NOT_OF_BOOLS}
+    slack = 8 if dtype is torch.float64 else 2
+    check_all(count(functions), list(functions.values()), whole(dtype, 3, 7, 37), slack=slack, floor=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats(dtype):
+    slack = 8 if dtype is torch.float64 else 2
+    check_all(count(OF_FLOATS), list(OF_FLOATS.values()), whole(dtype, 3, 7, 37), slack=slack, floor=True)
+
+
+@pytest.mark.parametrize("size", [(300_000,), (3, 100_001), (60_000, 5), (7, 257, 65), (1, 1, 1)], ids=str)
+def test_sizes(size):
+    """Split reductions, odd tails, few and many results."""
+    functions: Functions = {"sum": lambda x: x.sum(), "argmin": lambda x: x.argmin(), "amax": lambda x: x.amax()}
+    for d in range(len(size)):
+        functions[f"sum{d}"] = lambda x, d=d: x.sum(d)
+        functions[f"argmax{d}"] = lambda x, d=d: x.argmax(d)
+        functions[f"var{d}"] = lambda x, d=d: x.var(d, correction=0)
+    # Sums of n numbers of size 1 are as exact as numbers of size sqrt(n) can be.
+    x = whole(torch.float32, *size)
+    check_all(list(functions), list(functions.values()), x, floor=math.sqrt(max(size)))
+
+
+SPECIAL: Functions = {
+    "amax": lambda x: x.amax(-1), "amin": lambda x: x.amin(-1), "argmax": lambda x: x.argmax(-1),
+    "argmin": lambda x: x.argmin(-1), "sum": lambda x: x.sum(-1), "prod": lambda x: x.prod(-1),
+    "mean": lambda x: x.mean(-1), "any": lambda x: x.any(-1), "all": lambda x: x.all(-1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1), "argmax_all": lambda x: x.argmax(),
+    "argmax0": lambda x: x.argmax(0), "amin0": lambda x: x.amin(0), "nansum": lambda x: x.nansum(-1),
+}  # fmt: skip
+
+
+def test_special_values():
+    """NaN wins, infinities, all -inf, ties, zeros of both signs."""
+    x = torch.randn(8, 70)
+    x[0, 5], x[0, 60], x[1, 3], x[2, 9], x[2, 10], x[3] = math.nan, math.nan, math.inf, math.inf, -math.inf, -math.inf
+    x[4], x[5], x[6], x[7, 33:] = 1.0, 0.0, -0.0, x[7, :37].clone()
+    check_all(list(SPECIAL), list(SPECIAL.values()), x, zeros=False, floor=True)
+    check_all(list(SPECIAL), list(SPECIAL.values()), x.double(), zeros=False, floor=True, slack=4)
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_integers_wrap(dtype):
+    x = values(dtype, 120).view(4, 30)
+    functions = [lambda x: x.sum(1), lambda x: x.prod(1), lambda x: x.sum(0, dtype=dtype), lambda x: x.argmax(1)]
+    check_all(["sum", "prod", "sum in its dtype", "argmax"], functions, x)
+
+
+def test_nothing_to_reduce():
+    """Sums of nothing are the neutral element; extremes of nothing raise as eager does."""
+    functions = [
+        lambda x: x.sum(0), lambda x: x.prod(0), lambda x: x.mean(0), lambda x: x.any(0), lambda x: x.all(0),
+        lambda x: x.var(0), lambda x: x.amax(1), lambda x: x.sum(),
+    ]  # fmt: skip
+    check_all([str(n) for n in range(len(functions))], functions, torch.randn(0, 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        run_fusion(register_fusion(graph_of([lambda x: x.amax(0)], 1)), [torch.randn(0, 5)])
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    x = whole(torch.float32, 3, 200_000)
+    graph = graph_of([lambda x: x.sum(1), lambda x: x.sum(), lambda x: x.exp().mean(0)], 1)
+    results = []
+    for n in (1, 2, 1):
+        torch.set_num_threads(n)
+        results.append(fused(graph, [x]))
+    assert all(torch.equal(a, b) for r in results[1:] for a, b in zip(results[0], r))
+
+
+def test_reductions_fuse_with_what_surrounds_them():
+    """One kernel for a chain into a sum and out of it."""
+    graph = graph_of([lambda x, w: (x * w).exp() / (x * w).exp().sum(-1, keepdim=True)], 2)
+    x, w = torch.randn(9, 50), torch.randn(50)
+    torch.testing.assert_close(fused(graph, [x, w])[0], torch.softmax(x * w, -1))
+    assert debug.report([register_fusion(graph)]).kernels == 1
