@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fuser.ops import conversions_cpp, double_cpp, float_cpp, integer_cpp, math_cpp
+from fuser.ops import conversions_cpp, double_cpp, float_cpp, integer_cpp, math_cpp, special_cpp
 
 _MACROS = {
     "FUSER_FN": """\
@@ -71,6 +71,7 @@ PRELUDE: dict[str, str] = {
     **conversions_cpp.HELPERS,
     **integer_cpp.HELPERS,
     **math_cpp.HELPERS,
+    **special_cpp.HELPERS,
     **float_cpp.HELPERS,
     **double_cpp.HELPERS,
 }

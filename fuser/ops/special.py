@@ -85,5 +85,21 @@ BINARY = (
         "ldexp", 2, torch.ldexp, "{0} * fuser_exp2_{D}({1})", "({0} * libdevice.exp2({1}))", FLOATS, cost=12, ulps=2.0,
     ),
 )  # fmt: skip
-SPECIAL = (_unary("entr", torch.special.entr, (0.0, 9.0), "fuser_entr({0})"),)
+_sp = torch.special
+SPECIAL = (
+    _unary("entr", _sp.entr, (0.0, 9.0), "fuser_entr({0})"),
+    *(
+        OpRow(name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton, FLOATS, cost=cost, domain=domain, ulps=4.0)
+        for name, eval, triton, cost, domain in (
+            ("lgamma", torch.lgamma, "libdevice.lgamma({0})", 60, (0.0, 30.0)),
+            ("digamma", torch.digamma, None, 120, (0.0, 30.0)),
+            ("erfinv", torch.erfinv, "libdevice.erfinv({0})", 120, (-1.0, 1.0)),
+            ("i0", _sp.i0, "libdevice.cyl_bessel_i0({0})", 150, (-60.0, 60.0)),
+            ("i0e", _sp.i0e, None, 150, (-60.0, 60.0)),
+            ("i1", _sp.i1, "libdevice.cyl_bessel_i1({0})", 150, (-60.0, 60.0)),
+            ("i1e", _sp.i1e, None, 150, (-60.0, 60.0)),
+        )
+    ),
+    OpRow("zeta", 2, _sp.zeta, "fuser_zeta_{D}({0}, {1})", None, FLOATS, cost=300, domain=(1.1, 20.0), ulps=4.0),
+)
 ROWS = (*ELEMENTARY, *BINARY, *SPECIAL)

@@ -21,6 +21,12 @@ def _remainder(a: Any, b: Any) -> Any:
     return r + b if r != 0 and (r < 0) != (b < 0) else r
 
 
+def _zeta(s: Any, q: Any) -> Any:
+    if not (1 < s < 60 and 0 < q < 1e4):
+        raise ValueError("slow to compute")
+    return mp.zeta(s, q)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / mp.sqrt(x),
     "exp_down": lambda x: mp.exp(x),
@@ -39,6 +45,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "xlog1py": lambda x, y: x * mp.log1p(y) if x else mp.mpf(0),
     "ldexp": lambda x, y: x * mp.mpf(2) ** y if y < 1024 else mp.inf,  # eager multiplies by 2^y, which overflows
     "atan2": lambda y, x: mp.atan2(y, x) if x or y else mp.nan,  # mpmath has no signed zeros
+    "lgamma": lambda x: mp.log(abs(mp.gamma(x))),
+    "digamma": lambda x: mp.digamma(x),
+    "erfinv": lambda x: mp.erfinv(x),
+    "i0": lambda x: mp.besseli(0, x),
+    "i0e": lambda x: mp.besseli(0, x) * mp.exp(-abs(x)),
+    "i1": lambda x: mp.besseli(1, x),
+    "i1e": lambda x: mp.besseli(1, x) * mp.exp(-abs(x)),
+    "zeta": _zeta,
     "entr": lambda x: -x * mp.log(x) if x else mp.mpf(0),
     **{
         name: getattr(mp, name)
@@ -49,8 +63,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Sums whose terms may cancel: their ulps are those of the largest argument, which is as well as a rounded sum can do.
-CANCELLING = ("logaddexp", "logaddexp2")
+# Sums whose terms may cancel, functions with zeros: their ulps are those of the largest argument, which is as well as a rounded sum can do.
+CANCELLING = ("logaddexp", "logaddexp2", "lgamma", "digamma")
 # Values that are added to 1 or taken from it: their ulps are those of 1.
 ABSOLUTE = ("normal_cdf",)
 
