@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,8 @@ def test_reductions_of_layouts(layout):
         functions[f"argmax{d}"] = lambda a, d=d: a.argmax(d, keepdim=True)
     if a.dim() > 2:
         functions["mean02"] = lambda a: a.mean((0, 2))
-    check_all(list(functions), list(functions.values()), a, floor=True)
+    # A sum of n numbers of size 3 is as exact as a number of size 3 sqrt(n) can be.
+    check_all(list(functions), list(functions.values()), a, floor=3 * math.sqrt(max(a.numel(), 1)))
 
 
 def test_one_kernel_for_all_sizes():
