@@ -79,7 +79,7 @@ def test_reductions_of_layouts(layout):
     if a.dim() > 2:
         functions["mean02"] = lambda a: a.mean((0, 2))
     # A sum of n numbers of size 3 is as exact as a number of size 3 sqrt(n) can be.
-    check_all(list(functions), list(functions.values()), a, floor=3 * math.sqrt(max(a.numel(), 1)))
+    check_all(list(functions), list(functions.values()), a, floor=3 * math.sqrt(max(a.numel(), 1)), slack=2)
 
 
 def test_one_kernel_for_all_sizes():

@@ -63,7 +63,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Sums whose terms may cancel, functions with zeros: their ulps are those of the largest argument, which is as well as a rounded sum can do.
+# Sums whose terms may cancel, functions with zeros: their ulps are those of the largest argument, which is as well
+# as a rounded sum can do.
 CANCELLING = ("logaddexp", "logaddexp2", "lgamma", "digamma")
 # Values that are added to 1 or taken from it: their ulps are those of 1.
 ABSOLUTE = ("normal_cdf",)
