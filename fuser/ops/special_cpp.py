@@ -45,6 +45,7 @@ _function(
   if (s == 1) return __builtin_inf();
   if (s < 1) return __builtin_nan("");
   if (q <= 0 && q == __builtin_floor(q)) return __builtin_inf();
+  if (s == __builtin_inf() && q <= 1) return q == 1 ? 1.0 : s;
   if ((q <= 0 && s != __builtin_floor(s)) || !(s < __builtin_inf() && q < __builtin_inf())) return __builtin_nan("");
   const double bernoulli[] = {1.0 / 12, -1.0 / 720, 1.0 / 30240, -1.0 / 1209600, 1.0 / 47900160,
     -691.0 / 1307674368000.0, 1.0 / 74724249600.0, -3617.0 / 10670622842880000.0};
