@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError
 from fuser.frontends import training
 from fuser.frontends.functional import compile_functional
@@ -27,6 +28,7 @@ __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backen
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_RECORDED_MODES = ("reduce-overhead", "max-autotune")
 Function = Callable[..., Any]
 
 
@@ -35,13 +37,15 @@ def fuser_backend(
 ) -> Function:
     """Compile a graph captured by dynamo; called by `torch.compile`.
 
-    `options` are settings of `fuser.config` for this graph alone. `mode` is accepted for the sake of scripts that set
-    it, and changes nothing. ConfigError for an unknown setting, value or mode.
+    `options` are settings of `fuser.config` for this graph alone. The modes "reduce-overhead" and "max-autotune" record
+    calls on CUDA tensors as CUDA graphs; others change nothing. ConfigError for an unknown setting, value or mode.
     """
     checked = _checked_options(options or {}, mode)
     heap.keep_warm()
     with config.override(**checked), _no_collection():
         function = _compile(gm, example_inputs, checked)
+    if mode in _RECORDED_MODES:
+        function = Recorded(function)
     return _with_options(function, checked) if checked else function
 
 
