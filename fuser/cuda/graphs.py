@@ -8,6 +8,7 @@ is made, up to a bound, beyond which calls run as they would without graphs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class Recorded:
             except Exception as e:
                 said = str(e).strip().splitlines()
                 known.reason = f"it cannot be recorded: {said[0] if said else type(e).__name__}"
+                _recover()
                 return self._plain(args, known.reason)
             known.recordings.append(free)
             self.n_recordings += 1
@@ -168,6 +170,14 @@ class Recorded:
         recording = Recording(graph, inputs, results, single)
         recording.idle = [_references(r) for r in results if isinstance(r, torch.Tensor)]
         return recording
+
+
+def _recover() -> None:
+    """A recording that failed leaves torch's random generator as if it still went on; one that succeeds ends that."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.empty(1, device="cuda").zero_()
 
 
 def _version(a: Any) -> int | None:

@@ -119,7 +119,7 @@ def online_phases(plan: KernelPlan) -> dict[int, Online]:
 def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     """The maximum `m` of some float32 `x` if `total` sums `exp(x - m)`."""
     e = plan.rows[total.row]
-    if total.kind != "sum" or e.op != "exp" or e.dtype is not torch.float32:
+    if total.kind != "sum" or e.op not in ("exp", "exp_down") or e.dtype is not torch.float32:
         return None
     difference = plan.rows[e.args[0]]
     if difference.op != "sub":
@@ -129,11 +129,6 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
         return None
     r = plan.reductions[plan.rows[m].attr]
     return r if r.kind == "max" and r.row == x else None
-
-
-def is_sum_above_maximum(plan: KernelPlan, r: Reduce) -> bool:
-    """Whether `r` sums `exp(x - maximum of x)`."""
-    return _subtracted_maximum(plan, r) is not None
 
 
 def _passes(plan: KernelPlan, online: bool) -> int:

@@ -33,8 +33,9 @@ class Looped:
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
         self.bounds = bounds
-        # Neighbouring elements that one thread has, and folds before they join its running maximum and sum.
+        # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
+        self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
         one_row = len(nest.layout.dims) == 1 and bounds is None
         self.online: dict[int, Online] = online_phases(self.plan) if one_row else {}
 
@@ -155,7 +156,7 @@ class Looped:
     # -- maximum and sum of exponentials in one pass -----------------------------------------------------------------
     def start_online(self, o: Online) -> None:
         """A running maximum and sum for each thread's lanes."""
-        shape, k = f"[{self.dim.block // self.lane}]", o.maximum.number
+        shape, k = f"[{self.threads}]", o.maximum.number
         self.out.add(f"high{k} = tl.full({shape}, float('-inf'), tl.float32)")
         self.out.add(f"total{k} = tl.full({shape}, 0.0, tl.float32)")
 
@@ -163,13 +164,14 @@ class Looped:
         """Take in a block: where the maximum grows, the sum so far shrinks."""
         k = o.maximum.number
         values, _ = self.nest.reduced_inputs(o.maximum)
-        self.out.add(f"lane{k} = tl.reshape({values}, [{self.dim.block // self.lane}, {self.lane}])")
-        self.out.add(f"best{k} = tl.reduce(lane{k}, 1, fuser_combine_max)")
+        rounds = self.dim.block // (self.lane * self.threads)
+        self.out.add(f"lane{k} = tl.reshape({values}, [{rounds}, {self.threads}, {self.lane}])")
+        self.out.add(f"best{k} = tl.reduce(tl.reduce(lane{k}, 2, fuser_combine_max), 0, fuser_combine_max)")
         self.out.add(f"best{k} = {triton_combine('max', torch.float32, f'best{k}', f'high{k}')}")
         # Nothing but -inf so far: any finite number keeps exp(-inf - it) at 0.
         self.out.add(f"from{k} = tl.where(best{k} == float('-inf'), 0.0, best{k})")
-        old, new = self._exp(f"high{k} - from{k}"), self._exp(f"lane{k} - from{k}[:, None]")
-        self.out.add(f"total{k} = total{k} * {old} + tl.sum({new}, 1)")
+        old, new = self._exp(f"high{k} - from{k}"), self._exp(f"lane{k} - from{k}[None, :, None]")
+        self.out.add(f"total{k} = total{k} * {old} + tl.sum(tl.sum({new}, 2), 0)")
         self.out.add(f"high{k} = best{k}")
 
     def _exp(self, text: str) -> str:

@@ -12,7 +12,6 @@ from fuser.cuda.layout import (
     Dim,
     Layout,
     blocks,
-    is_sum_above_maximum,
     pointwise_layout,
     reduction_layout,
 )  # fmt: skip
@@ -179,15 +178,8 @@ class Nest:
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
                 return triton_convert(torch.float32, row.attr, args[0])
-        if row.op == "div" and self.fast and self._sums_exponentials(row.args[1]):
-            return f"{args[0]} * (1.0 / {args[1]})"
         dtype = self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype
         return triton_cell(row.op, dtype, self.fast, *args)
-
-    def _sums_exponentials(self, n: int) -> bool:
-        """Whether row `n` is a sum of `exp(x - maximum)`: at least 1, so its reciprocal is harmless."""
-        row = self.plan.rows[n]
-        return row.op == "reduced" and is_sum_above_maximum(self.plan, self.plan.reductions[row.attr])
 
     def emit(self, n: int) -> None:
         """The statements of row `n`."""

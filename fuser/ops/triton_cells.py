@@ -45,6 +45,7 @@ FAST_CELLS = {
     "reciprocal": "(1.0 / {0})",
     "sqrt": "tl.sqrt({0})",
     "exp": "libdevice.exp2({0} * 1.4426950408889634)",
+    "exp_down": "libdevice.exp2({0} * 1.4426950408889634)",
     "log": "tl.log({0})",
     "log2": "tl.log2({0})",
     "sigmoid": "libdevice.fast_dividef(1.0, 1.0 + libdevice.exp2({0} * -1.4426950408889634))",
