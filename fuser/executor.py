@@ -26,7 +26,7 @@ from fuser.verify import MISS as _MISS
 from fuser.verify import Trials
 
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
-MAX_VARIANTS = 8
+MAX_VARIANTS = 24
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float)
 

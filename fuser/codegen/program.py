@@ -61,7 +61,10 @@ class ProgramBuilder:
 
     def guard(self, relation: str, a: Expr, b: Expr) -> None:
         """Take only arguments for which `a relation b` holds ("eq", "ne", "lt", "le")."""
-        code = relation_program(relation, self.ctx.canon(a), self.ctx.canon(b), self.slots)
+        a, b = self.ctx.canon(a), self.ctx.canon(b)
+        if a.as_int() is not None and b.as_int() is not None:
+            return
+        code = relation_program(relation, a, b, self.slots)
         if code not in self.guards:
             self.guards.append(code)
 

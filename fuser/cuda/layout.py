@@ -148,11 +148,12 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
-        looped, least = tiles.LOOPED_COLUMNS[narrowest(plan)], 4
+        looped, least = tiles.LOOPED_COLUMNS[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
-        looped, least = tiles.LOOPED_ROW if _passes(plan, True) == 1 else tiles.LOOPED_ROW_AGAIN, 16
+        looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else tiles.LOOPED_ROW_AGAIN
+        least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
     guards: list[Guard] = []
     if tile is None or loop:
@@ -190,16 +191,32 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     dtypes = dict(plan.buffers)
     sizes = [dtypes[r.attr[0]].itemsize for r in plan.rows if r.op == "load"]
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
-    n_others = 1
-    for a in others:
-        n_others *= a.hint
-    tile = tiles.pointwise(n_others, vector.hint, sizes)
-    if not others or vector.hint < 16:
-        return Layout([], [Dim(axes, tile.outer * tile.inner, "x")], tile.warps)
+    total = product(a.size for a in axes)
+    elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
+    short = vector.hint < tiles.SHORT_VECTOR
+    if not others or short:
+        return Layout([], [Dim(axes, elements, "x")], tiles.POINTWISE_WARPS, guards)
+    tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements)
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
-        return Layout(others, [inner], tile.warps)
-    return Layout([], [Dim(others, tile.outer, "y"), inner], tile.warps)
+        return Layout(others, [inner], tile.warps, guards)
+    return Layout([], [Dim(others, tile.outer, "y"), inner], tile.warps, guards)
+
+
+def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx: Context) -> tuple[int, list[Guard]]:
+    """Elements of a program, and which sizes that and the tile's shape are good for."""
+    elements = tiles.pointwise_elements(itemsizes)
+    enough = expr(elements * 2 * tiles.MULTIPROCESSORS)
+    many = ctx.hint(total) >= ctx.hint(enough)
+    guards: list[Guard] = [("le", enough, total) if many else ("lt", total, enough)]
+    elements = elements if many else tiles.SMALL_ELEMENTS
+    if vector is not None:
+        n = ctx.hint(vector)
+        bounds = [b for b in (tiles.SHORT_VECTOR, elements) if n >= b]
+        guards += [("le", expr(bounds[-1]), vector)] if bounds else []
+        above = [b for b in (tiles.SHORT_VECTOR, elements) if n < b]
+        guards += [("lt", vector, expr(above[0]))] if above else []
+    return elements, guards
 
 
 def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:

@@ -31,7 +31,11 @@ POINTWISE_WARPS = 4
 POINTWISE_ELEMENTS = {1: 2048, 2: 2048, 4: 1024, 8: 512}
 TRANSPOSED = Tile(64, 64, 8)
 
+SMALL_ELEMENTS = 256  # of a pointwise program where there is too little work to fill the device twice with larger ones
+SHORT_VECTOR = 16  # a vector axis shorter than this is no dim of its own
+
 # Rows up to this length are held in registers: (longest, elements of a program, warps).
+SHORTEST_ROW, SHORTEST_COLUMN = 64, 16  # what a program takes for all shorter ones
 PERSISTENT: tuple[tuple[int, int, int], ...] = (
     (128, 1024, 4),
     (512, 2048, 4),
@@ -62,13 +66,14 @@ SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 
 
-def pointwise(n_outer: int, n_inner: int, itemsizes: Sequence[int]) -> Tile:
-    """The tile for `n_inner` elements along the vector axis and `n_outer` along all others."""
+def pointwise_elements(itemsizes: Sequence[int]) -> int:
+    """Elements of a program that reads and writes elements of these sizes, where there is work for many."""
     elements = POINTWISE_ELEMENTS[min(max(min(itemsizes, default=4), 1), 8)]
-    if len(itemsizes) > 4:
-        elements = max(elements // 2, 512)
-    while elements > 256 and n_outer * n_inner < elements * 2 * MULTIPROCESSORS:
-        elements //= 2
+    return max(elements // 2, 512) if len(itemsizes) > 4 else elements
+
+
+def pointwise(n_outer: int, n_inner: int, elements: int) -> Tile:
+    """The tile of `elements` for `n_inner` elements along the vector axis and `n_outer` along all others."""
     inner = min(power_of_two(n_inner), elements)
     while inner > 64 and -(-n_inner // inner) * inner > 1.07 * n_inner:
         inner //= 2
@@ -77,7 +82,7 @@ def pointwise(n_outer: int, n_inner: int, itemsizes: Sequence[int]) -> Tile:
 
 def persistent_row(n: int, n_loads: int) -> Tile | None:
     """The tile that holds whole rows of the class of `n` in registers, if they fit."""
-    length = max(power_of_two(n), 16)
+    length = max(power_of_two(n), SHORTEST_ROW)
     for longest, elements, warps in PERSISTENT:
         if length <= longest:
             if length * n_loads > 4 * PERSISTENT[-1][0]:
@@ -88,7 +93,7 @@ def persistent_row(n: int, n_loads: int) -> Tile | None:
 
 def persistent_column(n: int) -> Tile | None:
     """The tile that holds whole reduced axes of the class of `n` for a few neighbouring results, if they fit."""
-    length = max(power_of_two(n), 4)
+    length = max(power_of_two(n), SHORTEST_COLUMN)
     for longest, results, warps in PERSISTENT_COLUMNS:
         if length <= longest:
             return Tile(results, length, warps)
