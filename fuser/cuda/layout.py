@@ -189,7 +189,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         rest = [a for a in others if a is not across]
         return Layout(rest, [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")], tile.warps)
     dtypes = dict(plan.buffers)
-    sizes = [dtypes[r.attr[0]].itemsize for r in plan.rows if r.op == "load"]
+    along = [plan.rows[i] for i, syms in enumerate(plan.varies) if vector.sym in syms]
+    sizes = [dtypes[r.attr[0]].itemsize for r in along if r.op == "load"]
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)

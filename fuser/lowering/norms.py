@@ -265,12 +265,15 @@ def _native(
 ) -> Statistics:  # fmt: skip
     statistics_of_cpu(ctx, x, (weight, bias, mean, var))
     out, m, r, _ = batch_norm(ctx, x, weight, bias, mean, var, training, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
-    if not training:  # the CPU's kernels return empty statistics, whatever the shape function says
-        if ctx.device_type == "cpu":
-            ctx.meta = (ctx.meta[0], *(t.new_empty(0) for t in ctx.meta[1:3]))
-            m, r = (ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
-            return out, m, r
-        raise Unsupported("the statistics of batch norm outside of training")
+    # Outside of training the CPU's kernels return empty statistics, CUDA's those used, whatever shape functions say.
+    if not training and ctx.device_type == "cpu":
+        ctx.meta = (ctx.meta[0], *(t.new_empty(0) for t in ctx.meta[1:3]))
+        m, r = (ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
+        return out, m, r
+    if not training:
+        if ctx.device_type != "cuda":
+            raise Unsupported(f"the statistics of batch norm outside of training on {ctx.device_type}")
+        ctx.meta = (ctx.meta[0], *(t.new_empty(ctx.meta[0].shape[1]) for t in ctx.meta[1:3]))
     return out, in_dtype(ctx, m, ctx.meta[1].dtype), in_dtype(ctx, r, ctx.meta[2].dtype)
 
 
