@@ -21,6 +21,7 @@ from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import Partial, split, split_guards, wants_split
 from fuser.cuda.text import Guard
+from fuser.errors import Unsupported
 from fuser.ops import triton_prelude
 from fuser.scheduler.plan import KernelPlan
 
@@ -37,7 +38,9 @@ class Generated:
 
 
 def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
-    """Triton functions for `plan`."""
+    """Triton functions for `plan`. Unsupported for what has none."""
+    if plan.ordered is not None:
+        raise Unsupported(f"a {plan.ordered.kind} has no Triton kernel")
     if wants_split(plan, ctx):
         return Generated(*split(plan, name, ctx))
     nest = Nest(plan, name, ctx)
