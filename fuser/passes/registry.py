@@ -43,16 +43,16 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "joint_graph",
         "ATen calls by overload, functional: no call writes a tensor, views are explicit, inputs that the program "
-        "writes get their new content by `copy_` at the end or come back as results. In training it holds forward and backward together, before they are "
-        "cut; for inference it is the forward. A node's value is in `meta['val']`.",
+        "writes get their new content by `copy_` at the end or come back as results. In training it holds forward and "
+        "backward together, before they are cut; for inference it is the forward. A node's value is in `meta['val']`.",
         "What shrinks the graph here shrinks forward, backward and what is saved between the two.",
         JOINT_GRAPH,
     ),
     Stage(
         "post_grad",
         "ATen calls, functional, one graph each for inference, forward and backward, the cut between them made. Inputs "
-        "that the program writes are written by `copy_` at the very end. Grouping follows; after it `reinplacing` turns "
-        "those copies into stores of the kernels that compute the values, where nobody else reads the input.",
+        "that the program writes are written by `copy_` at the very end. Grouping follows; after it `reinplacing` "
+        "turns those copies into stores of the kernels that compute the values, where nobody else reads the input.",
         "The graph is final but for what runs where: merging of equal calls, calls of libraries' fused operators, "
         "shapes of calls that suit the grouping.",
         POST_GRAD,
