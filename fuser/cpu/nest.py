@@ -193,12 +193,16 @@ class Nest:
 
     # -- stores past the cache ---------------------------------------------------------------------------------------
     def streams(self, phase: int | None = None) -> list[Store]:
-        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results."""
+        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
+
+        What is also read lies in cache by then.
+        """
         if self.vector is None or self.plan.split:
             return []
         out = []
+        read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
         for s in self.plan.stores:
-            plain = not any(x.kind == INDIRECT for x in symbols(s.address))
+            plain = s.buffer not in read and not any(x.kind == INDIRECT for x in symbols(s.address))
             if plain and self.store_is_full(s) and coefficient(s.address, self.vector.sym) == ONE:
                 out.append(s)
         if len(out) > MOST_STREAMS:
