@@ -79,6 +79,7 @@ class Nest:
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
+        self.guarded = self._only_inside()
         self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it
 
     def _choose_lanes(self) -> int:
@@ -132,6 +133,18 @@ class Nest:
         phases = [s.phase for s in self.plan.stores if self.store_is_full(s)] + [r.phase for r in self.plan.reductions]
         return 1 + max(phases, default=-1)
 
+    def _only_inside(self) -> set[int]:
+        """Loads before the reduced loops that serve nothing outside: without a turn there may be no element."""
+        pending = [m for s in self.plan.stores if not self.store_is_full(s) for m in (s.row, *_indirects(s.address))]
+        outside: set[int] = set()
+        while pending:
+            n = pending.pop()
+            if n not in outside:
+                outside.add(n)
+                pending += self.deps(n)
+        loads = {n for n, row in enumerate(self.plan.rows) if row.op == "load" and not self.is_full(n)}
+        return loads - outside if self.reduced else set()
+
     def ref(self, n: int) -> str:
         """How a row's value is written where it is used."""
         row = self.plan.rows[n]
@@ -154,6 +167,8 @@ class Nest:
         if row.op == "load":
             buffer, (address,) = row.attr
             text = cpp_load(self.dtypes[buffer], f"{buffer}[{self.index(address)}]")
+            if n in self.guarded:
+                args = [f"(!empty & {args[0]})" if args else "!empty"]
             return f"{args[0]} ? {text} : {cpp_constant(0, row.dtype)}" if args else text
         if row.op == "scalar":
             return f"f[{self.bindings.floats[row.attr]}]"
@@ -247,6 +262,9 @@ class Nest:
             self.out.add(f"const i64 {cpp_name(sym)} = s[{self.bindings.slots[sym]}];")
         for a in self.plan.axes:
             self.out.add(f"const i64 n_{a.sym.name} = {cpp_expr(a.size)};")
+        if self.guarded:
+            none = " | ".join(f"(n_{a.sym.name} == 0)" for a in self.red_axes)
+            self.out.add(f"const bool empty = {none};")
         streams = self.streams() if not suffix else []
         if streams:
             width = sum(self.dtypes[s.buffer].itemsize for s in streams)
@@ -403,6 +421,10 @@ class Nest:
         stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
         direct = [int(x.name[1:]) for s in stores for x in symbols(s.address) if x.kind == INDIRECT]
         return [d for n in inner if n not in available for d in self.deps(n)] + self.roots(phase) + direct
+
+
+def _indirects(address: Expr) -> list[int]:
+    return [int(x.name[1:]) for x in symbols(address) if x.kind == INDIRECT]
 
 
 def storage_type(dtype: torch.dtype) -> str:
