@@ -85,3 +85,17 @@ def test_rows_named_by_indices_are_asked_for_ahead(tokens):
     index[-1] = 50
     with pytest.raises(IndexError):
         run(norm, index, table, w)
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 5), (0, 6, 5), (4, 6, 0)])
+def test_an_empty_tensor_in_a_kernel_made_for_an_expanded_one(shape):
+    """Strides of empty tensors mean nothing, so it fits; what the kernel loads outside the empty loop is not there."""
+
+    def total(x):
+        return x.sum(1) + 1
+
+    graph = torch.fx.symbolic_trace(total)
+    key = fuser.register_fusion(graph)
+    for x in (torch.randn(1, 1, 1).expand(4, 6, 5), torch.randn(shape)):
+        (out,) = fuser.run_fusion(key, [x])
+        torch.testing.assert_close(out, total(x))
