@@ -82,6 +82,10 @@ def _read_along(plan: KernelPlan) -> list[int]:
     return [dtypes[b].itemsize for b in read] or [4]
 
 
+def _reduces_double(plan: KernelPlan) -> bool:
+    return any(plan.rows[r.row].dtype is torch.float64 for r in plan.reductions)
+
+
 def narrowest(plan: KernelPlan) -> int:
     """Bytes of the narrowest element that is read along the reduced axes."""
     return min(_read_along(plan))
@@ -152,7 +156,8 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
-        looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else tiles.LOOPED_ROW_AGAIN
+        again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
+        looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
     guards: list[Guard] = []

@@ -48,6 +48,7 @@ PERSISTENT: tuple[tuple[int, int, int], ...] = (
 # Longer ones are looped over, once, or again and again: then few rows are under way, so that the cache holds them.
 LOOPED_ROW = Tile(1, 4096, 8)
 LOOPED_ROW_AGAIN = Tile(1, 16384, 32)
+LOOPED_ROW_DOUBLE = Tile(1, 8192, 32)  # of float64 values, whose registers would not last for more
 # Reductions whose results are neighbours in memory: (longest, results of a program, warps).
 PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
     (16, 64, 4),
