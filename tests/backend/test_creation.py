@@ -18,7 +18,10 @@ KEPT = {
     "not_a_number": lambda x: (x / 0).tril(),
     "like": lambda x: (torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool), torch.full_like(x, 2.5)),
     "new": lambda x: (x.new_zeros(3), x.new_ones((2, 3), dtype=torch.int32), x.new_full((2,), 7)),
-    "filled": lambda x: (torch.fill(x, 3), torch.empty_like(x) * 0 + x, x.new_empty(2, 3).shape[0] + x),
+    # What `empty_like` holds is anything, NaN too, so nothing of it may reach the result.
+    "filled": lambda x: (
+        torch.fill(x, 3), torch.where(x == x, x, torch.empty_like(x)), x.new_empty(2, 3).shape[0] + x
+    ),
 }
 
 
