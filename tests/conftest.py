@@ -33,6 +33,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_CACHE_DIR, ignore_errors=True)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """The same seeds for what a test module draws while it is imported, too."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -245,6 +245,41 @@ def moments(
     return divided(ctx, total, n, wide, correction), mean
 
 
+def shifted_moments(
+    ctx: LoweringContext, x: TensorBox, dims: Dims, wide: torch.dtype, correction: float = 0
+) -> tuple[TensorBox, TensorBox]:
+    """The same in one pass over memory, for a dtype `wide` of twice the precision of `x`.
+
+    Sums of x - first and of its square: as the first element is one of the n, its distance from the mean is at most
+    n variances squared, so that cancellation costs a factor of n of the wide precision and no more.
+    """
+    n, size = count(ctx, x, dims), ctx.size_of(x)
+    load, over = ctx.loader(x, size, wide), set(normal_dims(dims, len(size)))
+
+    def first(index: Index) -> Value:
+        some = ops.gt(number_of(ctx, n, wide), 0.0)
+        start = tuple(ZERO if d in over else e for d, e in enumerate(index))
+        return ops.masked(some, lambda: load(start), 0.0)
+
+    def square(v: Value, index: Index) -> Value:
+        d = ops.sub(v, first(index))
+        return ops.mul(d, d)
+
+    sums = reduce(ctx, "sum", x, dims, True, wide, lambda v, i: ops.sub(v, first(i)))
+    squares = reduce(ctx, "sum", x, dims, True, wide, square)
+    own = ctx.size_of(sums)
+    load_sum, load_squares = ctx.loader(sums, own, wide), ctx.loader(squares, own, wide)
+
+    def mean(i: Index) -> Value:
+        return ops.add(first(i), ops.div(load_sum(i), number_of(ctx, n, wide)))
+
+    def total(i: Index) -> Value:
+        s = load_sum(i)
+        return ops.maximum(ops.sub(load_squares(i), ops.div(ops.mul(s, s), number_of(ctx, n, wide))), 0.0)
+
+    return divided(ctx, ctx.pointwise(own, wide, total), n, wide, correction), ctx.pointwise(own, wide, mean)
+
+
 def divided(ctx: LoweringContext, x: TensorBox, n: Expr, dtype: torch.dtype, correction: float = 0) -> TensorBox:
     """x / (n - correction), with no fewer than zero degrees of freedom, as eager has it"""
     size = ctx.size_of(x)
@@ -277,9 +312,10 @@ def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> 
     dims, correction, keepdim = _correction(args, kwargs)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
-    if x.dtype is torch.float32:
-        wide = torch.float64  # as in eager's kernel
-    var, mean = moments(ctx, x, dims, wide, correction)
+    if x.dtype is torch.float32:  # in float64, as in eager's kernel
+        var, mean = shifted_moments(ctx, x, dims, torch.float64, correction)
+    else:
+        var, mean = moments(ctx, x, dims, wide, correction)
     root = "std" in ctx.op
     first = squeezed(ctx, var, x, dims, keepdim, (lambda v: ops.sqrt(v)) if root else None, 0 if pair else None)
     return (first, squeezed(ctx, mean, x, dims, keepdim, None, 1)) if pair else first
