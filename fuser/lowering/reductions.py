@@ -312,7 +312,7 @@ def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> 
     dims, correction, keepdim = _correction(args, kwargs)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
-    if x.dtype is torch.float32:  # in float64, as in eager's kernel
+    if x.dtype is torch.float32 and ctx.device_type == "cpu":  # in float64, as in eager's kernel there
         var, mean = shifted_moments(ctx, x, dims, torch.float64, correction)
     else:
         var, mean = moments(ctx, x, dims, wide, correction)
