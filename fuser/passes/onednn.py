@@ -112,7 +112,7 @@ _EPILOGUES: dict[Any, Callable[[fx.Node], tuple[str, str] | None]] = {
 }
 
 
-def _only_reader(node: fx.Node) -> fx.Node | None:
+def only_reader(node: fx.Node) -> fx.Node | None:
     """The one node that reads this one, views of it looked through."""
     while len(node.users) == 1:
         (user,) = node.users
@@ -129,7 +129,7 @@ def fold_epilogues(module: fx.GraphModule) -> int:
     for node in list(module.graph.nodes):
         if op is None or node.target is not op or node.args[3] != "none":
             continue
-        reader = _only_reader(node)
+        reader = only_reader(node)
         found = _EPILOGUES[reader.target](reader) if reader is not None and reader.target in _EPILOGUES else None
         if reader is None or found is None:
             continue

@@ -1,0 +1,138 @@
+"""Matmuls on CUDA with what cuBLASLt does behind them: a bias for each column, and gelu's tanh form.
+
+`_addmm_activation(bias, x, w, use_gelu=True)` is one call of cuBLASLt where it can take the operands, and addmm with a
+gelu after it where it cannot. Halves only: cuBLASLt's gelu has the error of a half. A relu is left to a kernel, since
+nothing says that cuBLASLt's keeps NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config
+from fuser.passes.classify import Kind, classify, is_view
+from fuser.passes.onednn import only_reader
+
+aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+_DTYPES = (*_HALVES, torch.float32)
+_KEEP_COLUMNS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """The recorded dense CUDA tensor of a node."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cuda"
+    return value if plain else None
+
+
+def _is_bias(node: Any, columns: Any, dtype: torch.dtype) -> bool:
+    """Whether a node holds one number of `dtype` for each of `columns` columns; equality adds no guard."""
+    value = _value(node)
+    if value is None or value.dim() != 1 or value.dtype is not dtype:
+        return False
+    return isinstance(value.shape[0], int) and isinstance(columns, int) and value.shape[0] == columns > 0
+
+
+def _keeps_columns(node: fx.Node, matmul: fx.Node) -> bool:
+    """Whether `node` is the matmul's result, seen with other leading sizes."""
+    columns = matmul.meta["val"].shape[-1]
+    while node is not matmul:
+        value = _value(node)
+        if node.target not in _KEEP_COLUMNS or value is None or value.dim() == 0:
+            return False
+        if not isinstance(value.shape[-1], int) or value.shape[-1] != columns:
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
+def _bias_of(add: fx.Node, matmul: fx.Node) -> fx.Node | None:
+    """The bias if `add` adds one to each column of `matmul`."""
+    value = matmul.meta["val"]
+    if add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:
+        return None
+    for mine, other in (add.args, add.args[::-1]):
+        if isinstance(mine, fx.Node) and isinstance(other, fx.Node) and _is_bias(other, value.shape[-1], value.dtype):
+            return other if _keeps_columns(mine, matmul) else None
+    return None
+
+
+def _is_gelu(node: fx.Node | None) -> bool:
+    return node is not None and node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh"
+
+
+def _is_left_alone(node: fx.Node) -> bool:
+    """Whether no kernel reads a node's result, so that computing it in a kernel would mean writing and reading it."""
+    for user in node.users:
+        if is_view(user.target):
+            if not _is_left_alone(user):
+                return False
+        elif classify(user).kind is Kind.COMPUTE:
+            return False
+    return True
+
+
+def _comes_before(a: fx.Node, b: fx.Node) -> bool:
+    return a.op in ("placeholder", "get_attr") or a < b
+
+
+def _fold_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`mm` and the addition of a bias that alone reads it as `addmm`, where no kernel goes on from there."""
+    add = only_reader(node)
+    bias = _bias_of(add, node) if add is not None else None
+    if add is None or bias is None or not _comes_before(bias, node):
+        return None
+    if not (_is_gelu(only_reader(add)) or _is_left_alone(add)):
+        return None
+    (source,) = (a for a in add.args if a is not bias)
+    with module.graph.inserting_before(node):
+        new = module.graph.call_function(aten.addmm.default, (bias, *node.args))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    add.replace_all_uses_with(new if source is node else source)  # type: ignore[arg-type]
+    module.graph.erase_node(add)
+    module.graph.erase_node(node)
+    return new
+
+
+def _fold_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
+    """`addmm` with a gelu that alone reads it as one call."""
+    reader = only_reader(node)
+    value = _value(node)
+    if reader is None or not _is_gelu(reader) or value is None or value.dtype not in _HALVES or node.kwargs:
+        return False
+    bias, x, w = node.args
+    source = reader.args[0]
+    assert isinstance(source, fx.Node)
+    if not _is_bias(bias, value.shape[-1], value.dtype) or not _keeps_columns(source, node):
+        return False
+    with module.graph.inserting_before(node):
+        new = module.graph.call_function(aten._addmm_activation.default, (bias, x, w), {"use_gelu": True})
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    reader.replace_all_uses_with(new if source is node else source)
+    module.graph.erase_node(reader)
+    module.graph.erase_node(node)
+    return True
+
+
+def fold_into_cublas(module: fx.GraphModule) -> int:
+    """On CUDA, a bias and a gelu (tanh form) that alone read a matmul become part of cuBLASLt's call."""
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        value = _value(node)
+        if value is None or value.dtype not in _DTYPES:
+            continue
+        matmul: fx.Node | None = node if node.target is aten.addmm.default else None
+        if node.target is aten.mm.default and not node.kwargs:
+            matmul = _fold_bias(module, node)
+            changed += matmul is not None
+        if matmul is not None:
+            changed += _fold_gelu(module, matmul)
+    return changed
