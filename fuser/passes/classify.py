@@ -44,9 +44,9 @@ _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
 _CREATION = frozenset({"aten.full", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "prims.iota"})
 # Library calls: kernels of their own would be slower, so they are not even asked for.
 _LIBRARY_OPS = (
-    "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot aten.addmv aten.convolution "
-    "aten._convolution aten.conv1d aten.conv2d aten.conv3d aten._scaled_dot_product_flash_attention_for_cpu "
-    "mkldnn._linear_pointwise mkldnn._convolution_pointwise"
+    "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot "
+    "aten.addmv aten.convolution aten._convolution aten.conv1d aten.conv2d aten.conv3d "
+    "aten._scaled_dot_product_flash_attention_for_cpu mkldnn._linear_pointwise mkldnn._convolution_pointwise"
 )
 LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), "a library's kernel does this better")
 _BARE_DTYPES = frozenset(
