@@ -45,6 +45,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core"),
     Setting("max_body_rows", 256, "most rows of one fused loop body", key=True),
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
+    Setting(
+        "deterministic", "torch", "'yes': no sums by atomics; 'torch': as torch asks when a graph is registered",
+        key=True, choices=("torch", "yes", "no"),
+    ),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),
@@ -119,7 +123,14 @@ class Config(types.ModuleType):
 
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""
-        return tuple((s.name, getattr(self, s.name)) for s in SETTINGS if s.key)
+        found = {s.name: getattr(self, s.name) for s in SETTINGS if s.key}
+        found["deterministic"] = "yes" if self.is_deterministic() else "no"
+        return tuple(found.items())
+
+    def is_deterministic(self) -> bool:
+        """Whether results may hang on no order of threads."""
+        asks = sys.modules["torch"].are_deterministic_algorithms_enabled() if "torch" in sys.modules else False
+        return self.deterministic == "yes" or self.deterministic == "torch" and asks
 
 
 if TYPE_CHECKING:  # the table's names are known at run time only

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from fuser.cuda.layout import Context
 from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
+from fuser.cuda.ordered import write_ordered
 from fuser.cuda.split import Partial, split, split_guards, wants_split
 from fuser.cuda.text import Guard
-from fuser.errors import Unsupported
 from fuser.ops import triton_prelude
 from fuser.scheduler.plan import KernelPlan
 
@@ -40,7 +40,7 @@ class Generated:
 def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
     """Triton functions for `plan`. Unsupported for what has none."""
     if plan.ordered is not None:
-        raise Unsupported(f"a {plan.ordered.kind} has no Triton kernel")
+        return Generated(*write_ordered(plan, name, ctx))
     if wants_split(plan, ctx):
         return Generated(*split(plan, name, ctx))
     nest = Nest(plan, name, ctx)

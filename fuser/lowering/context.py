@@ -238,7 +238,6 @@ class LoweringContext:
         inner_fn: Callable[[Index], tuple[Value, Sequence[Expr]]], combine: str = "",
     ) -> None:  # fmt: skip
         """One more loop on `target`'s buffer: over `size`, in order, a value and the index where it goes."""
-        self._only_on_cpu("a scatter")
         buffer = target.storage.buffer
         size = tuple(self.canon(s) for s in size)
 
@@ -254,7 +253,6 @@ class LoweringContext:
         order: tuple[int, ...] | None = None,
     ) -> TensorBox:  # fmt: skip
         """A tensor of `size`: at each place, `kind` of the values of `inner_fn` up to it along `dim`."""
-        self._only_on_cpu("a scan")
         buffer = self.new_buffer(dtype, size, order)
         rank = len(buffer.size)
         dims = [*(d for d in range(rank) if d != dim), dim]
@@ -264,10 +262,6 @@ class LoweringContext:
         where = tuple(variables[place[d]] for d in range(rank))
         buffer.loops.append(Scan(tuple(buffer.size[d] for d in dims), body, where, kind))
         return TensorBox(StorageBox(buffer))
-
-    def _only_on_cpu(self, what: str) -> None:
-        if self.device_type != "cpu":
-            raise Unsupported(f"{what} has a generator on the CPU only", self.origin)
 
     # -- operands ----------------------------------------------------------------------------------------------------
     def input_tensor(self, number: int, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr]) -> TensorBox:

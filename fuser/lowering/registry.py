@@ -11,7 +11,7 @@ Lowering = Callable[..., Any]
 _F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
-CPU_ONLY: dict[str, str] = {}  # operators that only the CPU's generator spells so far, with the reason
+ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # operators that other devices than the CPU may refuse, and why
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
 
 
@@ -35,9 +35,9 @@ def refuse(reason: str, *names: str) -> None:
     REFUSED.update(dict.fromkeys(names, reason))
 
 
-def only_on_cpu(reason: str, *names: str) -> None:
-    """Leave operators to ATen on other devices, with the reason."""
-    CPU_ONLY.update(dict.fromkeys(names, reason))
+def ask_elsewhere(reason: Callable[[], str | None], *names: str) -> None:
+    """Leave operators to ATen on other devices than the CPU wherever `reason()` gives one."""
+    ELSEWHERE.update(dict.fromkeys(names, reason))
 
 
 def find(name: str) -> Lowering | None:
@@ -52,8 +52,8 @@ def supports(name: str, device_type: str = "cpu") -> str | None:
     """None if the operator can be lowered for a device, else why not."""
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
     if find(name) is not None:
-        return CPU_ONLY.get(packet) if device_type != "cpu" else None
+        return ELSEWHERE[packet]() if device_type != "cpu" and packet in ELSEWHERE else None
     return REFUSED.get(packet, f"no lowering for {packet}")
 
 
-__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "find", "lower", "only_on_cpu", "refuse", "supports"]
+__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find", "lower", "refuse", "supports"]

@@ -13,34 +13,20 @@ import torch
 
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, ops
-from fuser.ir.nodes import Index, Scatter, TensorBox
+from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
+from fuser.lowering.atomics import Target, target, why_not_atomic
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.indexing import Indexed, index_tensor, place
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import lower, only_on_cpu, refuse
+from fuser.lowering.registry import ask_elsewhere, lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.selection import select
 from fuser.lowering.views import unsqueeze_box, wrap_dim
 from fuser.ops import REDUCTIONS
 
-Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
 # How eager names a way to combine: a row of `ops.REDUCTIONS`.
 COMBINE = {"sum": "sum", "add": "sum", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
-
-
-def started(ctx: LoweringContext, x: TensorBox) -> TensorBox:
-    """A tensor with the values of `x` to write into: `x` itself if loops made it that nothing else will read."""
-    buffer = x.storage.buffer
-    if x.view is None and ctx.claims[id(x.storage)] == 1 and buffer.loops and isinstance(buffer.loops[-1], Scatter):
-        ctx.claims[id(x.storage)] = 0  # the one reader is this node
-        ctx.buffers.remove(buffer)  # what is to come reads buffers made since
-        ctx.buffers.append(buffer)
-        return TensorBox(x.storage)
-    size = ctx.size_of(x)
-    out = ctx.empty(size, x.dtype, ctx.order_of_meta())
-    ctx.into_slice(out, size, ctx.loader(x, size, x.dtype), lambda index: index)
-    return out
 
 
 def combined(how: str) -> str:
@@ -92,12 +78,12 @@ def scattered(
     """`src` written into `x`; if `fresh`, what `x` has at the places written to does not count."""
     how = Spread(ctx, x, dim, index)
     load = how.source(ctx, src, x.dtype)
-    out = started(ctx, x)
+    out = target(ctx, x, combine)
     if fresh and combine:
         start = REDUCTIONS[combine].identity(x.dtype)
-        ctx.scatter_into(out, how.size, lambda i: (ops.constant(start, x.dtype), how.at(i)))
-    ctx.scatter_into(out, how.size, lambda i: (load(i), how.at(i)), combine)
-    return out
+        out.put(how.size, lambda i: (ops.constant(start, x.dtype), how.at(i)), combine=False)
+    out.put(how.size, lambda i: (load(i), how.at(i)))
+    return out.result()
 
 
 @lower("aten.scatter")
@@ -143,11 +129,11 @@ def along(
     def at(i: Index) -> tuple[Expr, ...]:
         return (*i[:dim], place(load((i[dim],)), own[dim], wraps), *i[dim + 1 :])
 
-    out = started(ctx, x)
+    out = target(ctx, x, combine)
     if start is not None:
-        ctx.scatter_into(out, domain, lambda i: (ops.constant(start, x.dtype), at(i)))
-    ctx.scatter_into(out, domain, lambda i: (value(i), at(i)), combine)
-    return out
+        out.put(domain, lambda i: (ops.constant(start, x.dtype), at(i)), combine=False)
+    out.put(domain, lambda i: (value(i), at(i)))
+    return out.result()
 
 
 @lower("aten.index_add")
@@ -204,9 +190,9 @@ def lower_index_put(
     how = Indexed(ctx, x, indices)
     load = cast_loader(ctx, values, how.size, x.dtype)
     ctx.broadcast_sizes([how.size, ctx.size_of(values)])
-    out = started(ctx, x)
-    ctx.scatter_into(out, how.size, lambda i: (load(i), how.at(i)), "sum" if accumulate else "")
-    return out
+    out = target(ctx, x, "sum" if accumulate else "")
+    out.put(how.size, lambda i: (load(i), how.at(i)))
+    return out.result()
 
 
 def _put_where(
@@ -232,10 +218,9 @@ def lower_put(
     flat = reshape_box(ctx, x, [count])
     load = cast_loader(ctx, reshape_box(ctx, source, size), size, x.dtype)
     where = ctx.loader(index, size, torch.int64)
-    out = ctx.empty([count], x.dtype)
-    ctx.into_slice(out, [count], ctx.loader(flat, [count], x.dtype), lambda i: i)
-    ctx.scatter_into(out, size, lambda i: (load(i), (place(where(i), count),)), "sum" if accumulate else "")
-    return reshape_box(ctx, out, ctx.size_of(x))
+    out = Target(ctx, [count], x.dtype, ctx.loader(flat, [count], x.dtype), "sum" if accumulate else "")
+    out.put(size, lambda i: (load(i), (place(where(i), count),)))
+    return reshape_box(ctx, out.result(), ctx.size_of(x))
 
 
 @lower("aten.embedding_dense_backward")
@@ -250,8 +235,7 @@ def lower_embedding_backward(
     load = ctx.loader(grad, own, grad.dtype)
     where = ctx.loader(index_tensor(indices), own[:n], torch.int64)
     padding, size = ctx.specialise(padding_idx), (count, own[-1])
-    out = ctx.empty(size, result_dtype(ctx))
-    ctx.into_slice(out, size, lambda i: ops.constant(0, grad.dtype), lambda i: i)
+    out = Target(ctx, size, result_dtype(ctx), lambda i: ops.constant(0, grad.dtype), "sum")
 
     def put(i: Index) -> tuple[Value, Sequence[Expr]]:
         row, value = where(i[:n]), load(i)
@@ -259,15 +243,15 @@ def lower_embedding_backward(
             value = ops.where(ops.eq(row, padding), ops.constant(0, grad.dtype), value)
         return value, (place(row, count, wraps=False), i[-1])
 
-    ctx.scatter_into(out, own, put, "sum")
-    return out
+    out.put(own, put)
+    return out.result()
 
 
-only_on_cpu(
-    "writing at computed places has a generator on the CPU only", "aten.scatter", "aten.scatter_add",
-    "aten.scatter_reduce", "aten.index_add", "aten.index_copy", "aten.index_reduce", "aten.index_fill",
-    "aten.index_put", "aten._unsafe_index_put", "aten.put", "aten.embedding_dense_backward",
+ask_elsewhere(
+    why_not_atomic, "aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_add", "aten.index_copy",
+    "aten.index_reduce", "aten.index_fill", "aten.index_put", "aten._unsafe_index_put", "aten.put",
+    "aten.embedding_dense_backward",
 )  # fmt: skip
 refuse("it writes overlapping windows", "aten.unfold_backward", "aten.col2im", "aten.as_strided_scatter")
 
-__all__ = ["along", "scattered", "started"]
+__all__ = ["along", "scattered"]

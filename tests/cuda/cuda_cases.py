@@ -97,9 +97,90 @@ EXTRA = (
     Case("integers", lambda x: (x * 3 - 1) // 2 + x % 5, lambda i: (i.below(100, 77),)),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
 )
+
+
+def whole(inputs: Inputs, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers: their sums are exact in any order."""
+    return (inputs.below(17, *size) - 8).to(dtype)
+
+
+def with_nan(t: torch.Tensor) -> torch.Tensor:
+    """NaN of both signs in the first two places, -inf and inf in the next."""
+    flat = t.flatten()
+    nan = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32, device=t.device).view(torch.float32)
+    return torch.cat([nan.to(t.dtype), torch.tensor([-torch.inf, torch.inf]).to(t), flat[4:]]).reshape(t.shape)
+
+
+def two(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator on x, an index and values, beside one that reads its result."""
+    return lambda x, i, y: (lambda out: (out, out * 2))(op(x, i, y))
+
+
+def reduced_into(how: str, include_self: bool = True) -> Callable[..., Any]:
+    return lambda x, i, y: x.scatter_reduce(1, i, y, how, include_self=include_self)
+
+
+def embedding_gradient(g: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.embedding_dense_backward(g, i, 30, 3, False)
+
+
+def put_rows(accumulate: bool) -> Callable[..., Any]:
+    return lambda x, i, y: torch.ops.aten.index_put(x, [i], y, accumulate)
+
+
+def put_apart(x: torch.Tensor, i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.index_put(x, [i, None, i], y, True)
+
+
+def different(inputs: Inputs, bound: int, n: int) -> torch.Tensor:
+    """Places that are all different, counted from the end in part."""
+    return (torch.arange(n, device=inputs.device) * 7) % bound - bound // 2
+
+
+SCATTERS = (
+    Case("index_add", two(lambda x, i, y: x.index_add(0, i, y)),
+         lambda i: (whole(i, 50, 33), i.below(50, 200), whole(i, 200, 33))),
+    Case("index_add/scaled", lambda x, i, y: torch.index_add(x, 1, i, y, alpha=2).relu(),
+         lambda i: (whole(i, 20, 33), i.below(33, 50).int(), whole(i, 20, 50))),
+    Case("index_add/bf16", lambda x, i, y: x.index_add(0, i, y) * 0.5,
+         lambda i: (whole(i, 40, 60, dtype=BF16), i.below(40, 7), whole(i, 7, 60, dtype=BF16))),
+    Case("index_add/one", lambda x, i, y: x.index_add(0, i.expand(9), y),
+         lambda i: (whole(i, 12), i.below(12, 1), whole(i, 1).expand(9))),
+    Case("index_add/int8", lambda x, i, y: x.index_add(0, i, y),
+         lambda i: (whole(i, 12, 5, dtype=torch.int8), i.below(12, 90), whole(i, 90, 5, dtype=torch.int8))),
+    Case("index_add/int64", lambda x, i, y: x.index_add(0, i, y),
+         lambda i: (whole(i, 12, 5, dtype=torch.int64), i.below(12, 90), whole(i, 90, 5, dtype=torch.int64))),
+    Case("index_copy", lambda x, i, y: x.index_copy(0, i, y) + 1,
+         lambda i: (i.normal(50, 33), different(i, 50, 20) + 25, i.normal(20, 33))),
+    Case("index_fill", lambda x, i: x.index_fill(1, i, 2.5) - x, lambda i: (i.normal(20, 33), different(i, 33, 9))),
+    Case("index_put", put_rows(False), lambda i: (i.normal(50, 33), different(i, 50, 20), i.normal(20, 33))),
+    Case("index_put/sum", put_rows(True), lambda i: (whole(i, 50, 33), i.below(99, 200) - 49, whole(i, 200, 33))),
+    Case("index_put/apart", put_apart, lambda i: (whole(i, 9, 4, 9), i.below(9, 70), whole(i, 70, 4))),
+    Case("scatter", lambda x, i, y: x.scatter(0, i, y), lambda i: (
+        i.normal(30, 20), (different(i, 30, 10) + 15)[:, None].expand(10, 20), i.normal(10, 20))),
+    Case("scatter_add", two(lambda x, i, y: x.scatter_add(1, i, y)),
+         lambda i: (whole(i, 20, 33), i.below(33, 20, 90), whole(i, 20, 90))),
+    Case("scatter_add/outer", lambda x, i, y: x.scatter_add(0, i, y),
+         lambda i: (whole(i, 20, 33), i.below(20, 90, 33), whole(i, 90, 33))),
+    Case("scatter_add/double", lambda x, i, y: x.scatter_add(0, i, y),
+         lambda i: (whole(i, 20, dtype=torch.float64), i.below(20, 900), whole(i, 900, dtype=torch.float64))),
+    Case("scatter_amax", reduced_into("amax"), lambda i: (
+        with_nan(i.normal(20, 33)), i.below(33, 20, 90), with_nan(i.normal(20, 90)))),
+    Case("scatter_amin", reduced_into("amin"), lambda i: (
+        with_nan(i.normal(20, 33)), i.below(33, 20, 90), with_nan(i.normal(20, 90)))),
+    Case("scatter_amin/new", reduced_into("amin", False), lambda i: (
+        i.normal(20, 33, dtype=BF16), i.below(33, 20, 40), i.normal(20, 40, dtype=BF16))),
+    Case("scatter_amax/int", reduced_into("amax"), lambda i: (
+        whole(i, 20, 33, dtype=torch.int32), i.below(33, 20, 40), whole(i, 20, 40, dtype=torch.int32))),
+    Case("put", lambda x, i, y: x.put(i, y, accumulate=True), lambda i: (
+        whole(i, 20, 33), i.below(660, 5, 90), whole(i, 5, 90))),
+    Case("embedding_backward", embedding_gradient, lambda i: (whole(i, 4, 50, 24), i.below(30, 4, 50))),
+    Case("embedding_backward/f16", embedding_gradient, lambda i: (
+        whole(i, 100, 64, dtype=torch.float16), i.below(30, 100).int())),
+)  # fmt: skip
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA)}
-LARGE = tuple(name for name in CASES if not name.endswith("/0"))
+CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS)}
+LARGE = tuple(c.name for c in (*_ROWS, *EXTRA) if not c.name.endswith("/0"))
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
@@ -107,4 +188,5 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "gather",
+    *(c.name for c in SCATTERS),
 )  # fmt: skip

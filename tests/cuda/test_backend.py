@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import CASES
+from cuda_cases import CASES, Case, reduced_into
 
-from fuser import compiler
+from fuser import compiler, config
 from fuser.cuda import driver, toolchain
-from fuser.errors import CompileError
+from fuser.errors import CompileError, Unsupported
+from fuser.lowering import supports
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,29 @@ def test_wide_addresses() -> None:
         large = tuple(torch.empty(1 << 16, 1 << 16, device="cuda") for _ in range(2))
     wide, narrow = case.source(large).text, case.source(case.fake_args()).text
     assert "tl.program_id(0).to(tl.int64)" in wide and "tl.int64" not in narrow
+
+
+def test_what_torch_wants_in_one_order_is_left_to_aten() -> None:
+    case = CASES["index_add"]
+    assert supports("aten.index_add", "cuda") is None
+    before = config.key()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "use_deterministic_algorithms" in (supports("aten.index_add", "cuda") or "")
+        assert supports("aten.index_add", "cpu") is None
+        assert config.key() != before
+        with pytest.raises(Unsupported, match="use_deterministic_algorithms"):
+            case.source(case.fake_args())
+        with config.override(deterministic="no"):
+            case.source(case.fake_args())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert config.key() == before
+    with config.override(deterministic="yes"), pytest.raises(Unsupported, match="order"):
+        case.source(case.fake_args())
+
+
+def test_what_no_atomic_operation_combines() -> None:
+    case = Case("product", reduced_into("prod"), CASES["scatter_amax"].make)
+    with pytest.raises(Unsupported, match="no atomic operation combines torch.float32 by 'prod'"):
+        case.source(case.fake_args())

@@ -1,0 +1,67 @@
+"""Scatters and scans: loops that the CPU runs in order.
+
+A scatter's points run in no order here. Where several go to one place, one of them stays, as in eager, or atomic
+operations combine them. A scan is Triton's, tile by tile: the last value of a tile goes on into the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fuser.cuda.layout import Context
+from fuser.cuda.nest import Function, Nest
+from fuser.cuda.text import Guard
+from fuser.errors import Unsupported
+from fuser.ir.sizes import ONE, Sym, coefficient
+from fuser.ops import triton_store
+from fuser.scheduler.plan import KernelPlan, Store
+
+ATOMICS = {"sum": "tl.atomic_add", "max": "tl.atomic_max", "min": "tl.atomic_min"}
+Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
+
+
+def write_ordered(plan: KernelPlan, name: str, ctx: Context) -> Written:
+    """The kernel of a scatter's or scan's plan, and what it relies on."""
+    assert plan.ordered is not None
+    if plan.ordered.kind != "scatter":
+        raise Unsupported(f"a {plan.ordered.kind} has no Triton kernel")
+    nest = Scatter(_in_no_order(plan), name, ctx)
+    nest.open_programs()
+    nest.all_at_once()
+    return (nest.close_function(name, nest.units()),), (), tuple(dict.fromkeys(nest.guards))
+
+
+def _in_no_order(plan: KernelPlan) -> KernelPlan:
+    """The plan with all axes alike, and the one along which memory runs last."""
+    axes = [dataclasses.replace(a, reduced=False) for a in plan.axes]
+    vector = plan.vector or _running(plan)
+    axes.sort(key=lambda a: a.sym == vector)
+    return dataclasses.replace(plan, axes=tuple(axes), vector=vector)
+
+
+def _running(plan: KernelPlan) -> Sym | None:
+    """The axis along which what is written, or else most of what is read, lies side by side."""
+    written, read = [s.address for s in plan.stores], [r.attr[1][0] for r in plan.rows if r.op == "load"]
+    near = {a.sym: [sum(coefficient(e, a.sym) == ONE for e in es) for es in (written, read)] for a in plan.axes}
+    return max(reversed(near), key=near.__getitem__, default=None)
+
+
+class Scatter(Nest):
+    """The value of each point goes to the place that its rows compute."""
+
+    def store(self, s: Store) -> None:
+        """One write for each point of the tile, also where its place or its value is the same all along a dim."""
+        assert self.plan.ordered is not None
+        how, every = self.plan.ordered.how, frozenset(range(len(self.layout.dims)))
+        address = self.address(s.address)
+        if self.expr_dims(s.address) != every:
+            address = f"({address} + tl.zeros({self.shape()}, tl.int{self.bits}))"
+        target = f"{self.params.pointer(s.buffer)} + ({address})"
+        value, mask = triton_store(self.dtypes[s.buffer], f"t{s.row}"), self.mask(every)
+        masked = f", {mask}" if mask else ""
+        if not how:
+            self.out.add(f"tl.store({target}, {value}{masked})")
+        elif how in ATOMICS:
+            self.out.add(f"{ATOMICS[how]}({target}, {value}{masked}, sem='relaxed')")
+        else:
+            raise Unsupported(f"no atomic operation combines by {how!r}")

@@ -1,0 +1,123 @@
+"""The memory that writes to computed places go to.
+
+On the CPU it is the result itself: points run in order. Elsewhere they run in no order, and are combined by atomic
+operations, of which the hardware has few: sums of halves gather in float32, small integers in int32. Extremes of floats
+have the bits of NaN put in order; a minimum is the maximum of what is negated. All of it is undone in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuser import config
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
+from fuser.ir.nodes import Index, Scatter, TensorBox
+from fuser.ir.sizes import Expr
+from fuser.lowering.context import LoweringContext
+
+Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
+Change = Callable[[Value], Value]
+DIRECT = (torch.float32, torch.float64, torch.int32, torch.int64)
+NARROW = (torch.int8, torch.int16, torch.uint8)
+
+
+def why_not_atomic() -> str | None:
+    """Why nothing may be written in no order, if so."""
+    if config.is_deterministic():
+        return "writes to computed places run in no order here, and torch.use_deterministic_algorithms asks for one"
+    return None
+
+
+class Target:
+    """Memory that starts as `start`, and the way from values of `dtype` to those in it, and back.
+
+    `reuse`: a tensor of these values; where nothing else will read it, and scatters made it, they go on in its memory.
+    """
+
+    def __init__(
+        self, ctx: LoweringContext, size: Sequence[Expr], dtype: torch.dtype, start: Callable[[Index], Value],
+        combine: str, order: tuple[int, ...] | None = None, reuse: TensorBox | None = None,
+    ) -> None:  # fmt: skip
+        self.ctx, self.dtype, self.size, self.order = ctx, dtype, tuple(size), order
+        self.combine = combine
+        self.into: Change = _same
+        self.back: Change = _same
+        own = dtype
+        if ctx.device_type != "cpu":
+            reason = why_not_atomic()
+            if reason is not None:
+                raise Unsupported(reason)
+            if combine:
+                own = self._plan_atomics()
+        plain = own is dtype and self.into is _same
+        if plain and reuse is not None and _is_free(ctx, reuse):
+            self.box = _taken(ctx, reuse)
+            return
+        self.box = ctx.empty(self.size, own, order)
+        ctx.into_slice(self.box, self.size, lambda i: self.into(start(i)), lambda i: i)
+
+    def _plan_atomics(self) -> torch.dtype:
+        """Choose `into` and `back`; the dtype of the memory."""
+        own = torch.float32 if self.dtype in LOW_PRECISION else torch.int32 if self.dtype in NARROW else self.dtype
+        if own not in DIRECT or self.combine not in ("sum", "max", "min"):
+            raise Unsupported(f"no atomic operation combines {self.dtype} by {self.combine!r}")
+        if own.is_floating_point and self.combine != "sum":
+            negated = self.combine == "min"
+            self.combine = "max"
+            self.into = lambda v: _nan_above_all(ops.neg(v) if negated else v)
+            self.back = ops.neg if negated else _same
+        elif own is not self.dtype and own is torch.int32:
+            self.into = lambda v: ops.to_dtype(v, own)
+            self.back = lambda v: ops.to_dtype(v, self.dtype)
+        return own
+
+    def put(self, size: Sequence[Expr], inner_fn: Put, combine: bool = True) -> None:
+        """One more loop over `size`: a value and the index where it goes; it replaces what is there, or is combined."""
+
+        def inner(index: Index) -> tuple[Value, Sequence[Expr]]:
+            value, where = inner_fn(index)
+            return self.into(ops.to_dtype(value, compute_dtype(self.dtype))), where
+
+        self.ctx.scatter_into(self.box, size, inner, self.combine if combine else "")
+
+    def result(self) -> TensorBox:
+        """What has been written."""
+        if self.box.dtype is self.dtype and self.back is _same:
+            return self.box
+        load = self.ctx.loader(self.box, self.size, self.box.dtype)
+        return self.ctx.pointwise(self.size, self.dtype, lambda i: self.back(load(i)), self.order)
+
+
+def _same(value: Value) -> Value:
+    return value
+
+
+def _nan_above_all(v: Value) -> Value:
+    """NaN in the bits that compare as the greatest."""
+    return ops.where(ops.ne(v, v), ops.constant(float("nan"), v.dtype), v)
+
+
+def target(ctx: LoweringContext, x: TensorBox, combine: str) -> Target:
+    """A target with the values of `x`, in the order that eager gives the node's result."""
+    size = ctx.size_of(x)
+    return Target(ctx, size, x.dtype, ctx.loader(x, size, x.dtype), combine, ctx.order_of_meta(), x)
+
+
+def _is_free(ctx: LoweringContext, x: TensorBox) -> bool:
+    buffer = x.storage.buffer
+    made = bool(buffer.loops) and isinstance(buffer.loops[-1], Scatter)
+    return made and x.view is None and ctx.claims[id(x.storage)] == 1
+
+
+def _taken(ctx: LoweringContext, x: TensorBox) -> TensorBox:
+    buffer = x.storage.buffer
+    ctx.claims[id(x.storage)] = 0  # the one reader is this node
+    ctx.buffers.remove(buffer)  # what is to come reads buffers made since
+    ctx.buffers.append(buffer)
+    return TensorBox(x.storage)
+
+
+__all__ = ["Put", "Target", "target", "why_not_atomic"]
