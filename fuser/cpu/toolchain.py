@@ -56,7 +56,7 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
 
 @functools.lru_cache(maxsize=8)
 def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    identity = hashlib.sha256(f"{compiler}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{compiler}{FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
     if known.exists():
         text = known.read_text().splitlines()

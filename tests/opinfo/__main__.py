@@ -1,7 +1,7 @@
 """`python -m tests.opinfo`: the whole database through fuser; `--write docs/operators.md` makes the table.
 
-Operators are dealt to worker processes. A worker that dies is a crash of the operator that it was at; another goes on
-behind it.
+The work is dealt to worker processes in blocks: one operator, one dtype, one route. A worker that dies is a crash of
+the block that it was at; another goes on behind it. With `--results` a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,41 +19,54 @@ from pathlib import Path
 from typing import Any
 
 CRASHED = "crashed"
+GO_ON = 75  # a worker's exit code when it has loaded so many kernels that a fresh process should go on
+KERNELS = 4000  # each loaded library takes some of the 65,530 mappings that a process may have
+ROUTES = ["functional", "call:3", "compile:2"]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m tests.opinfo", description=__doc__)
     p.add_argument("--ops", nargs="*", help="only operators whose name starts with one of these")
+    p.add_argument("--families", nargs="*", help="only these families, such as pointwise or other")
     p.add_argument("--dtypes", nargs="*", help="only these dtypes, such as float32")
-    p.add_argument("--routes", nargs="*", default=["call", "aten", "copies"], help="see tests/opinfo/runner.py")
+    p.add_argument(
+        "--routes", nargs="*", default=ROUTES,
+        help="see tests/opinfo/runner.py; call:3 runs three samples of each operator and dtype",
+    )  # fmt: skip
     p.add_argument("--samples", type=int, default=None, help="at most so many of each operator and dtype")
     p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--seconds", type=float, default=120.0, help="one operator may take so long")
+    p.add_argument("--seconds", type=float, default=900.0, help="one block may take so long")
     p.add_argument("--write", type=Path, help="the file for the table of operators")
-    p.add_argument("--results", type=Path, help="read results of an earlier run, or keep those of this one, here")
-    p.add_argument("--worker", nargs=3, metavar=("NUMBER", "OF", "FILE"), help=argparse.SUPPRESS)
+    p.add_argument("--results", type=Path, help="a folder that keeps results; blocks that it has are not run again")
+    p.add_argument("--worker", nargs=2, metavar=("NUMBER", "FOLDER"), help=argparse.SUPPRESS)
     return p.parse_args(argv)
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
-def work(options: argparse.Namespace) -> None:
-    """Run this worker's share of the operators, appending a line for each sample to the file."""
+def work(options: argparse.Namespace) -> int:
+    """Run this worker's share of the blocks, appending a line for each sample to its file in the folder."""
     import torch
 
-    from tests.opinfo import database
+    from fuser.cpu import toolchain
 
-    number, of, path = int(options.worker[0]), int(options.worker[1]), Path(options.worker[2])
+    number, folder = int(options.worker[0]), Path(options.worker[1])
     torch.set_num_threads(1)
-    done = {line["op"] for line in read_lines(path)}
-    ops = [op for i, op in enumerate(chosen(options)) if i % of == number]
-    with path.open("a") as out:
-        for op in ops:
-            name = database.full_name(op)
-            if name in done:
+    toolchain.FLAGS = tuple("-O1" if f == "-O3" else f for f in toolchain.FLAGS)  # takes half the time of -O3
+    done = {block_of(r) for r in finished(folder)}
+    kernels = 0
+    with (folder / f"worker{number}.jsonl").open("a") as out:
+        for at, (op, dtype, route, most) in enumerate(blocks(options)):
+            name = block_name(op, dtype, route)
+            if at % options.workers != number or name in done:
                 continue
-            say(out, {"op": name, "begin": True})
-            for record in run_operator(op, options):
+            say(out, {"begin": name})
+            for record in run_block(op, dtype, route, most, options.seconds):
+                kernels += record["status"] in ("native", "partly") and route != "plans"
                 say(out, record)
+            say(out, {"end": name})
+            if kernels > KERNELS:
+                return GO_ON
+    return 0
 
 
 def say(out: Any, record: dict[str, Any]) -> None:
@@ -61,79 +74,117 @@ def say(out: Any, record: dict[str, Any]) -> None:
     out.flush()
 
 
-def chosen(options: argparse.Namespace) -> list[Any]:
+def blocks(options: argparse.Namespace) -> Iterator[tuple[Any, Any, str, int | None]]:
+    """(operator, dtype, route, most samples) of all blocks, one family after the other."""
     from tests.opinfo import database
 
     wanted = tuple(options.ops) if options.ops else ("",)
-    return [op for op in database.operators() if database.full_name(op).startswith(wanted)]
+    families = options.families or database.FAMILY_NAMES
+    for family in families:
+        for op in database.operators():
+            if (database.family_of(op) or "other") != family or not database.full_name(op).startswith(wanted):
+                continue
+            for dtype in database.dtypes_of(op):
+                if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes:
+                    for route in options.routes:
+                        name, _, most = route.partition(":")
+                        yield op, dtype, name, int(most) if most else options.samples
 
 
-def run_operator(op: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record for each sample and route."""
+def block_name(op: Any, dtype: Any, route: str) -> tuple[str, str, str]:
+    from tests.opinfo import database
+
+    return database.full_name(op), str(dtype).removeprefix("torch."), route
+
+
+def block_of(record: dict[str, Any]) -> tuple[str, str, str]:
+    return record["op"], record["dtype"], record["route"]
+
+
+def run_block(op: Any, dtype: Any, route: str, most: int | None, seconds: float) -> Iterator[dict[str, Any]]:
+    """A record for each sample."""
     from tests.opinfo import database, runner
 
     began = time.monotonic()
-    for dtype in database.dtypes_of(op):
-        short = str(dtype).removeprefix("torch.")
-        if options.dtypes and short not in options.dtypes:
-            continue
-        base = {"op": database.full_name(op), "dtype": short}
-        try:
-            samples = list(database.samples_of(op, dtype, options.samples))
-        except Exception as e:  # the database's own trouble
-            yield {**base, "status": "skipped", "reason": f"no samples: {type(e).__name__}: {str(e)[:100]}"}
-            continue
-        for n, sample in enumerate(samples):
-            if time.monotonic() - began > options.seconds:
-                yield {**base, "sample": n, "status": "skipped", "reason": "out of time"}
-                return
-            for route in options.routes:
-                outcome = runner.run(runner.make_sample(op.op, sample), route)
-                yield {
-                    **base, "sample": n, "route": route, "status": outcome.status, "reason": outcome.reason[:200],
-                    "problems": outcome.problems,
-                }  # fmt: skip
+    base = dict(zip(("op", "dtype", "route"), block_name(op, dtype, route)))
+    try:
+        samples = list(database.samples_of(op, dtype, most))
+    except Exception as e:  # the database's own trouble
+        yield {**base, "status": "skipped", "reason": f"no samples: {type(e).__name__}: {str(e)[:100]}"}
+        return
+    for n, sample in enumerate(samples):
+        if time.monotonic() - began > seconds:
+            yield {**base, "sample": n, "status": "skipped", "reason": "out of time"}
+            return
+        made = runner.make_sample(op.op, sample, database.is_undefined(op))
+        outcome = runner.run(made, route)
+        record = {**base, "sample": n, "status": outcome.status, "reason": outcome.reason[:200]}
+        yield {**record, "problems": outcome.problems} if outcome.problems else record
 
 
 # -- all workers -------------------------------------------------------------------------------------------------------
 def run_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The records of all workers."""
-    paths = [folder / f"worker{i}.jsonl" for i in range(options.workers)]
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    for i, path in enumerate(paths):
-        path.touch()
-        running[i] = start(options, i, path)
+    """The records of all workers, and of earlier runs in the folder."""
+    running = {i: start(options, i, folder) for i in range(options.workers)}
     while running:
         for i, process in list(running.items()):
             code = process.poll()
             if code is None:
                 continue
             del running[i]
-            if code:
-                last = next((r for r in reversed(read_lines(paths[i])) if "begin" in r), None)
-                if last is None:
-                    raise SystemExit(f"worker {i} ended with code {code} before its first operator")
-                with paths[i].open("a") as out:
-                    say(out, {"op": last["op"], "status": CRASHED, "reason": f"the process ended with code {code}"})
-                running[i] = start(options, i, paths[i])
+            if code == 0:
+                continue
+            if code != GO_ON:
+                note_crash(folder / f"worker{i}.jsonl", code)
+            running[i] = start(options, i, folder)
         time.sleep(0.5)
-    return [r for path in paths for r in read_lines(path) if "begin" not in r]
+    return finished(folder)
 
 
-def start(options: argparse.Namespace, number: int, path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.opinfo", "--worker", str(number), str(options.workers), str(path)]
-    for name in ("ops", "dtypes", "routes"):
+def note_crash(path: Path, code: int) -> None:
+    """End the last block of a worker that died."""
+    marks = [r for r in read_lines(path) if "begin" in r or "end" in r]
+    if not marks or "end" in marks[-1]:
+        raise SystemExit(f"{path.stem} ended with code {code} outside of any block")
+    op, dtype, route = block = marks[-1]["begin"]
+    with path.open("a") as out:
+        out.write("\n")  # after what may be half a line
+        reason = f"the process ended with code {code}"
+        say(out, {"op": op, "dtype": dtype, "route": route, "status": CRASHED, "reason": reason})
+        say(out, {"end": block})
+
+
+def start(options: argparse.Namespace, number: int, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.opinfo", "--worker", str(number), str(folder)]
+    for name in ("ops", "families", "dtypes", "routes"):
         if getattr(options, name):
             command += [f"--{name}", *getattr(options, name)]
     if options.samples is not None:
         command += ["--samples", str(options.samples)]
-    command += ["--seconds", str(options.seconds)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_WAIT_POLICY": "passive", "FUSER_CHECK_IR": "1"})
+    command += ["--seconds", str(options.seconds), "--workers", str(options.workers)]
+    own = {"OMP_WAIT_POLICY": "passive", "FUSER_CHECK_IR": "1", "FUSER_CACHE_DIR": ""}
+    return subprocess.Popen(command, env={**os.environ, **own})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def finished(folder: Path) -> list[dict[str, Any]]:
+    """The records of blocks that came to their end."""
+    out: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("worker*.jsonl")):
+        block: list[dict[str, Any]] = []
+        for record in read_lines(path):
+            if "begin" in record:
+                block = []
+            elif "end" in record:
+                out += block
+                block = []
+            else:
+                block.append(record)
+    return out
 
 
 def summary(records: list[dict[str, Any]]) -> str:
@@ -146,7 +197,7 @@ def summary(records: list[dict[str, Any]]) -> str:
             continue
         seen[r["op"], r["status"]] += 1
         if seen[r["op"], r["status"]] <= 3:
-            where = f"{r['op']} {r.get('dtype', '')} sample {r.get('sample', '')} by {r.get('route', '')}"
+            where = f"{r['op']} {r['dtype']} sample {r.get('sample', '')} by {r['route']}"
             lines.append(f"{r['status']}: {where} ({r['reason']}): {'; '.join(r.get('problems', []))[:300]}")
     return "\n".join(lines)
 
@@ -154,15 +205,11 @@ def summary(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     options = parse()
     if options.worker:
-        work(options)
-        return 0
-    if options.results and options.results.exists():
-        records = read_lines(options.results)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            records = run_all(options, Path(folder))
-    if options.results and not options.results.exists():
-        options.results.write_text("".join(json.dumps(r) + "\n" for r in records))
+        return work(options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.results or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        records = run_all(options, folder)
     print(summary(records))
     if options.write:
         from tests.opinfo.table import table

@@ -4,7 +4,8 @@ Routes:
   call      the operator as users call it, registered as a graph of one node
   aten      what make_fx traces of it, ATen's own operators, registered whole
   copies    the same as `aten` by `functional=True`, which lets views be copies
-  plans     the same as `copies`, but its kernel plans are run by the interpreter: no compiler, so much quicker
+  functional  the same as `aten` with writes made functional, as AOTAutograd does it
+  plans     the same as `functional`, but its kernel plans are run by the interpreter: no compiler, so much quicker
   compile   torch.compile(backend="fuser")
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -38,13 +40,14 @@ SEED = 42  # what the database itself uses for operators that draw random number
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator's call: `call(*tensors)` makes it. `graph` is the same as a graph, `tree` all of its arguments."""
+    """An operator's call: `call(*tensors)` makes it. `undefined`: its values are whatever was in memory."""
 
     call: Callable[..., Any]
     tensors: tuple[torch.Tensor, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    undefined: bool = False
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def make_sample(function: Callable[..., Any], sample: Any) -> Sample:
+def make_sample(function: Callable[..., Any], sample: Any, undefined: bool = False) -> Sample:
     """The call `function(sample.input, *sample.args, **sample.kwargs)`, its tensors apart."""
     flat, spec = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
     at = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
@@ -69,7 +72,7 @@ def make_sample(function: Callable[..., Any], sample: Any) -> Sample:
         return function(*args, **kwargs)
 
     args, kwargs = pytree.tree_unflatten(flat, spec)
-    return Sample(call, tuple(flat[i] for i in at), function, tuple(args), kwargs)
+    return Sample(call, tuple(flat[i] for i in at), function, tuple(args), kwargs, undefined)
 
 
 def _eager(call: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Exception | None]:
@@ -97,14 +100,15 @@ def call_graph(sample: Sample, result: Any) -> torch.fx.Graph:
     return graph
 
 
-def aten_graph(sample: Sample) -> torch.fx.Graph:
-    """The call as make_fx sees it."""
+def aten_graph(sample: Sample, functional: bool) -> torch.fx.Graph:
+    """The call as make_fx sees it; `functional`: without writes, which must not be into inputs."""
 
     def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
         return tuple(pytree.tree_leaves(sample.call(*tensors)))
 
     torch.manual_seed(SEED)
-    return make_fx(flat)(*compare.copy_inputs(sample.tensors)).graph
+    traced = dispatch_functionalize(flat) if functional else flat
+    return make_fx(traced)(*compare.copy_inputs(sample.tensors)).graph
 
 
 def run(sample: Sample, route: str) -> Outcome:
@@ -113,11 +117,12 @@ def run(sample: Sample, route: str) -> Outcome:
         warnings.simplefilter("ignore")
         own = compare.copy_inputs(sample.tensors)
         want, error = _eager(sample.call, own)
+        writes = any(map(_changed, own, sample.tensors))
         leaves = compare.leaves(want)
         if error is None and not any(isinstance(v, torch.Tensor) for v in leaves):
             return Outcome(SKIPPED, "no tensor comes out")
         try:
-            runner = _runner(sample, route, want)
+            runner = _runner(sample, route, want, writes)
         except FuserError as e:
             return Outcome(REFUSED, f"{type(e).__name__}: {e}")
         except Exception as e:
@@ -125,10 +130,18 @@ def run(sample: Sample, route: str) -> Outcome:
         return _compare(sample, route, runner, own, want, error)
 
 
+def _changed(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `a` is no longer `b`."""
+    if a.shape != b.shape or a.layout is not torch.strided:
+        return a.shape != b.shape
+    return not torch.equal(a, b) and not bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 class _Registered:
     """A registered graph as a callable; knows afterwards whether a kernel ran."""
 
-    def __init__(self, graph: torch.fx.Graph, functional: bool) -> None:
+    def __init__(self, graph: torch.fx.Graph, functional: bool, untraced: str = "") -> None:
+        self.untraced = untraced
         self.key = register_fusion(graph, functional=functional)
         self.registration = REGISTRY.find(self.key)
         self.before = sum(self.registration.spec.store.fallbacks.values())
@@ -141,6 +154,8 @@ class _Registered:
         store = self.registration.spec.store
         if sum(store.fallbacks.values()) == self.before:
             return Outcome(NATIVE)
+        if self.untraced:
+            return Outcome(ATEN, self.untraced)
         return Outcome(ATEN, self.registration.spec.blocked[0] if self.registration.spec.blocked else _last(store))
 
 
@@ -198,17 +213,26 @@ class _Compiled:
         return Outcome(PARTLY if record.ops_fused else ATEN, reasons[0] if reasons else record.reason)
 
 
-def _runner(sample: Sample, route: str, want: Any) -> Any:
+def _runner(sample: Sample, route: str, want: Any, writes: bool) -> Any:
     if route == "compile":
         from fuser.frontends.records import forget_compilations
 
         forget_compilations()
         return _Compiled(sample)
-    if route == "plans":
-        return _Interpreted(aten_graph(sample))
     if route == "call":
         return _Registered(call_graph(sample, want), False)
-    return _Registered(aten_graph(sample), route == "copies")
+    try:
+        graph = aten_graph(sample, route in ("functional", "plans") and not writes)
+    except Exception as e:
+        return _Registered(call_graph(sample, want), False, _why_no_trace(e))
+    return _Interpreted(graph) if route == "plans" else _Registered(graph, route == "copies")
+
+
+def _why_no_trace(e: Exception) -> str:
+    text = str(e).partition("\n")[0]
+    if "get value out of a tracing tensor" in text:
+        return f"it reads a tensor's values on the way, by {text.partition(' with ')[2].partition(' ')[0]}"
+    return f"no trace: {type(e).__name__}: {text}"
 
 
 def _compare(
@@ -220,6 +244,9 @@ def _compare(
         return _compare_errors(error, failure, runner)
     outcome: Outcome = runner.outcome()
     got_leaves, want_leaves = compare.leaves(got), compare.leaves(want)
+    if sample.undefined:
+        for t in (*got_leaves, *want_leaves, *mine, *own):
+            t.zero_()
     exact = None if route == "compile" else lambda: _exact(sample)
     functional = route in ("copies", "plans")
     low = compare.lowest([*sample.tensors, *want_leaves])
@@ -237,7 +264,11 @@ def _compare(
 def _exact(sample: Sample) -> list[Any]:
     torch.manual_seed(SEED)
     wide = compare.in_float64(compare.copy_inputs(sample.tensors))
-    return compare.leaves(sample.call(*wide))
+    torch.set_default_dtype(torch.float64)  # what becomes of integers
+    try:
+        return compare.leaves(sample.call(*wide))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _compare_errors(error: Exception | None, failure: Exception | None, runner: Any) -> Outcome:

@@ -28,7 +28,7 @@ def run(op, dtypes, samples: int, route: str) -> list[str]:
     wrong = []
     for dtype in [d for d in dtypes if d in database.dtypes_of(op)][:1]:
         for n, sample in enumerate(database.samples_of(op, dtype, samples)):
-            outcome = runner.run(runner.make_sample(op.op, sample), route)
+            outcome = runner.run(runner.make_sample(op.op, sample, database.is_undefined(op)), route)
             if outcome.status in (runner.WRONG, runner.REFUSED):
                 wrong.append(f"{database.full_name(op)} {dtype} sample {n} by {route}: {outcome}")
     return wrong
