@@ -20,7 +20,7 @@ SUITES = {
     "coldstart": "seconds from a fresh process to the first result, with empty and with warm caches",
     "overhead": "microseconds of a call on 16 elements, with 1 to 10,000 registered specifications",
     "kernels": "about thirty kernels in three sizes beside eager, the rivals, and a copy of the same bytes",
-    "models": "compile seconds, steady milliseconds and memory of five models",
+    "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
 }
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")
     p.add_argument("--rivals", type=_rivals, default=RIVALS, metavar="LIST", help=f"some of {','.join(RIVALS)}")
-    p.add_argument("--mode", choices=("infer", "train"), default="infer", help="of the models suite")
+    p.add_argument("--mode", choices=("infer", "train"), default="infer", help="of models: forward or training step")
     return p
 
 
@@ -77,8 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if args.mode == "train":
-        p.error("--mode train: training steps are not benchmarked yet; use --mode infer")
     if not args.suite and not args.sources:
         p.error("expected a suite to run, or --from a file of an earlier run")
     options = Options(args.device, args.rows, args.quick, args.full, args.mode, args.rivals, args.caches)
@@ -103,6 +101,7 @@ def _command(names: list[str], args: argparse.Namespace) -> str:
     """What to type to measure the same again, wherever its results then go."""
     words = ["python", "-m", "benchmarks", *names]
     words += [f"--{flag}" for flag in ("quick", "full") if getattr(args, flag)]
+    words += ["--mode", args.mode] if args.mode != "infer" else []
     words += ["--rows", args.rows] if args.rows else []
     words += ["--device", args.device] if args.device != "cpu" else []
     words += ["--rivals", ",".join(args.rivals)] if args.rivals != RIVALS else []

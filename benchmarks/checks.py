@@ -58,13 +58,17 @@ def run_on_clones(fn: Callable[..., Any], args: tuple[Any, ...], mutates: tuple[
     return tensors(fn(*mine)) + [mine[i] for i in mutates]
 
 
-def _relative_rms(out: torch.Tensor, exact: torch.Tensor) -> float:
+def _rms(t: torch.Tensor) -> float:
+    return t.square().mean().sqrt().item()
+
+
+def _relative_rms(out: torch.Tensor, exact: torch.Tensor, least_scale: float = 0.0) -> float:
     if out.numel() == 0:
         return 0.0
     wide = out.double()
     finite = exact.isfinite()
     difference = torch.where(finite, wide - exact, 0.0)
-    scale = torch.where(finite, exact, 0.0).square().mean().sqrt().item()
+    scale = max(least_scale, _rms(torch.where(finite, exact, 0.0)))
     rms = difference.square().mean().sqrt().item()
     return rms / scale if scale else rms
 
@@ -93,11 +97,14 @@ def judge(
     eager: list[torch.Tensor],
     exact: list[torch.Tensor] | None = None,
     tolerance_scale: float = 1.0,
+    together: bool = False,
 ) -> Verdict:
     """Right if close to eager and, where `exact` (float64) is given, no further from it than twice eager's error.
 
     `tolerance_scale` widens the comparison with eager for whole models, whose matmuls reassociate; the comparison with
-    float64 then still holds the result to eager's own precision.
+    float64 then still holds the result to eager's own precision. `together`: the results are one vector, as gradients
+    are; what is small beside the others, such as a key's bias, whose gradient is 0 but for rounding, is judged beside a
+    thousandth of their size.
     """
     if len(out) != len(eager):
         return Verdict(f"{len(out)} results: expected {len(eager)}, as eager gives")
@@ -108,10 +115,12 @@ def judge(
     if exact is None:
         return Verdict(None)
     error = eager_error = 0.0
+    sizes = [_rms(e) for e in exact if e.is_floating_point() and e.numel()] if together else []
+    least = 1e-3 * max(sizes, default=0.0)
     for i, (a, b, e) in enumerate(zip(out, eager, exact, strict=True)):
         if not e.is_floating_point():
             continue
-        mine, theirs = _relative_rms(a, e), _relative_rms(b, e)
+        mine, theirs = _relative_rms(a, e, least), _relative_rms(b, e, least)
         if not mine <= 2 * theirs + 2 * torch.finfo(a.dtype).eps:
             return Verdict(
                 f"result {i} has an error of {mine:.3g} against float64 where eager has {theirs:.3g}: "

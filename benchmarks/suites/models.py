@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import resource
 import statistics
 import tempfile
 import time
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import account, checks, contestants
+from benchmarks import account, checks, contestants, memory, training
 from benchmarks.child import spawn
 from benchmarks.models import MODELS, build
 from benchmarks.options import Options
@@ -23,7 +21,9 @@ from benchmarks.runner import Budget, Call, Timing, geomean, interleave
 
 COMPILE_SHARE = 0.1
 STEADY_TARGET = 1.1
+EAGER_TARGET = 1.15  # of training steps
 TOLERANCE_SCALE = 10.0  # a model's matmuls may reassociate; float64 still bounds the error by eager's own
+STEADY = ("eager", "inductor", "fuser")
 FIRST = ("aot_eager", "eager", "fuser", "inductor")
 REPEATS = {"aot_eager": 3, "fuser": 3, "eager": 1, "inductor": 1}
 MIB = 1 << 20
@@ -32,71 +32,79 @@ STEPS = 3
 Step = Callable[..., Any]
 
 
-def infer_step(name: str, model: torch.nn.Module) -> Step:
-    """The model's forward as the contestant runs it: inputs to outputs. A training step would be its twin."""
-    return contestants.compile_for(name, model)
+def _infer_step(contestant: str, model: torch.nn.Module, name: str) -> Step:
+    """The model's forward as the contestant runs it: inputs to outputs."""
+    return contestants.compile_for(contestant, model)
 
 
-STEP_OF_MODE: dict[str, Callable[[str, torch.nn.Module], Step]] = {"infer": infer_step}
+def _infer_results(step: Step, model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    return checks.tensors(step(*inputs))
 
 
-def _reset_peak() -> bool:
-    try:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-        return True
-    except OSError:
-        return False
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """What a step is: how a model and its arguments are made, a contestant's step, and what of it is compared."""
+
+    build: Callable[[str, bool, str], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]
+    step: Callable[[str, torch.nn.Module, str], Step]
+    results: Callable[[Step, torch.nn.Module, tuple[Any, ...]], list[torch.Tensor]]
+    seconds: float
+    what: str
 
 
-def _peak_mib() -> float:
-    """The most resident memory since the last reset, in MiB."""
-    try:
-        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+MODES = {
+    "infer": Mode(build, _infer_step, _infer_results, 30.0, "steady step"),
+    "train": Mode(
+        training.build, training.train_step, training.results, 60.0,
+        "training step (gradients to None, forward, loss, backward; no optimizer)",
+    ),
+}  # fmt: skip
 
 
 def _first(params: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the first call, and peak memory: of everything, and of steps after it."""
-    model, inputs = build(params["model"], params["quick"], params["device"])
+    mode = MODES[params["mode"]]
+    model, inputs = mode.build(params["model"], params["quick"], params["device"])
     start = time.perf_counter()
-    step = STEP_OF_MODE[params["mode"]](params["contestant"], model)
+    step = mode.step(params["contestant"], model, params["model"])
     step(*inputs)
     if params["device"] == "cuda":
         torch.cuda.synchronize()
     first = time.perf_counter() - start
-    whole = _peak_mib()
-    reset = _reset_peak()
+    whole = memory.peak_mib()
+    reset = memory.reset_peak()
     for _ in range(STEPS):
         step(*inputs)
-    return {"first": first, "peak_mib": whole, "steady_peak_mib": _peak_mib() if reset else None}
+    resident = memory.peak_mib() if reset else None
+    model.zero_grad(set_to_none=True)
+    tensors = memory.peak_tensor_mib(lambda: step(*inputs)) if params["device"] == "cpu" else None
+    return {"first": first, "peak_mib": whole, "steady_peak_mib": resident, "tensor_peak_mib": tensors}
 
 
 def _steady(params: dict[str, Any]) -> dict[str, Any]:
     """All contestants on one model: results checked, then timed interleaved. Finds the caches of the first calls."""
-    model, inputs = build(params["model"], params["quick"], params["device"])
-    exact = checks.run_on_clones(model.double(), checks.to_float64(inputs))
+    mode = MODES[params["mode"]]
+    model, inputs = mode.build(params["model"], params["quick"], params["device"])
+    wide = checks.to_float64(inputs)
+    exact = mode.results(mode.step("eager", model.double(), params["model"]), model, wide)
     model.float()
-    eager = checks.tensors(model(*inputs))
+    eager = mode.results(mode.step("eager", model, params["model"]), model, inputs)
     account.start()
     calls, problems = {}, {}
     for name in params["contestants"]:
-        step = STEP_OF_MODE[params["mode"]](name, model)
+        step = mode.step(name, model, params["model"])
         try:
-            verdict = checks.judge(checks.tensors(step(*inputs)), eager, exact, TOLERANCE_SCALE)
+            found = mode.results(step, model, inputs)
+            verdict = checks.judge(found, eager, exact, TOLERANCE_SCALE, together=params["mode"] == "train")
         except Exception as error:  # a contestant that fails must not end the run of the others
             problems[name] = f"{type(error).__name__}: {error}"
             continue
         if verdict.problem:
             problems[name] = verdict.problem
         calls[name] = Call(step, inputs)
-    del exact
-    budget = dataclasses.replace(
-        Budget.of(params["quick"]), row_seconds=1.0 if params["quick"] else 30.0, max_rounds=21
-    )
+    del exact, wide, eager
+    seconds = 1.0 if params["quick"] else mode.seconds
+    budget = dataclasses.replace(Budget.of(params["quick"]), row_seconds=seconds, max_rounds=21)
     timings = interleave(calls, budget, params["device"])
     samples = {name: t.samples for name, t in timings.items()}
     fused = account.take()
@@ -151,7 +159,7 @@ def measure(model: str, names: list[str], options: Options, step: Callable[[str]
                 if "error" in result:
                     problems.append((name, result["error"]))
         step(f"{model}, steady")
-        steady = [n for n in ("eager", "inductor", "fuser") if n in names]
+        steady = [n for n in STEADY if n in names]
         result = spawn("models", {**base, "part": "steady", "contestants": steady}, f"{cache}/0")
     problems += list(result.get("problems", {}).items())
     if "error" in result:
@@ -180,22 +188,26 @@ def _share(r: Result) -> float | None:
     return mine / theirs if mine is not None and theirs else None
 
 
-def _steady_table(results: list[Result], names: list[str]) -> Table:
-    steady = [n for n in ("eager", "inductor", "fuser") if n in names]
-    columns = ("model", *steady, "fuser × inductor", "fuser × eager", "peak MiB eager", "fuser", "fuser, with compile")
+def _steady_table(results: list[Result], names: list[str], mode: str) -> Table:
+    steady = [n for n in STEADY if n in names]
+    columns = ("model", *steady, "fuser × inductor", "fuser × eager")
     rows = []
     for r in results:
         cells = [spread(r.timings[n]) if n in r.timings else "failed" for n in steady]
-        peaks = (
-            r.median("eager", "steady_peak_mib"),
-            r.median("fuser", "steady_peak_mib"),
-            r.median("fuser", "peak_mib"),
-        )
-        peak_cells = ["–" if p is None else f"{p:.0f}" for p in peaks]
-        rows.append((r.model, *cells, ratio(r.over("inductor")), ratio(r.over("eager")), *peak_cells))
-    return Table(
-        "models: steady step, median [p10–p90]; ratios are times faster; peak resident memory of steps", columns, rows
-    )
+        rows.append((r.model, *cells, ratio(r.over("inductor")), ratio(r.over("eager"))))
+    return Table(f"models: {MODES[mode].what}, median [p10–p90]; ratios are times faster", columns, rows)
+
+
+def _memory_table(results: list[Result], names: list[str]) -> Table:
+    kinds = (("tensors", "tensor_peak_mib"), ("resident", "steady_peak_mib"), ("with compile", "peak_mib"))
+    steady = [n for n in STEADY if n in names]
+    columns = ("model", *(f"{n}, {kind}" for kind, _ in kinds for n in steady))
+    rows = []
+    for r in results:
+        values = [r.median(n, field) for _, field in kinds for n in steady]
+        rows.append((r.model, *("–" if v is None else f"{v:.0f}" for v in values)))
+    title = "models: peak MiB; tensors: what a step makes, and what fuser keeps warm; resident: the process in steps"
+    return Table(title, columns, rows)
 
 
 def _fuser_table(results: list[Result]) -> Table | None:
@@ -210,41 +222,65 @@ def _fuser_table(results: list[Result]) -> Table | None:
     return Table("models: what fuser made", ("model", "groups", "kernels", "ops fused", "not", "mostly because"), rows)
 
 
-def _claims(results: list[Result]) -> list[Claim]:
-    shares = [(r.model, s) for r in results if (s := _share(r)) is not None]
-    over = [(r.model, v) for r in results if (v := r.over("inductor")) is not None]
-    eager = [(r.model, v) for r in results if (v := r.over("eager")) is not None]
-    memory = [
-        (r.model, (mine - theirs))
-        for r in results
-        if (mine := r.median("fuser", "steady_peak_mib")) and (theirs := r.median("eager", "steady_peak_mib"))
-    ]
+def _listing(pairs: list[tuple[str, float]], digits: int = 2) -> str:
+    return ", ".join(f"{n} {v:.{digits}f}" for n, v in pairs) or "not measured"
 
-    def listing(pairs: list[tuple[str, float]], digits: int = 2) -> str:
-        return ", ".join(f"{n} {v:.{digits}f}" for n, v in pairs) or "not measured"
 
-    limit = _pool_limit_mib()
-    return [
-        Claim(
-            "own compile time over Inductor's",
-            f"≤ {COMPILE_SHARE:g} each",
-            listing(shares),
-            all(s <= COMPILE_SHARE for _, s in shares) if shares else None,
+def _found(results: list[Result], figure: Callable[[Result], float | None]) -> list[tuple[str, float]]:
+    return [(r.model, v) for r in results if (v := figure(r)) is not None]
+
+
+def _mean(pairs: list[tuple[str, float]], what: str, target: float) -> Claim:
+    mean = geomean([v for _, v in pairs]) if pairs else None
+    return at_least(f"{what} (geometric mean)", mean, target, detail=f" ({_listing(pairs)})")
+
+
+def _memory_over(rival: str, field: str) -> Callable[[Result], float | None]:
+    """fuser's peak as a multiple of a rival's."""
+
+    def figure(r: Result) -> float | None:
+        mine, theirs = r.median("fuser", field), r.median(rival, field)
+        return mine / theirs if mine is not None and theirs else None
+
+    return figure
+
+
+def _each(pairs: list[tuple[str, float]], what: str, target: str, holds: Callable[[float], bool]) -> Claim:
+    return Claim(what, target, _listing(pairs), all(holds(v) for _, v in pairs) if pairs else None)
+
+
+def _claims(results: list[Result], mode: str) -> list[Claim]:
+    eager = _found(results, lambda r: r.over("eager"))
+    first = [
+        _each(
+            _found(results, _share), "own compile time over Inductor's", f"≤ {COMPILE_SHARE:g} each",
+            lambda v: v <= COMPILE_SHARE,
         ),
-        at_least(
-            "steady over Inductor (geometric mean)",
-            geomean([v for _, v in over]) if over else None,
-            STEADY_TARGET,
-            detail=f" ({listing(over)})",
-        ),
-        Claim("no model below eager", "≥ 1 ×", listing(eager), all(v >= 1 for _, v in eager) if eager else None),
-        Claim(
-            "peak resident memory above eager's, MiB",
-            f"≤ {limit:.0f}, the limits of the pools" if limit else "the limits of the pools",
-            listing(memory, 0),
-            all(v <= limit for _, v in memory) if memory and limit else None,
-        ),
-    ]
+        _mean(_found(results, lambda r: r.over("inductor")), "steady over Inductor", STEADY_TARGET),
+    ]  # fmt: skip
+    if mode == "train":
+        peaks = {n: _found(results, _memory_over(n, "tensor_peak_mib")) for n in ("eager", "inductor")}
+        return [
+            *first,
+            _mean(eager, "steady over eager", EAGER_TARGET),
+            _each(peaks["eager"], "peak memory of tensors over eager's", "≤ 1 each", lambda v: v <= 1),
+            _each(peaks["inductor"], "peak memory of tensors over Inductor's", "≤ 1.02 each", lambda v: v <= 1.02),
+        ]
+    return [*first, _each(eager, "no model below eager", "≥ 1 ×", lambda v: v >= 1), _resident_claim(results)]
+
+
+def _resident_claim(results: list[Result]) -> Claim:
+    def above(r: Result) -> float | None:
+        mine, theirs = r.median("fuser", "steady_peak_mib"), r.median("eager", "steady_peak_mib")
+        return mine - theirs if mine and theirs else None
+
+    memory, limit = _found(results, above), _pool_limit_mib()
+    return Claim(
+        "peak resident memory above eager's, MiB",
+        f"≤ {limit:.0f}, the limits of the pools" if limit else "the limits of the pools",
+        _listing(memory, 0),
+        all(v <= limit for _, v in memory) if memory and limit else None,
+    )
 
 
 def _pool_limit_mib() -> float | None:
@@ -256,11 +292,16 @@ def _pool_limit_mib() -> float | None:
         return None
 
 
-def _report(results: list[Result], names: list[str], notes: list[str]) -> Report:
-    report = Report("models", notes=notes)
-    tables = [_compile_table(results, names), _steady_table(results, names), _fuser_table(results)]
+def _report(results: list[Result], names: list[str], notes: list[str], mode: str) -> Report:
+    report = Report("models" if mode == "infer" else "models, training", notes=notes)
+    tables = [
+        _compile_table(results, names),
+        _steady_table(results, names, mode),
+        _memory_table(results, names),
+        _fuser_table(results),
+    ]
     report.tables = [t for t in tables if t]
-    report.claims = _claims(results)
+    report.claims = _claims(results, mode)
     for r in results:
         for name, problem in r.problems:
             (report.wrong if name in ("fuser", "all") else report.notes).append(f"{r.model}, {name}: {problem}")
@@ -281,4 +322,4 @@ def run(options: Options) -> Report:
     each = 1 + sum(1 if options.quick else REPEATS[n] for n in FIRST if n in names)
     with progress("models", each * len(models)) as bar:
         results = [measure(m, names, options, bar.step) for m in models]
-    return _report(results, names, notes)
+    return _report(results, names, notes, options.mode)

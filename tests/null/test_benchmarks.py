@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import account, checks, contestants, markdown, models, runner
+from benchmarks import account, checks, contestants, markdown, memory, models, runner, training
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
@@ -142,7 +142,7 @@ def test_right_rows_exit_with_zero_and_state_the_targets(stand_in, capsys, tmp_p
     assert set(data["suites"][0]["records"][0]["seconds"]) == {"eager", "fuser", "copy"}
 
 
-BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "models --mode train"
+BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "models --mode play"
 
 
 @pytest.mark.parametrize("argv", [line.split() for line in BAD_LINES])
@@ -193,6 +193,36 @@ def test_small_models_agree_with_float64(name):
     assert out.isfinite().all()
     assert out.std() > 0
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", training.LOSSES)
+def test_a_training_step_gives_every_parameter_a_gradient(name):
+    model, inputs = training.build(name, quick=True, device="cpu")
+    step = training.train_step("eager", model, name)
+    with torch.no_grad():
+        first, again = (training.results(step, model, inputs) for _ in range(2))
+    assert len(first) == 1 + len(list(model.parameters()))
+    assert all(g.isfinite().all() for g in first) and first[0] > 0
+    torch.testing.assert_close(first, again)
+
+
+def test_gradients_are_judged_as_one_vector():
+    exact = [torch.ones(100, dtype=torch.float64), torch.full((100,), 1e-12, dtype=torch.float64)]
+    eager = [torch.ones(100), torch.full((100,), 1e-11)]
+    found = [torch.ones(100), torch.full((100,), 1e-10)]
+    assert "result 1" in (checks.judge(found, eager, exact).problem or "")
+    assert checks.judge(found, eager, exact, together=True).problem is None
+    found[0][0] += 1e-5
+    assert "result 0" in (checks.judge(found, eager, exact, together=True).problem or "")
+
+
+def test_peak_of_tensors_counts_what_lives_at_once():
+    def call():
+        kept = torch.ones(1 << 18)
+        for _ in range(3):
+            kept = kept + 1
+
+    assert memory.peak_tensor_mib(call) - memory.peak_tensor_mib(lambda: None) == pytest.approx(2, abs=0.01)
 
 
 def test_a_table_is_aligned():
