@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
+from fuser.scheduler.plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 INT32 = 1 << 31  # addresses, counted in elements, that do not fit 32 bits
@@ -49,8 +51,13 @@ class Source:
     reasons: tuple[tuple[str, str, str], ...]
 
 
-def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
-    """Triton for all kernels of a schedule."""
+Write = Callable[[KernelPlan, str, codegen.Context], codegen.Generated]
+
+
+def generate(
+    lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate
+) -> Source:
+    """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
     ctx = lowered.ctx
     unaligned = {f"in{i}" for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput) and not r.aligned}
     builder = ProgramBuilder(lowered)
@@ -65,7 +72,7 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered))
     functions: list[codegen.Function] = []
     for number, kernel in enumerate(plan.plans):
-        made = codegen.generate(kernel, f"k{number}_{kernel.name}", context)
+        made = write(kernel, f"k{number}_{kernel.name}", context)
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         for relation, a, b in made.guards:

@@ -49,6 +49,7 @@ class Function:
     params: tuple[Param, ...]
     warps: int
     checked: bool  # it asserts that indices are in range
+    stages: int = 0  # steps of its loop that are under way at once; 0 leaves that to Triton
 
 
 class Nest:

@@ -60,6 +60,7 @@ class Request:
     capability: int
     fused_multiply_add: bool
     checked: bool
+    stages: int = 0  # of pipelined loops; 0: Triton's own number
 
     @property
     def digest(self) -> str:
@@ -72,7 +73,7 @@ def request(text: str, f: Function, capability: int, numerics: str) -> Request:
     """The request for kernel `f` of the source `text`, for devices of `capability` (such as 90)."""
     types = tuple((p.name, p.type) for p in f.params)
     aligned = tuple(i for i, p in enumerate(f.params) if p.aligned)
-    return Request(text, f.name, types, aligned, f.warps, capability, numerics == "fast", f.checked)
+    return Request(text, f.name, types, aligned, f.warps, capability, numerics == "fast", f.checked, f.stages)
 
 
 def compile_kernel(r: Request) -> Entry:
@@ -95,7 +96,7 @@ def source_path(text: str) -> str:
         return f"<fuser {digest}>"
     path = folder / f"{digest}.py"
     if not path.exists():
-        _write(path, text.encode())
+        write(path, text.encode())
     return str(path)
 
 
@@ -123,6 +124,8 @@ def _triton_compile(r: Request) -> Any:
     options = {
         "num_warps": r.warps, "enable_fp_fusion": r.fused_multiply_add, "debug": r.checked, "sanitize_overflow": False,
     }  # fmt: skip
+    if r.stages:
+        options["num_stages"] = r.stages
     return compile(source, target=GPUTarget("cuda", r.capability, 32), options=options)
 
 
@@ -176,11 +179,11 @@ def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
         "name": e.name, "shared": e.shared, "threads": e.threads, "extra": e.extra,
         "sha256": hashlib.sha256(e.cubin).hexdigest(),
     }  # fmt: skip
-    _write(folder / f"{r.digest}.cubin", e.cubin)
-    _write(folder / f"{r.digest}.json", json.dumps(facts).encode())
+    write(folder / f"{r.digest}.cubin", e.cubin)
+    write(folder / f"{r.digest}.json", json.dumps(facts).encode())
 
 
-def _write(path: pathlib.Path, data: bytes) -> None:
+def write(path: pathlib.Path, data: bytes) -> None:
     """Write whole or not at all; a disk that cannot be written is no error."""
     try:
         handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

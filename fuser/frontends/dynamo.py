@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _said: set[str] = set()
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECORDED_MODES = ("reduce-overhead", "max-autotune")
+_RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
 
 
@@ -37,13 +38,15 @@ def fuser_backend(
 ) -> Function:
     """Compile a graph captured by dynamo; called by `torch.compile`.
 
-    `options` are settings of `fuser.config` for this graph alone. The modes "reduce-overhead" and "max-autotune" record
-    calls on CUDA tensors as CUDA graphs; others change nothing. ConfigError for an unknown setting, value or mode.
+    `options` are settings of `fuser.config` for this graph alone. On CUDA tensors, the modes "reduce-overhead" and
+    "max-autotune" record calls as CUDA graphs, and "max-autotune" and "max-autotune-no-cudagraphs" set `max_autotune`;
+    other modes change nothing. ConfigError for an unknown setting, value or mode.
     """
     checked = _checked_options(options or {}, mode)
+    racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
-    with config.override(**checked), _no_collection():
-        function = _compile(gm, example_inputs, checked)
+    with config.override(**{**racing, **checked}), _no_collection():
+        function = _compile(gm, example_inputs, {**racing, **checked})
     if mode in _RECORDED_MODES:
         function = Recorded(function)
     return _with_options(function, checked) if checked else function

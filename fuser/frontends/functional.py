@@ -15,8 +15,9 @@ import torch
 from torch import fx
 from torch.utils import _python_dispatch
 
-from fuser import interface
+from fuser import config, interface
 from fuser.errors import FuserError, Unsupported
+from fuser.frontends import matmuls
 from fuser.frontends.program import Program
 from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remember
 from fuser.passes.classify import op_name
@@ -44,6 +45,7 @@ class Compiled:
     program: Program | None
     reason: str
     seconds: float
+    raced: tuple[matmuls.Raced, ...] = ()
 
     @property
     def boxed(self) -> Function:
@@ -55,7 +57,7 @@ class Compiled:
     @property
     def alone(self) -> Function | None:
         """The fusion handle itself, when it takes the graph's inputs and gives its outputs as they are."""
-        if self.program is None or len(self.plan.groups) != 1 or self.plan.outside:
+        if self.program is None or len(self.plan.groups) != 1 or self.plan.outside or self.raced:
             return None
         (group,) = self.plan.groups
         placeholders = tuple(n for n in self.module.graph.nodes if n.op == "placeholder")
@@ -100,14 +102,21 @@ def compile_functional(
     keys = tuple(interface.register_fusion(g.graph, in_place=i in writing) for i, g in enumerate(plan.groups))
     handles = {k: interface.fusion_handle(k) for k in keys}
     _prepare(keys, plan.groups)
+    functions: list[tuple[str, Function]] = [("fusion", handles[k]) for k in keys]
+    raced: tuple[matmuls.Raced, ...] = ()
+    if config.max_autotune:
+        plan, pairs = matmuls.join(plan, writing)
+        for i, pair in pairs.items():
+            functions[i] = ("matmul", matmuls.Raced(pair, handles[keys[i]]))
+        raced = tuple(f for _, f in functions if isinstance(f, matmuls.Raced))
     program, reason = None, ""
     try:
-        program = Program(module, plan, [("fusion", handles[k]) for k in keys])
+        program = Program(module, plan, functions)
         program.boxed  # noqa: B018  written and compiled now
     except Unsupported as error:
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
-    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds)
+    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, raced)
 
 
 def _has_custom_ops(module: fx.GraphModule) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from cuda_cases import CASES, Case
+from matmul_cases import MATMULS
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
@@ -91,7 +92,7 @@ def main() -> None:
     verdicts: dict[str, str | None] = {}
     for name in sys.argv[1:]:
         try:
-            verdicts[name] = check(CASES[name])
+            verdicts[name] = check({**CASES, **MATMULS}[name])
         except Unsupported as e:
             verdicts[name] = f"unsupported: {e}"
         except Exception as e:

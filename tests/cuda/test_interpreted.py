@@ -11,12 +11,14 @@ from importlib import util
 
 import pytest
 from cuda_cases import INTERPRETED
+from matmul_cases import INTERPRETED_MATMULS
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"),
     pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
 ]
 HERE = pathlib.Path(__file__).parent
+NAMES = (*INTERPRETED, *INTERPRETED_MATMULS)
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +26,14 @@ def verdicts() -> dict[str, str | None]:
     """By case, what the interpreting process says of it."""
     root = str(HERE.parent.parent)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([root, str(HERE)])}
-    command = [sys.executable, str(HERE / "interpreted.py"), *INTERPRETED]
+    command = [sys.executable, str(HERE / "interpreted.py"), *NAMES]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", NAMES)
 def test_as_right_as_eager(name: str, verdicts: dict[str, str | None]) -> None:
     problem = verdicts[name]
     if problem is not None and problem.startswith("unsupported"):
