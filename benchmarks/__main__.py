@@ -23,6 +23,7 @@ SUITES = {
     "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
+    "optimizers": "an optimiser's step over the parameters of GPT-2, and over 500 small ones",
 }
 
 

@@ -12,8 +12,9 @@ from benchmarks import __main__ as command
 from benchmarks import account, checks, contestants, markdown, memory, models, runner, training
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
+from benchmarks.options import Options
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
-from benchmarks.suites import kernels, overhead, scaling, shapes
+from benchmarks.suites import kernels, optimizers, overhead, scaling, shapes
 
 
 def test_quantiles_interpolate_between_samples():
@@ -275,3 +276,16 @@ def test_what_a_row_is_short_of():
     assert short(times(fuser=1.0, eager=1.5, inductor=1.2, copy=0.7)) == ""
     assert short(times(fuser=1.0, eager=0.9, inductor=0.8, copy=0.5)) == "inductor, eager, copy"
     assert short(times(fuser=1.0), account.Account(1, 1, 3, {"no lowering": 1})) == "fusion"
+
+
+def test_a_wrong_optimizer_step_is_named():
+    row = next(r for r in optimizers.ROWS if r.name == "adam, 500 small")
+    problem = optimizers.Problem(row, Options(quick=True))
+    problem.restart()
+    problem.optimizer({"foreach": True}, problem.state).step()
+    assert problem.judge() is None
+    problem.restart()
+    wrong = problem.optimizer({"foreach": False}, problem.state)
+    wrong.param_groups[0]["lr"] *= 2
+    wrong.step()
+    assert "is off eager's by up to" in (problem.judge() or "")
