@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from fuser.cuda.layout import Context
 from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
-from fuser.cuda.ordered import write_ordered
+from fuser.cuda.scan import write_scan
+from fuser.cuda.scatter import write_scatter
 from fuser.cuda.split import Partial, split, split_guards, wants_split
 from fuser.cuda.text import Guard
 from fuser.ops import triton_prelude
@@ -40,7 +41,8 @@ class Generated:
 def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
     """Triton functions for `plan`. Unsupported for what has none."""
     if plan.ordered is not None:
-        return Generated(*write_ordered(plan, name, ctx))
+        write = write_scan if plan.ordered.kind == "scan" else write_scatter
+        return Generated(*write(plan, name, ctx))
     if wants_split(plan, ctx):
         return Generated(*split(plan, name, ctx))
     nest = Nest(plan, name, ctx)

@@ -10,7 +10,6 @@ from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import VECTOR
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import INDIRECT, symbols
 from fuser.ops import TRITON_TYPES, triton_cell, triton_combine, triton_number
 from fuser.scheduler.plan import Reduce
 
@@ -71,7 +70,7 @@ class Looped:
         out = [r.row for r in self.plan.reductions if r.phase == phase]
         for s in self.plan.stores:
             if s.phase == phase and self.nest.store_is_full(s):
-                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+                out += [s.row, *self.nest.indirect(s)]
         return out
 
     def passes(self) -> list[int]:

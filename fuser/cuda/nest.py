@@ -118,6 +118,10 @@ class Nest:
         """Whether a store varies along the reduced axes."""
         return self.is_full(s.row) or bool(symbols(s.address) & self.reduced)
 
+    def indirect(self, s: Store) -> list[int]:
+        """The rows that a store's address takes as indices."""
+        return [int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT]
+
     def shape(self, dims: Iterable[int] | None = None) -> str:
         """The shape of a value that varies along `dims` (all by default)."""
         wanted = set(range(len(self.layout.dims)) if dims is None else dims)

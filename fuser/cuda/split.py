@@ -104,7 +104,7 @@ def split(
     partials = _partials(plan, nest, name, results * chunks)
     dtypes = {p.name: p.dtype for p in partials}
     nest.dtypes.update(dtypes)
-    first = _partial_function(nest, chunks, each, _result_address(plan, results), name)
+    first = _partial_function(nest, chunks, each, result_address(plan, results), name)
     combined = _combine_plan(plan, chunks, results, name, dtypes)
     rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined))
     second = write_function(rest)
@@ -123,7 +123,7 @@ def _combine_layout(plan: KernelPlan) -> Layout:
     return Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
 
 
-def _result_address(plan: KernelPlan, results: Expr) -> Expr:
+def result_address(plan: KernelPlan, results: Expr) -> Expr:
     """Where a chunk's result lies in a partial buffer: chunk after chunk, each as the kept axes run."""
     at = expr(0)
     for a in plan.axes:
@@ -178,7 +178,7 @@ def _combine_plan(
 ) -> KernelPlan:
     """What is left to do once the chunks are reduced: the same reductions over chunks, and what follows them."""
     reduced = {a.sym for a in plan.reduced_axes}
-    at = _result_address(plan, results)
+    at = result_address(plan, results)
     rows: list[Row] = []
     number: dict[int, int] = {}
     reductions: list[Reduce] = []

@@ -66,6 +66,12 @@ SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 
+# Scans: rows that are one tile (longest, elements of a program, warps), and tiles of what is looped over.
+SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
+LOOPED_SCAN = Tile(1, 2048, 8)
+SCANNED_COLUMNS = Tile(32, 32, 4)
+SCAN_PROGRAMS = 1056  # of the chunks that few long rows are cut in
+
 
 def pointwise_elements(itemsizes: Sequence[int]) -> int:
     """Elements of a program that reads and writes elements of these sizes, where there is work for many."""
@@ -90,6 +96,13 @@ def persistent_row(n: int, n_loads: int) -> Tile | None:
                 return None
             return Tile(max(elements // length, 1), length, warps)
     return None
+
+
+def scanned_row(n: int) -> Tile | None:
+    """The tile that holds whole rows of the class of `n`, if one does."""
+    length = max(power_of_two(n), SHORTEST_ROW)
+    found = next(((elements, warps) for longest, elements, warps in SCANNED_ROWS if length <= longest), None)
+    return Tile(max(found[0] // length, 1), length, found[1]) if found is not None else None
 
 
 def persistent_column(n: int) -> Tile | None:

@@ -11,7 +11,7 @@ from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import elementwise, result_dtype
-from fuser.lowering.registry import ask_elsewhere, lower, refuse
+from fuser.lowering.registry import lower, refuse
 from fuser.lowering.views import slice_box, wrap_dim
 
 
@@ -68,10 +68,6 @@ def lower_diff(
     return elementwise(ctx, [later, earlier], lambda a, b: ops.call(name, a, b))
 
 
-ask_elsewhere(
-    lambda: "scans have a generator on the CPU only", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp",
-    "aten.cummax", "aten.cummin",
-)  # fmt: skip
 refuse("areas under curves are left to ATen", "aten.trapezoid", "aten.cumulative_trapezoid")
 
 __all__ = ["scanned"]

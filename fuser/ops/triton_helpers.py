@@ -134,7 +134,9 @@ def _combiner(name: str, text: str) -> None:
     TRITON_HELPERS[name] = _function(f"{name}(a, b)", f"    return {text}\n")
 
 
+_combiner("fuser_combine_sum", "a + b")
 _combiner("fuser_combine_prod", "a * b")
+_combiner("fuser_combine_logaddexp", "fuser_logaddexp(a, b)")
 _combiner("fuser_combine_max", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)")
 _combiner("fuser_combine_min", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)")
 
@@ -148,6 +150,15 @@ for _name, _sign in (("argmax", ">"), ("argmin", "<")):
     TRITON_HELPERS[f"fuser_combine_{_name}"] = _function(
         f"fuser_combine_{_name}(v, i, w, j)",
         f"    better = fuser_better_{_name}(v, i, w, j)\n    return tl.where(better, w, v), tl.where(better, j, i)\n",
+    )
+
+# Better value, or the same value at a higher index.
+for _name, _sign in (("argmax", ">"), ("argmin", "<")):
+    TRITON_HELPERS[f"fuser_combine_last_{_name}"] = _function(
+        f"fuser_combine_last_{_name}(v, i, w, j)",
+        f"    same = (w == v) | ((w != w) & (v != v))\n"
+        f"    better = (w {_sign} v) | ((w != w) & (v == v)) | (same & (j > i))\n"
+        f"    return tl.where(better, w, v), tl.where(better, j, i)\n",
     )
 
 

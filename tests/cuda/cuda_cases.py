@@ -178,8 +178,47 @@ SCATTERS = (
     Case("embedding_backward/f16", embedding_gradient, lambda i: (
         whole(i, 100, 64, dtype=torch.float16), i.below(30, 100).int())),
 )  # fmt: skip
+
+
+def sums_along(*dims: int) -> Callable[..., Any]:
+    return lambda x: tuple(x.cumsum(d) for d in dims)
+
+
+def extremes_along(dim: int) -> Callable[..., Any]:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        high, low = torch.cummax(x, dim), torch.cummin(x, dim)
+        return high[0], high[1], low[0], low[1]
+
+    return fn
+
+
+def near_one(inputs: Inputs, *size: int) -> torch.Tensor:
+    return 1 + inputs.normal(*size) / 64
+
+
+# By name: the operation and its arguments, small (for the interpreter, which runs with small tiles) and not so small.
+_SCANS: dict[str, tuple[Callable[..., Any], Make, Make | None]] = {
+    "cumsum": (sums_along(0, 1), lambda i: (whole(i, 5, 30),), lambda i: (i.normal(300, 1300),)),
+    "cumsum/middle": (lambda x: x.cumsum(1) * 2, lambda i: (whole(i, 2, 20, 9),), lambda i: (i.normal(8, 150, 400),)),
+    "cumsum/bf16": (sums_along(-1), lambda i: (whole(i, 2, 40).bfloat16(),), lambda i: (i.normal(9, 700).bfloat16(),)),
+    "cumsum/int": (lambda x: (x.cumsum(0), (x > 3).cumsum(1)), lambda i: (i.below(9, 5, 9).int(),), None),
+    "cumsum/looped": (sums_along(-1), lambda i: (whole(i, 2, 150)[:, :140],), lambda i: (i.normal(300, 5000)[:, 1:],)),
+    "cumsum/chunks": (sums_along(0), lambda i: (whole(i, 700),), lambda i: (i.normal(700000),)),
+    "cumsum/columns": (sums_along(0), lambda i: (whole(i, 40, 5),), lambda i: (i.normal(3000, 300),)),
+    "cumsum/one": (lambda x: (x.cumsum(1), torch.cummax(x, 1)[1]), lambda i: (i.normal(33, 1),), None),
+    "cumprod": (lambda x: x.cumprod(1), lambda i: (near_one(i, 4, 20),), lambda i: (near_one(i, 40, 60),)),
+    "cumprod/double": (lambda x: x.cumprod(1), lambda i: (near_one(i, 4, 20).double(),), None),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), lambda i: (i.normal(4, 20),), lambda i: (i.normal(20, 900),)),
+    "cummax/nan": (extremes_along(1), lambda i: (with_nan(i.normal(3, 9)),), lambda i: (with_nan(i.normal(9, 900)),)),
+    "cummax/columns": (extremes_along(0), lambda i: (whole(i, 40, 5),), lambda i: (whole(i, 600, 33),)),
+    "cummax/chunks": (extremes_along(0), lambda i: (whole(i, 300),), lambda i: (whole(i, 400000),)),
+    "cummax/uint8": (extremes_along(1), lambda i: (i.below(200, 2, 20).to(torch.uint8),), None),
+    "cummax/bool": (extremes_along(1), lambda i: (i.mask(2, 20),), None),
+}
+SCANS = tuple(Case(name, fn, small) for name, (fn, small, _) in _SCANS.items())
+LONG_SCANS = tuple(Case(f"{name}/long", fn, large) for name, (fn, _, large) in _SCANS.items() if large is not None)
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS)}
+CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS)}
 LARGE = tuple(c.name for c in (*_ROWS, *EXTRA) if not c.name.endswith("/0"))
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
@@ -188,5 +227,5 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "gather",
-    *(c.name for c in SCATTERS),
+    *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip

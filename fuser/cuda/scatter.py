@@ -1,7 +1,7 @@
-"""Scatters and scans: loops that the CPU runs in order.
+"""Scatters: loops that the CPU runs in order.
 
-A scatter's points run in no order here. Where several go to one place, one of them stays, as in eager, or atomic
-operations combine them. A scan is Triton's, tile by tile: the last value of a tile goes on into the next.
+Points run in no order here. Where several go to one place, one of them stays, as in eager, or atomic operations combine
+them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ ATOMICS = {"sum": "tl.atomic_add", "max": "tl.atomic_max", "min": "tl.atomic_min
 Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
 
 
-def write_ordered(plan: KernelPlan, name: str, ctx: Context) -> Written:
-    """The kernel of a scatter's or scan's plan, and what it relies on."""
-    assert plan.ordered is not None
-    if plan.ordered.kind != "scatter":
-        raise Unsupported(f"a {plan.ordered.kind} has no Triton kernel")
+def write_scatter(plan: KernelPlan, name: str, ctx: Context) -> Written:
+    """The kernel of a scatter's plan, and what it relies on."""
     nest = Scatter(_in_no_order(plan), name, ctx)
     nest.open_programs()
     nest.all_at_once()

@@ -1,0 +1,232 @@
+"""Scans: a tile is scanned by Triton's own, and what the tiles before it make goes in as a carry.
+
+Short rows are one tile. Longer ones, and columns, are looped over. Where there are few and they are long, they are cut
+in chunks: one kernel reduces each chunk, a second scans each, from what the chunks before it make.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cuda import tiles
+from fuser.cuda.layout import Context, Dim, Layout, blocks, row_class
+from fuser.cuda.looped import Looped
+from fuser.cuda.nest import Function, Nest
+from fuser.cuda.split import CHUNK, Partial, result_address
+from fuser.cuda.text import Guard
+from fuser.ir.loop_body import compute_dtype
+from fuser.ir.sizes import LOOP, ONE, Expr, Sym, expr, floordiv, maximum, minimum, product, substitute
+from fuser.ops import SCANS, TRITON_TYPES, triton_convert, triton_number, triton_store
+from fuser.scheduler.plan import KernelPlan
+
+EARLIER = Sym("earlier", LOOP)
+Written = tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]
+
+
+def write_scan(plan: KernelPlan, name: str, ctx: Context) -> Written:
+    """The kernels of a scan's plan, what lies between them, and what the choice of them rests on."""
+    if not plan.reduced_axes:
+        nest = Scan(plan, name, ctx)
+        nest.open_programs()
+        nest.of_one()
+        return (nest.close_function(name, nest.units()),), (), tuple(dict.fromkeys(nest.guards))
+    layout, guards, cut = scan_layout(plan, ctx)
+    nest = Scan(plan, name, ctx, layout)
+    if cut is not None:
+        return _in_chunks(nest, name, *cut, guards)
+    nest.open_programs()
+    if nest.loop_dim is None:
+        nest.tile()
+    else:
+        nest.start_carry()
+        nest.loop(None, True)
+    return (nest.close_function(name, nest.units()),), (), tuple(dict.fromkeys([*guards, *nest.guards]))
+
+
+def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tuple[Expr, Expr] | None]:
+    """The layout of a scan, what it rests on, and, if it is cut, how many chunks there are and how long they are."""
+    kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
+    n = product(a.size for a in reduced)
+    if plan.vector is not None:
+        outer = [a for a in kept if a.sym == plan.vector]
+        scalars = [a for a in kept if a.sym != plan.vector]
+        tile, least = tiles.SCANNED_COLUMNS, tiles.SPLIT_COLUMN_FROM
+        units = product(a.size for a in scalars) * blocks(outer[0].size, tile.outer)
+        layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
+    else:
+        whole = tiles.scanned_row(ctx.hint(n))
+        if whole is not None:
+            dims = [Dim(reduced, whole.inner, "r", whole=True)]
+            if whole.outer > 1 and kept:
+                dims.insert(0, Dim(kept, whole.outer, "x"))
+            scalars = [] if len(dims) == 2 else kept
+            return Layout(scalars, dims, whole.warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
+        tile, least = tiles.LOOPED_SCAN, tiles.SPLIT_ROW_FROM
+        units = product(a.size for a in kept)
+        layout = Layout(kept, [Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
+    guards: list[Guard] = []
+    if plan.vector is None:
+        guards.append(("lt", expr(tiles.SCANNED_ROWS[-1][0]), n))
+    few = ctx.hint(units) < tiles.SPLIT_BELOW
+    if not few:
+        return layout, [*guards, ("le", expr(tiles.SPLIT_BELOW), units)], None
+    if ctx.hint(n) < least:
+        return layout, [*guards, ("lt", n, expr(least))], None
+    most = minimum(maximum(floordiv(expr(tiles.SCAN_PROGRAMS), units), ONE), expr(tiles.MOST_CHUNKS))
+    chunks = minimum(blocks(n, tile.inner), most)
+    each = blocks(floordiv(n + chunks - 1, chunks), tile.inner) * tile.inner
+    return layout, [*guards, ("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(least), n)], (chunks, each)
+
+
+def _in_chunks(nest: Scan, name: str, chunks: Expr, each: Expr, guards: list[Guard]) -> Written:
+    plan, ctx, layout = nest.plan, nest.ctx, nest.layout
+    results = product(a.size for a in plan.axes if not a.reduced)
+    at = result_address(plan, results)
+    partials = [Partial(f"{name}_p{k}", d, results * chunks) for k, d in enumerate(nest.dtypes_scanned)]
+    out = []
+    for part in ("reduce", "scan"):
+        nest = Scan(plan, f"{name}_{part}", ctx, layout)
+        nest.dtypes.update({p.name: p.dtype for p in partials})
+        nest.open_programs([("chunk", chunks)])
+        size = nest.params.number(each, nest.bits, "each", True)
+        n = nest.params.number(layout.dims[-1].size, nest.bits, "n_r", True)
+        nest.out.add(f"low = chunk * {size}")
+        nest.out.add(f"high = tl.minimum(low + {size}, {n})")
+        nest.start_carry()
+        if part == "reduce":
+            nest.loop(("low", "high"), False)
+            nest.keep_carry(partials, at)
+        else:
+            nest.take_carry(partials, at)
+            nest.loop(("low", "high"), True)
+        out.append(nest.close_function(nest.name, nest.units() * chunks))
+        guards = [*guards, *nest.guards]
+    return tuple(out), tuple(partials), tuple(dict.fromkeys(guards))
+
+
+class Scan(Nest):
+    """Writes one kernel of a scan. What is scanned is a value, or a value and its place."""
+
+    def __init__(self, plan: KernelPlan, name: str, ctx: Context, layout: Layout | None = None) -> None:
+        super().__init__(plan, name, ctx, layout)
+        assert plan.ordered is not None
+        self.kind = plan.ordered.how
+        (self.goal,) = plan.stores
+        row = plan.rows[self.goal.row]
+        self.scanned = row.args if row.op == "pair" else (self.goal.row,)
+        source = plan.rows[self.scanned[0]].dtype
+        spec = SCANS[self.kind]
+        # Sums of floats are eager's on this device: in float32. Triton scans nothing narrower than 32 bits.
+        self.acc = source if source.is_floating_point else spec.accumulate(source)
+        self.start = triton_number(spec.identity(self.acc), self.acc)
+        if self.acc.itemsize < 4:
+            self.acc = torch.int32
+        self.function = f"fuser_combine_{'last_' if spec.index else ''}{self.kind}"
+
+    @property
+    def dtypes_scanned(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of what is scanned."""
+        return (self.acc, self.index_dtype)[: len(self.scanned)]
+
+    @property
+    def parts(self) -> tuple[tuple[str, torch.dtype, str], ...]:
+        """Of a value and its place: a letter, the dtype, and what changes nothing."""
+        return tuple(zip("vi", self.dtypes_scanned, (self.start, "-1")))
+
+    def names(self, prefix: str) -> str:
+        """The variables of a value and its place, with commas between."""
+        return ", ".join(f"{prefix}{letter}" for letter, _, _ in self.parts)
+
+    def of_one(self) -> None:
+        """Places of a dim of size 1: each holds its own value."""
+        for n in range(len(self.plan.rows)):
+            self.emit(n)
+        self.put(f"t{self.scanned[-1]}", self.plan.rows[self.scanned[-1]].dtype)
+
+    def tile(self) -> None:
+        """Rows that are one tile."""
+        for n in range(len(self.plan.rows)):
+            self.emit(n)
+        self.read_tile()
+        self.out.add(f"{self.names('y')} = {self.scan()}")
+        self.put(f"y{self.parts[-1][0]}", self.dtypes_scanned[-1])
+
+    def loop(self, bounds: tuple[str, str] | None, stores: bool) -> None:
+        """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
+        looped = Looped(self, bounds)
+        roots = [*self.scanned, *self.indirect(self.goal)]
+        looped.outer_rows(0)
+        looped.open_loop(False)
+        for n in looped.closure(roots):
+            self.emit(n)
+        self.read_tile()
+        if stores:
+            self.out.add(f"{self.names('y')} = {self.scan()}")
+            self.out.add(f"{self.names('y')} = {self.function}({self.names('carry_')}, {self.names('y')})")
+            self.put(f"y{self.parts[-1][0]}", self.dtypes_scanned[-1])
+        self.add_to_carry("x")
+        self.out.close()
+
+    def read_tile(self) -> None:
+        """What is scanned, with values that change nothing beyond the end."""
+        inner = f"m{self.layout.dims[-1].name}"
+        for row, (letter, dtype, start) in zip(self.scanned, self.parts):
+            text = triton_convert(self.plan.rows[row].dtype, dtype, f"t{row}")
+            self.out.add(f"x{letter} = tl.broadcast_to(tl.where({inner}, {text}, {start}), {self.shape()})")
+
+    @property
+    def axis(self) -> int:
+        """The tile's dim that is scanned."""
+        return len(self.layout.dims) - 1
+
+    def scan(self) -> str:
+        """The tile's scan."""
+        both = self.names("x")
+        return f"tl.associative_scan({f'({both})' if len(self.parts) > 1 else both}, {self.axis}, {self.function})"
+
+    def add_to_carry(self, prefix: str) -> None:
+        """Fold the tile `prefix` into the carry."""
+        both = self.names(prefix)
+        packed = f"({both})" if len(self.parts) > 1 else both
+        self.out.add(f"{self.names('all_')} = tl.reduce({packed}, {self.axis}, {self.function}, keep_dims=True)")
+        self.out.add(f"{self.names('carry_')} = {self.function}({self.names('carry_')}, {self.names('all_')})")
+
+    @property
+    def carry_shape(self) -> str:
+        """The shape of what goes on from tile to tile."""
+        return f"[{self.layout.dims[0].block}, 1]" if self.axis else "[1]"
+
+    def start_carry(self) -> None:
+        """A carry that changes nothing."""
+        for letter, dtype, start in self.parts:
+            self.out.add(f"carry_{letter} = tl.full({self.carry_shape}, {start}, {TRITON_TYPES[dtype]})")
+
+    def keep_carry(self, partials: list[Partial], at: Expr) -> None:
+        """Store what a chunk makes."""
+        mask = self.mask(self.expr_dims(at))
+        for p, (letter, _, _) in zip(partials, self.parts):
+            place = f"{self.address(at)} + tl.zeros({self.carry_shape}, tl.int{self.bits})"
+            target = f"{self.params.pointer(p.name)} + ({place})"
+            self.out.add(f"tl.store({target}, carry_{letter}{', ' + mask if mask else ''})")
+
+    def take_carry(self, partials: list[Partial], at: Expr) -> None:
+        """Fold what all earlier chunks make."""
+        block = self.layout.dims[-1].block if self.axis else tiles.MOST_CHUNKS
+        index = "[None, :]" if self.axis else ""
+        self.out.open(f"for earlier0 in range(0, chunk, {block})")
+        self.out.add(f"{EARLIER.name} = earlier0 + tl.arange(0, {block}){index}")
+        before = substitute(at, {CHUNK: expr(EARLIER)})
+        mask = self.mask(self.expr_dims(at), "(earlier < chunk)")
+        for p, (letter, _, start) in zip(partials, self.parts):
+            source = f"{self.params.pointer(p.name)} + ({self.address(before)})"
+            self.out.add(f"p{letter} = tl.load({source}, {mask}, other={start})")
+        self.add_to_carry("p")
+        self.out.close()
+
+    def put(self, text: str, dtype: torch.dtype) -> None:
+        """Store the result of each place of the tile."""
+        own = self.dtypes[self.goal.buffer]
+        value = triton_store(own, triton_convert(dtype, compute_dtype(own), text))
+        mask = self.mask(range(len(self.layout.dims)))
+        target = f"{self.params.pointer(self.goal.buffer)} + ({self.address(self.goal.address)})"
+        self.out.add(f"tl.store({target}, {value}{', ' + mask if mask else ''})")
