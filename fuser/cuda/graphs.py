@@ -1,9 +1,11 @@
-"""CUDA graphs for whole compiled callables: the second call of a class of inputs records, later ones replay.
+"""CUDA graphs for compiled callables: the second call of a class of inputs records, later ones replay.
 
-A replay writes to the same memory as the recording did. So inputs are copied into memory of the recording's own, except
-parameters and inputs that the callable itself writes to: those are recorded where they lie, and a call that brings them
-elsewhere is of another class. And a recording whose earlier results somebody still holds is not replayed; another one
-is made, up to a bound, beyond which calls run as they would without graphs.
+A replay reads and writes the same memory as the recording did. So inputs are copied into memory of the recording's own,
+except those that stay where they are from call to call: parameters, inputs that the callable itself writes to, and what
+a forward's recording saved for its backward. Those are recorded where they lie; a call that brings them elsewhere
+needs a recording of its own. And a recording whose earlier results somebody still holds is not replayed; another one
+is made, up to a bound, beyond which calls run as they would without graphs. Each recording has a memory pool of its
+own: in a shared one, the temporaries of one replay might lie where another's results still are.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +22,22 @@ import torch
 
 MOST_RECORDINGS = 8  # of one callable, all classes of inputs together
 MOST_CLASSES = 64  # that are remembered
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+DEVICE = "cuda"
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
 def _references(t: torch.Tensor) -> int:
     """How many tensors and other holders share the memory of `t`."""
-    storage = t.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,unused-ignore]
+    count: int = torch._C._storage_Use_Count(_memory(t))  # type: ignore[attr-defined,unused-ignore]
     return count
+
+
+def _memory(t: torch.Tensor) -> int:
+    """What tells a tensor's memory from that of others while it lives."""
+    return int(t.untyped_storage()._cdata)
 
 
 @dataclass
@@ -38,11 +48,12 @@ class Recording:
     inputs: list[tuple[int, torch.Tensor]]  # (argument, where it has to be copied)
     results: list[Any]  # tensors; ("argument", i); or plain values
     single: bool
-    idle: list[int] = field(default_factory=list)  # references of each result while nobody else has it
+    owned: list[torch.Tensor] = field(default_factory=list)  # results in memory of the recording's own
+    idle: list[int] = field(default_factory=list)  # references of each owned one while nobody else has it
 
     def is_free(self) -> bool:
         """Whether nobody holds a result of an earlier replay."""
-        return [_references(r) for r in self.results if isinstance(r, torch.Tensor)] == self.idle
+        return all(_references(r) == n for r, n in zip(self.owned, self.idle))
 
     def replay(self, args: Sequence[Any]) -> Any:
         """The results for `args`."""
@@ -61,89 +72,134 @@ class Recording:
 
 @dataclass
 class InputClass:
-    """What is known of calls with inputs of one class."""
+    """What is known of calls with inputs of one class: recordings by where the inputs lie that stay."""
 
-    calls: int = 0
-    recordings: list[Recording] = field(default_factory=list)
+    recordings: dict[tuple[tuple[int, int], ...], list[Recording]] = field(default_factory=dict)
     reason: str = ""  # why nothing is recorded
 
 
 class Recorded:
-    """A compiled callable that is recorded and replayed where that is possible; `reasons` say where it is not."""
+    """A compiled callable that is recorded and replayed where that is possible; `reasons` say where it is not.
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
+    `written` are the arguments that it writes to; None: to be found out at the first call. `boxed`: it takes its
+    arguments as one list, which it empties, and what it returns may be views of them. `lender` is the forward of this
+    backward: what that one saved stays where it is.
+    """
+
+    def __init__(
+        self, function: Function, *, name: str = "", written: Iterable[int] | None = None, boxed: bool = False,
+        lender: Recorded | None = None,
+    ) -> None:  # fmt: skip
+        self.function, self.name, self.boxed = function, name, boxed
         self.reasons: dict[str, int] = {}
         self.n_recordings = 0
         self.n_replays = 0
+        self.lent: set[int] = set()  # addresses of what the recordings gave, and of the arguments that stay
+        self._lender = lender
         self._classes: dict[Any, InputClass] = {}
-        self._written: set[int] = set()  # arguments that the callable writes to
+        self._finds_written = written is None
+        self._written: set[int] = set(written or ())
         self._lock = threading.Lock()
-        self._pool: Any = None
         self._stream: Any = None
+        self._boxed_call = boxed
+        _all.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        reason = why_not(args)
-        if reason or not self._lock.acquire(blocking=False):
-            return self._plain(args, reason or "another thread is replaying it")
+        values: Sequence[Any] = args[0] if self.boxed else args
+        reason = why_not(values)
+        if not reason and not self._lock.acquire(blocking=False):
+            reason = "another thread is replaying it"
+        if reason:
+            return self._plain(values, reason)
         try:
-            return self._call(args)
+            return self._call(values)
         finally:
             self._lock.release()
 
-    def _plain(self, args: Sequence[Any], reason: str) -> Any:
-        if reason not in self.reasons:
-            _log.info("a compiled graph runs without CUDA graphs: %s", reason)
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return self.function(*args)
+    def __str__(self) -> str:
+        why = "; ".join(f"{n} calls without, because {reason}" for reason, n in self.reasons.items())
+        counts = f"{self.n_recordings} recordings, {self.n_replays} replays"
+        return f"{self.name or 'a callable'}: {counts}; {why or 'no calls without'}"
 
-    def _call(self, args: tuple[Any, ...]) -> Any:
-        key = self._key(args)
+    def _run(self, values: Sequence[Any]) -> Any:
+        return self.function(values) if self.boxed else self.function(*values)
+
+    def _plain(self, values: Sequence[Any], reason: str) -> Any:
+        if reason not in self.reasons:
+            _log.info("%s runs without CUDA graphs: %s", self.name or "a compiled graph", reason)
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return self._run(values)
+
+    def _call(self, values: Sequence[Any]) -> Any:
+        key, places = self._key(values)
         known = self._classes.get(key)
         if known is None:
             if len(self._classes) >= MOST_CLASSES:
-                return self._plain(args, f"there were inputs of more than {MOST_CLASSES} classes")
-            return self._first(args)
+                return self._plain(values, f"there were inputs of more than {MOST_CLASSES} classes")
+            return self._first(key, values)
         if known.reason:
-            return self._plain(args, known.reason)
-        free = next((r for r in known.recordings if r.is_free()), None)
+            return self._plain(values, known.reason)
+        mine = known.recordings.get(places, ())
+        free = next((r for r in mine if r.is_free()), None)
         if free is None:
             if self.n_recordings >= MOST_RECORDINGS:
-                return self._plain(args, f"it has {MOST_RECORDINGS} recordings already")
+                return self._plain(values, f"it has {MOST_RECORDINGS} recordings already")
             try:
-                free = self._record(args)
+                free = self._record(values)
             except Exception as e:
                 said = str(e).strip().splitlines()
                 known.reason = f"it cannot be recorded: {said[0] if said else type(e).__name__}"
                 _recover()
-                return self._plain(args, known.reason)
-            known.recordings.append(free)
+                return self._plain(values, known.reason)
+            known.recordings.setdefault(places, []).append(free)
             self.n_recordings += 1
         self._order_streams()
         self.n_replays += 1
-        return free.replay(args)
-
-    def _first(self, args: tuple[Any, ...]) -> Any:
-        """A class's first call runs as it is: kernels get compiled, and it is seen which inputs are written to."""
-        before = [_version(a) for a in args]
-        out = self.function(*args)
-        self._written.update(i for i, (a, v) in enumerate(zip(args, before)) if v is None or _version(a) != v)
-        self._classes.setdefault(self._key(args), InputClass()).calls += 1
+        out = free.replay(values)
+        if isinstance(values, list):
+            values.clear()
         return out
+
+    def _first(self, key: Any, values: Sequence[Any]) -> Any:
+        """A class's first call runs as it is: kernels get compiled, and it is seen which inputs are written to."""
+        if self._finds_written:
+            seen = tuple(values)
+            before = [_version(a) for a in seen]
+            out = self._run(values)
+            self._written.update(i for i, (a, v) in enumerate(zip(seen, before)) if v is None or _version(a) != v)
+            self._classes[key] = InputClass(reason=self._why_shared(seen))
+            return out
+        self._classes[key] = InputClass(reason=self._why_shared(values))
+        return self._run(values)
+
+    def _why_shared(self, values: Sequence[Any]) -> str:
+        """A reason if an input that is written to shares memory with another: copies would not."""
+        tensors = {i: _memory(a) for i, a in enumerate(values) if isinstance(a, torch.Tensor)}
+        for i in self._written:
+            if i in tensors and list(tensors.values()).count(tensors[i]) > 1:
+                return "an input that it writes to shares memory with another input"
+        return ""
 
     def _stays(self, i: int, a: torch.Tensor) -> bool:
         """Whether argument `i` is recorded where it lies."""
-        kept = isinstance(a, torch.nn.Parameter) or getattr(a, "_dynamo_static_input_type", None) is not None
-        return kept or i in self._written
+        if i in self._written or isinstance(a, torch.nn.Parameter):
+            return True
+        if self._lender is not None and a.data_ptr() in self._lender.lent:
+            return True
+        return getattr(a, "_dynamo_static_input_type", None) is not None
 
-    def _key(self, args: Sequence[Any]) -> Any:
+    def _key(self, values: Sequence[Any]) -> tuple[Any, tuple[tuple[int, int], ...]]:
+        """The class of `values`, and where those lie that stay."""
         parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        for i, a in enumerate(args):
-            if isinstance(a, torch.Tensor):
-                parts.append((a.shape, a.stride(), a.dtype, a.device, a.data_ptr() if self._stays(i, a) else 0))
-            else:
+        places: list[tuple[int, int]] = []
+        for i, a in enumerate(values):
+            if not isinstance(a, torch.Tensor):
                 parts.append((type(a), a))
-        return tuple(parts)
+                continue
+            parts.append((a.shape, a.stride(), a.dtype))
+            if self._stays(i, a):
+                places.append((i, a.data_ptr()))
+        return tuple(parts), tuple(places)
 
     def _order_streams(self) -> None:
         """A replay on another stream than the last one waits for that: both use the same memory."""
@@ -152,24 +208,49 @@ class Recorded:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _record(self, args: tuple[Any, ...]) -> Recording:
-        own: list[Any] = list(args)
+    def _record(self, values: Sequence[Any]) -> Recording:
+        own: list[Any] = list(values)
         inputs: list[tuple[int, torch.Tensor]] = []
-        for i, a in enumerate(args):
+        for i, a in enumerate(values):
             if isinstance(a, torch.Tensor) and not self._stays(i, a):
                 own[i] = _like(a)
                 inputs.append((i, own[i]))
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self.function(*own)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = self._run(list(own))
         single = not isinstance(out, (tuple, list))
-        results = [_described(r, own, inputs) for r in ((out,) if single else out)]
+        results = [self._described(r, own, inputs) for r in ((out,) if single else out)]
         del out
+        foreign = {_memory(a) for i, a in enumerate(own) if isinstance(a, torch.Tensor) and a is values[i]}
         recording = Recording(graph, inputs, results, single)
-        recording.idle = [_references(r) for r in results if isinstance(r, torch.Tensor)]
+        recording.owned = [r for r in results if isinstance(r, torch.Tensor) and _memory(r) not in foreign]
+        recording.idle = [_references(r) for r in recording.owned]
+        self.lent.update(r.data_ptr() for r in recording.owned)
+        self.lent.update(a.data_ptr() for a, b in zip(values, own) if isinstance(a, torch.Tensor) and a is b)
         return recording
+
+    def _described(self, r: Any, own: Sequence[Any], inputs: Sequence[tuple[int, torch.Tensor]]) -> Any:
+        """A result as `Recording.results` has it. ValueError for one that cannot be given back after a replay."""
+        if not isinstance(r, torch.Tensor):
+            if r is None or isinstance(r, (bool, int, float)):
+                return r
+            raise ValueError(f"a result is a {type(r).__name__}")
+        for i, a in enumerate(own):
+            if r is a:
+                return ("argument", i)
+        if r.device.type != DEVICE:
+            raise ValueError(f"a result is on {r.device}")
+        if not self.boxed and any(_memory(t) == _memory(r) for _, t in inputs):
+            raise ValueError("a result is a view of an input")
+        return r
+
+
+_all: weakref.WeakSet[Recorded] = weakref.WeakSet()
+
+
+def recorded() -> tuple[Recorded, ...]:
+    """The callables under CUDA graphs that are alive; as text each says how often it was replayed, and why not."""
+    return tuple(_all)
 
 
 def _recover() -> None:
@@ -194,34 +275,20 @@ def _like(a: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(a.detach())
 
 
-def _described(r: Any, own: Sequence[Any], inputs: Sequence[tuple[int, torch.Tensor]]) -> Any:
-    """A result as `Recording.results` has it. ValueError for one that cannot be given back after a replay."""
-    if not isinstance(r, torch.Tensor):
-        if r is None or isinstance(r, (bool, int, float)):
-            return r
-        raise ValueError(f"a result is a {type(r).__name__}")
-    for i, a in enumerate(own):
-        if r is a:
-            return ("argument", i)
-    if r.device.type != "cuda":
-        raise ValueError(f"a result is on {r.device}")
-    memory = r.untyped_storage()._cdata
-    if any(t.untyped_storage()._cdata == memory for _, t in inputs):
-        raise ValueError("a result is a view of an input")
-    return r
-
-
 def why_not(args: Sequence[Any]) -> str:
     """Why a call with these arguments is not recorded; empty if it may be."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if not tensors or any(not a.is_cuda for a in tensors):
+    if not tensors or any(a.device.type != DEVICE for a in tensors):
         return "not all inputs are on a CUDA device"
+    if any(type(a) not in _PLAIN for a in tensors):
+        return "an input is a tensor subclass"
     if len({a.device for a in tensors}) > 1 or tensors[0].device.index != torch.cuda.current_device():
         return "the inputs are not all on the current device"
     if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
-        return "gradients are needed: training steps are not recorded"
-    if any(type(a) not in (torch.Tensor, torch.nn.Parameter) for a in tensors):
-        return "an input is a tensor subclass"
+        return "gradients of what it gives are needed"
+    other = next((a for a in args if not isinstance(a, (torch.Tensor, *_VALUES))), None)
+    if other is not None:
+        return f"an input is a {type(other).__name__}"
     if torch.cuda.is_current_stream_capturing():
         return "the caller is recording a graph itself"
     return ""

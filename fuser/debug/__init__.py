@@ -1,9 +1,12 @@
 """What was fused, into which code, and why the rest was not."""
 
 from fuser.cuda.choices import choices
+from fuser.cuda.graphs import recorded
 from fuser.debug.explaining import dump, explain
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 from fuser.debug.reproducing import repro
 
-__all__ = ["PassTable", "Report", "bisect_passes", "choices", "dump", "explain", "passes", "report", "repro"]
+__all__ = [
+    "PassTable", "Report", "bisect_passes", "choices", "dump", "explain", "passes", "recorded", "report", "repro",
+]  # fmt: skip

@@ -46,9 +46,7 @@ def fuser_backend(
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
     with config.override(**{**racing, **checked}), _no_collection():
-        function = _compile(gm, example_inputs, {**racing, **checked})
-    if mode in _RECORDED_MODES:
-        function = Recorded(function)
+        function = _compile(gm, example_inputs, {**racing, **checked}, mode in _RECORDED_MODES)
     return _with_options(function, checked) if checked else function
 
 
@@ -91,22 +89,26 @@ def _with_options(function: Function, options: dict[str, Any]) -> Function:
     return call
 
 
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Function:
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
+) -> Function:  # fmt: skip
     reason = _why_eager(gm, example_inputs)
     if reason is not None:
         return _run_eager(gm, reason, options)
     if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
-        return _compile_single(gm, example_inputs, options)
-    return _GraphCompiler(gm, example_inputs, options).compile()
+        return _compile_single(gm, example_inputs, options, recorded)
+    return _GraphCompiler(gm, example_inputs, options, recorded).compile()
 
 
-def _compile_single(gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> Function:
+def _compile_single(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
+) -> Function:  # fmt: skip
     """A graph that returns one tensor, as no graph of dynamo's does: compiled as one that returns a tuple."""
     gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     output = gm.graph.output_node()
     output.args = ((output.args[0],),)
     gm.recompile()
-    function = _GraphCompiler(gm, example_inputs, options).compile()
+    function = _GraphCompiler(gm, example_inputs, options, recorded).compile()
     return lambda *args: function(*args)[0]
 
 
@@ -127,10 +129,13 @@ def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Func
 
 
 class _GraphCompiler:
-    """Compiles one graph, with its backward where gradients are needed."""
+    """Compiles one graph, with its backward where gradients are needed; `recorded`: under CUDA graphs."""
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
+    ) -> None:  # fmt: skip
         self.gm = gm
+        self.recorded = recorded
         self.example_inputs = example_inputs
         self.options = options
         self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
@@ -143,7 +148,7 @@ class _GraphCompiler:
         self.passes = run_stage("pre_grad", self.gm)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
-        steps = training.Training(self.options, self.passes)
+        steps = training.Training(self.options, self.passes, self.recorded)
         wrapped: Function = aot_module_simplified(
             self.gm,
             self.example_inputs,
@@ -162,8 +167,10 @@ class _GraphCompiler:
         wrapper_reason = self._why_wrapped(gm)
         if compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function
+            if self.recorded:
+                self.direct = Recorded(self.direct, name="inference", written=compiled.written)
         compiled.remember("direct" if wrapper_reason is None else "wrapped", wrapper_reason or "", self.options)
-        return compiled.boxed
+        return compiled.recorded("inference") if self.recorded else compiled.boxed
 
     def _why_wrapped(self, module: fx.GraphModule) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""

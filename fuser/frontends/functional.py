@@ -16,9 +16,10 @@ from torch import fx
 from torch.utils import _python_dispatch
 
 from fuser import config, interface
+from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import matmuls
-from fuser.frontends.program import Program
+from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remember
 from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan, extract
@@ -53,6 +54,17 @@ class Compiled:
         if self.program is None:
             return self.module.forward
         return self.program.boxed if _has_custom_ops(self.module) else _past_first_check(self.program.boxed)
+
+    @property
+    def written(self) -> frozenset[int]:
+        """The numbers of the inputs that the graph writes to."""
+        return written_inputs(self.module.graph)
+
+    def recorded(self, name: str, forward: Recorded | None = None) -> Function:
+        """`boxed` under CUDA graphs; `forward` is the one of which this is the backward."""
+        if self.program is None:
+            return self.boxed
+        return Recorded(self.boxed, name=name, written=self.written, boxed=True, lender=forward)
 
     @property
     def alone(self) -> Function | None:
@@ -117,6 +129,21 @@ def compile_functional(
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
     return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, raced)
+
+
+def written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """The numbers of the placeholders into which, or into views of which, some call writes."""
+    number = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    found: set[int] = set()
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for at, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+                for one in value if isinstance(value, (tuple, list)) else [value]:
+                    found.update([number[base_of(one)]] if base_of(one) in number else [])
+    return frozenset(found)
 
 
 def _has_custom_ops(module: fx.GraphModule) -> bool:

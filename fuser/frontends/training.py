@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fuser import config
+from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import compile_functional
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
@@ -17,10 +18,15 @@ Function = Callable[..., Any]
 
 
 class Training:
-    """One graph's way through AOTAutograd, under its own settings: the cut, and a compiler for each part."""
+    """One graph's way through AOTAutograd, under its own settings: the cut, and a compiler for each part.
 
-    def __init__(self, options: dict[str, Any], earlier: tuple[PassRecord, ...]) -> None:
+    `recorded`: forward and backward run under CUDA graphs, one for each.
+    """
+
+    def __init__(self, options: dict[str, Any], earlier: tuple[PassRecord, ...], recorded: bool = False) -> None:
         self.options = options
+        self.recorded = recorded
+        self.forward: Recorded | None = None
         self.passes = earlier  # of the joint graph and before; told with the forward
 
     def compiler_of(self, stage: str) -> Any:
@@ -30,7 +36,11 @@ class Training:
             with config.override(**self.options):
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
             compiled.remember("wrapped", "gradients are needed", self.options, stage)
-            return _under(self.options, compiled.boxed) if self.options else compiled.boxed
+            boxed = compiled.boxed
+            if self.recorded:
+                boxed = compiled.recorded(stage, self.forward)
+                self.forward = boxed if isinstance(boxed, Recorded) else None
+            return _under(self.options, boxed) if self.options else boxed
 
         return compile_stage
 
