@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
 from fuser.codegen.program import ProgramBuilder
 from fuser.cuda import codegen, driver, toolchain
+from fuser.cuda.binary import usage
 from fuser.cuda.text import Param
+from fuser.errors import CompileError
 from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
@@ -20,6 +25,7 @@ from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
+_log = logging.getLogger(__name__)
 INT32 = 1 << 31  # addresses, counted in elements, that do not fit 32 bits
 
 
@@ -49,14 +55,18 @@ class Source:
     numerics: str
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
+    owners: tuple[int, ...] = ()  # for each function, the number of its plan
+    again: Callable[[Levels], Source] | None = field(default=None, compare=False)  # with smaller tiles
 
 
+Levels = Mapping[int, int]  # how many times the tiles of a plan are halved
 Write = Callable[[KernelPlan, str, codegen.Context], codegen.Generated]
 
 
 def generate(
-    lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate
-) -> Source:
+    lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate,
+    levels: Levels = MappingProxyType({}),
+) -> Source:  # fmt: skip
     """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
     ctx = lowered.ctx
     unaligned = {f"in{i}" for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput) and not r.aligned}
@@ -71,13 +81,16 @@ def generate(
                 builder.guard("lt", e, expr(INT32))
     context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered))
     functions: list[codegen.Function] = []
+    owners: list[int] = []
     for number, kernel in enumerate(plan.plans):
-        made = write(kernel, f"k{number}_{kernel.name}", context)
+        own = dataclasses.replace(context, smaller=levels.get(number, 0))
+        made = write(kernel, f"k{number}_{kernel.name}", own)
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         for relation, a, b in made.guards:
             builder.guard(relation, a, b)
         functions += made.functions
+        owners += [number] * len(made.functions)
     used = {p.value for f in functions for p in f.params if p.kind == "pointer" and p.aligned}
     builder.align({str(b) for b in used})
     text = codegen.source_text(functions, comment)
@@ -86,7 +99,14 @@ def generate(
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
     program = builder.finish(steps, plan.buffers, single)
-    return Source(name, text, tuple(functions), program, ctx.numerics, len(plan.plans), plan.reasons)
+
+
+    def again(levels: Levels) -> Source:
+        return generate(lowered, plan, single, comment, write, levels)
+
+    return Source(
+        name, text, tuple(functions), program, ctx.numerics, len(plan.plans), plan.reasons, tuple(owners), again
+    )
 
 
 def _is_rough(lowered: Lowered) -> bool:
@@ -123,7 +143,7 @@ def _argument(builder: ProgramBuilder, p: Param) -> tuple[str, object]:
 def compile_source(source: Source) -> FusedKernel:
     """Compile for the current device, or take earlier binaries from disk, and load them. Raises CompileError."""
     capability = driver.capability(torch.cuda.current_device())
-    entries = compile_entries(source, capability)
+    source, entries = fitting(source, capability)
     library = driver.Library(toolchain.source_path(source.text), entries)
     program = with_entries(source.program, entries)
     return FusedKernel(source.name, program, source.text, library, source.n_kernels, source.reasons)
@@ -131,10 +151,51 @@ def compile_source(source: Source) -> FusedKernel:
 
 def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]:
     """The binaries of all kernels for devices of `capability`. No GPU is needed. Raises CompileError."""
-    return tuple(
-        toolchain.compile_kernel(toolchain.request(source.text, f, capability, source.numerics))
-        for f in source.functions
-    )
+    asked = [toolchain.request(source.text, f, capability, source.numerics) for f in source.functions]
+    return toolchain.compile_all(asked)
+
+
+SHARED = {70: 98304, 75: 65536, 80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
+LEAST_SHARED = 101376  # bytes that a block may take on all other devices
+MOST_STACK = 64  # bytes of a thread's stack, where registers spill to
+MOST_RETRIES = 3
+
+
+def why_unfit(entry: driver.Entry, capability: int) -> str | None:
+    """Why a binary does not run well, or not at all, on devices of `capability`."""
+    most = SHARED.get(capability, LEAST_SHARED)
+    if entry.shared > most:
+        return f"takes {entry.shared} bytes of shared memory, where a block has {most}"
+    stack = usage(entry.cubin).stack
+    return f"spills registers to {stack} bytes of stack" if stack > MOST_STACK else None
+
+
+def fitting(source: Source, capability: int) -> tuple[Source, tuple[driver.Entry, ...]]:
+    """The source and its binaries, with smaller tiles for kernels that do not fit the device. Raises CompileError."""
+    levels: dict[int, int] = {}
+    tried: list[tuple[tuple[int, int], Source, tuple[driver.Entry, ...]]] = []
+    for _ in range(MOST_RETRIES + 1):
+        entries = compile_entries(source, capability)
+        reasons = [why_unfit(e, capability) for e in entries]
+        over = sum(e.shared > SHARED.get(capability, LEAST_SHARED) for e in entries)
+        tried.append(((over, sum(usage(e.cubin).stack for e in entries)), source, entries))
+        bad = {n: (e.name, why) for n, e, why in zip(source.owners, entries, reasons) if why is not None}
+        if not bad or source.again is None:
+            break
+        for name, why in bad.values():
+            _log_once(f"kernel {name} of {source.name} {why}: smaller tiles are tried")
+        levels = {**levels, **{n: levels.get(n, 0) + 1 for n in bad}}
+        source = source.again(levels)
+    (over, _), source, entries = min(tried, key=lambda t: t[0])
+    if over:
+        name, why = next((e.name, w) for e in entries if (w := why_unfit(e, capability)) is not None)
+        raise CompileError(f"kernel {name} of {source.name} {why}, with the smallest tiles too")
+    return source, entries
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    _log.info("%s", text)
 
 
 def with_entries(program: LaunchProgram, entries: tuple[driver.Entry, ...]) -> LaunchProgram:

@@ -19,13 +19,15 @@ class Context:
     """What a generator asks of the lowering.
 
     `hint` is the value of an expression in the example, `aligned` whether a buffer starts at a multiple of 16 bytes,
-    `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end.
+    `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end. `smaller`: how
+    many times tiles are halved, because a kernel with larger ones did not fit.
     """
 
     hint: Callable[[Expr], int]
     aligned: Callable[[str], bool]
     wide: bool
     rough: bool
+    smaller: int = 0
 
 
 def blocks(n: Expr, size: int) -> Expr:
@@ -160,6 +162,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
+    tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(looped, ctx.smaller)
     guards: list[Guard] = []
     if tile is None or loop:
         if tile is None and not loop and ctx.hint(n) > longest:
@@ -190,7 +193,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     others = [a for a in axes if a is not vector]
     across = _transposed_axis(plan, vector, others)
     if across is not None:
-        tile = tiles.TRANSPOSED
+        tile = tiles.shrunk(tiles.TRANSPOSED, ctx.smaller)
         rest = [a for a in others if a is not across]
         return Layout(rest, [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")], tile.warps)
     dtypes = dict(plan.buffers)
@@ -215,7 +218,7 @@ def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx
     enough = expr(elements * 2 * tiles.MULTIPROCESSORS)
     many = ctx.hint(total) >= ctx.hint(enough)
     guards: list[Guard] = [("le", enough, total) if many else ("lt", total, enough)]
-    elements = elements if many else tiles.SMALL_ELEMENTS
+    elements = max((elements if many else tiles.SMALL_ELEMENTS) >> ctx.smaller, 128)
     if vector is not None:
         n = ctx.hint(vector)
         bounds = [b for b in (tiles.SHORT_VECTOR, elements) if n >= b]

@@ -50,23 +50,25 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
     if plan.vector is not None:
         outer = [a for a in kept if a.sym == plan.vector]
         scalars = [a for a in kept if a.sym != plan.vector]
-        tile, least = tiles.SCANNED_COLUMNS, tiles.SPLIT_COLUMN_FROM
+        tile, least = tiles.shrunk(tiles.SCANNED_COLUMNS, ctx.smaller), tiles.SPLIT_COLUMN_FROM
         units = product(a.size for a in scalars) * blocks(outer[0].size, tile.outer)
         layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     else:
-        whole = tiles.scanned_row(ctx.hint(n))
+        whole = tiles.fewer(tiles.scanned_row(ctx.hint(n)), ctx.smaller)
         if whole is not None:
             dims = [Dim(reduced, whole.inner, "r", whole=True)]
             if whole.outer > 1 and kept:
                 dims.insert(0, Dim(kept, whole.outer, "x"))
             scalars = [] if len(dims) == 2 else kept
             return Layout(scalars, dims, whole.warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
-        tile, least = tiles.LOOPED_SCAN, tiles.SPLIT_ROW_FROM
+        tile, least = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM
         units = product(a.size for a in kept)
         layout = Layout(kept, [Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     guards: list[Guard] = []
     if plan.vector is None:
-        guards.append(("lt", expr(tiles.SCANNED_ROWS[-1][0]), n))
+        longest = tiles.SCANNED_ROWS[-1][0]
+        far = ctx.hint(n) > longest
+        guards += [("lt", expr(longest), n)] if far else row_class(n, tiles.power_of_two(ctx.hint(n)), 1, ctx)
     few = ctx.hint(units) < tiles.SPLIT_BELOW
     if not few:
         return layout, [*guards, ("le", expr(tiles.SPLIT_BELOW), units)], None

@@ -98,6 +98,23 @@ def persistent_row(n: int, n_loads: int) -> Tile | None:
     return None
 
 
+def fewer(tile: Tile | None, times: int) -> Tile | None:
+    """A tile of whole rows with half as many of them, so many times over; None if that is less than one."""
+    if tile is None or tile.outer >> times == 0:
+        return None
+    return Tile(tile.outer >> times, tile.inner, tile.warps)
+
+
+def shrunk(tile: Tile, times: int) -> Tile:
+    """A tile with half as many elements, so many times over, for as many threads."""
+    for _ in range(times):
+        if tile.outer > 16:
+            tile = Tile(tile.outer // 2, tile.inner, tile.warps)
+        elif tile.inner > 128:
+            tile = Tile(tile.outer, tile.inner // 2, tile.warps)
+    return tile
+
+
 def scanned_row(n: int) -> Tile | None:
     """The tile that holds whole rows of the class of `n`, if one does."""
     length = max(power_of_two(n), SHORTEST_ROW)

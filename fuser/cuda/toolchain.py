@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import linecache
 import os
 import pathlib
 import re
 import tempfile
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fuser import config
+from fuser.cuda import compile_worker, pool
 from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
 from fuser.errors import CompileError
@@ -24,7 +28,7 @@ from fuser.errors import CompileError
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
 FORMAT = 1  # of what is kept on disk
 settings: Any = config
-_lock = threading.Lock()  # one compilation at a time: parts of Triton keep state for the process
+_lock = threading.Lock()  # one compilation at a time inside this process: parts of Triton keep state there
 
 
 @functools.cache
@@ -101,53 +105,32 @@ def source_path(text: str) -> str:
 
 
 def compile_now(r: Request) -> Entry:
-    """Run Triton's compiler. Raises CompileError."""
+    """Run Triton's compiler, in a process of its own wherever one can be started. Raises CompileError."""
     reason = why_not()
     if reason is not None:
         raise CompileError(reason)
-    with _lock:
-        try:
-            compiled = _triton_compile(r)
-        except Exception as e:
-            lines = str(e).strip().splitlines()
-            said = f"{type(e).__name__}: {lines[-1] if lines else ''}"
-            raise CompileError(f"Triton cannot compile kernel {r.name} ({source_path(r.text)}): {said}", str(e)) from e
-    return _entry(r, compiled)
+    asked = {**dataclasses.asdict(r), "path": source_path(r.text)}
+    try:
+        found = pool.pool().compile(asked, settings.compile_timeout_seconds)
+    except pool.CannotStart:
+        with _lock:
+            found = compile_worker.compile_one(asked)
+    if "error" in found:
+        raise CompileError(f"Triton cannot compile kernel {r.name} ({asked['path']}): {found['error']}", found["log"])
+    return Entry(**{**found, "cubin": base64.b64decode(found["cubin"])})
 
 
-def _triton_compile(r: Request) -> Any:
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,unused-ignore]
-    from triton.compiler import ASTSource, compile  # type: ignore[import-not-found,unused-ignore]
-
-    attrs = {(i,): [["tt.divisibility", 16]] for i in r.aligned}
-    source = ASTSource(load_source(r.text)[r.name], dict(r.types), {}, attrs)
-    options = {
-        "num_warps": r.warps, "enable_fp_fusion": r.fused_multiply_add, "debug": r.checked, "sanitize_overflow": False,
-    }  # fmt: skip
-    if r.stages:
-        options["num_stages"] = r.stages
-    return compile(source, target=GPUTarget("cuda", r.capability, 32), options=options)
+def compile_all(requests: Sequence[Request]) -> tuple[Entry, ...]:
+    """The binaries of several kernels, made at the same time. Raises CompileError."""
+    if len(requests) == 1:
+        return (compile_kernel(requests[0]),)
+    with ThreadPoolExecutor(max_workers=min(len(requests), pool.workers())) as threads:
+        return tuple(threads.map(compile_kernel, requests))
 
 
-@functools.lru_cache(maxsize=64)
 def load_source(text: str) -> dict[str, Any]:
-    """The functions of a source. Triton reads their text through `linecache`."""
-    path = source_path(text)
-    linecache.cache[path] = (len(text), None, text.splitlines(True), path)
-    names: dict[str, Any] = {"__name__": "fuser_kernels"}
-    exec(compile(text, path, "exec"), names)
-    return names
-
-
-def _entry(r: Request, compiled: Any) -> Entry:
-    metadata = compiled.metadata
-    if metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0):
-        raise CompileError(f"kernel {r.name} needs scratch memory from Triton's own launcher")
-    entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", compiled.asm["ptx"], re.S)
-    if entry is None:
-        raise CompileError(f"Triton's code for kernel {r.name} has no entry")
-    extra = entry.group(2).count(".param") - len(r.types)
-    return Entry(entry.group(1), compiled.asm["cubin"], metadata.shared, 32 * metadata.num_warps, extra)
+    """The functions of a source, in this process."""
+    return compile_worker.load_source(text, source_path(text))
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

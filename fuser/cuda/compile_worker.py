@@ -1,0 +1,98 @@
+"""A process that runs Triton's compiler, one kernel after another: a request and its answer are each a line of JSON.
+
+`pool.py` starts it as a script: nothing of the package is imported, nor torch. It ends when nobody asks for a while,
+when its memory has grown, and when the process that started it has ended, however that was.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import linecache
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+IDLE_SECONDS = 60.0
+MOST_BYTES = 2 << 30  # of memory, after which a new process goes on
+
+
+def compile_one(request: dict[str, Any]) -> dict[str, Any]:
+    """The binary of a kernel, or why there is none. See `toolchain.Request` for what a request holds."""
+    try:
+        return _answer(request, _triton_compile(request))
+    except Exception as e:
+        lines = str(e).strip().splitlines()
+        return {"error": f"{type(e).__name__}: {lines[-1] if lines else ''}", "log": str(e)}
+
+
+def _triton_compile(r: dict[str, Any]) -> Any:
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,unused-ignore]
+    from triton.compiler import ASTSource, compile  # type: ignore[import-not-found,unused-ignore]
+
+    attrs = {(i,): [["tt.divisibility", 16]] for i in r["aligned"]}
+    source = ASTSource(load_source(r["text"], r["path"])[r["name"]], dict(r["types"]), {}, attrs)
+    options = {
+        "num_warps": r["warps"], "enable_fp_fusion": r["fused_multiply_add"], "debug": r["checked"],
+        "sanitize_overflow": False,
+    }  # fmt: skip
+    if r["stages"]:
+        options["num_stages"] = r["stages"]
+    return compile(source, target=GPUTarget("cuda", r["capability"], 32), options=options)
+
+
+@functools.lru_cache(maxsize=64)
+def load_source(text: str, path: str) -> dict[str, Any]:
+    """The functions of a source. Triton reads their text through `linecache`."""
+    linecache.cache[path] = (len(text), None, text.splitlines(True), path)
+    names: dict[str, Any] = {"__name__": "fuser_kernels"}
+    exec(compile(text, path, "exec"), names)
+    return names
+
+
+def _answer(r: dict[str, Any], compiled: Any) -> dict[str, Any]:
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0):
+        return {"error": "it needs scratch memory from Triton's own launcher", "log": ""}
+    entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", compiled.asm["ptx"], re.S)
+    if entry is None:
+        return {"error": "Triton's code has no entry", "log": ""}
+    return {
+        "name": entry.group(1), "cubin": base64.b64encode(compiled.asm["cubin"]).decode(), "shared": metadata.shared,
+        "threads": 32 * metadata.num_warps, "extra": entry.group(2).count(".param") - len(r["types"]),
+    }  # fmt: skip
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+def _watch(parent: int) -> None:
+    """End with the parent, and take along what the compiler started."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    sys.path.pop(0)  # this folder, whose files are no modules of their own
+    threading.Thread(target=_watch, args=(int(sys.argv[1]),), daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the compiler prints is no answer
+    while select.select([0], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        answers.write(json.dumps(compile_one(json.loads(line))) + "\n")
+        answers.flush()
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_BYTES:
+            return
+
+
+if __name__ == "__main__":
+    main()
