@@ -85,8 +85,9 @@ class Nest:
     def _choose_lanes(self) -> int:
         if self.vector is None:
             return 1
-        if self.is_column:
-            return 256 if self.vector.hint >= 256 else 64
+        if self.is_column:  # later passes find the block of the first in cache
+            most = 256 if self.n_passes == 1 or self.plan.split else 128
+            return most if self.vector.hint >= most else 64
         return 64 if self.vector.hint >= 64 else 16
 
     def is_full(self, n: int) -> bool:

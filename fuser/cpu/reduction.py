@@ -30,10 +30,11 @@ from fuser.ir.sizes import (
 )
 from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, ReductionRow, cpp_combine, cpp_constant, cpp_convert
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Reduce
+from fuser.scheduler.plan import Axis, Reduce
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
 COLUMN_FLUSH = 32  # the same for the lanes of a column nest
+ROWS_AHEAD = 8  # of a column nest that are asked for before their turn
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
@@ -292,6 +293,7 @@ class ReductionNest(Nest):
             self.out.open(f"for (i64 {a.sym.name} = {lo}; {a.sym.name} < {hi}; ++{a.sym.name})")
         if self.is_column:
             streams = bool(self.streams(phase))
+            self._prefetch_columns(phase, loops)
             if streams:
                 self.open_streams(phase, "v0", "l", self.lanes)
             self.open_lanes()
@@ -387,6 +389,40 @@ class ReductionNest(Nest):
             self.out.add(
                 f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
             )
+
+    def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
+        """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
+
+        Where there is one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
+        """
+        if not loops or phase != (0 if self.n_passes == 1 else max(1, self._costliest_pass())):
+            return
+        assert self.vector is not None
+        v, a = self.vector.sym, loops[-1].sym
+        outer = next((a.sym for a in reversed(self.kept) if a is not self.vector), None)
+        for buffer, address in self._columns_read():
+            line = {v: symbol("v0", LOOP) + symbol("q", LOOP)}
+            if self.n_passes == 1:
+                at = self.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
+            else:
+                turn = coefficient(address, outer) if outer is not None else None
+                other_row = f"{cpp_expr(turn)} - v0" if turn is not None else "0"
+                onward = f"(v0 + {self.lanes} < n_{v.name} ? {self.lanes} : {other_row})"
+                at = f"{self.index(substitute(address, line))} + {onward}"
+            step = max(1, 64 // self.dtypes[buffer].itemsize)
+            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
+
+    def _columns_read(self) -> list[tuple[str, Expr]]:
+        """What the first pass reads line by line along the vector axis."""
+        assert self.vector is not None
+        out: dict[tuple[str, Expr], None] = {}
+        for n in self.closure(self.roots(0)):
+            row = self.plan.rows[n]
+            if row.op != "load" or row.args or coefficient(row.attr[1][0], self.vector.sym) != ONE:
+                continue
+            if not any(s.kind == INDIRECT for s in symbols(row.attr[1][0])):
+                out[(row.attr[0], row.attr[1][0])] = None
+        return list(out)
 
     def _look_ahead(self, phase: int) -> list[int]:
         """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""

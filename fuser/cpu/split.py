@@ -17,7 +17,7 @@ from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
 from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, cpp_constant
 from fuser.scheduler.plan import Axis, Reduce
 
-CHUNK, MOST_CHUNKS = 4096, 64
+CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
 
 
 class SplitNest(ReductionNest):
@@ -26,7 +26,7 @@ class SplitNest(ReductionNest):
     def split(self) -> Generated:
         """Two functions: chunks write partial results; the second combines them and goes on."""
         axis = self.red_axes[0]
-        least = CHUNK if axis is self.vector else 1
+        least = CHUNK if axis is self.vector else COLUMN_CHUNK if len(self.red_axes) == 1 else 1
         chunks = minimum(floordiv(axis.size + (least - 1), expr(least)), MOST_CHUNKS)
         results = product(a.size for a in self.kept)
         for r in self.plan.reductions:
@@ -104,13 +104,17 @@ class SplitNest(ReductionNest):
             self.out.add(f"{CPP_TYPES[dtype]} {array}{k}{size};")
             if REDUCTIONS[r.kind].index:
                 self.out.add(f"i64 at{k}[{lanes}];")
-        if self.is_column:
-            self.open_lanes()
-        else:
-            self.out.open("")
-            self.out.add("const i64 l = 0;")
-        for r in self.plan.reductions:
-            self._combine_one(r)
+        for start in (True, False):
+            if not start:
+                self.out.open("for (i64 c = 0; c < chunks; ++c)")
+            if self.is_column:
+                self.open_lanes()
+            else:
+                self.out.open("")
+                self.out.add("const i64 l = 0;")
+            for r in self.plan.reductions:
+                self._combine_one(r, start)
+            self.out.close()
         self.out.close()
         self.emit_results(0)
         for phase in range(1, self.plan.n_phases):
@@ -118,16 +122,17 @@ class SplitNest(ReductionNest):
         self.close_units(digits)
         return Function(name, self.close_function(), units, results_work(self.kept, chunks), expr(0))
 
-    def _combine_one(self, r: Reduce) -> None:
+    def _combine_one(self, r: Reduce, start: bool) -> None:
         dtype, k = self.total_dtype(r), r.number
         spec = REDUCTIONS[r.kind]
         total = self.total(r, "l")
-        self.out.add(f"{total} = {cpp_constant(spec.identity(dtype), dtype)};")
-        if spec.index:
-            self.out.add(f"at{k}[l] = {NO_INDEX}LL;")
+        if start:
+            self.out.add(f"{total} = {cpp_constant(spec.identity(dtype), dtype)};")
+            if spec.index:
+                self.out.add(f"at{k}[l] = {NO_INDEX}LL;")
+            return
         at = self._partial_at("c")
-        step = self.join(r, dtype, total, f"{self.name}_p{k}[{at}]", f"at{k}[l]", f"{self.name}_i{k}[{at}]")
-        self.out.add(f"for (i64 c = 0; c < chunks; ++c) {{ {step} }}")
+        self.out.add(self.join(r, dtype, total, f"{self.name}_p{k}[{at}]", f"at{k}[l]", f"{self.name}_i{k}[{at}]"))
 
 
 def results_work(kept: Sequence[Axis], chunks: Expr) -> Expr:
