@@ -17,6 +17,7 @@ from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 TILE_COLUMNS = 128
 STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
 STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
+ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
 MOST_STREAMS = 6  # more would not fit there
 
 # Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
@@ -390,6 +391,18 @@ class Nest:
     def accumulate(self, r: Reduce) -> None:
         """Fold the current value of a reduction into its accumulator; reducing nests say how."""
         raise NotImplementedError
+
+    def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
+        """Buffers, and where in them, that loads among `rows` read line by line along the vector axis."""
+        assert self.vector is not None
+        out: dict[tuple[str, Expr], None] = {}
+        for n in rows:
+            row = self.plan.rows[n]
+            if row.op != "load" or row.args or coefficient(row.attr[1][0], self.vector.sym) != ONE:
+                continue
+            if not any(s.kind == INDIRECT for s in symbols(row.attr[1][0])):
+                out[(row.attr[0], row.attr[1][0])] = None
+        return list(out)
 
     def first_pass(self, n: int) -> int:
         """The first pass whose loops compute row `n`."""

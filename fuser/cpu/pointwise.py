@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fuser.cpu.nest import STREAM_TILE, TILE_COLUMNS, Nest
+from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, TILE_COLUMNS, Nest
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol
+from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol, symbols
 from fuser.ops import CPP_TYPES, cpp_load
 from fuser.scheduler.plan import Axis
 
@@ -27,6 +27,7 @@ typedef u32 words __attribute__((vector_size(64), aligned(4)));
 static void transpose_band(const u32* in, i64 step, u32* __restrict tile, i64 columns) {{
   for (i64 c = 0; c < columns; c += 16) for (i64 r = 0; r < {TILE_ROWS}; r += 16) {{
     words a[16], b[16];
+    for (int i = 16; i < 32; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);
     for (int i = 0; i < 16; ++i) a[i] = *(const words*)(in + (c + i) * step + r);
     for (int i = 0; i < 8; ++i) {{ b[2 * i] = LOW_HALVES(a[i], a[i + 8]); b[2 * i + 1] = HIGH_HALVES(a[i], a[i + 8]); }}
     for (int i = 0; i < 8; ++i) {{ a[2 * i] = LOW_HALVES(b[i], b[i + 8]); a[2 * i + 1] = HIGH_HALVES(b[i], b[i + 8]); }}
@@ -65,11 +66,22 @@ class PointwiseNest(Nest):
             self._fill_tiles(tiled)
             t = tiled.sym.name
             self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
+            self._prefetch_rows(tiled)
         self._pointwise_unit()
         if tiled is not None:
             self.out.close()
         self.close_units(digits)
         return Function(name, self.close_function(), units, self.work(), expr(0))
+
+    def _prefetch_rows(self, tiled: Axis) -> None:
+        """Ask for what is read some rows later: those of a tile are too short for the hardware to foresee the next."""
+        assert self.vector is not None
+        v, t = self.vector.sym, tiled.sym
+        ahead = {v: symbol("v0", LOOP) + symbol("q", LOOP), t: expr(t) + ROWS_AHEAD}
+        for buffer, address in self.lines_read([n for n in range(len(self.plan.rows)) if n not in self.staged]):
+            if t in symbols(address):
+                step, at = max(1, 64 // self.dtypes[buffer].itemsize), self.index(substitute(address, ahead))
+                self.out.add(f"for (i64 q = 0; q < v1 - v0; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
 
     def _pointwise_unit(self) -> None:
         self.emit_unit_rows([*self.closure_deps(0), *self.outer_roots(0)], 0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cpu.nest import STREAM_TILE, Nest, storage_type
+from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, Nest, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import (
@@ -34,7 +34,6 @@ from fuser.scheduler.plan import Axis, Reduce
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
 COLUMN_FLUSH = 32  # the same for the lanes of a column nest
-ROWS_AHEAD = 8  # of a column nest that are asked for before their turn
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
@@ -400,7 +399,7 @@ class ReductionNest(Nest):
         assert self.vector is not None
         v, a = self.vector.sym, loops[-1].sym
         outer = next((a.sym for a in reversed(self.kept) if a is not self.vector), None)
-        for buffer, address in self._columns_read():
+        for buffer, address in self.lines_read(self.closure(self.roots(0))):
             line = {v: symbol("v0", LOOP) + symbol("q", LOOP)}
             if self.n_passes == 1:
                 at = self.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
@@ -411,18 +410,6 @@ class ReductionNest(Nest):
                 at = f"{self.index(substitute(address, line))} + {onward}"
             step = max(1, 64 // self.dtypes[buffer].itemsize)
             self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
-
-    def _columns_read(self) -> list[tuple[str, Expr]]:
-        """What the first pass reads line by line along the vector axis."""
-        assert self.vector is not None
-        out: dict[tuple[str, Expr], None] = {}
-        for n in self.closure(self.roots(0)):
-            row = self.plan.rows[n]
-            if row.op != "load" or row.args or coefficient(row.attr[1][0], self.vector.sym) != ONE:
-                continue
-            if not any(s.kind == INDIRECT for s in symbols(row.attr[1][0])):
-                out[(row.attr[0], row.attr[1][0])] = None
-        return list(out)
 
     def _look_ahead(self, phase: int) -> list[int]:
         """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""

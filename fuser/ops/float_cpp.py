@@ -64,13 +64,19 @@ _add(
 # For arguments between -87 and 88: no overflow, no denormals.
 _add("fuser_exp_near_f32", _REDUCE.format(x="x") + f"  return {horner('r', *_EXP)} * fuser_pow2_of(t);\n")
 # For arguments up to 0: 2^n is 2^(n + 64), which is normal, times 2^-64, which rounds.
-_DOWN = (
+_add(
+    "fuser_exp_below_f32",
     "  const float c = x < -104.0f ? -104.0f : x;\n"
     + _REDUCE.format(x="c")
-    + f"  const float p = {horner('r', *_EXP)};\n"
-    + "  const float y = p * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x{bias:08x}u) * 0x1p-64f;\n"
+    + f"  return {horner('r', *_EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;\n",
 )
-_add("fuser_exp_down_f32", _DOWN.format(bias=0x5F800000) + "  return y;\n")
+# The same with 0 for denormals, which would slow the multiplication down: 2^-127 becomes 0.
+_add(
+    "fuser_exp_down_f32",
+    "  const float c = x < -88.03f ? -88.03f : x;\n"
+    + _REDUCE.format(x="c")
+    + f"  return {horner('r', *_EXP)} * fuser_pow2_of(t);\n",
+)
 _add(
     "fuser_exp2_f32",
     "  const bool low = x < -151.0f, high = x > 129.0f;\n"
@@ -100,7 +106,7 @@ _add(
 )
 _add(
     "fuser_sigmoid_f32",
-    "  const float e = fuser_exp_down_f32(-__builtin_fabsf(x));\n  return (x < 0.0f ? e : 1.0f) / (1.0f + e);\n",
+    "  const float e = fuser_exp_below_f32(-__builtin_fabsf(x));\n  return (x < 0.0f ? e : 1.0f) / (1.0f + e);\n",
 )
 # The normal distribution's area below x with the absolute error of 1 + erf: for |x|, half of erfc is the e-th power of
 # a polynomial, whose leading coefficient is negative, so that it falls for ever.

@@ -40,7 +40,7 @@ ELEMENTARY = (
         ulps=2.0,
     ),
     _unary("exp", torch.exp, (-90.0, 90.0), cost=10),
-    _unary("exp_down", torch.exp, (-90.0, 0.0), "libdevice.exp({0})", 9),  # of what is known to be at most 0, or NaN
+    _unary("exp_down", torch.exp, (-87.0, 0.0), "libdevice.exp({0})", 9),  # of what is at most 0, or NaN
     _unary("exp2", torch.exp2, (-130.0, 130.0), by_width("tl.exp2({0})", "libdevice.exp2({0})"), 10),
     _unary("expm1", torch.expm1, (-20.0, 90.0), cost=12),
     _unary("log", torch.log, (0.0, 9.0), cost=10),
