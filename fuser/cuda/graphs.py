@@ -27,6 +27,7 @@ _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 DEVICE = "cuda"
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
+Places = tuple[int, ...]
 
 
 def _references(t: torch.Tensor) -> int:
@@ -74,7 +75,7 @@ class Recording:
 class InputClass:
     """What is known of calls with inputs of one class: recordings by where the inputs lie that stay."""
 
-    recordings: dict[tuple[tuple[int, int], ...], list[Recording]] = field(default_factory=dict)
+    recordings: dict[Places, list[Recording]] = field(default_factory=dict)
     reason: str = ""  # why nothing is recorded
 
 
@@ -97,6 +98,7 @@ class Recorded:
         self.lent: set[int] = set()  # addresses of what the recordings gave, and of the arguments that stay
         self._lender = lender
         self._classes: dict[Any, InputClass] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}  # parameters, by argument
         self._finds_written = written is None
         self._written: set[int] = set(written or ())
         self._lock = threading.Lock()
@@ -106,11 +108,8 @@ class Recorded:
 
     def __call__(self, *args: Any) -> Any:
         values: Sequence[Any] = args[0] if self.boxed else args
-        reason = why_not(values)
-        if not reason and not self._lock.acquire(blocking=False):
-            reason = "another thread is replaying it"
-        if reason:
-            return self._plain(values, reason)
+        if not self._lock.acquire(blocking=False):
+            return self._plain(values, "another thread is replaying it")
         try:
             return self._call(values)
         finally:
@@ -133,14 +132,20 @@ class Recorded:
     def _call(self, values: Sequence[Any]) -> Any:
         key, places = self._key(values)
         known = self._classes.get(key)
+        mine = known.recordings.get(places) if known is not None else None
+        if mine is None or torch.is_grad_enabled():  # else it was asked before
+            reason = why_not(values)
+            if reason:
+                return self._plain(values, reason)
+        if is_capturing():
+            return self._plain(values, "the caller is recording a graph itself")
         if known is None:
             if len(self._classes) >= MOST_CLASSES:
                 return self._plain(values, f"there were inputs of more than {MOST_CLASSES} classes")
             return self._first(key, values)
         if known.reason:
             return self._plain(values, known.reason)
-        mine = known.recordings.get(places, ())
-        free = next((r for r in mine if r.is_free()), None)
+        free = next((r for r in mine or () if r.is_free()), None)
         if free is None:
             if self.n_recordings >= MOST_RECORDINGS:
                 return self._plain(values, f"it has {MOST_RECORDINGS} recordings already")
@@ -162,6 +167,9 @@ class Recorded:
 
     def _first(self, key: Any, values: Sequence[Any]) -> Any:
         """A class's first call runs as it is: kernels get compiled, and it is seen which inputs are written to."""
+        if not self._classes:
+            self._known = {i: weakref.ref(a) for i, a in enumerate(values) if type(a) is torch.nn.Parameter}
+            key = self._key(values)[0]
         if self._finds_written:
             seen = tuple(values)
             before = [_version(a) for a in seen]
@@ -188,17 +196,21 @@ class Recorded:
             return True
         return getattr(a, "_dynamo_static_input_type", None) is not None
 
-    def _key(self, values: Sequence[Any]) -> tuple[Any, tuple[tuple[int, int], ...]]:
-        """The class of `values`, and where those lie that stay."""
-        parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        places: list[tuple[int, int]] = []
+    def _key(self, values: Sequence[Any]) -> tuple[Any, Places]:
+        """The class of `values`, and where those lie that stay. What is known by itself is not looked at closer."""
+        parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_device()]
+        places: list[int] = []
+        known = self._known
         for i, a in enumerate(values):
-            if not isinstance(a, torch.Tensor):
+            if i in known and known[i]() is a:
+                places.append(values[i].data_ptr())
+            elif isinstance(a, torch.Tensor):
+                parts.append((i, type(a), a.shape, a.stride(), a.dtype, a.device))
+                if self._stays(i, a):
+                    places.append(~i)
+                    places.append(a.data_ptr())
+            else:
                 parts.append((type(a), a))
-                continue
-            parts.append((a.shape, a.stride(), a.dtype))
-            if self._stays(i, a):
-                places.append((i, a.data_ptr()))
         return tuple(parts), tuple(places)
 
     def _order_streams(self) -> None:
@@ -253,6 +265,21 @@ def recorded() -> tuple[Recorded, ...]:
     return tuple(_all)
 
 
+def current_device() -> int:
+    """The device on which kernels start."""
+    return torch.cuda.current_device() if _is_ready() else -1
+
+
+def is_capturing() -> bool:
+    """Whether somebody records what the current stream does."""
+    return _is_ready() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_ready() -> bool:
+    """Whether this process has used a CUDA device."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call,unused-ignore]
+
+
 def _recover() -> None:
     """A recording that failed leaves torch's random generator as if it still went on; one that succeeds ends that."""
     with contextlib.suppress(RuntimeError):
@@ -289,6 +316,4 @@ def why_not(args: Sequence[Any]) -> str:
     other = next((a for a in args if not isinstance(a, (torch.Tensor, *_VALUES))), None)
     if other is not None:
         return f"an input is a {type(other).__name__}"
-    if torch.cuda.is_current_stream_capturing():
-        return "the caller is recording a graph itself"
     return ""

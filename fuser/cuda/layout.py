@@ -62,6 +62,7 @@ class Layout:
     dims: list[Dim]
     warps: int
     guards: list[Guard] = field(default_factory=list)
+    transposed: bool = False  # memory runs along the first dim too
 
 
 def is_column(plan: KernelPlan) -> bool:
@@ -195,7 +196,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     if across is not None:
         tile = tiles.shrunk(tiles.TRANSPOSED, ctx.smaller)
         rest = [a for a in others if a is not across]
-        return Layout(rest, [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")], tile.warps)
+        dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
+        return Layout(rest, dims, tile.warps, transposed=True)
     dtypes = dict(plan.buffers)
     along = [plan.rows[i] for i, syms in enumerate(plan.varies) if vector.sym in syms]
     sizes = [dtypes[r.attr[0]].itemsize for r in along if r.op == "load"]

@@ -70,7 +70,7 @@ class Nest:
         self.eviction = ""
         self.loop_dim = next((d for d in layout.dims if d.loop), None)
         self.contiguous = {plan.vector} if plan.vector is not None else set()
-        if not self.reduced and len(layout.dims) == 2 and len(layout.dims[0].axes) == 1 and layout.dims[0].name == "y":
+        if layout.transposed:
             self.contiguous.add(layout.dims[0].axes[0].sym)
 
     @property

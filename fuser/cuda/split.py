@@ -61,11 +61,11 @@ def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
     units, n = programs(plan), product(a.size for a in plan.reduced_axes)
     few = ctx.hint(units) < tiles.SPLIT_BELOW
     least = tiles.SPLIT_COLUMN_FROM if is_column(plan) else tiles.SPLIT_ROW_FROM
-    if few and ctx.hint(n) >= least:
+    if ctx.hint(n) < least:  # asked first: what else is said of such rows implies it, so it makes no further class
+        return False, [("lt", n, expr(least))]
+    if few:
         return True, [("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(least), n)]
-    if not few:
-        return False, [("le", expr(tiles.SPLIT_BELOW), units)]
-    return False, [("lt", n, expr(least))]
+    return False, [("le", expr(tiles.SPLIT_BELOW), units)]
 
 
 def can_split(plan: KernelPlan) -> bool:

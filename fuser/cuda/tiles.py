@@ -122,6 +122,13 @@ def scanned_row(n: int) -> Tile | None:
     return Tile(max(found[0] // length, 1), length, found[1]) if found is not None else None
 
 
+def row_class(n: int) -> tuple[int, bool]:
+    """What kernels that reduce rows of `n` elements ask about them: the power of two that holds them, and whether 16
+    divides `n`. Rows beyond the last power of two are one class (0)."""
+    longest = PERSISTENT[-1][0]
+    return (max(power_of_two(n), SHORTEST_ROW) if n <= longest else 0), n % 16 == 0
+
+
 def persistent_column(n: int) -> Tile | None:
     """The tile that holds whole reduced axes of the class of `n` for a few neighbouring results, if they fit."""
     length = max(power_of_two(n), SHORTEST_COLUMN)
