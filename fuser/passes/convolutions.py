@@ -31,11 +31,16 @@ def _is_plain_conv(node: fx.Node) -> bool:
     """A dense two-dimensional convolution of float32 images on the CPU."""
     if node.op != "call_function" or node.target is not aten.convolution.default or node.kwargs:
         return False
-    x, transposed = node.args[0], node.args[6]
-    value = x.meta.get("val") if isinstance(x, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or transposed or not value.numel() or not node.meta["val"].numel():
-        return False
-    return value.dim() == 4 and value.dtype is torch.float32 and value.device.type == "cpu"
+    return _are_images(node.args[0], node) and not node.args[6]
+
+
+def _are_images(*nodes: Any) -> bool:
+    """Whether these are stacks of float32 images on the CPU, none of them empty."""
+    values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
+    return all(
+        isinstance(v, torch.Tensor) and v.numel() and v.dim() == 4 and v.dtype is torch.float32
+        and v.device.type == "cpu" for v in values
+    )  # fmt: skip
 
 
 def _bytes(*nodes: Any) -> int:
@@ -76,16 +81,35 @@ def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
     return result
 
 
+def _format(x: Any, w: Any, out: Any) -> torch.memory_format:
+    """The order in which a convolution runs: the usual one where weights outweigh images."""
+    heavy = _bytes(w) > _HEAVY_WEIGHTS * _bytes(x, out)
+    return torch.contiguous_format if heavy else torch.channels_last
+
+
 def _convert(walk: Relayout, node: fx.Node) -> None:
     x, w = node.args[:2]
     with walk.graph.inserting_before(node):
         if _is_linear(node):
             new = _as_linear(walk, node)
         else:
-            heavy = _bytes(w) > _HEAVY_WEIGHTS * _bytes(x, node)
-            form = torch.contiguous_format if heavy else torch.channels_last
-            new = walk.call(node.target, walk.in_format(x, form), *node.args[1:])  # type: ignore[arg-type]
+            new = walk.call(node.target, walk.in_format(x, _format(x, w, node)), *node.args[1:])  # type: ignore[arg-type]
     walk.replace(node, new)
+
+
+def _is_plain_backward(node: fx.Node) -> bool:
+    """The gradients of such a convolution."""
+    if node.op != "call_function" or node.target is not aten.convolution_backward.default or node.kwargs:
+        return False
+    return _are_images(node.args[0], node.args[1]) and not node.args[7]
+
+
+def _convert_backward(walk: Relayout, node: fx.Node) -> None:
+    grad, x, w = node.args[:3]
+    form = _format(x, w, grad)
+    with walk.graph.inserting_before(node):
+        images = [walk.in_format(i, form) for i in (grad, x)]  # type: ignore[arg-type]
+    walk.update(node, *images, *node.args[2:])
 
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
@@ -100,6 +124,8 @@ def convolutions_channels_last(module: fx.GraphModule) -> int:
         for node in list(walk.graph.nodes):
             if _is_plain_conv(node):
                 _convert(walk, node)
+            elif _is_plain_backward(node):
+                _convert_backward(walk, node)
             else:
                 walk.follow(node)
     except (Unsupported, RuntimeError, ValueError):

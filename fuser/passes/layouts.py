@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
-from fuser.passes.classify import is_view, tensors_of
+from fuser.passes.classify import is_view, is_write_back, tensors_of
 
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")
+_BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default)
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -35,9 +36,10 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def is_static(graph: fx.Graph) -> bool:
-    """Whether all sizes and strides are plain numbers and nothing is written in place."""
+    """Whether all sizes and strides are plain numbers, and nothing is written but inputs, by copies at the end."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if mutable and not is_write_back(node):
             return False
         for t in tensors_of(node.meta.get("val")):
             if t.layout is torch.strided and not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
@@ -85,6 +87,14 @@ class Relayout:
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
+    def update(self, node: fx.Node, *args: Any) -> None:
+        """Give a node other arguments, of the same sizes, and remember how its results lay."""
+        old = node.meta["val"]
+        node.args = args
+        node.meta["val"] = self._value(node)
+        if _strides(old) != _strides(node.meta["val"]):
+            self.before[node] = old
+
     def in_format(self, node: fx.Node, form: torch.memory_format) -> fx.Node:
         """The node, or a copy of it, in a memory format; one copy for all readers."""
         value = node.meta["val"]
@@ -102,7 +112,7 @@ class Relayout:
             with self.graph.inserting_before(node):
                 node.args = (fx.map_arg(node.args[0], self._as_before),)
             return
-        if not any(a in self.before for a in node.all_input_nodes):
+        if not any(a in self.before for a in node.all_input_nodes) or is_write_back(node):
             return
         old = node.meta.get("val")
         if _is_particular(node):
@@ -139,7 +149,7 @@ class Relayout:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target is aten._native_batch_norm_legit_no_training.default and "val" in node.meta:
+        if node.target in _BATCH_NORMS and "val" in node.meta:
             return (self._fake(args[0], args[0].device), *node.meta["val"][1:])  # torch's own takes ten milliseconds
         key = node.target, _signature(args), _signature(kwargs)
         found = self._known.get(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
-from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.onednn import fold_epilogues, linear_to_onednn
 from fuser.passes.runner import Pass
@@ -12,7 +11,6 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops),
     Pass("split_to_slices", split_to_slices),
     Pass("merge_equal", merge_equal),
-    Pass("convolutions_channels_last", convolutions_channels_last),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),
     Pass("fold_into_cublas", fold_into_cublas),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fuser import config
-from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
+from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend, last_compilation
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +146,57 @@ def test_written_weights_are_seen():
         model.up.weight.data.mul_(3)
         model.norm.running_var.fill_(4)
         same(f(x), model(x))
+
+
+class Trained(nn.Module):
+    """Convolutions, plain and pointwise, with batch norms in training mode and a shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
+        self.up, self.norm2 = nn.Conv2d(32, 64, 1), nn.BatchNorm2d(64)
+        self.conv = nn.Conv2d(64, 64, 3, padding=1, groups=2)
+        self.short = nn.Conv2d(32, 64, 1, bias=False)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        y = self.conv(F.relu(self.norm2(self.up(x))))
+        return (y + self.short(x)).mean((2, 3))
+
+
+def _step(model, f, x):
+    """Output, and everything that a step in training writes."""
+    x = x.clone().requires_grad_()
+    out = f(x)
+    out.square().sum().backward()
+    found = [out.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+    return [t.clone(memory_format=torch.preserve_format) for t in found]
+
+
+def test_training_runs_in_channels_last_and_gradients_lie_as_eagers():
+    model, x = Trained().train(), torch.randn(4, 3, 96, 96)
+    twin = copy.deepcopy(model)
+    want = _step(twin, twin, x)
+    got = _step(model, torch.compile(model, backend=fuser_backend), x)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
+        assert [s for n, s in zip(g.shape, g.stride()) if n > 1] == [s for n, s in zip(w.shape, w.stride()) if n > 1]
+    forward, backward = compilations()
+    assert changed_of(forward)["convolutions_channels_last"] == 4
+    assert changed_of(forward)["forget_statistics"] == 2
+    assert "aten.copy_" not in {u.op for u in forward.unfused}, "running statistics are written by kernels"
+    assert sum(u.op == "aten.convolution_backward" for u in backward.unfused) == 4
+
+
+def changed_of(record):
+    return {p.name: p.changed for p in record.passes}
+
+
+def test_statistics_in_use_are_kept():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).eval()
+    nn.init.uniform_(model[1].running_var, 0.5, 1.5)
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, 16, 16)
+    want = _step(twin, twin, x)
+    for g, w in zip(_step(model, torch.compile(model, backend=fuser_backend), x), want, strict=True):
+        same(g, w)
+    assert changed_of(compilations()[0])["forget_statistics"] == 0
