@@ -11,26 +11,31 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import checks
-from fuser import interface
+from fuser import config, interface
+from fuser.cuda import fused_kernel, tiles
+from fuser.lowering.graph import lower_graph
+from fuser.runtime import launcher
+from fuser.scheduler.schedule import schedule
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
 class Row:
-    """A function, its inputs, and the bytes it must move."""
+    """A function and its inputs. What it must move at least are those, once, and its results."""
 
     name: str
     fn: Callable[..., Any]
     make: Callable[[], tuple[Any, ...]]
+    tables: Mapping[str, Any] = field(default_factory=dict)  # other values of `fuser.cuda.tiles`
 
 
 def _n(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -50,6 +55,28 @@ def adam(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> 
     m = 0.9 * m + 0.1 * g
     v = 0.999 * v + 0.001 * g * g
     return p - 1e-3 * m / (v.sqrt() + 1e-8), m, v
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+def column_row(name: str, **tables: Any) -> Row:
+    return Row(f"column_sum f32{name}", lambda x: x.sum(0), lambda: (_n(32768, 4096, dtype=F32),), tables)
+
+
+def every(value: Any) -> dict[int, Any]:
+    """The same for all sizes of elements."""
+    return dict.fromkeys((1, 2, 4, 8), value)
+
+
+def places(n: int, *size: int) -> torch.Tensor:
+    return torch.randint(n, size, device="cuda")
+
+
+def embedding_gradient(g: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.embedding_dense_backward(g, i, 50000, -1, False)
 
 
 ROWS = (
@@ -77,10 +104,32 @@ ROWS = (
     Row("cross_entropy bf16", lambda x, t: F.cross_entropy(x, t),
         lambda: (_n(8192, 128256), torch.randint(128256, (8192,), device="cuda"))),
     Row("column_sum bf16", lambda x: x.sum(0), lambda: (_n(32768, 8192),)),
-    Row("column_sum f32", lambda x: x.sum(0), lambda: (_n(32768, 4096, dtype=F32),)),
+    column_row(""),
+    column_row(", 2 stages", COLUMN_STAGES=2),
+    column_row(", 3 stages", COLUMN_STAGES=3),
+    column_row(", 4 stages", COLUMN_STAGES=4),
+    column_row(", 128x32, 3 st", COLUMN_STAGES=3, LOOPED_COLUMNS=every(tiles.Tile(128, 32, 8))),
+    column_row(", 1056, 3 st", COLUMN_STAGES=3, SPLIT_PROGRAMS=every(1056)),
+    column_row(", 64x128", LOOPED_COLUMNS=every(tiles.Tile(64, 128, 8))),
+    Row("column_sum 64 MiB", lambda x: x.sum(0), lambda: (_n(4096, 4096, dtype=F32),)),
     Row("full_sum f32", lambda x: x.sum(), lambda: (_n(1 << 27, dtype=F32),)),
     Row("argmax f32", lambda x: x.argmax(-1), lambda: (_n(16384, 4096, dtype=F32),)),
     Row("mean_var f32", lambda x: (x.mean(-1), x.var(-1)), lambda: (_n(16384, 4096, dtype=F32),)),
+    Row("rope bf16", rope, lambda: (_n(8, 32, 8192, 128), _n(8192, 128), _n(8192, 128))),
+    Row("rope f32", rope, lambda: (_n(8, 16, 8192, 64, dtype=F32), _n(8192, 64, dtype=F32), _n(8192, 64, dtype=F32))),
+    Row("cumsum f32", lambda x: x.cumsum(-1), lambda: (_n(16384, 4096, dtype=F32),)),
+    Row("cumsum 1k bf16", lambda x: x.cumsum(-1), lambda: (_n(131072, 1024),)),
+    Row("cumsum columns", lambda x: x.cumsum(0), lambda: (_n(16384, 4096, dtype=F32),)),
+    Row("cumsum of one row", lambda x: x.cumsum(0), lambda: (_n(1 << 27, dtype=F32),)),
+    Row("cummax f32", lambda x: torch.cummax(x, -1)[1], lambda: (_n(16384, 4096, dtype=F32),)),
+    Row("index_add f32", lambda x, i, y: x.index_add(0, i, y),
+        lambda: (_n(50000, 1024, dtype=F32), places(50000, 65536), _n(65536, 1024, dtype=F32))),
+    Row("scatter_add f32", lambda x, i, y: x.scatter_add(1, i, y),
+        lambda: (_n(16384, 1024, dtype=F32), places(1024, 16384, 1024), _n(16384, 1024, dtype=F32))),
+    Row("index_copy f32", lambda x, i, y: x.index_copy(0, i, y),
+        lambda: (_n(65536, 1024, dtype=F32), torch.randperm(65536, device="cuda"), _n(65536, 1024, dtype=F32))),
+    Row("embedding grad f32", embedding_gradient, lambda: (_n(65536, 1024, dtype=F32), places(50000, 65536))),
+    Row("embedding grad bf16", embedding_gradient, lambda: (_n(65536, 1024), places(50000, 65536))),
 )  # fmt: skip
 
 
@@ -106,6 +155,24 @@ def copy_time(moved: int) -> float:
     return timed(lambda: b.copy_(a))
 
 
+def kernel_of(row: Row, args: tuple[Any, ...]) -> Any:
+    """A handle with one kernel made with the row's tables."""
+    spec = interface.kernel_spec(interface.register_fusion(torch.fx.symbolic_trace(row.fn)))
+    lowered = lower_graph(spec.graph, args, config.numerics)
+    before = {name: getattr(tiles, name) for name in row.tables}
+    try:
+        for name, value in row.tables.items():
+            setattr(tiles, name, value)
+        source = fused_kernel.generate(lowered, schedule(lowered, config.max_body_rows), spec.graph.single)
+        kernel = fused_kernel.compile_source(source)
+    finally:
+        for name, value in before.items():
+            setattr(tiles, name, value)
+    handle = launcher.make_handle(lambda args, status: None)
+    handle.add_kernel(kernel.program, kernel.library)
+    return handle
+
+
 def measure(row: Row) -> dict[str, Any]:
     """One row: right or not, seconds, share of the copy rate."""
     torch.manual_seed(0)
@@ -114,6 +181,8 @@ def measure(row: Row) -> dict[str, Any]:
     handle = interface.fusion_handle(key)
     spec = interface.kernel_spec(key)
     began = time.perf_counter()
+    if row.tables:
+        handle = kernel_of(row, args)
     handle(*args)
     torch.cuda.synchronize()
     first = time.perf_counter() - began
@@ -160,8 +229,6 @@ def overhead() -> dict[str, float]:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    from fuser.runtime import launcher
-
     launcher.wait(60)
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     print(torch.cuda.get_device_name(), torch.__version__, "native launcher:", launcher.is_native(), launcher.reason())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -10,13 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200 import ROWS, Row, checks, copy_time, timed
-from fuser import config, interface
-from fuser.cuda import fused_kernel, tiles
+from benchmarks.h200 import ROWS, checks, copy_time, kernel_of, timed
+from fuser.cuda import tiles
 from fuser.cuda.tiles import Tile
-from fuser.lowering.graph import lower_graph
 from fuser.runtime import launcher
-from fuser.scheduler.schedule import schedule
 
 
 def persistent(length: int, elements: int, warps: int) -> dict[str, Any]:
@@ -71,17 +69,6 @@ def candidates(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{elements} by {warps}", persistent(length, elements, warps)
 
 
-def kernel_of(row: Row, args: tuple[Any, ...]) -> Any:
-    """A handle with one kernel made with the tables as they are now."""
-    spec = interface.kernel_spec(interface.register_fusion(torch.fx.symbolic_trace(row.fn)))
-    lowered = lower_graph(spec.graph, args, config.numerics)
-    source = fused_kernel.generate(lowered, schedule(lowered, config.max_body_rows), spec.graph.single)
-    kernel = fused_kernel.compile_source(source)
-    handle = launcher.make_handle(lambda args, status: None)
-    handle.add_kernel(kernel.program, kernel.library)
-    return handle
-
-
 def main() -> None:
     """All rows, or those that match the command line."""
     launcher.wait(60)
@@ -94,16 +81,11 @@ def main() -> None:
         copy = copy_time(moved)
         found = []
         for label, tables in [("as it is", {}), *candidates(row.name)]:
-            before = {name: getattr(tiles, name) for name in tables}
-            for name, value in tables.items():
-                setattr(tiles, name, value)
             try:
-                handle = kernel_of(row, args)
+                handle = kernel_of(dataclasses.replace(row, tables=tables), args)
                 found.append((copy / timed(functools.partial(handle, *args), 10), label))
             except Exception as e:  # a tile that does not fit
                 print(row.name, label, type(e).__name__, str(e)[:100])
-            for name, value in before.items():
-                setattr(tiles, name, value)
         own = next((s for s, label in found if label == "as it is"), 0.0)
         best = sorted(found, reverse=True)[:4]
         texts = [f"{label} {100 * s:.1f}%" for s, label in best]

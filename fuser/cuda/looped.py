@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from fuser.cuda import tiles
 from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import VECTOR
@@ -125,7 +126,9 @@ class Looped:
             self.out.open(f"for back in range(0, {high}, {d.block})")
             self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")
         else:
-            self.out.open(f"for {d.name}0 in range({low}, {high}, {d.block})")
+            ahead = tiles.COLUMN_STAGES if self.bounds is not None and len(self.nest.layout.dims) == 2 else 0
+            kind, more = ("tl.range", f", num_stages={ahead}") if ahead else ("range", "")
+            self.out.open(f"for {d.name}0 in {kind}({low}, {high}, {d.block}{more})")
         self.nest.open_dim(d, f"{d.name}0 + ")
 
     def start(self, r: Reduce) -> None:

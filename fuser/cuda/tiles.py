@@ -58,6 +58,7 @@ PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
 )
 # By the bytes of the narrowest element reduced.
 LOOPED_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(128, 32, 8), 4: Tile(64, 64, 8), 8: Tile(64, 32, 8)}
+COLUMN_STAGES = 0  # tiles of a looped column that are under way through shared memory; 0: through registers, one
 COMBINE_COLUMNS = Tile(32, 32, 4)
 
 # Few results from much: the reduced axes are cut in chunks for about this many programs.
