@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from fuser.errors import CompileError
 OLDEST_DRIVER = 12_000  # CUDA 12.0, the first whose libraries belong to no context
 OLDEST_CAPABILITY = (7, 0)
 _SHARED_BY_DEFAULT = 48 << 10
-_MAX_DYNAMIC_SHARED, _LOCAL_BYTES, _REGISTERS = 8, 3, 4  # CUfunction_attribute
-_MAJOR, _MINOR = 75, 76  # CUdevice_attribute
+_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
+# Illegal address, time limit, assertion, stack, instruction, alignment, address space, program counter, anything else.
+_WHILE_RUNNING = frozenset((700, 702, 710, 714, 715, 716, 717, 718, 719))
 
 
 @functools.cache
@@ -114,10 +116,17 @@ class Library:
         return code
 
     def failure(self, step: int, code: int, args: Sequence[Any]) -> str:
-        """The sentence about a launch that failed."""
+        """The sentence about a launch that failed, or that found that a kernel before it had."""
         described = ", ".join(_describe(a) for a in args)
-        name = self.parts[step].name
-        return f"kernel {name} ({self.path}) could not be launched for ({described}): {error_text(code)}"
+        this = f"kernel {self.parts[step].name} ({self.path}) for ({described})"
+        if code not in _WHILE_RUNNING:
+            return f"{this} could not be launched: {error_text(code)}"
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            return f"{this} failed: {error_text(code)}"
+        return (
+            f"{this} could not be launched, because it or a kernel that ran before failed: {error_text(code)}; the "
+            "process has to be started again; with CUDA_LAUNCH_BLOCKING=1 the kernel that fails is named"
+        )
 
 
 _CELLS: dict[str, Any] = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cuda_cases import CASES, Case, reduced_into
 
-from fuser import compiler, config
+import fuser
+from fuser import compiler, config, interface
 from fuser.cuda import driver, toolchain
 from fuser.errors import CompileError, Unsupported
 from fuser.lowering import supports
@@ -58,11 +59,70 @@ def test_a_kernel_that_triton_refuses_is_named(fresh_cache_dir: str) -> None:
         toolchain.compile_kernel(toolchain.Request(text, "broken", (("x", "*fp32"),), (0,), 4, 90, True, False))
 
 
-def test_a_failed_launch_says_what_was_launched() -> None:
+def test_a_failed_launch_says_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     library = driver.Library.__new__(driver.Library)
     library.path, library.parts = "/there/source.py", (driver.Entry("k0_pw", b"", 0, 128, 0),)
-    said = library.failure(0, 1, (torch.ones(2, 3), 0.5))
-    assert "k0_pw" in said and "/there/source.py" in said and "float32[2, 3] strides [3, 1] on cpu, 0.5" in said
+    args = (torch.ones(2, 3), 0.5)
+    this = "kernel k0_pw (/there/source.py) for (float32[2, 3] strides [3, 1] on cpu, 0.5)"
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    assert library.failure(0, 1, args).startswith(f"{this} could not be launched: ")
+    assert "a kernel that ran before failed" in library.failure(0, 700, args)
+    assert "CUDA_LAUNCH_BLOCKING=1" in library.failure(0, 700, args)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert library.failure(0, 700, args).startswith(f"{this} failed: ")
+
+
+class Refusing:
+    """A driver's library in which one function gives an error code."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *args: 209 if name == self.name else 0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    (
+        ("cuInit", "the driver cannot be started: CUDA error 209"),
+        ("cuLibraryLoadData", "kernel k0_pw of /there/source.py cannot be loaded: CUDA error 209"),
+        ("cuLibraryGetKernel", "/there/source.py has no kernel k0_pw: CUDA error 209"),
+        ("cuKernelSetAttribute", "kernel k0_pw needs 100000 bytes of shared memory: CUDA error 209"),
+    ),
+)
+def test_a_driver_that_refuses_a_kernel(function: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_library", lambda: Refusing(function))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CompileError) as found:
+        driver.Library("/there/source.py", [driver.Entry("k0_pw", b"", 100_000, 128, 0)])
+    assert str(found.value) == said
+
+
+@pytest.mark.parametrize("what", ("triton", "driver", "compiling"))
+def test_calls_run_by_aten_with_one_warning(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose Triton or driver is missing, or whose Triton fails, but for tensors on the CPU."""
+    said = f"the {what} of this test is missing"
+    monkeypatch.setattr(toolchain, "why_not", lambda: said if what == "triton" else None)
+    monkeypatch.setattr(driver, "why_not", lambda: said if what == "driver" else None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(driver, "capability", lambda device: 90)
+
+    def fail(source: object, capability: int) -> None:
+        raise CompileError(said)
+
+    monkeypatch.setattr(compiler.cuda_kernel, "fitting", fail)
+    fuser.register_fusion_backend("cpu", compiler.CudaBackend())
+    try:
+        key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x: torch.relu(x) * 3 + len(what)))
+        x = torch.linspace(-1, 1, 40)
+        with pytest.warns(RuntimeWarning, match=f"{said}; the groups concerned run by ATen") as found:
+            for n in (40, 20, 30):
+                torch.testing.assert_close(fuser.run_fusion(key, [x[:n]])[0], torch.relu(x[:n]) * 3 + len(what))
+        assert len(found) == 1
+        assert not interface.kernel_spec(key).store.kernels
+    finally:
+        fuser.register_fusion_backend("cpu", None)
 
 
 def test_wide_addresses() -> None:

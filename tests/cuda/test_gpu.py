@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -100,3 +104,75 @@ def test_compiled_function() -> None:
     out = torch.compile(f, backend=fuser_backend)(x, y)
     torch.testing.assert_close(out, f(x, y), rtol=2e-5, atol=2e-5)
     assert fuser.num_compiled_kernels() > 0
+
+
+# -- errors, in processes of their own: they end with the process's CUDA context --------------------------------------
+OUT_OF_RANGE = """
+import torch, fuser
+key = fuser.register_fusion(torch.fx.symbolic_trace({fn}))
+x, y = torch.ones(40, 8, device="cuda"), torch.ones(6, 8, device="cuda")
+good = torch.arange(6, device="cuda")
+for at in (good, good + {far}):
+    try:
+        out = fuser.run_fusion(key, [x, at, y])[0]
+        torch.cuda.synchronize()
+        print("RAN", fuser.num_compiled_kernels(), flush=True)
+    except RuntimeError as e:
+        print("RAISED", str(e).replace(chr(10), " "), flush=True)
+"""
+
+
+@pytest.mark.parametrize("far", (40, -60))
+@pytest.mark.parametrize("fn", ("lambda x, i, y: x[i] * y", "lambda x, i, y: x.index_add(0, i, y)"))
+def test_a_place_out_of_range_is_an_assertion_that_names_the_kernel(fn: str, far: int) -> None:
+    out, said = run_script(OUT_OF_RANGE.format(fn=fn, far=far), CUDA_LAUNCH_BLOCKING="1")
+    assert out[0] == "RAN 1", (out, said[-2000:])
+    assert out[1].startswith("RAISED"), (out, said[-2000:])
+    everything = "\n".join(out) + said
+    assert "index out of range" in everything and ".py" in everything, everything[-2000:]
+    assert "k0_" in everything or "k1_" in everything, everything[-2000:]
+
+
+DETERMINISTIC = """
+import torch, fuser
+key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x, i, y: x.index_add(0, i, y)))
+torch.use_deterministic_algorithms(True)
+other = fuser.register_fusion(torch.fx.symbolic_trace(lambda x, i, y: x.index_add(0, i, y)))
+x, y = torch.randn(7, 64, device="cuda"), torch.randn(5000, 64, device="cuda")
+at = torch.arange(5000, device="cuda") % 7
+first, second = (fuser.run_fusion(other, [x, at, y])[0] for _ in range(2))
+print(key != other, torch.equal(first, second), fuser.num_compiled_kernels())
+"""
+
+
+def test_sums_in_one_order_where_torch_wants_it() -> None:
+    out, said = run_script(DETERMINISTIC, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert out == ["True True 0"], (out, said[-2000:])
+
+
+def run_script(text: str, **environment: str) -> tuple[list[str], str]:
+    """The lines that a Python process prints, and its errors."""
+    root = str(pathlib.Path(__file__).parent.parent.parent)
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_atomic_sums_are_as_right_as_eager() -> None:
+    """Of values that do not add up exactly: no further from float64 than eager's, which uses atomics too."""
+    generator = torch.Generator().manual_seed(11)
+    x, y = torch.randn(40, 96, generator=generator), torch.randn(20000, 96, generator=generator)
+    at = torch.randint(40, (20000,), generator=generator)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        case = Case("sums", lambda x, i, y: x.index_add(0, i, y), lambda i: ())
+        key, handle = handle_of(case)
+        args = (x.to("cuda", dtype), at.cuda(), y.to("cuda", dtype))
+        before = handle.hits
+        out = handle(*args)
+        assert handle.hits == before + 1, why_no_kernel(key)
+        exact = args[0].double().index_add(0, args[1], args[2].double())
+        mine, theirs = ((t.double() - exact).square().mean().sqrt() for t in (out, case.fn(*args)))
+        assert mine <= 1.5 * theirs + 1e-12, (dtype, float(mine), float(theirs))
