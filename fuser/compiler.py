@@ -59,6 +59,11 @@ class CpuBackend:
 
     name = "cpp"
 
+    @staticmethod
+    def warm_up() -> None:
+        """What the first kernel would wait for, in the background."""
+        toolchain.warm_up()
+
     def can_fuse(self) -> str | None:
         try:
             toolchain.find_compiler(os.environ.get("CXX"))

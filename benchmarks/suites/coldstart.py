@@ -16,7 +16,7 @@ from benchmarks.progress import progress
 from benchmarks.report import Bars, Claim, Report, Table, at_most, seconds
 
 SHAPE = (512, 512)
-NAMES = ("fuser handle", "fuser", "inductor", "xla")
+NAMES = ("fuser handle", "fuser", "dynamo", "inductor", "xla")  # "dynamo" compiles nothing: the floor under "fuser"
 
 
 def four_ops(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _report(runs: Runs, notes: list[str]) -> Report:
 def run(options: Options) -> Report:
     """Each contestant in fresh processes, in turn: one with empty caches, then one with the caches it left."""
     notes: list[str] = []
-    wanted = [n for n in NAMES if n.startswith("fuser") or options.has(n)]
+    wanted = [n for n in NAMES if n.startswith("fuser") or n == "dynamo" or options.has(n)]
     names = [n for n in contestants.present(wanted, notes) if options.wants(n)]
     repeats = 1 if options.quick else 3
     runs: Runs = {n: {"cold": [], "warm": []} for n in names}

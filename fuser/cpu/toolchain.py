@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -38,6 +39,17 @@ def find_compiler(cxx: str | None) -> tuple[str, ...]:
 
 
 _unfit: dict[tuple[str, ...], CompileError] = {}  # compilers that failed or hung on the smallest source
+_probing = threading.Lock()
+
+
+def warm_up() -> None:
+    """Find out in the background what the compiler takes, so that the first kernel need not wait for that."""
+
+    def probe() -> None:
+        with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
+            flags_for(find_compiler(os.environ.get("CXX")))
+
+    threading.Thread(target=probe, name="fuser-toolchain", daemon=True).start()
 
 
 def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -45,13 +57,14 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
 
     CompileError if it takes none; a second question about it is answered without running it again.
     """
-    if compiler in _unfit:
-        raise _unfit[compiler]
-    try:
-        return _probe(compiler)
-    except CompileError as e:
-        _unfit[compiler] = e
-        raise
+    with _probing:
+        if compiler in _unfit:
+            raise _unfit[compiler]
+        try:
+            return _probe(compiler)
+        except CompileError as e:
+            _unfit[compiler] = e
+            raise
 
 
 @functools.lru_cache(maxsize=8)

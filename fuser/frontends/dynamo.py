@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.compiler import CpuBackend
 from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError
 from fuser.frontends import training
@@ -31,6 +32,8 @@ _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
+
+CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo traces meanwhile
 
 
 def fuser_backend(
