@@ -37,7 +37,8 @@ def copy_inputs(values: Sequence[Any]) -> list[Any]:
 
 
 def _is_plain(v: Any) -> bool:
-    return type(v) is torch.Tensor and v.layout is torch.strided and not v.is_quantized and v.device.type == "cpu"
+    own = type(v) is torch.Tensor and v.layout is torch.strided and not v.is_quantized
+    return own and v.device.type in ("cpu", "cuda")
 
 
 def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any], identity: bool = True) -> list[Any]:

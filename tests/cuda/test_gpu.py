@@ -176,3 +176,20 @@ def test_atomic_sums_are_as_right_as_eager() -> None:
         exact = args[0].double().index_add(0, args[1], args[2].double())
         mine, theirs = ((t.double() - exact).square().mean().sqrt() for t in (out, case.fn(*args)))
         assert mine <= 1.5 * theirs + 1e-12, (dtype, float(mine), float(theirs))
+
+
+SOME = "add clamp where sum amax argmax softmax cumsum gather index_add index_put scatter_add cat roll tril".split()
+RUNS = {
+    "fuzz": ["tests.fuzz", "40", "--workers", "2"],
+    "opinfo": ["tests.opinfo", "--dtypes", "float32", "bfloat16", "int64", "--routes", "call:2", "--ops", *SOME],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_some_of_the_random_programs_and_of_the_operators(name: str) -> None:
+    root = str(pathlib.Path(__file__).parent.parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", *RUNS[name], "--device", "cuda"], capture_output=True, text=True, timeout=400, cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout[-6000:], done.stderr[-2000:])

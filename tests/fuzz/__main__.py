@@ -14,8 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.device import test_device, use_device
+
 # Of 100 programs, how many go each way.
 SHARES = {"plans": 40, "kernel": 35, "whole": 10, "backend": 13, "compile": 2}
+GPU_SHARES = {"kernel": 64, "whole": 14, "backend": 18, "compile": 4}
 
 
 def parse() -> argparse.Namespace:
@@ -24,6 +27,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--start", type=int, default=0, help="the first seed")
     p.add_argument("--seed", type=int, help="only this one, shrunk")
     p.add_argument("--way", help="all programs this way, see tests/fuzz/check.py")
+    p.add_argument("--device", help="where programs run, such as cuda")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seconds", type=float, help="stop after so long")
     p.add_argument("--worker", nargs=2, metavar=("NUMBER", "FILE"), help=argparse.SUPPRESS)
@@ -34,7 +38,7 @@ def parse() -> argparse.Namespace:
 def way_of(seed: int) -> str:
     """The way that a seed's program goes."""
     at = seed * 37 % 100
-    for way, share in SHARES.items():
+    for way, share in (SHARES if test_device() == "cpu" else GPU_SHARES).items():
         at -= share
         if at < 0:
             return way
@@ -99,6 +103,7 @@ def work(options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse()
+    use_device(options.device)
     if options.worker:
         work(options)
         return 0

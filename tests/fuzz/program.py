@@ -136,8 +136,10 @@ def graph_of(program: Program) -> torch.fx.Graph:
     return graph
 
 
-def make_inputs(program: Program, sizes: dict[int, int] | None = None) -> list[torch.Tensor]:
-    """The program's inputs; `sizes` replaces extents of dims by others."""
+def make_inputs(
+    program: Program, sizes: dict[int, int] | None = None, device: str = "cpu"
+) -> list[torch.Tensor]:  # fmt: skip
+    """The program's inputs; `sizes` replaces extents of dims by others. The values are the same on all devices."""
     made: list[torch.Tensor] = []
     for x in program.inputs:
         if x.of >= 0:
@@ -146,29 +148,33 @@ def make_inputs(program: Program, sizes: dict[int, int] | None = None) -> list[t
             made.append(views[x.view](base))
             continue
         size = tuple((sizes or {}).get(n, n) for n in x.size)
-        made.append(_make_tensor(replace(x, size=size)))
+        made.append(_make_tensor(replace(x, size=size), device))
     return made
 
 
-def _make_tensor(x: Input) -> torch.Tensor:
+def _make_tensor(x: Input, device: str) -> torch.Tensor:
     size = x.size
     if x.layout == "transposed":
-        return _fill(x, size[::-1]).permute(tuple(range(len(size) - 1, -1, -1)))
+        return _fill(x, device, size[::-1]).permute(tuple(range(len(size) - 1, -1, -1)))
     if x.layout == "strided":
-        wide = _fill(x, tuple(2 * n for n in size))
+        wide = _fill(x, device, tuple(2 * n for n in size))
         return wide[tuple(slice(0, None, 2) for _ in size)]
     if x.layout == "offset":
-        wide = _fill(x, tuple(n + 2 for n in size))
+        wide = _fill(x, device, tuple(n + 2 for n in size))
         return wide[tuple(slice(1, n + 1) for n in size)]
     if x.layout == "expanded" and size:
-        return _fill(x, (1, *size[1:])).expand(size)
-    return _fill(x, size)
+        return _fill(x, device, (1, *size[1:])).expand(size)
+    return _fill(x, device, size)
 
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 0.5)
 
 
-def _fill(x: Input, size: Sequence[int]) -> torch.Tensor:
+def _fill(x: Input, device: str, size: Sequence[int]) -> torch.Tensor:
+    return _values(x, size).to(device)
+
+
+def _values(x: Input, size: Sequence[int]) -> torch.Tensor:
     g = torch.Generator().manual_seed(x.seed)
     if x.dtype is torch.bool:
         return torch.randint(0, 2, tuple(size), generator=g).bool()

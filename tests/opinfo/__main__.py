@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.device import use_device
+
 CRASHED = "crashed"
 GO_ON = 75  # a worker's exit code when it has loaded so many kernels that a fresh process should go on
 KERNELS = 4000  # each loaded library takes some of the 65,530 mappings that a process may have
@@ -34,6 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="see tests/opinfo/runner.py; call:3 runs three samples of each operator and dtype",
     )  # fmt: skip
     p.add_argument("--samples", type=int, default=None, help="at most so many of each operator and dtype")
+    p.add_argument("--device", help="where samples run, such as cuda")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--seconds", type=float, default=900.0, help="one block may take so long")
     p.add_argument("--write", type=Path, help="the file for the table of operators")
@@ -204,6 +207,7 @@ def summary(records: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     options = parse()
+    use_device(options.device)
     if options.worker:
         return work(options)
     with tempfile.TemporaryDirectory() as temporary:

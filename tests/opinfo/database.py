@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.device import test_device
+
 # Operators whose results hold whatever was in memory: all but the values is compared.
 UNDEFINED = frozenset(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split()
@@ -18,7 +20,7 @@ DTYPES = (
 
 
 def operators() -> list[Any]:
-    """The database's entries that can run on a CPU."""
+    """The database's entries."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
@@ -35,8 +37,8 @@ def is_undefined(op: Any) -> bool:
 
 
 def dtypes_of(op: Any) -> list[torch.dtype]:
-    """The dtypes that it supports on a CPU, of those that are run."""
-    supported = op.supported_dtypes("cpu")
+    """The dtypes that it supports on the device that is tested, of those that are run."""
+    supported = op.supported_dtypes(test_device())
     return [d for d in DTYPES if d in supported]
 
 
@@ -44,7 +46,7 @@ def samples_of(op: Any, dtype: torch.dtype, most: int | None) -> Iterator[Any]:
     """Up to `most` samples, spread over all of them."""
     torch.manual_seed(3)
     with torch.no_grad():
-        made = list(op.sample_inputs("cpu", dtype, requires_grad=False))
+        made = list(op.sample_inputs(test_device(), dtype, requires_grad=False))
     if most is None or len(made) <= most:
         return iter(made)
     step = len(made) / most
