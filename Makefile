@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda opinfo fuzz lint types imports bench clean
+.PHONY: help demo test test-cuda cubins opinfo fuzz lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make opinfo, make fuzz N=100000, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -30,6 +30,9 @@ test: $(VENV)/.has-test
 
 test-cuda: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
+
+cubins: $(VENV)/.has-test
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/cuda/test_cubins.py $(ARGS)
 
 opinfo: $(VENV)/.has-test
 	$(BIN)/python -m tests.opinfo --workers $(JOBS) --write docs/operators.md $(ARGS)

@@ -219,7 +219,6 @@ SCANS = tuple(Case(name, fn, small) for name, (fn, small, _) in _SCANS.items())
 LONG_SCANS = tuple(Case(f"{name}/long", fn, large) for name, (fn, _, large) in _SCANS.items() if large is not None)
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
 CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS)}
-LARGE = tuple(c.name for c in (*_ROWS, *EXTRA) if not c.name.endswith("/0"))
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
