@@ -213,8 +213,8 @@ def geomean() -> Lines:
     over: dict[str, list[float]] = {"device": [], "wall": []}
     for row in ROWS:
         def one(row: Any = row) -> Lines:
-            args = seeded(row, row.sizes[0 if DRY else 2], DEVICE)
-            moved = moved_bytes(row, args, checks.tensors(row.fn(*checks.clones(args))))
+            args = row.make(seeded(row.name, "large", DEVICE), row.sizes[0 if DRY else 2])
+            moved = moved_bytes(row, args, checks.run_on_clones(row.fn, args, row.mutates))
             device, wall = {}, {}
             for name in ("fuser", "fuser handle", *(RIVAL or ("eager",))):
                 if name == "fuser handle" and row.mutates:
@@ -230,14 +230,14 @@ def geomean() -> Lines:
             over["device"].append(ratios[0])
             over["wall"].append(ratios[1])
             yield {"row": row.name, "us": 1e6 * device[best], "of copy": copy_time(moved) / device[best],
-                   "x inductor": ratios[0], "x inductor, wall": ratios[1],
-                   "torch.compile x inductor, wall": wall[rival] / wall["fuser"]}  # fmt: skip
+                   f"x {rival}": ratios[0], f"x {rival}, wall": ratios[1],
+                   f"torch.compile x {rival}, wall": wall[rival] / wall["fuser"]}  # fmt: skip
 
         yield from attempt(row.name, one)
     for kind, values in over.items():
         if values:
             mean = math.exp(sum(map(math.log, values)) / len(values))
-            yield {"row": f"geometric mean, {kind}", "x inductor": mean, "lowest": min(values), "rows": len(values)}
+            yield {"row": f"geometric mean, {kind}", "x": mean, "lowest": min(values), "rows": len(values)}
 
 
 def llama_model() -> nn.Module:
@@ -328,13 +328,14 @@ def graphs() -> Lines:
                 found[label] = wall_time(lambda: fn(ids), 25)
                 in_a_row = wall_time(lambda: fn(ids), 7, 20)
                 yield {"row": label, "ms": 1e3 * found[label], "ms, 20 in a row": 1e3 * in_a_row, "first s": first}
+                if name == "fuser" and mode:
+                    yield from _recorded()
 
             yield from attempt(f"{name} {mode}", one)
     mine, theirs = found.get("fuser reduce-overhead"), found.get("inductor reduce-overhead")
     if mine and theirs:
         yield {"row": "fuser beside inductor", "x faster": theirs / mine}
     yield from attempt("training", lambda: _small_training(model, ids))
-    yield from _recorded()
 
 
 def _small_training(model: nn.Module, ids: torch.Tensor) -> Lines:
@@ -349,6 +350,7 @@ def _small_training(model: nn.Module, ids: torch.Tensor) -> Lines:
         for _ in range(6):
             run()
         yield {"row": f"training step, {name} {mode or ''}", "ms": 1e3 * wall_time(run, 15)}
+    yield from _recorded()
 
 
 def _recorded() -> Lines:
