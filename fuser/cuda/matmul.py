@@ -233,4 +233,5 @@ def generate(
         function = nest.write()
         return Generated((function,), (), tuple(dict.fromkeys([same, *nest.guards])))
 
-    return fused_kernel.generate(lowered, schedule, single, comment, write)
+    source = fused_kernel.generate(lowered, schedule, single, comment, write)
+    return replace(source, again=None)  # a tile that spills or does not fit loses the race

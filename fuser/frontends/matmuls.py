@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,11 +180,20 @@ class Raced:
     def _race(self, tiles: dict[str, matmul.MatmulTile], args: Sequence[Any]) -> choices.Choice:
         runs: dict[str, Callable[[], Any]] = {"aten": functools.partial(self.plain, *args)}
         failed = []
-        for label, tile in tiles.items():
+
+        def compiled(tile: matmul.MatmulTile) -> Function | str:
             try:
-                runs[label] = functools.partial(self._handle(tile, args), *args)
+                with config.override(**self._settings), torch.cuda.device(args[0].device):
+                    return functools.partial(self._handle(tile, args), *args)
             except (Unsupported, CompileError) as e:  # a tile that does not fit
-                failed.append((label, str(e).splitlines()[0]))
+                return str(e).splitlines()[0]
+
+        with ThreadPoolExecutor(max_workers=len(tiles)) as threads:
+            for label, found in zip(tiles, threads.map(compiled, tiles.values())):
+                if isinstance(found, str):
+                    failed.append((label, found))
+                else:
+                    runs[label] = found
         return dataclasses.replace(choices.race(runs, "aten", failed), what=self._what(args))
 
     def _what(self, args: Sequence[Any]) -> str:

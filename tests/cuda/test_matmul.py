@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from importlib import util
@@ -130,6 +131,45 @@ def test_matmuls_that_others_read_stay_apart(fn: Any, monkeypatch: pytest.Monkey
         out = torch.compile(fn, backend=fuser_backend, options={"max_autotune": True})(*args)
     assert "MATMUL" not in last_compilation().source
     torch.testing.assert_close(out, fn(*args))
+
+
+def test_the_winner_runs_from_the_second_call_on(fresh_cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race is held once for a class of sizes, and in no later process; with stand-ins for kernels and clock."""
+    on_cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(matmuls, "_LEAST_WORK", 1)
+    monkeypatch.setattr(choices, "_made", {})
+    ran: list[str] = []
+    races: list[int] = []
+
+    def handle(self: Any, tile: MatmulTile, args: Any) -> Any:
+        return lambda *args: (ran.append(str(tile)), self.plain(*args))[1]
+
+    def race(runs: Any, incumbent: str, failed: Any) -> Choice:
+        races.append(len(runs))
+        return Choice(list(runs)[1], "raced", (("aten", 2.0),))
+
+    monkeypatch.setattr(matmuls.Raced, "_handle", handle)
+    monkeypatch.setattr(choices, "race", race)
+
+    def calls() -> None:
+        torch.manual_seed(3)
+        with torch.no_grad(), config.override(linear_backend="aten"):
+            run = torch.compile(feed_forward, backend=fuser_backend, options={"max_autotune": True}, dynamic=True)
+            for m in (20, 25, 30, 40):
+                args = [torch.randn(s) for s in ((m, 16), (16, 24), (24,), (24, 8))]
+                torch.testing.assert_close(run(*args), feed_forward(*args))
+
+    calls()
+    tiles = [str(matmul.candidates(m, torch.float32)[0]) for m in (20, 25, 30, 40)]
+    assert ran == tiles and races == [1 + len(matmul.candidates(m, torch.float32)) for m in (20, 40)]
+    assert [c.what for c in choices.choices()][0].startswith("addmm gelu of 20×16×24")
+    torch._dynamo.reset()
+    monkeypatch.setattr(choices, "_made", {})
+    calls()
+    assert len(races) == 2 and ran == 2 * tiles
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------
