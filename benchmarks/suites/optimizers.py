@@ -197,7 +197,7 @@ def measure(row: Row, names: list[str], options: Options, report: Report) -> Res
     """One row in a process of its own."""
     params = {"row": row.name, "contestants": names, "device": options.device, "quick": options.quick}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
-        found = spawn("optimizers", params, cache)
+        found = spawn("optimizers", params, cache, timeout=3600.0)
     if "error" in found:
         report.wrong.append(f"{row.name}: {found['error']}")
     for name, problem in found.get("problems", {}).items():

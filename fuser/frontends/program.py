@@ -6,7 +6,6 @@ that its memory serves the next statement.
 
 from __future__ import annotations
 
-import heapq
 import keyword
 import linecache
 import math
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 
 from fuser.errors import Unsupported
+from fuser.frontends import batching
 from fuser.passes.classify import is_view
 from fuser.passes.extract import GroupPlan, Plan
 
@@ -43,10 +43,17 @@ class _Statement:
     """One step: what it defines, what it reads, its place in the original order, which inputs it writes."""
 
     def __init__(
-        self, defines: Sequence[fx.Node], reads: Sequence[fx.Node], rank: int, text: str, writes: Sequence[fx.Node] = ()
+        self,
+        defines: Sequence[fx.Node],
+        reads: Sequence[fx.Node],
+        rank: int,
+        text: str,
+        writes: Sequence[fx.Node] = (),
+        call: batching.Call | None = None,
     ) -> None:
         self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
         self.writes = tuple(writes)
+        self.call = call  # of a fusion which can be called for several sets of arguments at once
 
 
 class Program:
@@ -144,19 +151,47 @@ class Program:
         writes = [base_of(node.args[0])] if _is_mutable(node) and node.args else []
         return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes)
 
-    def _group(self, plan: GroupPlan, function: str, rank: int) -> _Statement:
-        call = f"{function}({', '.join(map(self._name, plan.inputs))})"
-        names = ", ".join(map(self._name, plan.outputs))
+    def _group(self, plan: GroupPlan, function: str, each: str | None, rank: int) -> _Statement:
+        inputs = tuple(map(self._name, plan.inputs))
+        results = tuple(map(self._name, plan.outputs))
         several = isinstance(plan.graph.output_node().args[0], tuple)
-        target = f"({names},)" if several else names
-        return _Statement(plan.outputs, plan.inputs, rank, f"{target} = {call}", plan.written())
+        target = f"({', '.join(results)},)" if several else results[0]
+        call = batching.Call(each, inputs, results, several, batching.elements_made(plan)) if each else None
+        text = f"{target} = {function}({', '.join(inputs)})"
+        return _Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call)
 
     def _statements(self) -> list[_Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
         found = [self._outside(n, rank[n]) for n in self.plan.outside]
+        names: dict[int, tuple[str, str | None]] = {}
         for plan, (name, function) in zip(self.plan.groups, self._functions, strict=True):
-            found.append(self._group(plan, self._bind(function, name), max(rank[o] for o in plan.outputs)))
-        return _ordered(found)
+            if id(function) not in names:
+                each = getattr(function, "each", None) if plan.inputs else None
+                bound = self._bind(function, name)
+                names[id(function)] = bound, self._bind(each, f"{name}_each") if each is not None else None
+            found.append(self._group(plan, *names[id(function)], max(rank[o] for o in plan.outputs)))
+        return self._batched(found)
+
+    def _batched(self, statements: list[_Statement]) -> list[_Statement]:
+        """The statements in the order in which they run, with calls of one fusion made together."""
+        order = batching.Order([s.call for s in statements], [s.rank for s in statements], _needs(statements))
+        if sum(map(len, order.runs)) != len(statements):
+            raise Unsupported("the groups of this graph depend on each other in a circle")
+        used = {n for s in statements for n in s.reads} | set(self.module.graph.output_node().all_input_nodes)
+        result = []
+        for run in order.runs:
+            members = [statements[i] for i in run]
+            calls = [s.call for s in members if s.call is not None]
+            if len(members) == 1:
+                result += members
+                continue
+            defines = [n for s in members for n in s.defines]
+            keep = not used.isdisjoint(defines)
+            reads = dict.fromkeys(n for s in members for n in s.reads)
+            writes = [n for s in members for n in s.writes]
+            text = batching.together(calls, keep)
+            result.append(_Statement(defines if keep else (), tuple(reads), members[0].rank, text, writes))
+        return result
 
     def _body(self) -> list[str]:
         output = self.module.graph.output_node()
@@ -239,27 +274,8 @@ def _before_writes(statements: list[_Statement]) -> dict[int, set[int]]:
     return found
 
 
-def _ordered(statements: list[_Statement]) -> list[_Statement]:
-    """Statements in an order in which all is defined before it is read, as near to their ranks as that allows."""
+def _needs(statements: list[_Statement]) -> list[set[int]]:
+    """For each statement those that must come before it."""
     maker = {node: i for i, s in enumerate(statements) for node in s.defines}
-    missing = []
-    users: list[list[int]] = [[] for _ in statements]
     first = _before_writes(statements)
-    for i, s in enumerate(statements):
-        makers = {maker[r] for r in s.reads if r in maker} | first.get(i, set())
-        missing.append(len(makers))
-        for m in makers:
-            users[m].append(i)
-    ready = [(s.rank, i) for i, s in enumerate(statements) if not missing[i]]
-    heapq.heapify(ready)
-    result = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        result.append(statements[i])
-        for user in users[i]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (statements[user].rank, user))
-    if len(result) != len(statements):
-        raise Unsupported("the groups of this graph depend on each other in a circle")
-    return result
+    return [{maker[r] for r in s.reads if r in maker} | first.get(i, set()) for i, s in enumerate(statements)]

@@ -705,11 +705,17 @@ PyObject* results(const int64_t* p, const Frame& f, PyObject* const* args) {
   return out;
 }
 
-// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
-PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
-              int32_t* status) {
+// What the steps of one call need beside its outputs. Bytes; `scratch` is each thread's.
+struct Needs {
+  size_t temporary, scratch;
+  int64_t work, threads;
+};
+
+// Allocates outputs and sizes the steps. `p`, the stream after the guards, moves to the results. False with a Python
+// error set and the outputs dropped.
+inline bool prepare(const Kernel* k, const int64_t*& p, const Frame& f, Needs& need) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
-  size_t temporary = 0;
+  need = {0, 0, 0, 1};
   if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
   for (int64_t i = 0; i < n_buffers; i++) {
     int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3];
@@ -718,17 +724,15 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
     if (output) {
       if (!allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, -1)) {
         drop_outputs(f, n_buffers);
-        return nullptr;
+        return false;
       }
       continue;
     }
     size_t bytes = itemsize;
     for (int64_t d = 0; d < n; d++) bytes *= size_t(dims[d]);
-    f.pointers[inputs + i] = (char*)temporary;  // an offset until the block is known
-    temporary += round64(bytes);
+    f.pointers[inputs + i] = (char*)need.temporary;  // an offset until the memory is known
+    need.temporary += round64(bytes);
   }
-  int64_t total_work = 0, threads = 1;
-  size_t scratch = 0;
   p++;
   for (int64_t s = 0; s < k->n_steps; s++) {
     int64_t* step = f.steps + 3 * s;
@@ -737,35 +741,53 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
     step[2] = thread_count(step[0], step[1]);
     size_t bytes = size_t(value(p, f.slots, f.stack));
     p++;  // no GPU
-    scratch = bytes > scratch ? bytes : scratch;
-    total_work += step[1];
-    threads = step[2] > threads ? step[2] : threads;
+    need.scratch = bytes > need.scratch ? bytes : need.scratch;
+    need.work += step[1];
+    need.threads = step[2] > need.threads ? step[2] : need.threads;
   }
-  scratch = scratch ? round64(scratch) + 64 : 0;
-  size_t need = temporary + scratch * size_t(threads);
-  Block* block = nullptr;
-  if (need >= kPoolMin) {
-    pool_follow_settings();
-    block = pool_take(need);
-  }
-  char* base = block ? block->data : need ? arena(ts, need) : nullptr;
-  if (need && !base) {
-    drop_outputs(f, n_buffers);
-    return PyErr_NoMemory();
-  }
-  for (int64_t i = 0; temporary && i < n_buffers; i++) {
+  need.scratch = need.scratch ? round64(need.scratch) + 64 : 0;
+  return true;
+}
+
+// Memory for temporaries and scratch: a block of the pool, to be given back, or this thread's arena. Null: there is none.
+inline char* take_memory(size_t bytes, ThreadState& ts, Block*& block) {
+  block = nullptr;
+  if (bytes < kPoolMin) return arena(ts, bytes);
+  pool_follow_settings();
+  block = pool_take(bytes);
+  return block ? block->data : nullptr;
+}
+
+inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
+  int64_t inputs = k->n_pointers - k->n_buffers;
+  for (int64_t i = 0; i < k->n_buffers; i++) {
     if (!f.outputs[i]) f.pointers[inputs + i] += (uintptr_t)base;
   }
-  if (total_work >= kReleaseWork) {
+}
+
+// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
+PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
+              int32_t* status) {
+  Needs need;
+  if (!prepare(k, p, f, need)) return nullptr;
+  size_t bytes = need.temporary + need.scratch * size_t(need.threads);
+  Block* block = nullptr;
+  char* base = bytes ? take_memory(bytes, ts, block) : nullptr;
+  if (bytes && !base) {
+    drop_outputs(f, k->n_buffers);
+    return PyErr_NoMemory();
+  }
+  if (need.temporary) place_temporaries(k, f, base);
+  if (need.work >= kReleaseWork) {
     PyThreadState* state = PyEval_SaveThread();
-    *status = run_steps(k, f, threads, base + temporary, scratch);
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
     PyEval_RestoreThread(state);
   } else {
-    *status = run_steps(k, f, threads, base + temporary, scratch);
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
   }
   if (block) pool_give(block);
   PyObject* out = *status ? nullptr : results(p, f, args);
-  drop_outputs(f, n_buffers);
+  drop_outputs(f, k->n_buffers);
   return out;
 }
 
@@ -953,6 +975,200 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   return call_slow(h, objects, n, status);
 }
 
+// -- Several calls at once --------------------------------------------------------------------------------------------
+// `handle.each` runs calls that do not depend on each other: one optimiser step for hundreds of parameters. All of
+// their first steps, then all of their second ones, and so on, in one parallel region; what a thread does is a part of
+// the work of all calls together, so that small calls go to different threads and large ones are shared.
+constexpr Py_ssize_t kMembers = 128;                   // calls to a region: more would not stay in the cache
+constexpr size_t kMembersTemporary = size_t(1) << 20;  // bytes of temporaries after which a region takes no more
+constexpr int64_t kMembersWork = int64_t(1) << 20;    // element operations that are worth one more thread to a region
+constexpr int32_t kDone = 0, kUntried = -1;            // a call's state; else the status that its kernel gave
+
+struct Member {
+  Kernel* k;
+  Frame f;
+  const int64_t* rest;  // of the stream: the results
+  Py_ssize_t call;
+  size_t temporary;  // where this call's temporaries begin
+  int32_t status;
+};
+
+struct Batch {
+  Member* members;
+  Py_ssize_t n;
+  size_t temporary, scratch;
+  int64_t steps, work;
+  char* memory;
+};
+
+inline int64_t step_work(const Member& m, int64_t s) {
+  if (s >= m.k->n_steps) return 0;
+  int64_t work = m.f.steps[3 * s + 1];
+  return work > 1 ? work : 1;
+}
+
+// Thread `i` of `n`: its part of the work of all members' step `s`. A unit belongs to the thread in whose part it ends.
+void batch_part(Batch* b, int64_t s, int64_t i, int64_t n) {
+  int64_t total = 0, at = 0;
+  for (Py_ssize_t j = 0; j < b->n; j++) total += step_work(b->members[j], s);
+  int64_t share = total / n, rest = total % n;
+  int64_t begin = i * share + (i < rest ? i : rest), end = begin + share + (i < rest);
+  for (Py_ssize_t j = 0; j < b->n && at < end; j++) {
+    Member& m = b->members[j];
+    int64_t work = step_work(m, s), from = begin - at, to = end - at;
+    at += work;
+    if (!work || from >= work || __atomic_load_n(&m.status, __ATOMIC_RELAXED)) continue;
+    int64_t units = m.f.steps[3 * s];
+    int64_t first = from <= 0 ? 0 : int64_t(__int128(units) * from / work);
+    int64_t last = to >= work ? units : int64_t(__int128(units) * to / work);
+    int32_t status = 0;
+    if (first >= last) continue;
+    m.k->entries[s](m.f.pointers, m.f.slots, m.f.floats, first, last, b->memory + b->temporary + i * b->scratch,
+                    &status);
+    if (status) __atomic_store_n(&m.status, status, __ATOMIC_RELAXED);
+  }
+}
+
+void batch_body(void* p) {
+  Batch* b = (Batch*)p;
+  int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
+  for (int64_t s = 0; s < b->steps; s++) {
+    if (s) torch.gomp_barrier();
+    batch_part(b, s, i, team);
+  }
+}
+
+// Runs the members; false with a Python error if there is no memory.
+bool run_batch(Batch& b, ThreadState& ts) {
+  int64_t threads = thread_count(b.work / kMembersWork, b.work);
+  size_t bytes = b.temporary + b.scratch * size_t(threads);
+  Block* block = nullptr;
+  b.memory = bytes ? take_memory(bytes, ts, block) : nullptr;
+  if (bytes && !b.memory) {
+    PyErr_NoMemory();
+    return false;
+  }
+  for (Py_ssize_t j = 0; j < b.n; j++) place_temporaries(b.members[j].k, b.members[j].f, b.memory + b.members[j].temporary);
+  PyThreadState* state = b.work >= kReleaseWork ? PyEval_SaveThread() : nullptr;
+  if (threads > 1) {
+    torch.gomp_parallel(batch_body, &b, unsigned(threads), 0);
+  } else {
+    for (int64_t s = 0; s < b.steps; s++) batch_part(&b, s, 0, 1);
+  }
+  if (state) PyEval_RestoreThread(state);
+  if (block) pool_give(block);
+  return true;
+}
+
+// All calls of one `each`. `objects` are their arguments, `arity` for each.
+struct Calls {
+  Handle* h;
+  PyObject* const* objects;
+  Py_ssize_t arity, n;
+  PyObject* out;  // null: results are not wanted
+  int64_t frame_words, *words;
+  Arg* args;
+  int32_t* states;
+  Batch batch;
+
+  PyObject* const* of(Py_ssize_t c) const { return objects + c * arity; }
+};
+
+void drop_batch(Batch& b) {
+  for (Py_ssize_t j = 0; j < b.n; j++) drop_outputs(b.members[j].f, b.members[j].k->n_buffers);
+  b.n = b.steps = b.work = 0;
+  b.temporary = b.scratch = 0;
+}
+
+// Runs what was collected and keeps the results; the batch is empty then. False with a Python error.
+bool flush_batch(Calls& a, ThreadState& ts) {
+  Batch& b = a.batch;
+  bool ok = !b.n || run_batch(b, ts);
+  for (Py_ssize_t j = 0; ok && j < b.n; j++) {
+    Member& m = b.members[j];
+    a.states[m.call] = m.status;
+    if (m.status) continue;
+    PyObject* result = a.out ? results(m.rest, m.f, a.of(m.call)) : nullptr;
+    if (result) PyTuple_SET_ITEM(a.out, m.call, result);
+    ok = result || !a.out;
+    m.k->hits++;
+    a.h->hits++;
+  }
+  drop_batch(b);
+  return ok;
+}
+
+// Takes call `c` into the batch if a kernel takes it. False with a Python error.
+bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
+  Batch& b = a.batch;
+  int32_t device = -1;
+  Member m = {};
+  const int64_t* p = nullptr;
+  if (a.h->words > a.frame_words || !read_args(a.of(c), a.arity, a.args, device)) return true;
+  m.k = find_kernel(a.h, a.args, a.arity, a.words + b.n * a.frame_words, m.f, p);
+  if (!m.k || m.k->library) return true;
+  Needs need;
+  if (!prepare(m.k, p, m.f, need)) return false;
+  m.rest = p;
+  m.call = c;
+  m.temporary = b.temporary;
+  b.members[b.n++] = m;
+  b.temporary += need.temporary;
+  b.scratch = need.scratch > b.scratch ? need.scratch : b.scratch;
+  b.steps = m.k->n_steps > b.steps ? m.k->n_steps : b.steps;
+  b.work += need.work;
+  return (b.n < kMembers && b.temporary < kMembersTemporary) || flush_batch(a, ts);
+}
+
+// The calls in batches, then one by one what no kernel took. False with a Python error.
+bool run_calls(Calls& a, ThreadState& ts) {
+  bool ok = true;
+  for (Py_ssize_t c = 0; c < a.n; c++) a.states[c] = kUntried;
+  if (a.h->n_kernels && context_is_plain(ts)) {
+    for (Py_ssize_t c = 0; ok && c < a.n; c++) ok = collect(a, c, ts);
+    if (ok) ok = flush_batch(a, ts);
+    else drop_batch(a.batch);
+  }
+  for (Py_ssize_t c = 0; ok && c < a.n; c++) {
+    if (a.states[c] == kDone) continue;
+    PyObject* result = a.states[c] == kUntried ? handle_call((PyObject*)a.h, a.of(c), size_t(a.arity), nullptr)
+                                               : call_slow(a.h, a.of(c), a.arity, a.states[c]);
+    ok = result != nullptr;
+    if (ok && a.out) PyTuple_SET_ITEM(a.out, c, result);
+    else Py_XDECREF(result);
+  }
+  return ok;
+}
+
+PyObject* handle_each(PyObject* self, PyObject* const* objects, Py_ssize_t n) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t arity = n >= 2 ? PyNumber_AsSsize_t(objects[0], PyExc_OverflowError) : 0;
+  if (PyErr_Occurred()) return nullptr;
+  if (arity < 1 || (n - 2) % arity) {
+    PyErr_SetString(PyExc_TypeError, "each takes how many inputs a call has, whether to keep results, and the inputs");
+    return nullptr;
+  }
+  Py_ssize_t calls = (n - 2) / arity, most = calls < kMembers ? calls : kMembers;
+  bool keep = objects[1] == Py_True;
+  size_t words = size_t(h->words) * size_t(most);
+  char* memory = (char*)malloc(sizeof(Member) * most + sizeof(Arg) * arity + 8 * words + 4 * calls + 1);
+  PyObject* out = keep ? PyTuple_New(calls) : nullptr;
+  bool ok = memory && (out || !keep);
+  if (!memory) PyErr_NoMemory();
+  if (ok) {
+    Calls a = {h, objects + 2, arity, calls, out, h->words, nullptr, nullptr, nullptr, {}};
+    a.batch.members = (Member*)memory;
+    a.args = (Arg*)(a.batch.members + most);
+    a.words = (int64_t*)(a.args + arity);
+    a.states = (int32_t*)(a.words + words);
+    ok = run_calls(a, thread_state);
+  }
+  free(memory);
+  if (!ok) Py_CLEAR(out);
+  if (!ok || keep) return out;
+  Py_RETURN_NONE;
+}
+
 bool add_kernel(Handle* h, Kernel* k) {
   Kernel** list = (Kernel**)realloc(h->kernels, sizeof(Kernel*) * (h->n_kernels + 1));
   if (!list) return false;
@@ -1113,6 +1329,9 @@ PyMethodDef handle_methods[] = {
     {"add_kernel", handle_add_kernel, METH_VARARGS,
      "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
      "or for a GPU an object with `entries` and `functions`."},
+    {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
+     "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
+     "results as a tuple if `keep`, else None."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef handle_members[] = {

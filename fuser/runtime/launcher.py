@@ -47,6 +47,11 @@ class Handle:
     def __call__(self, *args: Any) -> Any:
         return self._target(*args)
 
+    def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
+        """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""
+        results: tuple[Any, ...] | None = self._target.each(arity, keep, *args)
+        return results
+
     def add_kernel(self, program: LaunchProgram, library: Any) -> None:
         """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
         with self._lock:

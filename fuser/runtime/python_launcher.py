@@ -320,3 +320,9 @@ class Handle:
         self.misses += 1
         return self.slow(args, status)
 
+    def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
+        """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""
+        if arity < 1 or len(args) % arity:
+            raise TypeError("each takes how many inputs a call has, whether to keep results, and the inputs")
+        results = [self(*args[i : i + arity]) for i in range(0, len(args), arity)]
+        return tuple(results) if keep else None
