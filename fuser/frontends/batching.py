@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from fuser.passes.extract import GroupPlan
 from fuser.passes.hints import numel_hint
@@ -39,8 +40,8 @@ class Call:
 def elements_made(plan: GroupPlan) -> int:
     """Elements of a group's results that are new tensors, as far as is known ahead."""
     (found,) = plan.graph.output_node().args
-    results = found if isinstance(found, tuple) else (found,)
-    return sum(numel_hint(n.meta.get("val")) for n in results if n.target is not torch.ops.aten.copy_.default)  # type: ignore[union-attr]
+    results = [n for n in (found if isinstance(found, tuple) else (found,)) if isinstance(n, fx.Node)]
+    return sum(numel_hint(n.meta.get("val")) for n in results if n.target is not torch.ops.aten.copy_.default)
 
 
 class Order:
@@ -63,13 +64,13 @@ class Order:
     def _sort(self) -> None:
         missing = [len(n) for n in self._needs]
         users: list[list[int]] = [[] for _ in missing]
-        for i, makers in enumerate(self._needs):
+        for number, makers in enumerate(self._needs):
             for m in makers:
-                users[m].append(i)
+                users[m].append(number)
             if not makers:
-                self._push(i)
-        while (i := self._next()) is not None:
-            for user in users[i]:
+                self._push(number)
+        while (now := self._next()) is not None:
+            for user in users[now]:
                 missing[user] -= 1
                 if not missing[user]:
                     self._push(user)
