@@ -18,6 +18,7 @@ from fuser.frontends.dynamo import fuser_backend
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.cuda] if HAS_GPU else []  # on a GPU these are tests of it
 
 
 @pytest.fixture(autouse=True)
