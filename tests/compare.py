@@ -163,6 +163,8 @@ def _value_difference(a: torch.Tensor, b: torch.Tensor, exact: Any) -> str:
 def _describe(a: torch.Tensor, b: torch.Tensor) -> str:
     if a.is_complex() or not _is_plain(b):
         return f"values {a} instead of {b}"
+    if a.shape != b.shape:
+        return f"size {tuple(a.shape)} instead of {tuple(b.shape)}"
     x, y = a.double().flatten(), b.double().flatten()
     wrong = ~((x == y) | (x.isnan() & y.isnan()))
     gap = torch.where(wrong, (x - y).abs().nan_to_num(float("inf"), float("inf")), torch.zeros_like(x))

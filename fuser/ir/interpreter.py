@@ -225,6 +225,8 @@ def _run_loops(
     if isinstance(loops, Scan):
         value = scanned(loops.kind, value, len(domain) - 1)
     if isinstance(loops, Scatter):
+        if not values:
+            return
         where = [evaluator.expr(e, values).expand(domain) for e in loops.store_index]
         _inside(target, where)
         put_in_order(target, where, value, loops.combine)

@@ -16,7 +16,7 @@ import torch
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, Unsupported
 from fuser.ir.nodes import TensorBox, strides_of
-from fuser.ir.sizes import STRIDE, Expr, Sym, expr
+from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
@@ -253,10 +253,26 @@ def _outputs(
             raise Unsupported("an output is x[i] by a tensor without dims: a view if Python takes it for a number")
         else:
             seen.setdefault(_memory(meta), value)
-            if not graph.functional and meta.numel() and memory_order(meta.shape, meta.stride()) is None:
-                raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
+            if not graph.functional:
+                _keep_dense(ctx, value, meta)
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
+
+
+def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:
+    """Unsupported if eager's result does not fill its memory; guards, so that it does in every call.
+
+    Strides along dims of 0 or 1 elements say nothing about calls with more: such sizes are made constants.
+    """
+    if meta.numel() and memory_order(meta.shape, meta.stride()) is None:
+        raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
+    buffer = value.storage.buffer
+    if value.view is not None and buffer.input_number < 0:
+        ctx.assume("eq", ctx.numel(value), product(buffer.size))
+    if meta.dim() > 1 or meta.numel() and meta.stride() != (1,):
+        for e, n in zip(ctx.size_of(value), meta.shape):
+            if n <= 1:
+                ctx.specialise(e)
 
 
 def _memory(meta: torch.Tensor) -> int:

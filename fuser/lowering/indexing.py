@@ -39,11 +39,19 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
     return index
 
 
+def _looked_at(ctx: LoweringContext, size: Expr) -> None:
+    """Eager refuses any index into a dim of 0; and along a dim of 1 a loop would read without a look at the index."""
+    ctx.assume("lt", 0, size)
+    if ctx.is_one(size):
+        raise Unsupported("an index into a dim of one element")
+
+
 def selected(
     ctx: LoweringContext, x: TensorBox, size: Sequence[Expr], dim: int, place_at: Callable[[Index], Expr],
     at: Callable[[Index], Index],
 ) -> TensorBox:  # fmt: skip
     """A tensor of `size`: `x` at the index at(index) with place_at(index) in `dim`."""
+    _looked_at(ctx, ctx.size_of(x)[dim])
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
 
     def inner(index: Index) -> Value:
@@ -163,6 +171,8 @@ class Indexed:
         tensors = [index_tensor(indices[d]) for d in self.dims]
         self.common = ctx.broadcast_sizes([ctx.size_of(t) for t in tensors])
         self.loads = [ctx.loader(t, self.common, torch.int64) for t in tensors]
+        for d in self.dims:
+            _looked_at(ctx, own[d])
         adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1))
         self.first = self.dims[0] if adjacent else 0
         self.rest = [d for d in range(len(own)) if d not in self.dims]

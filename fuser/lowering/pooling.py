@@ -83,7 +83,7 @@ def sliding(
     pads, gaps = _each(padding, n), _each(dilation, n, 1)
     size = ctx.size_of(x)[-n:]
     count, inside = [], []
-    for s in size:
+    for s in ctx.size_of(x)[-n - 1 :]:  # only a batch may be empty
         ctx.assume("lt", 0, s)
     for s, k, step, p, g in zip(size, sizes, steps, pads, gaps):
         room = s + (2 * p - g * (k - 1) - 1)

@@ -76,8 +76,9 @@ def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
 
 ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
 MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
-_MAX = by("({0} > {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
-_MIN = by("({0} < {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
+# The first of equal ones stays: of zeros of both signs, as in eager.
+_MAX = by("({0} >= {1}) | ({0} != {0}) ? {0} : {1}", "{0} > {1} ? {0} : {1}", "{0} | {1}")
+_MIN = by("({0} <= {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{0} & {1}")
 
 _BETTER_MAX, _BETTER_MIN = (f"fuser_better_{n}({{0}}, {{1}}, {{2}}, {{3}})" for n in ("argmax", "argmin"))
 

@@ -8,9 +8,9 @@ import torch
 
 from fuser.errors import VerifyError
 from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, put_in_order, reduce, scanned
-from fuser.ir.loop_body import Row, compute_dtype
+from fuser.ir.loop_body import Row, compute_dtype, indirect_rows
 from fuser.ir.nodes import Buffer
-from fuser.ir.sizes import Expr, Sym, evaluate
+from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.scheduler.plan import KernelPlan, Reduce
 
 
@@ -66,15 +66,18 @@ def _run_plan(
     canon: Callable[[Expr], Expr],
 ) -> None:  # fmt: skip
     domain = [evaluate(canon(a.size), env) for a in plan.axes]
-    if any(n == 0 and not a.reduced for a, n in zip(plan.axes, domain)):
+    if any(n == 0 and (plan.ordered is not None or not a.reduced) for a, n in zip(plan.axes, domain)):
         return
     points = {}
     for d, (a, n) in enumerate(zip(plan.axes, domain)):
         points[a.sym] = torch.arange(n).reshape([n if k == d else 1 for k in range(len(domain))])
     evaluator = Evaluator(env, floats, points, memory.load)
     dims = tuple(d for d, a in enumerate(plan.axes) if a.reduced)
+    served = _rows_outside(plan) if 0 in domain else None
 
     def special(n: int, row: Row, values: list[torch.Tensor]) -> torch.Tensor | None:
+        if served is not None and n not in served and row.op in ("load", "indirect"):
+            return torch.zeros((), dtype=row.dtype)  # for loops without a turn: there may be nothing to read
         if row.op == "pair":
             return values[row.args[0]]
         if row.op != "reduced":
@@ -93,6 +96,27 @@ def _run_plan(
         address = address.expand(shape)
         memory.check(s.buffer, address, target)
         target[address] = values[s.row].expand(shape).to(target.dtype)
+
+
+def _rows_outside(plan: KernelPlan) -> set[int]:
+    """The rows that the stores outside of the reduced axes need, but for what is reduced."""
+    reduced = {a.sym for a in plan.axes if a.reduced}
+    pending: list[int] = []
+    for s in plan.stores:
+        if not reduced & (plan.varies[s.row] | symbols(s.address)):
+            pending += (s.row, *_indirects(s.address))
+    found: set[int] = set()
+    while pending:
+        n = pending.pop()
+        if n not in found:
+            found.add(n)
+            row = plan.rows[n]
+            pending += (*row.args, *indirect_rows(row))
+    return found
+
+
+def _indirects(e: Expr) -> list[int]:
+    return [int(s.name[1:]) for s in symbols(e) if s.kind == INDIRECT]
 
 
 def _put_ordered(

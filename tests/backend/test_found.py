@@ -147,3 +147,56 @@ def test_statistics_of_native_layer_norm_have_eagers_dtype(dtype):
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
         assert not REGISTRY.find(key).spec.store.fallbacks
+
+
+def calls_agree(fn: Any, *calls: Any, functional: bool = False) -> None:
+    """Each call in turn gives eager's sizes, strides and values, by whichever kernel the earlier ones left."""
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=functional)).handle
+    for inputs in calls:
+        got, want = handle(*inputs), fn(*inputs)
+        assert got.shape == want.shape and torch.equal(got, want)
+        strides = [(a, b) for a, b, n in zip(got.stride(), want.stride(), want.shape) if n > 1]
+        strides = strides if want.numel() else []
+        assert all(a == b for a, b in strides), (got.stride(), want.stride())
+
+
+def test_of_zeros_in_a_column_the_first_is_the_extreme():
+    zeros = torch.tensor([0.0, -0.0, -0.0, 0.0, -1.0, -0.0]).repeat(40).reshape(15, 16)
+    same(lambda x: (torch.max(x, 0)[0], torch.min(x, 0)[0]), zeros)
+
+
+@pytest.mark.parametrize("first", [(0, 12), (4, 0), (1, 12), (3, 1)])
+def test_strides_for_few_elements_do_not_stay_for_more(first):
+    more = (torch.ones(first),), (torch.ones(3, 12),), (torch.ones(12, 3).t(),)
+    calls_agree(lambda x: (x + 1)[:, ::2], *more)
+    calls_agree(lambda x: (x + 1).t(), *more)
+
+
+def test_a_part_that_was_all_is_no_dense_result_for_more():
+    calls_agree(lambda x: torch.narrow(x + 1, 1, 0, 2), (torch.ones(3, 2),), (torch.ones(3, 5),))
+
+
+def test_any_index_into_nothing_is_refused():
+    index = torch.tensor([0, 1])
+    for fn in (lambda x, i: x[i], lambda x, i: torch.index_select(x, 0, i), lambda x, i: F.embedding(i, x)):
+        handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+        for x in (torch.zeros(4, 2), torch.zeros(0, 0), torch.zeros(1, 2)):
+            try:
+                want = fn(x, index)
+            except (IndexError, RuntimeError):
+                with pytest.raises((IndexError, RuntimeError)):
+                    handle(x, index)
+            else:
+                assert torch.equal(handle(x, index), want)
+
+
+def test_pooling_of_no_channels_is_eagers_error():
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x: F.avg_pool2d(x, 2, 1)))).handle
+    for size in ((4, 3, 5), (0, 3, 5)):
+        try:
+            want = F.avg_pool2d(torch.ones(size), 2, 1)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                handle(torch.ones(size))
+        else:
+            assert torch.equal(handle(torch.ones(size)), want)

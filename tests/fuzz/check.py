@@ -5,14 +5,16 @@ Ways:
   kernel    registered with `functional=True` and run; then with other sizes
   whole     registered as it is: results that are views must be views
   backend   through the frontend's compiler, without dynamo: writes and aliases
-  compile   through torch.compile
+  compile   through torch.compile; then with other sizes
+  dynamic   the same, with symbolic sizes from the first call on
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from fuser import config, register_fusion
 from fuser.canonical import canonicalize
 from fuser.debug.reference import interpret_lowered, interpret_schedule
-from fuser.errors import Unsupported
+from fuser.errors import FuserError, Unsupported
 from fuser.executor import why_unfit
 from fuser.frontends.dynamo import fuser_backend
+from fuser.interface import prepare
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
@@ -34,7 +37,10 @@ from tests.device import test_device
 from tests.fuzz import program as programs
 from tests.fuzz.program import Program, graph_of, map_refs, run, run_step
 
-FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile")
+FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile", "dynamic")
+
+
+Judge = Callable[[], str]
 
 
 # Where several values go to one place, any of them stays on a GPU, in eager too.
@@ -48,11 +54,28 @@ def make_inputs(program: Program, sizes: dict[int, int] | None = None) -> list[t
 
 def check(program: Program, way: str) -> str:
     """What differs from eager, as text; "" if nothing. `program` must run in eager."""
+    return begin(program, way)()
+
+
+def begin(program: Program, way: str) -> Judge:
+    """Start the compilation of a program's kernels; what is returned runs and compares them."""
     if test_device() != "cpu" and any(s.fn.startswith(_IN_NO_ORDER) or "index_put" in s.fn for s in program.steps):
-        return ""
+        return lambda: ""
+    with _settings():
+        judge = _WAYS[way](program)
+
+    def finish() -> str:
+        with _settings():
+            return judge()
+
+    return finish
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings(), config.override(check_ir=True):
         warnings.simplefilter("ignore")
-        return _WAYS[way](program)
+        yield
 
 
 def _eager(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...] | Exception:
@@ -134,25 +157,30 @@ def _by_plans(program: Program) -> str:
         return ""
     verify_lowered(lowered, plans)
     want = run(program, make_inputs(program))
-    for name, got in (
-        ("lowered", interpret_lowered(lowered, args)),
-        ("plans", interpret_schedule(lowered, plans, args)),
-    ):
-        # Which zero an interpreter's maximum gives is torch's affair; kernels have eager's.
-        problems = _judge(program, got, want, None, strides=False, zeros=False)
-        if problems:
-            return f"{name}: " + "; ".join(problems)
-    return ""
+    # Which zero an interpreter's maximum gives is torch's affair; kernels have eager's.
+    problems = _judge(program, interpret_schedule(lowered, plans, args), want, None, strides=False, zeros=False)
+    if not problems:
+        return ""
+    before = _judge(program, interpret_lowered(lowered, args), want, None, strides=False, zeros=False)
+    return "lowered: " + "; ".join(before) if before else "plans: " + "; ".join(problems)
 
 
-def _by_kernel(program: Program, functional: bool = True) -> str:
+def _by_kernel(program: Program, functional: bool = True) -> Judge:
     key = register_fusion(graph_of(program), functional=functional)
     handle = REGISTRY.find(key).handle
-    for sizes in (None, *_other_sizes(program)):
-        problem = _run_and_compare(program, handle, sizes, functional)
-        if problem:
-            return f"{f'sizes {sizes}: ' if sizes else ''}{problem}"
-    return ""
+    choices = (None, *_other_sizes(program))
+    for sizes in choices:
+        with contextlib.suppress(FuserError):
+            prepare(key, make_inputs(program, sizes))
+
+    def judge() -> str:
+        for sizes in choices:
+            problem = _run_and_compare(program, handle, sizes, functional)
+            if problem:
+                return f"{f'sizes {sizes}: ' if sizes else ''}{problem}"
+        return ""
+
+    return judge
 
 
 def _other_sizes(program: Program) -> list[dict[int, int]]:
@@ -181,6 +209,8 @@ def _run_and_compare(
         instead = f" where eager has {want!r}" if isinstance(want, Exception) else ""
         return f"raises {type(e).__name__}: {str(e)[:300]}{instead}"
     if isinstance(want, Exception):
+        if sizes and "out of" in str(want) and _may_read_nothing(program, sizes):
+            return ""
         return f"gives a result where eager raises {type(want).__name__}: {str(want)[:200]}"
     got = got if isinstance(got, tuple) else tuple(got) if isinstance(got, list) else (got,)
     if sizes and not _comparable(program, sizes):
@@ -190,6 +220,12 @@ def _run_and_compare(
         problems += [f"input {i} changed" for i, (a, b) in enumerate(zip(mine, before)) if not _identical(a, b)]
         return "; ".join(problems)
     return "; ".join(problems + _compare_memory(mine, own, got, want, identity))
+
+
+def _may_read_nothing(program: Program, sizes: dict[int, int]) -> bool:
+    """Whether a wrong index may lead to no element: eager looks at all, a kernel at those that it reads."""
+    constant = any(s.fn.endswith("_like") or s.fn == ".new_zeros" for s in program.steps)
+    return constant or any(0 in x.shape for x in make_inputs(program, sizes))
 
 
 def _comparable(program: Program, sizes: dict[int, int]) -> bool:
@@ -216,30 +252,44 @@ def _compare_memory(
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
     if not b.is_floating_point():
         return torch.equal(a, b)
     return torch.allclose(a.double(), b.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 # -- programs that write -----------------------------------------------------------------------------------------------
-def _by_backend(program: Program) -> str:
-    problem = _through(fuser_backend, program)
-    return "" if problem and _through(aot_eager, program) else problem  # functionalisation's own fault
+def _by_backend(program: Program) -> Judge:
+    judge = _through(fuser_backend, program)
+
+    def finish() -> str:
+        problem = judge()
+        return "" if problem and _through(aot_eager, program)() else problem  # functionalisation's own fault
+
+    return finish
 
 
-def _through(backend: Callable[..., Any], program: Program) -> str:
+def _through(backend: Callable[..., Any], program: Program) -> Judge:
     module = torch.fx.GraphModule(torch.nn.Module(), graph_of(program))
     try:
         function = backend(module, make_inputs(program))
     except Exception as e:
         text = str(e).splitlines()
-        return f"does not compile: {type(e).__name__}: {text[0] if text else ''}"
-    return _run_and_compare(program, function, None, False, identity=False)
+        problem = f"does not compile: {type(e).__name__}: {text[0] if text else ''}"
+        return lambda: problem
+    return lambda: _run_and_compare(program, function, None, False, identity=False)
 
 
-def _by_compile(program: Program) -> str:
+def _by_compile(program: Program, dynamic: bool | None = None) -> str:
+    problem = _compiled(program, dynamic, fuser_backend)
+    return "" if problem and _compiled(program, dynamic, "aot_eager") else problem  # dynamo's or AOTAutograd's own
+
+
+def _compiled(program: Program, dynamic: bool | None, backend: Any) -> str:
     torch._dynamo.reset()
-    compiled = torch.compile(torch.fx.GraphModule(torch.nn.Module(), graph_of(program)), backend=fuser_backend)
+    module = torch.fx.GraphModule(torch.nn.Module(), graph_of(program))
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
     for sizes in (None, *_other_sizes(program)[:1]):
         problem = _run_and_compare(program, compiled, sizes, False, identity=False)
         if problem:
@@ -247,12 +297,13 @@ def _by_compile(program: Program) -> str:
     return ""
 
 
-_WAYS: dict[str, Callable[[Program], str]] = {
-    "plans": _by_plans,
+_WAYS: dict[str, Callable[[Program], Judge]] = {
+    "plans": lambda p: lambda: _by_plans(p),
     "kernel": _by_kernel,
     "whole": lambda p: _by_kernel(p, functional=False),
     "backend": _by_backend,
-    "compile": _by_compile,
+    "compile": lambda p: lambda: _by_compile(p),
+    "dynamic": lambda p: lambda: _by_compile(p, dynamic=True),
 }
 
-__all__ = ["FUNCTIONAL", "WRITING", "check", "map_refs"]
+__all__ = ["FUNCTIONAL", "WRITING", "Judge", "begin", "check", "map_refs"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.generate import FLOATS, INTS, State, exact, mutating, smooth
+from tests.fuzz.generate import FLOATS, INTS, State, exact, smooth
 from tests.fuzz.program import Ref
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -345,268 +345,34 @@ def contiguous(s: State) -> Call:
     return call(".contiguous", Ref(s.pick()))
 
 
-# -- indexing ----------------------------------------------------------------------------------------------------------
-def indices(s: State, n: int, rank: int | None = None) -> int:
-    """An int64 value whose elements are indices into a dim of `n`."""
-
-    def fits(t: torch.Tensor) -> bool:
-        if t.dtype is not torch.int64 or rank is not None and t.dim() != rank:
-            return False
-        return not t.numel() or (int(t.min()) >= -n and int(t.max()) < n)
-
-    return s.pick(fits, exact=True)
+@exact
+def channels_last(s: State) -> Call:
+    i = s.pick(lambda t: t.dim() == 4)
+    return call(s.rng.choice((".contiguous", ".to", ".clone")), Ref(i), memory_format=torch.channels_last)
 
 
 @exact
-def wrap_index(s: State) -> Call:
-    """Makes an index out of whole numbers."""
-    i = s.pick(lambda t: t.dtype is torch.int64, exact=True)
-    return call("torch.remainder", Ref(i), s.rng.choice((2, 3, 4, 5, 8)))
-
-
-@exact
-def index_select(s: State) -> Call:
+def move_dim(s: State) -> Call:
     i = s.pick(has_dims)
-    d = dim_of(s, i)
-    return call("torch.index_select", Ref(i), d, Ref(indices(s, s.values[i].shape[d], 1)))
+    return call("torch.movedim", Ref(i), dim_of(s, i), dim_of(s, i))
 
 
 @exact
-def index_by_tensor(s: State) -> Call:
-    i = s.pick(has_dims)
-    at = s.rng.randrange(min(2, s.values[i].dim()))
-    index = Ref(indices(s, s.values[i].shape[at]))
-    return call("getitem", Ref(i), (*[slice(None)] * at, index))
+def as_bits(s: State) -> Call:
+    same = {4: (torch.int32, torch.float32), 2: (torch.int16, torch.float16, torch.bfloat16)}
+    i = s.pick(lambda t: is_whole(t) and t.element_size() in same, exact=True)
+    return call(".view", Ref(i), s.rng.choice(same[s.values[i].element_size()]))
 
 
 @exact
-def gather(s: State) -> Call:
-    i = s.pick(has_dims)
-    d = dim_of(s, i)
-    return call("torch.gather", Ref(i), d, Ref(indices(s, s.values[i].shape[d], s.values[i].dim())))
-
-
-@exact
-def embedding(s: State) -> Call:
-    i = s.pick(lambda t: t.dim() == 2 and is_float(t))
-    return call("F.embedding", Ref(indices(s, s.values[i].shape[0])), Ref(i))
-
-
-@exact
-def scatter(s: State) -> Call:
-    i = s.pick(has_dims)
-    d = dim_of(s, i)
-    j = indices(s, s.values[i].shape[d], s.values[i].dim())
-    if s.rng.random() < 0.5:
-        return call("torch.scatter", Ref(i), d, Ref(j), s.rng.choice((0, 1)))
-    source = s.pick(lambda t: t.dtype is s.values[i].dtype and t.shape == s.values[j].shape)
-    return call("torch.scatter_add", Ref(i), d, Ref(j), Ref(source))
-
-
-@exact
-def index_add(s: State) -> Call:
-    i = s.pick(lambda t: t.dim() > 0 and is_number(t))
-    d = dim_of(s, i)
-    j = indices(s, s.values[i].shape[d], 1)
-    size = list(s.values[i].shape)
-    size[d] = s.values[j].shape[0]
-    source = s.pick(lambda t: t.dtype is s.values[i].dtype and list(t.shape) == size)
-    return call("torch.index_add", Ref(i), d, Ref(j), Ref(source))
-
-
-@exact
-def index_put(s: State) -> Call:
-    i = s.pick(lambda t: t.dim() > 0 and is_number(t))
-    j = indices(s, s.values[i].shape[0], 1)
-    value = s.pick(lambda t: t.dtype is s.values[i].dtype and t.dim() == 0)
-    return call("torch.index_put", Ref(i), (Ref(j),), Ref(value), accumulate=s.rng.random() < 0.5)
-
-
-@exact
-def write_slice(s: State) -> Call:
-    i = s.pick(has_dims)
-    d = dim_of(s, i)
-    if s.rng.random() < 0.5:
-        n = s.values[i].shape[d]
-        size = list(s.values[i].shape)
-        del size[d]
-        source = s.pick(lambda t: list(t.shape) == size)
-        return call("torch.select_scatter", Ref(i), Ref(source), d, s.rng.randrange(n) if n else 0)
-    start = s.rng.randint(0, 3)
-    step = s.rng.choice((1, 2))
-    part = s.values[i].narrow(d, 0, 0)
-    source = s.pick(lambda t: t.dim() == part.dim() and t.numel() > 0)
-    end = start + step * s.values[source].shape[d]
-    return call("torch.slice_scatter", Ref(i), Ref(source), d, start, end, step)
-
-
-# -- reductions --------------------------------------------------------------------------------------------------------
-def dims_of(s: State, i: int) -> tuple[int, ...]:
-    rank = s.values[i].dim()
-    if not rank:
-        raise LookupError
-    return tuple(sorted(s.rng.sample(range(rank), s.rng.randint(1, rank))))
-
-
-@exact
-def total(s: State) -> Call:
+def new_zeros(s: State) -> Call:
     i = s.pick()
-    if s.rng.random() < 0.3:
-        return call("torch.sum", Ref(i))
-    return call("torch.sum", Ref(i), dims_of(s, i), keepdim=s.rng.random() < 0.5)
+    return call(".new_zeros", Ref(i), tuple(s.values[i].shape))
 
 
 @exact
-def extreme(s: State) -> Call:
-    i = s.pick()
-    return call("torch." + s.rng.choice(("amax", "amin")), Ref(i), dims_of(s, i), keepdim=s.rng.random() < 0.5)
-
-
-@exact
-def argument(s: State) -> Call:
-    i = s.pick(is_number, exact=True)
-    name = "torch." + s.rng.choice(("argmax", "argmin"))
-    return call(name, Ref(i), dim_of(s, i)) if s.rng.random() < 0.7 else call(name, Ref(i))
-
-
-@exact
-def truth(s: State) -> Call:
-    i = s.pick(exact=True)
-    name = "torch." + s.rng.choice(("any", "all", "count_nonzero"))
-    return call(name, Ref(i), dim_of(s, i)) if s.rng.random() < 0.7 else call(name, Ref(i))
-
-
-@exact
-def max_with_index(s: State) -> Call:
-    i = s.pick(exact=True)
-    return call("torch." + s.rng.choice(("max", "min")), Ref(i), dim_of(s, i))
-
-
-@exact
-def scan(s: State) -> Call:
-    i = s.pick(has_dims)
-    return call("torch.cumsum", Ref(i), dim_of(s, i))
-
-
-# -- rounding ----------------------------------------------------------------------------------------------------------
-@smooth
-def elementary(s: State) -> Call:
-    names = "sigmoid tanh sin cos erf atan exp asinh expm1 sinc"
-    return call("torch." + s.rng.choice(names.split()), Ref(s.pick(lambda t: t.numel() < 3000)))
-
-
-@smooth
-def activation(s: State) -> Call:
-    names = "gelu silu softplus elu mish hardswish logsigmoid leaky_relu softsign tanhshrink hardsigmoid selu celu"
-    return call("F." + s.rng.choice(names.split()), Ref(s.pick(is_float)))
-
-
-@smooth
-def mean(s: State) -> Call:
-    i = s.pick(is_float)
-    return call("torch.mean", Ref(i), dims_of(s, i), keepdim=s.rng.random() < 0.5)
-
-
-@smooth
-def softmax(s: State) -> Call:
-    i = s.pick(lambda t: is_float(t) and t.dim() > 0)
-    return call("torch." + s.rng.choice(("softmax", "log_softmax")), Ref(i), dim_of(s, i))
-
-
-@smooth
-def spread(s: State) -> Call:
-    i = s.pick(lambda t: is_float(t) and t.dim() > 0 and t.numel() > 0)
-    return call("torch.var", Ref(i), dims_of(s, i), correction=0, keepdim=s.rng.random() < 0.5)
-
-
-@smooth
-def logsumexp(s: State) -> Call:
-    i = s.pick(lambda t: is_float(t) and t.dim() > 0)
-    return call("torch.logsumexp", Ref(i), dims_of(s, i))
-
-
-@smooth
-def layer_norm(s: State) -> Call:
-    i = s.pick(lambda t: is_float(t) and t.dim() > 0 and t.shape[-1] > 1)
-    return call("F.layer_norm", Ref(i), (s.values[i].shape[-1],))
-
-
-@smooth
-def quotient(s: State) -> Call:
-    i = s.pick()
-    return call("torch.div", Ref(i), s.rng.choice((2, 3, 4, 0.5, -1.5)))
-
-
-@smooth
-def lerp(s: State) -> Call:
-    i = s.pick(is_float)
-    return call("torch.lerp", Ref(i), Ref(partner(s, i, same_dtype=True)), 0.25)
-
-
-@smooth
-def root(s: State) -> Call:
-    i = s.pick(lambda t: is_float(t) and bool((t > 0.1).all()))
-    return call("torch." + s.rng.choice(("sqrt", "rsqrt", "log", "reciprocal", "log2", "log1p")), Ref(i))
-
-
-# -- writes ------------------------------------------------------------------------------------------------------------
-@mutating
-def write_binary(s: State) -> Call:
-    i = s.pick()
-    name = s.rng.choice((".add_", ".mul_", ".sub_", ".copy_"))
-    return call(name, Ref(i), other(s, i) if name != ".copy_" else Ref(partner(s, i)))
-
-
-@mutating
-def write_unary(s: State) -> Call:
-    name = s.rng.choice((".zero_", ".neg_", ".abs_", ".relu_", ".square_"))
-    return call(name, Ref(s.pick(is_number)))
-
-
-@mutating
-def fill(s: State) -> Call:
-    return call(".fill_", Ref(s.pick()), s.rng.choice((0, 1, 2)))
-
-
-@mutating
-def clamp_in_place(s: State) -> Call:
-    return call(".clamp_", Ref(s.pick(is_number)), 0, 2)
-
-
-@mutating
-def write_index(s: State) -> Call:
-    i = s.pick(has_dims)
-    n = s.values[i].shape[0]
-    at: Any = s.rng.choice((slice(1, None), slice(None, None, 2), slice(0, 2), -1 if n else slice(0, 0)))
-    value = s.rng.choice((0, 1, 2)) if s.rng.random() < 0.5 else Ref(s.pick(lambda t: t.dim() <= 1))
-    return call("setitem", Ref(i), at, value)
-
-
-@mutating
-def write_masked(s: State) -> Call:
-    m = s.pick(is_bool)
-    i = s.pick(lambda t: t.shape == s.values[m].shape)
-    return call(".masked_fill_", Ref(i), Ref(m), s.rng.choice((0, 1)))
-
-
-@mutating
-def write_indexed(s: State) -> Call:
-    i = s.pick(has_dims)
-    j = indices(s, s.values[i].shape[0], 1)
-    value = s.pick(lambda t: t.dtype is s.values[i].dtype and t.dim() == 0)
-    return call(".index_put_", Ref(i), (Ref(j),), Ref(value), accumulate=False)
-
-
-@mutating
-def foreach_add(s: State) -> Call:
-    i, j = s.pick(is_float), s.pick(is_float)
-    if s.values[i].untyped_storage()._cdata == s.values[j].untyped_storage()._cdata:
-        raise LookupError  # functionalisation itself loses a write where a list has the same memory twice
-    return call("torch._foreach_add_", [Ref(i), Ref(j)], s.rng.choice((1, 2)))
-
-
-@mutating
-def foreach_mul(s: State) -> Call:
-    i = s.pick(is_float)
-    j = s.pick(lambda t: t.shape == s.values[i].shape and t.dtype is s.values[i].dtype)
-    return call("torch._foreach_mul_", [Ref(i)], [Ref(j)])
+def unbind(s: State) -> Call:
+    i = s.pick(lambda t: t.dim() > 0 and 0 < t.shape[0] < 5)
+    if any(x.of >= 0 for x in s.inputs):
+        raise LookupError  # as for pieces
+    return call("torch.unbind", Ref(i), 0)

@@ -21,14 +21,25 @@ class Ref:
         return f"v{self.index}"
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "same": lambda b: b,
+    "alias": lambda b: b[...],
+    "tail": lambda b: b[1:] if b.dim() else b[...],
+    "head": lambda b: b[:-1] if b.dim() else b[...],
+    "row": lambda b: b[-1] if b.dim() and len(b) else b[...],
+    "turned": lambda b: b.permute(tuple(range(b.dim() - 1, -1, -1))),
+}
+
+
 @dataclass(frozen=True)
 class Input:
     """How an input is made.
 
     layout: "dense", "transposed" (dims reversed in memory), "strided" (every second element of a larger tensor),
-    "offset" (inside a larger tensor), "expanded" (its first dim has stride 0). `of` and `view`: the input is a view
-    of input `of`: all of it ("same" object, "alias") or its rows from 1 on ("tail").
-    values: "integers" (small whole numbers), "normal", "special" (NaN, infinities, zeros of both signs among them).
+    "offset" (inside a larger tensor), "expanded" (its first dim has stride 0), "channels_last" (if it has four dims).
+    `of` and `view`: the input is a view of input `of`, see VIEWS.
+    values: "integers" (small whole numbers), "normal", "special" (NaN, infinities, zeros of both signs among them),
+    "places" (0 and 1: indices into any dim of more than one element).
     """
 
     size: tuple[int, ...]
@@ -143,9 +154,7 @@ def make_inputs(
     made: list[torch.Tensor] = []
     for x in program.inputs:
         if x.of >= 0:
-            base = made[x.of]
-            views = {"same": lambda b: b, "alias": lambda b: b[...], "tail": lambda b: b[1:] if b.dim() else b[...]}
-            made.append(views[x.view](base))
+            made.append(VIEWS[x.view](made[x.of]))
             continue
         size = tuple((sizes or {}).get(n, n) for n in x.size)
         made.append(_make_tensor(replace(x, size=size), device))
@@ -162,6 +171,8 @@ def _make_tensor(x: Input, device: str) -> torch.Tensor:
     if x.layout == "offset":
         wide = _fill(x, device, tuple(n + 2 for n in size))
         return wide[tuple(slice(1, n + 1) for n in size)]
+    if x.layout == "channels_last" and len(size) == 4:
+        return _fill(x, device, size).contiguous(memory_format=torch.channels_last)
     if x.layout == "expanded" and size:
         return _fill(x, device, (1, *size[1:])).expand(size)
     return _fill(x, device, size)
@@ -178,6 +189,8 @@ def _values(x: Input, size: Sequence[int]) -> torch.Tensor:
     g = torch.Generator().manual_seed(x.seed)
     if x.dtype is torch.bool:
         return torch.randint(0, 2, tuple(size), generator=g).bool()
+    if x.values == "places":
+        return torch.randint(0, 2, tuple(size), generator=g)
     if not x.dtype.is_floating_point:
         low = 0 if x.dtype is torch.uint8 else -4
         return torch.randint(low, 5, tuple(size), generator=g).to(x.dtype)

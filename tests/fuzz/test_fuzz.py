@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.fuzz.__main__ import run_seed
+from tests.fuzz.__main__ import run_batch, run_seed
 from tests.fuzz.check import check
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Ref, Step, graph_of, make_inputs, run
 from tests.fuzz.shrink import shrink
 
-# (way, first seed, programs): most go without a compiler.
-PORTIONS = [("plans", n, 240) for n in range(0, 1920, 240)] + [
-    ("kernel", 50_000, 25),
-    ("kernel", 50_025, 25),
-    ("whole", 60_000, 25),
-    ("backend", 70_000, 20),
-    ("compile", 80_000, 4),
+# (way, first seed, programs): 2000, most of which go without a compiler.
+PORTIONS = [
+    *(("plans", n, 200) for n in range(0, 1600, 200)),
+    *(("kernel", n, 125) for n in (50_000, 50_125)),
+    ("whole", 60_000, 60),
+    ("backend", 70_000, 80),
+    ("compile", 80_000, 6),
+    ("dynamic", 90_000, 4),
 ]
-
-
-# Programs over empty tensors for which the plans' interpreter still crashes; each is expected to fail below.
-KNOWN = {("plans", 1496): "reads an empty buffer", ("plans", 1503): "rolls an empty result of index_add"}
-
-
-@pytest.mark.parametrize("way, seed", KNOWN)
-@pytest.mark.xfail(strict=True, reason="crashes over empty tensors")
-def test_known_defects(way, seed):
-    assert run_seed(seed, way)[1] is None
 
 
 @pytest.mark.parametrize("way, first, count", PORTIONS)
 def test_programs_do_what_eager_does(way, first, count):
-    wrong = []
-    for seed in range(first, first + count):
-        if (way, seed) in KNOWN:
-            continue
-        _, problem, program = run_seed(seed, way)
-        if problem:
-            wrong.append(f"seed {seed} by {way}: {problem}\n{program}")
+    batch = run_batch(range(first, first + count), way, "-O0")
+    wrong = [f"seed {seed} by {own}: {problem}\n{program}" for seed, own, problem, program in batch if problem]
     assert not wrong, "\n".join(wrong)
+
+
+def test_programs_do_what_eager_does_as_users_compile_them():
+    wrong = [(seed, problem) for seed in range(40_000, 40_012) for problem in [run_seed(seed, "kernel")[1]] if problem]
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_plans_over_nothing(dtype):
+    """Loops without a turn read nothing: found by seeds 1496 and 1503 of the first fuzzer."""
+    empty, half = Input((0, 4), dtype), Input((2, 0, 2), torch.float32)
+    rows = Input((0,), torch.int64)
+    programs = [
+        Program((empty, rows), (Step("torch.index_add", (Ref(0), 0, Ref(1), Ref(0))),), (2,)),
+        Program((half, half), (Step("torch.softmax", (Ref(0), 1)), Step("torch.mean", (Ref(1), (2,)))), (2, 3)),
+        Program((empty,), (Step(".reshape", (Ref(0), (4, 0))), Step("torch.count_nonzero", (Ref(1),))), (2,)),
+    ]
+    assert [check(p, "plans") for p in programs] == ["", "", ""]
 
 
 def test_a_seed_gives_the_same_program():
@@ -48,8 +53,6 @@ def test_a_seed_gives_the_same_program():
 
 
 def test_a_program_and_its_graph_are_the_same():
-    import torch
-
     for seed in range(40):
         program = generate(seed)
         want = run(program, make_inputs(program))
@@ -59,8 +62,6 @@ def test_a_program_and_its_graph_are_the_same():
 
 def test_a_wrong_kernel_is_seen_and_its_program_shrunk(monkeypatch):
     """With a lowering of relu that is off by one, any program with a relu is wrong, and shrinks to the relu."""
-    import torch
-
     from fuser.ir.loop_body import ops
     from fuser.lowering.pointwise import elementwise
     from fuser.lowering.registry import LOWERINGS

@@ -1,0 +1,160 @@
+"""Kernels of many programs in one run of the compiler, most of them without optimisation: fuzzing in bulk.
+
+A compiler's start costs more than a small kernel, and `-O3` more than all the rest of a program. `collecting()` has the
+kernels that are prepared in its block wait for each other; `flush` compiles what has come. Outside of such a block, and
+where the common source does not compile, a kernel is compiled on its own as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fuser.executor
+from fuser.compiler import CpuBackend, register_backend
+from fuser.cpu import fused_kernel, toolchain
+from fuser.errors import CompileError
+from fuser.runtime import process
+
+_ENTRY = re.compile(r'^extern "C" void (\w+)\(char\* const\*', re.M)
+
+
+class _Request:
+    def __init__(self, source: fused_kernel.Source) -> None:
+        self.source = source
+        self.done = threading.Event()
+        self.kernel: fused_kernel.FusedKernel | None = None
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that compile ahead, as many as there are requests; counts those that are not done."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=512, thread_name_prefix="fuser-compile")
+        self.pending: set[Future[Any]] = set()
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:  # type: ignore[override]
+        future = super().submit(*args, **kwargs)
+        self.pending.add(future)
+        future.add_done_callback(self.pending.discard)
+        return future
+
+
+class BatchBackend(CpuBackend):
+    """Compiles kernels together. `level` is the optimisation: "-O0", or "-O3" as for users."""
+
+    def __init__(self) -> None:
+        self.level = "-O0"
+        self.compiled = 0
+        self._lock = threading.Lock()
+        self._waiting: list[_Request] = []
+        self._collecting = False
+        self._pool = _Pool()
+        self._folder = tempfile.TemporaryDirectory(prefix="fuser-fuzz-")
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block all kernels of the process are compiled here."""
+        before = fuser.executor._pool
+        fuser.executor._pool = lambda: self._pool  # type: ignore[assignment]
+        register_backend("cpu", self)
+        try:
+            yield
+        finally:
+            register_backend("cpu", None)
+            fuser.executor._pool = before
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Kernels prepared in this block wait for `flush`, which runs at its end."""
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            self.flush()
+
+    def compile(self, source: fused_kernel.Source) -> fused_kernel.FusedKernel:
+        request = _Request(source)
+        with self._lock:
+            together = self._collecting and threading.current_thread() is not threading.main_thread()
+            if together:
+                self._waiting.append(request)
+        if not together:
+            self._compile([request])
+        while not request.done.wait(20.0):  # never: but nobody waits for ever for a flush that went wrong
+            with self._lock:
+                alone = request in self._waiting
+                self._waiting = [r for r in self._waiting if r is not request]
+            if alone:
+                self._compile([request])
+        return request.kernel or fused_kernel.compile_source(source)
+
+    def flush(self) -> None:
+        """Compile all that waits, until nothing that was begun is pending."""
+        seen, quiet = -1, 0
+        while self._pool.pending:
+            with self._lock:
+                n = len(self._waiting)
+                everyone = n >= len(self._pool.pending)
+            quiet = quiet + 1 if n == seen else 0
+            seen = n
+            if everyone or quiet > 40:  # some wait for each other: two programs with one kernel
+                with self._lock:
+                    batch, self._waiting = self._waiting, []
+                if batch:
+                    self._compile(batch)
+                seen, quiet = -1, 0
+            time.sleep(0.002)
+
+    def _compile(self, batch: list[_Request]) -> None:
+        try:
+            library = self._library([r.source for r in batch])
+            for n, r in enumerate(batch):
+                r.kernel = _renamed(r.source, n, library)
+            self.compiled += len(batch)
+        except CompileError:
+            pass  # each on its own then, and whoever is at fault says so
+        finally:
+            for r in batch:
+                r.done.set()
+
+    def _library(self, sources: list[fused_kernel.Source]) -> str:
+        compiler = toolchain.find_compiler(os.environ.get("CXX"))
+        flags, libraries = toolchain.flags_for(compiler)
+        flags = tuple(self.level if f == "-O3" else f for f in flags)
+        stem = Path(self._folder.name) / f"batch{time.monotonic_ns()}"
+        text = "\n".join(_enclosed(part, n, k) for n, s in enumerate(sources) for k, part in enumerate(s.parts))
+        stem.with_suffix(".cpp").write_text(text)
+        made = str(stem.with_suffix(".so"))
+        command = [*compiler, *flags, "-pipe", str(stem.with_suffix(".cpp")), "-o", made, *libraries]
+        code, log = process.run(command, 300.0)
+        if code:
+            raise CompileError(f"{len(sources)} sources together do not compile", log)
+        return made
+
+
+def _enclosed(text: str, n: int, k: int) -> str:
+    """A source in a namespace of its own, its entries under other names."""
+    names = _ENTRY.findall(text)
+    macros = re.findall(r"^#define (\w+)", text, re.M)
+    return "\n".join([
+        *(f"#define {name} {name}_p{n}" for name in names),
+        f"namespace p{n}_{k} {{", text, "}",
+        *(f"#undef {name}" for name in dict.fromkeys([*names, *macros])),
+    ])  # fmt: skip
+
+
+def _renamed(source: fused_kernel.Source, n: int, library: str) -> fused_kernel.FusedKernel:
+    steps = tuple(dataclasses.replace(s, entry=f"{s.entry}_p{n}") for s in source.program.steps)
+    program = dataclasses.replace(source.program, steps=steps)
+    return fused_kernel.FusedKernel(source.name, program, source.text, library, source.n_kernels, source.reasons)
