@@ -234,6 +234,7 @@ def _outputs(
     inputs = {_memory(m): m for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)}
     seen: dict[int, Any] = dict(inputs)
     written = dict(ctx.writes)
+    plain = _is_row_major(graph, metas)
     out: list[tuple[str, Any]] = []
     for o in graph.outputs:
         value = values[o.index] if isinstance(o, Ref) else o
@@ -254,22 +255,34 @@ def _outputs(
         else:
             seen.setdefault(_memory(meta), value)
             if not graph.functional:
-                _keep_dense(ctx, value, meta)
+                _keep_dense(ctx, value, meta, plain)
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
 
 
-def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:
+def _is_row_major(graph: CanonicalGraph, metas: list[Any]) -> bool:
+    """Whether every result is dense and row-major whatever the sizes: so are the inputs, and nothing is a view."""
+    tensors = [m for m in metas if isinstance(m, torch.Tensor)]
+    shared = len(set(map(_memory, tensors))) < len(tensors)
+    given = [v for n in graph.calls for v in (*n.args, *(v for _, v in n.kwargs))]
+    formats = any(isinstance(v, torch.memory_format) for v in given)
+    return not shared and not formats and all(
+        m.is_contiguous() for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)
+    )  # fmt: skip
+
+
+def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plain: bool) -> None:
     """Unsupported if eager's result does not fill its memory; guards, so that it does in every call.
 
-    Strides along dims of 0 or 1 elements say nothing about calls with more: such sizes are made constants.
+    Strides along dims of 0 or 1 elements say nothing about calls with more: unless all are `plain`, such sizes are made
+    constants.
     """
     if meta.numel() and memory_order(meta.shape, meta.stride()) is None:
         raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
     buffer = value.storage.buffer
     if value.view is not None and buffer.input_number < 0:
         ctx.assume("eq", ctx.numel(value), product(buffer.size))
-    if meta.dim() > 1 or meta.numel() and meta.stride() != (1,):
+    if not plain and (meta.dim() > 1 or meta.numel() and meta.stride() != (1,)):
         for e, n in zip(ctx.size_of(value), meta.shape):
             if n <= 1:
                 ctx.specialise(e)

@@ -39,11 +39,11 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
     return index
 
 
-def _looked_at(ctx: LoweringContext, size: Expr) -> None:
-    """Eager refuses any index into a dim of 0; and along a dim of 1 a loop would read without a look at the index."""
-    ctx.assume("lt", 0, size)
-    if ctx.is_one(size):
-        raise Unsupported("an index into a dim of one element")
+def _looked_at(ctx: LoweringContext, x: TensorBox, value: Value, size: Expr, at: Expr) -> Value:
+    """`value`, read at `at` of a dim of `size` of `x`. Where no address depends on the index, its check still must."""
+    if ctx.hint(size) > 1 and all(ctx.hint(s) > 0 for s in x.storage.buffer.stride):
+        return value
+    return ops.where(ops.lt(ops.index_expr(at), ops.index_expr(size)), value, ops.constant(0, x.dtype))
 
 
 def selected(
@@ -51,13 +51,14 @@ def selected(
     at: Callable[[Index], Index],
 ) -> TensorBox:  # fmt: skip
     """A tensor of `size`: `x` at the index at(index) with place_at(index) in `dim`."""
-    _looked_at(ctx, ctx.size_of(x)[dim])
+    along = ctx.size_of(x)[dim]
+    ctx.assume("lt", 0, along)  # eager refuses any index into a dim of 0
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
 
     def inner(index: Index) -> Value:
         own = list(at(index))
         own[dim] = place_at(index)
-        return load(tuple(own))
+        return _looked_at(ctx, x, load(tuple(own)), along, own[dim])
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 
@@ -172,7 +173,7 @@ class Indexed:
         self.common = ctx.broadcast_sizes([ctx.size_of(t) for t in tensors])
         self.loads = [ctx.loader(t, self.common, torch.int64) for t in tensors]
         for d in self.dims:
-            _looked_at(ctx, own[d])
+            ctx.assume("lt", 0, own[d])  # eager refuses any index into a dim of 0
         adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1))
         self.first = self.dims[0] if adjacent else 0
         self.rest = [d for d in range(len(own)) if d not in self.dims]
@@ -196,7 +197,15 @@ def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> T
     """x[indices], where None stands for a whole dim and tensors are taken together."""
     how = Indexed(ctx, x, indices)
     load = ctx.loader(x, ctx.size_of(x), x.dtype)
-    out = ctx.pointwise(how.size, x.dtype, lambda index: load(how.at(index)), ctx.order_of_meta())
+
+    def inner(index: Index) -> Value:
+        at = how.at(index)
+        value = load(at)
+        for d in how.dims:
+            value = _looked_at(ctx, x, value, how.own[d], at[d])
+        return value
+
+    out = ctx.pointwise(how.size, x.dtype, inner, ctx.order_of_meta())
     if any(isinstance(i, TensorBox) and not i.size for i in indices):
         ctx.perhaps_views.add(out.storage.buffer.name)
     return out

@@ -232,6 +232,9 @@ def _shares(a: Any, b: Any) -> bool:
 
 
 def _widened(step: Step) -> Step:
+    if step.fn == ".view":
+        return step  # of the same bits
+
     def widen(v: Any) -> Any:
         if isinstance(v, torch.dtype):
             return torch.float64 if v.is_floating_point else v
