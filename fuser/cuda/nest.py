@@ -20,6 +20,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, product, symbols
 from fuser.ops import (
+    FLOAT8,
     REDUCTIONS,
     TRITON_TYPES,
     ReductionRow,
@@ -161,7 +162,8 @@ class Nest:
         if missing:
             text = f"({text} + tl.zeros({self.shape(missing | dims)}, tl.int{self.bits}))"
         mask = self.mask(dims | missing, *(f"t{a}" for a in row.args))
-        options = f", {mask}, other=0" if mask else ""
+        zero = "0.0" if self.dtypes[buffer] in FLOAT8 else "0"
+        options = f", {mask}, other={zero}" if mask else ""
         evict = self.eviction if dims else ""
         pointer = self.params.pointer(buffer)
         return triton_load(self.dtypes[buffer], f"tl.load({pointer} + ({text}){options}{evict})")

@@ -4,8 +4,8 @@
 the only ambient state of a compilation) records a `Row` for each distinct call. What comes out is data: it can be
 hashed, verified, printed, interpreted and stored; closures are gone.
 
-Values have *compute* dtypes: float16 and bfloat16 are loaded into float32, and `round_to` rows round a float32 value to
-the precision of a narrower type where a user's cast asks for it.
+Values have *compute* dtypes: halves and 8-bit floats are loaded into float32, and `round_to` rows round a float32 value
+to the precision of a narrower type where a user's cast asks for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuser.errors import Unsupported
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
 from fuser.ops import OPS
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from fuser.ir.nodes import Buffer, Loops, Reduction, Scan
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, symbols
 from fuser.ops import OPS, REDUCTIONS, SCANS
 
-_LOW = (torch.float16, torch.bfloat16)
+_LOW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def verify_buffers(

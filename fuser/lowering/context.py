@@ -38,6 +38,8 @@ DTYPES = frozenset(
     }
 )  # fmt: skip
 
+GPU_DTYPES = DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
 
 @dataclass(frozen=True)
 class Scalar:
@@ -168,10 +170,14 @@ class LoweringContext:
                 raise Unsupported(f"sizes {wide[0]} and {d} do not broadcast")
         return self.canon(wide[0])
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether kernels for the device read and write tensors of `dtype`."""
+        return dtype in (DTYPES if self.device_type == "cpu" else GPU_DTYPES)
+
     # -- loops -------------------------------------------------------------------------------------------------------
     def new_buffer(self, dtype: torch.dtype, size: Sequence[Expr], order: tuple[int, ...] | None = None) -> Buffer:
         """A buffer without loops yet, dense in `order` (outermost to innermost; row-major if None)."""
-        if dtype not in DTYPES:
+        if not self.takes(dtype):
             raise Unsupported(f"dtype {dtype} is not fused", self.origin)
         size = tuple(self.canon(s) for s in size)
         name, stride = f"buf{len(self.buffers)}", strides_of(size, order)

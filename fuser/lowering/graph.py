@@ -19,7 +19,7 @@ from fuser.ir.nodes import TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
-from fuser.lowering.context import DTYPES, LoweringContext, Scalar, memory_order
+from fuser.lowering.context import LoweringContext, Scalar, memory_order
 from fuser.lowering.registry import find, supports
 from fuser.lowering.shapes import as_computed, elementwise_meta
 
@@ -96,7 +96,7 @@ def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput
 
 
 def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[TensorInput, TensorBox, torch.Tensor]:
-    if t.dtype not in DTYPES:
+    if not ctx.takes(t.dtype):
         raise Unsupported(f"input {number} has dtype {t.dtype}, which is not fused")
     size = [int(n) for n in t.shape]
     stride = [int(n) for n in t.stride()]

@@ -9,6 +9,7 @@ from fuser.ops import pointwise, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
+    FLOAT8,
     compute_dtype,
     cpp_constant,
     cpp_convert,
@@ -92,6 +93,7 @@ __all__ = [
     "BOOL",
     "CPP_TYPEDEFS",
     "CPP_TYPES",
+    "FLOAT8",
     "FLOATS",
     "INTS",
     "NO_INDEX",

@@ -30,6 +30,7 @@ typedef signed char i8; typedef unsigned char u8; typedef short i16; typedef uns
 typedef int i32; typedef unsigned int u32; typedef long long i64; typedef unsigned long long u64;
 """
 LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored on GPUs alone
 _SUFFIX = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -45,11 +46,11 @@ _ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values stored as `dtype` are computed: float32 for the halves, else itself.
+    """The dtype in which values stored as `dtype` are computed: float32 for the halves and less, else itself.
 
-    Raises Unsupported for a dtype that no cell knows (complex, float8, quantised, uint16 and wider).
+    Raises Unsupported for a dtype that no cell knows (complex, quantised, uint16 and wider).
     """
-    if dtype in LOW:
+    if dtype in LOW or dtype in FLOAT8:
         return torch.float32
     if dtype not in CPP_TYPES:
         raise Unsupported(f"dtype {dtype} is not computed by kernels: expected one of {_names(CPP_TYPES)}")

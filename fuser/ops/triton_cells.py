@@ -5,13 +5,14 @@ Nothing here imports Triton. Cells see compute dtypes: float16 and bfloat16 are 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops.cells import LOW, compute_dtype, wrap_int
+from fuser.ops.cells import FLOAT8, LOW, compute_dtype, wrap_int
 from fuser.ops.table import OpRow, ReductionRow
 
 TRITON_TYPES: dict[torch.dtype, str] = {
@@ -25,7 +26,10 @@ TRITON_TYPES: dict[torch.dtype, str] = {
     torch.bool: "tl.int1",
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
 }
+_NARROW = (*LOW, *FLOAT8)
 # What a kernel's signature calls a pointer to the dtype. Bools lie in memory as bytes.
 TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.float32: "*fp32",
@@ -38,6 +42,8 @@ TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.bool: "*u8",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 # Where all results are rounded to a half, the hardware's own approximations (2 ulp of float32) are exact enough.
 FAST_CELLS = {
@@ -94,7 +100,7 @@ def triton_constant(value: bool | int | float, dtype: torch.dtype) -> str:
 
 def triton_load(dtype: torch.dtype, text: str) -> str:
     """The compute value of `text`, a stored element of `dtype`."""
-    if dtype in LOW:
+    if dtype in _NARROW:
         return f"{text}.to(tl.float32)"
     if dtype is torch.bool:
         return f"({text} != 0)"
@@ -104,18 +110,33 @@ def triton_load(dtype: torch.dtype, text: str) -> str:
 
 def triton_store(dtype: torch.dtype, text: str) -> str:
     """What to store for the compute value `text` of a tensor of `dtype`."""
-    if dtype in LOW:
-        return f"{text}.to({TRITON_TYPES[dtype]})"
+    if dtype in _NARROW:
+        return _narrowed(dtype, text)
     if dtype is torch.bool:
         return f"{text}.to(tl.uint8)"
     compute_dtype(dtype)
     return text
 
 
+def _narrowed(dtype: torch.dtype, text: str) -> str:
+    """`text`, a float32 value, as eager stores it in a half or less. What overflows 8 bits differs between versions."""
+    if dtype is torch.float8_e5m2:
+        return f"fuser_to_float8_e5m2({text})"
+    if dtype is torch.float8_e4m3fn:
+        return f"fuser_to_float8_e4m3fn{'' if _saturates() else '_or_nan'}({text})"
+    return f"{text}.to({TRITON_TYPES[dtype]})"
+
+
+@functools.cache
+def _saturates() -> bool:
+    """Whether this torch makes the largest float8_e4m3fn, not NaN, of what is larger."""
+    return not bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float().isnan())
+
+
 def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
     """`text`, of compute dtype `source`, as eager converts it to `target`.
 
-    Where `target` is float16 or bfloat16 the result stays in float32, rounded to what `target` can hold.
+    Where `target` is narrower than float32 the result stays in float32, rounded to what `target` can hold.
     """
     source = compute_dtype(source)
     compute = compute_dtype(target)
@@ -126,4 +147,4 @@ def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
         text = f"{name}.to(tl.int32).to({TRITON_TYPES[compute]})"
     elif source is not compute:
         text = f"{name}.to({TRITON_TYPES[compute]})"
-    return f"{text}.to({TRITON_TYPES[target]}).to(tl.float32)" if target in LOW else text
+    return f"{_narrowed(target, text)}.to(tl.float32)" if target in _NARROW else text

@@ -127,6 +127,19 @@ TRITON_HELPERS: dict[str, str] = {
         "    y = tl.where(x == 0, 0.0, float('-inf'))\n"
         "    return tl.where(x != x, x, tl.where(x > 0, -x * libdevice.log(x), y))\n",
     ),
+    # The hardware makes the largest number of what is larger.
+    "fuser_to_float8_e4m3fn": _function("fuser_to_float8_e4m3fn(x)", "    return x.to(tl.float8e4nv)\n"),
+    "fuser_to_float8_e4m3fn_or_nan": _function(
+        "fuser_to_float8_e4m3fn_or_nan(x)",
+        "    bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)\n"
+        "    return tl.where(tl.abs(x) > 464.0, bits | 127, bits).to(tl.uint8).to(tl.float8e4nv, bitcast=True)\n",
+    ),
+    "fuser_to_float8_e5m2": _function(
+        "fuser_to_float8_e5m2(x)",
+        "    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)\n"
+        "    bits = tl.where(x >= 61440.0, 124, tl.where(x <= -61440.0, 252, bits))\n"
+        "    return bits.to(tl.uint8).to(tl.float8e5, bitcast=True)\n",
+    ),
 }  # fmt: skip
 
 

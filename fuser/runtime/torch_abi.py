@@ -29,6 +29,7 @@ DTYPE_WORDS: dict[torch.dtype, int] = {
         (torch.uint8, 1, 8), (torch.uint16, 1, 16), (torch.uint32, 1, 32), (torch.uint64, 1, 64),
         (torch.float16, 2, 16), (torch.float32, 2, 32), (torch.float64, 2, 64), (torch.bfloat16, 4, 16),
         (torch.complex64, 5, 64), (torch.complex128, 5, 128), (torch.bool, 6, 8),
+        (torch.float8_e4m3fn, 10, 8), (torch.float8_e5m2, 12, 8),
     )
 }  # fmt: skip
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}

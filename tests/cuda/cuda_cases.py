@@ -217,9 +217,46 @@ _SCANS: dict[str, tuple[Callable[..., Any], Make, Make | None]] = {
 }
 SCANS = tuple(Case(name, fn, small) for name, (fn, small, _) in _SCANS.items())
 LONG_SCANS = tuple(Case(f"{name}/long", fn, large) for name, (fn, _, large) in _SCANS.items() if large is not None)
+
+def quantised(dtype: torch.dtype) -> Callable[..., Any]:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q = (x * 4).to(dtype)
+        return q, q.float() * 0.5, q.float().sum(-1)
+
+    return fn
+
+
+def rescaled(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda q, s: ((q.to(BF16) * s).to(dtype), torch.cat([q, q], 1))
+
+
+def far(inputs: Inputs, *size: int) -> torch.Tensor:
+    """Numbers about the largest that 8 bits hold, NaN and infinities among them."""
+    edges = torch.tensor([448, 464, 464.5, 480, 57344, 61439, 61440, 1e9], device=inputs.device) / 4
+    x = with_nan(inputs.normal(*size) * 40)
+    x[0, 8:16], x[1, 8:16] = edges, -edges
+    return x
+
+
+FLOAT8 = tuple(
+    case
+    for name, dtype in (("e4m3fn", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
+    for case in (
+        Case(f"float8/{name}/to", quantised(dtype), lambda i: (far(i, 9, 70),)),
+        Case(f"float8/{name}/from", rescaled(dtype), lambda i, d=dtype: (
+            i.normal(9, 70).to(d), torch.tensor(0.25, device=i.device).expand(9, 1).to(BF16).clone())),
+    )
+)  # fmt: skip
+
+
+def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results with 8-bit floats as float32: torch compares no others."""
+    return [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in results]
+
+
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS)}
-# Each kind of kernel once or twice: the interpreter is slow.
+CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8)}
+# Each kind of kernel once or twice: the interpreter is slow. It rounds to 8-bit floats otherwise than GPUs do.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
     "group_norm/0", "cross_entropy/0", "swiglu/0", "rope/0", "adam/0", "transposed_add/0", "column_sum/0", "full_sum/0",

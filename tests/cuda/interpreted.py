@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from cuda_cases import CASES, SCANS, Case
+from cuda_cases import CASES, SCANS, Case, readable
 from matmul_cases import MATMULS
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
@@ -81,9 +81,9 @@ def check(case: Case) -> str | None:
     """None, or what is wrong with a case's kernels."""
     args = case.args("cpu")
     source = case.source(case.fake_args())
-    out = checks.tensors(run_source(source, args))
-    eager = checks.tensors(case.fn(*args))
-    exact = checks.tensors(case.fn(*checks.to_float64(args)))
+    out = readable(checks.tensors(run_source(source, args)))
+    eager = readable(checks.tensors(case.fn(*args)))
+    exact = readable(checks.tensors(case.fn(*checks.to_float64(args))))
     return checks.judge(out, eager, exact).problem
 
 

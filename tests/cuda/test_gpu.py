@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CASES, Case
+from cuda_cases import CASES, Case, readable
 
 import fuser
 from benchmarks import checks
@@ -30,6 +30,10 @@ def why_no_kernel(key: int) -> str:
     return f"{spec.blocked} {spec.store.fallbacks} {[e.reason for e in spec.store.entries]}"
 
 
+def results(tree: Any) -> list[torch.Tensor]:
+    return readable(checks.tensors(tree))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_as_right_as_eager(name: str) -> None:
     case = CASES[name]
@@ -37,18 +41,18 @@ def test_as_right_as_eager(name: str) -> None:
     if interface.kernel_spec(key).blocked:
         pytest.skip(interface.kernel_spec(key).blocked[0])
     args = case.args("cuda")
-    eager, exact = checks.tensors(case.fn(*args)), checks.tensors(case.fn(*checks.to_float64(args)))
+    eager, exact = results(case.fn(*args)), results(case.fn(*checks.to_float64(args)))
     assert launcher.wait(60), launcher.reason()
     before = handle.hits
-    out = checks.tensors(handle(*args))
+    out = results(handle(*args))
     assert handle.hits == before + 1, why_no_kernel(key)
     assert checks.judge(out, eager, exact).problem is None, checks.judge(out, eager, exact).problem
-    again = checks.tensors(handle(*args))
+    again = results(handle(*args))
     assert all(torch.equal(a, b) for a, b in zip(out, again) if not a.isnan().any()), "the bits differ between two runs"
     kernel = interface.kernel_spec(key).store.kernels[-1]
     other = python_launcher.Handle(lambda args, status: pytest.fail("the Python launcher does not take the call"))
     other.add_kernel(kernel.program, kernel.library)
-    third = checks.tensors(other(*args))
+    third = results(other(*args))
     assert all(torch.equal(a, b) for a, b in zip(out, third) if not a.isnan().any()), "the launchers disagree"
 
 
