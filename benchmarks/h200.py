@@ -62,8 +62,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
-def column_row(name: str, **tables: Any) -> Row:
-    return Row(f"column_sum f32{name}", lambda x: x.sum(0), lambda: (_n(32768, 4096, dtype=F32),), tables)
+def column_row(name: str, rows: int = 32768, **tables: Any) -> Row:
+    return Row(f"column_sum {name}", lambda x: x.sum(0), lambda: (_n(rows, 4096, dtype=F32),), tables)
 
 
 def every(value: Any) -> dict[int, Any]:
@@ -104,14 +104,19 @@ ROWS = (
     Row("cross_entropy bf16", lambda x, t: F.cross_entropy(x, t),
         lambda: (_n(8192, 128256), torch.randint(128256, (8192,), device="cuda"))),
     Row("column_sum bf16", lambda x: x.sum(0), lambda: (_n(32768, 8192),)),
-    column_row(""),
-    column_row(", 2 stages", COLUMN_STAGES=2),
-    column_row(", 3 stages", COLUMN_STAGES=3),
-    column_row(", 4 stages", COLUMN_STAGES=4),
-    column_row(", 128x32, 3 st", COLUMN_STAGES=3, LOOPED_COLUMNS=every(tiles.Tile(128, 32, 8))),
-    column_row(", 1056, 3 st", COLUMN_STAGES=3, SPLIT_PROGRAMS=every(1056)),
-    column_row(", 64x128", LOOPED_COLUMNS=every(tiles.Tile(64, 128, 8))),
-    Row("column_sum 64 MiB", lambda x: x.sum(0), lambda: (_n(4096, 4096, dtype=F32),)),
+    column_row("f32"),
+    column_row("f32, 2 stages", COLUMN_STAGES=2),
+    column_row("f32, 3 stages", COLUMN_STAGES=3),
+    column_row("f32, 4 stages", COLUMN_STAGES=4),
+    column_row("f32, 128x32, 3 st", COLUMN_STAGES=3, LOOPED_COLUMNS=every(tiles.Tile(128, 32, 8))),
+    column_row("f32, 1056, 3 st", COLUMN_STAGES=3, SPLIT_PROGRAMS=every(1056)),
+    column_row("f32, 528, 4 st", COLUMN_STAGES=4, SPLIT_PROGRAMS=every(528)),
+    column_row("f32, 64x128", LOOPED_COLUMNS=every(tiles.Tile(64, 128, 8))),
+    column_row("64 MiB", 4096),
+    column_row("64 MiB, 528", 4096, SPLIT_PROGRAMS=every(528)),
+    column_row("64 MiB, 1056", 4096, SPLIT_PROGRAMS=every(1056)),
+    column_row("64 MiB, 528, 3 st", 4096, COLUMN_STAGES=3, SPLIT_PROGRAMS=every(528)),
+    column_row("64 MiB, 528, 4 st", 4096, COLUMN_STAGES=4, SPLIT_PROGRAMS=every(528)),
     Row("full_sum f32", lambda x: x.sum(), lambda: (_n(1 << 27, dtype=F32),)),
     Row("argmax f32", lambda x: x.argmax(-1), lambda: (_n(16384, 4096, dtype=F32),)),
     Row("mean_var f32", lambda x: (x.mean(-1), x.var(-1)), lambda: (_n(16384, 4096, dtype=F32),)),
