@@ -96,6 +96,9 @@ EXTRA = (
     Case("unaligned", lambda x: x * 2, lambda i: (i.normal(1001)[1:],)),
     Case("integers", lambda x: (x * 3 - 1) // 2 + x % 5, lambda i: (i.below(100, 77),)),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
+    Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
+    Case("gather/outer", lambda x, i: x.gather(0, i), lambda i: (i.normal(50, 20, dtype=BF16), i.below(50, 33, 20))),
+    Case("index_select", lambda x, i: x.index_select(1, i) * 2, lambda i: (i.normal(9, 20), i.below(20, 300).int())),
 )
 
 
@@ -263,5 +266,6 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "gather",
+    "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip
