@@ -18,6 +18,7 @@ from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError
 from fuser.frontends import training
 from fuser.frontends.functional import compile_functional
+from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.registry import run_stage
@@ -162,7 +163,16 @@ class _GraphCompiler:
             decompositions=decomposition_table(),
             keep_inference_input_mutations=True,
         )
-        return self.direct if self.direct is not None else wrapped
+        if self.direct is not None:
+            return self.direct
+        return differentiable_twice(wrapped, self.gm) if steps.cut and self._may_run_again(steps) else wrapped
+
+    def _may_run_again(self, steps: training.Training) -> bool:
+        """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
+        reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
+        own = any(True for _ in self.gm.parameters())
+        other = own or steps.random or self.autocast
+        return reason is None and not other and _are_distinct(self.example_inputs)
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
@@ -180,7 +190,7 @@ class _GraphCompiler:
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if any(True for _ in self.gm.parameters()) or any(True for _ in self.gm.buffers()):
             return "the graph holds parameters of its own"
-        if len({id(t) for t in tensors}) != len(tensors):
+        if not _are_distinct(self.example_inputs):
             return "one tensor is several inputs"
         if any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
             return "an input requires gradients"
@@ -189,6 +199,12 @@ class _GraphCompiler:
         if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
             return "the traced graph has other inputs"
         return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
+
+
+def _are_distinct(inputs: Sequence[Any]) -> bool:
+    """Whether no tensor is several inputs."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return len({id(t) for t in tensors}) == len(tensors)
 
 
 def _metadata_reason(context: Any, inputs: int) -> str | None:

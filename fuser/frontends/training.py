@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fuser import config
@@ -28,6 +29,8 @@ class Training:
         self.recorded = recorded
         self.forward: Recorded | None = None
         self.passes = earlier  # of the joint graph and before; told with the forward
+        self.cut = False  # whether there is a forward and a backward
+        self.random = False  # whether they draw random numbers
 
     def compiler_of(self, stage: str) -> Any:
         """AOTAutograd's compiler for the "forward" or the "backward"."""
@@ -50,9 +53,15 @@ class Training:
         """The forward and the backward of a joint graph: what is cheap is computed again, little is saved."""
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        self.cut, self.random = True, any(_draws(n) for n in joint.graph.nodes)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+def _draws(node: fx.Node) -> bool:
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags or "rng" in str(node.target)
 
 
 def _under(options: dict[str, Any], function: Function) -> Function:

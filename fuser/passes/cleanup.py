@@ -27,7 +27,7 @@ def reaches_output(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _same_static_shape(a: Any, b: Any) -> bool:
+def same_static_shape(a: Any, b: Any) -> bool:
     """Equal sizes and strides, without adding a guard on a symbol."""
 
     def plain(t: torch.Tensor) -> tuple[Any, ...]:
@@ -45,6 +45,7 @@ _IDENTITIES = frozenset(
         aten._unsafe_view.default,
         aten.reshape.default,
         aten.expand.default,
+        aten.slice.Tensor,
         aten.alias.default,
         aten.detach.default,
         aten.lift_fresh.default,
@@ -60,12 +61,16 @@ def remove_noops(module: fx.GraphModule) -> int:
     kept = reaches_output(graph)
     changed = 0
     for node in list(graph.nodes):
+        if is_write_back(node) and node.args[1] is node.args[0]:
+            graph.erase_node(node)
+            changed += 1
+            continue
         if node.target not in _IDENTITIES or node in kept or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
         if source.op == "placeholder" and not is_view(node.target):
             continue  # a copy of an input guards against the input being written later
-        if _same_static_shape(node.meta.get("val"), source.meta.get("val")):
+        if same_static_shape(node.meta.get("val"), source.meta.get("val")):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             changed += 1
@@ -91,11 +96,16 @@ _SPLITS = frozenset(
 
 
 def split_to_slices(module: fx.GraphModule) -> int:
-    """A split whose pieces are picked one by one becomes slices, which groups can take singly."""
+    """A split whose pieces are picked one by one becomes slices, which groups can take singly; `unbind` likewise."""
     graph = module.graph
     changed = 0
     for node in list(graph.nodes):
-        if node.target not in _SPLITS or any(u.target is not operator.getitem for u in node.users):
+        if any(u.target is not operator.getitem for u in node.users):
+            continue
+        if node.target is aten.unbind.int:
+            _unbind_to_selects(node)
+            changed += 1
+        if node.target not in _SPLITS:
             continue
         bounds = _bounds(node)
         if bounds is None:
@@ -111,6 +121,18 @@ def split_to_slices(module: fx.GraphModule) -> int:
         graph.erase_node(node)
         changed += 1
     return changed
+
+
+def _unbind_to_selects(node: fx.Node) -> None:
+    graph = node.graph
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    for item in list(node.users):
+        with graph.inserting_before(item):
+            new = graph.call_function(aten.select.int, (node.args[0], dim, item.args[1]))
+        new.meta = dict(item.meta)
+        item.replace_all_uses_with(new)
+        graph.erase_node(item)
+    graph.erase_node(node)
 
 
 def _key(value: Any) -> Any:

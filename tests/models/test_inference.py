@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS, build
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend, last_compilation
+from fuser.frontends.dynamo import compilations, fuser_backend, last_compilation
 from fuser.interface import kernel_spec
 
 # Operators that may stay on ATen: libraries' work, and what has no lowering.
@@ -16,14 +16,6 @@ LIBRARY = {
     "mkldnn._linear_pointwise", "aten.addmm", "aten.mm", "aten.bmm", "aten.convolution", "aten.max_pool2d_with_indices",
     "aten._scaled_dot_product_flash_attention_for_cpu",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    yield
-    torch._dynamo.reset()
 
 
 def double(t):

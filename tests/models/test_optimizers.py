@@ -10,18 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.interface import kernel_spec
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),

@@ -13,17 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.models import ResNet
 from examples.gpt2 import GPT2Config
 from examples.gpt2 import build as build_gpt2
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.interface import kernel_spec
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(f, **kwargs):

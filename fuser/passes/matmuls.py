@@ -1,0 +1,79 @@
+"""Products and sums, where one call or two is better for what is around them.
+
+A row added to a product is a bias, which the library adds for nothing. A whole matrix added is not: the library reads
+and writes it apart, where a kernel takes the sum together with what comes before or after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config
+
+aten = torch.ops.aten
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _is_row(bias: Any, product: fx.Node) -> bool:
+    """Whether `bias` is one number for each column of a product, of the same dtype and device."""
+    value, other = _value(bias), _value(product)
+    if value is None or other is None or value.dim() != 1 or value.dtype != other.dtype or value.device != other.device:
+        return False
+    return isinstance(value.shape[0], int) and value.shape[0] == other.shape[1] and value.is_floating_point()
+
+
+def _replace(old: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    with old.graph.inserting_before(old):
+        new = old.graph.call_function(target, args)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+    return new
+
+
+def add_to_addmm(module: fx.GraphModule) -> int:
+    """A product whose only reader adds a row becomes `addmm`, with the row as its bias."""
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        for product, bias in (node.args, node.args[::-1]):
+            if getattr(product, "target", None) is not aten.mm.default or len(product.users) != 1:
+                continue
+            if _is_row(bias, product):
+                _replace(node, aten.addmm.default, (bias, *product.args))
+                module.graph.erase_node(product)
+                changed += 1
+                break
+    return changed
+
+
+def addmm_to_add(module: fx.GraphModule) -> int:
+    """An `addmm` of a whole matrix becomes a product and a sum, which kernels take together with what is around it."""
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.addmm.default or node.kwargs:
+            continue
+        matrix, left, right = node.args
+        value = _value(matrix)
+        if value is None or value.dim() != 2 or value.dtype != node.meta["val"].dtype:
+            continue
+        if list(map(str, value.shape)) != list(map(str, node.meta["val"].shape)):
+            continue
+        with module.graph.inserting_before(node):
+            product = module.graph.call_function(aten.mm.default, (left, right))
+        product.meta = dict(node.meta)
+        _replace(node, aten.add.Tensor, (matrix, product))
+        changed += 1
+    return changed
