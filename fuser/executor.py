@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fuser import compiler, config
-from fuser.canonical import REQUIRED, text_of
+from fuser.canonical import REQUIRED, CanonicalGraph, text_of
 from fuser.errors import InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec, reason_of
 from fuser.kernel_spec import ArgSpec, TensorSpec
@@ -64,8 +64,21 @@ def _stride_tokens(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[An
     return tuple(out)
 
 
-def why_unfit(args: Sequence[Any]) -> str | None:
-    """None if a kernel may run on these arguments, else the reason why ATen must."""
+def home_of(graph: CanonicalGraph) -> str | None:
+    """The device type on which a graph that reads no tensor makes its own; None if it does not say so everywhere.
+
+    A call that leaves the device open follows torch's default device, which may change between two calls.
+    """
+    homes = {"cpu"}
+    for node in graph.calls:
+        if not any(True for _ in node.refs()) and not node.op.startswith(("host.", "sizes.")):
+            named = dict(node.kwargs).get("device")
+            homes.add(named.type if isinstance(named, torch.device) else "")
+    return "cpu" if homes == {"cpu"} else None
+
+
+def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
+    """None if a kernel may run on these arguments, else the reason why ATen must. `home`: see `home_of`."""
     device: str | None = None
     grad = torch.is_grad_enabled()
     for i, a in enumerate(args):
@@ -81,7 +94,7 @@ def why_unfit(args: Sequence[Any]) -> str | None:
         if device is not None and str(a.device) != device:
             return f"inputs are on {device} and on {a.device}"
         device = str(a.device)
-    return None if device is not None else "there is no tensor among the inputs"
+    return None if device is not None or home is not None else NO_TENSOR
 
 
 def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
@@ -96,6 +109,9 @@ def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
     if a.is_quantized or a.is_nested:
         return "is quantized or nested"
     return "is lazily conjugated or negated" if a.is_conj() or a.is_neg() else None
+
+
+NO_TENSOR = "there is no tensor among the inputs"
 
 
 # -- one specification's calls -----------------------------------------------------------------------------------------
@@ -149,11 +165,15 @@ class Executor:
             return self.spec.blocked[0]
         if not torch_abi.plain_context():
             return "a mode, a transform, autocast or a forward derivative is at work in this thread"
-        reason = why_unfit(args)
-        if reason is None:
-            device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        device = self._device_of(args)
+        reason = why_unfit(args, device)
+        if device is not None and reason is None:
             reason = self._why_not_device(device) or self._why_no_broadcast(args)
         return reason
+
+    def _device_of(self, args: Sequence[Any]) -> str | None:
+        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
+        return device if device is not None else home_of(self.spec.graph)
 
     def _why_not_device(self, device: str) -> str | None:
         reason = compiler.why_not(device)
@@ -199,9 +219,9 @@ class Executor:
 
     def _prepare(self, args: tuple[Any, ...], settings: dict[str, Any]) -> str | None:
         with config.override(**settings):
-            device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
+            device = self._device_of(args)
             if device is None:
-                return "there is no tensor among the inputs"
+                return NO_TENSOR
             reason = self.spec.blocked[0] if self.spec.blocked else self._why_not_device(device)
             if reason is not None or not config.enabled:
                 return reason or "fusion is switched off (config.enabled is False)"

@@ -14,6 +14,7 @@ from fuser.lowering import (
     resampling,
     scans,
     scatter,
+    searching,
     selection,
     views,
     writes,
@@ -22,6 +23,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "selection",
+    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "searching", "selection",
     "supports", "views", "writes",
 ]  # fmt: skip

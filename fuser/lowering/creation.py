@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,12 +91,14 @@ def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBo
         return _integer_range(ctx, as_expr(start), as_expr(end), ctx.specialise(as_expr(step)), dtype)
     if not all(isinstance(b, (int, float)) for b in (start, end, step)):
         raise Unsupported("arange between numbers that are not known before it runs")
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    if wide is torch.int64:
-        raise Unsupported("arange of integers between floats")
+    if not dtype.is_floating_point:  # eager cuts start and step off first, but counts with all of them
+        return ctx.pointwise(
+            tuple(as_expr(n) for n in ctx.meta.shape), dtype,
+            lambda index: ops.index_expr(index[0] * int(step) + int(start), compute_dtype(dtype)),
+        )  # fmt: skip
 
     def inner(index: Index) -> Value:
-        i = ops.index_expr(index[0], wide)
+        i = ops.index_expr(index[0], torch.float64)
         return ops.add(ops.mul(i, float(step)), float(start))
 
     return ctx.pointwise(tuple(as_expr(n) for n in ctx.meta.shape), dtype, inner)
@@ -126,22 +128,50 @@ def lower_iota(
     )  # fmt: skip
 
 
-@lower("aten.linspace")
-def lower_linspace(ctx: LoweringContext, start: Any, end: Any, steps: Int, **options: Any) -> TensorBox:
+def _bound(ctx: LoweringContext, value: Operand) -> Callable[[], Value]:
+    """An end of a range in float64: a number, or what a tensor of no dims holds."""
+    if isinstance(value, TensorBox) and value.size:
+        raise Unsupported("a range between tensors of some dims")
+    load = ctx.loader(value, (), torch.float64)
+    whole = not result_dtype(ctx).is_floating_point  # eager cuts the ends off first
+    return lambda: ops.trunc(load(())) if whole else load(())
+
+
+def _spaced(ctx: LoweringContext, start: Operand, end: Operand, steps: Int) -> tuple[Expr, Callable[[Index], Value]]:
     """`steps` numbers from `start` to `end`, both included; counted from the nearer end, as eager does."""
-    if not all(isinstance(b, (int, float)) for b in (start, end)):
-        raise Unsupported("linspace between numbers that are not known before it runs")
-    dtype, n = result_dtype(ctx), ctx.specialise(as_expr(steps))
-    gap = (float(end) - float(start)) / (n - 1) if n > 1 else 0.0
+    n = ctx.specialise(as_expr(steps))
+    first, last = _bound(ctx, start), _bound(ctx, end)
 
     def inner(index: Index) -> Value:
+        if n == 1:
+            return first()
+        gap = ops.div(ops.sub(last(), first()), float(n - 1))
         i = ops.index_expr(index[0])
-        up = ops.add(ops.mul(ops.to_dtype(i, torch.float64), gap), float(start))
+        up = ops.add(ops.mul(ops.to_dtype(i, torch.float64), gap), first())
         back = ops.to_dtype(ops.index_expr(n - 1 - index[0]), torch.float64)
-        down = ops.sub(ops.constant(float(end), torch.float64), ops.mul(back, gap))
-        return ops.where(ops.lt(i, n // 2), up, down) if n > 1 else up
+        down = ops.sub(last(), ops.mul(back, gap))
+        return ops.where(ops.lt(i, n // 2), up, down)
 
-    return ctx.pointwise((as_expr(n),), dtype, inner)
+    return as_expr(n), inner
+
+
+@lower("aten.linspace")
+def lower_linspace(ctx: LoweringContext, start: Operand, end: Operand, steps: Int, **options: Any) -> TensorBox:
+    """`steps` numbers from `start` to `end`, both included."""
+    n, inner = _spaced(ctx, start, end, steps)
+    return ctx.pointwise((n,), result_dtype(ctx), inner)
+
+
+@lower("aten.logspace")
+def lower_logspace(
+    ctx: LoweringContext, start: Operand, end: Operand, steps: Int, base: float = 10.0, **options: Any
+) -> TensorBox:  # fmt: skip
+    """Powers of `base`, their exponents spaced evenly."""
+    if not result_dtype(ctx).is_floating_point:
+        raise Unsupported("powers cut off to integers: the last bit decides")
+    n, inner = _spaced(ctx, start, end, steps)
+    foot = _bound(ctx, base)
+    return ctx.pointwise((n,), result_dtype(ctx), lambda index: ops.pow(foot(), inner(index)))
 
 
 @lower("aten.eye")
@@ -199,6 +229,6 @@ def lower_diag(ctx: LoweringContext, x: TensorBox, diagonal: int = 0) -> TensorB
 
 
 refuse("a table of indices, made once", "aten.tril_indices", "aten.triu_indices")
-refuse("powers are left to ATen", "aten.logspace", "aten.vander")
+refuse("powers are left to ATen", "aten.vander")
 
 __all__ = ["filled"]

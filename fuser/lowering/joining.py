@@ -15,7 +15,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, mod, product
+from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, maximum, minimum, mod, product
 from fuser.lowering.context import LoweringContext, Operand, as_expr
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower, refuse
@@ -211,21 +211,39 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
 
 
 def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:
-    """The tensor along `dim` between its continuation to both sides."""
+    """The tensor along `dim` between its continuation to both sides, or without its ends where a pad is negative."""
+    gone = []
+    if mode == "replicate" and min(ctx.hint(before), ctx.hint(after)) < 0:
+        ctx.assume("lt", 0, size)
+        return [Piece(ctx.canon(size + before + after), at_dim(load, dim, lambda i: _nearest(i - before, size)))]
     for pad in (before, after):
         if ctx.hint(pad) < 0:
-            raise Unsupported(f"a negative pad in the mode {mode}")
+            if mode == "circular":
+                raise Unsupported("a negative pad in the mode circular")
+            ctx.assume("lt", pad, 0)
+            gone.append(-pad)
+            continue
         ctx.assume("le", 0, pad)
+        gone.append(ZERO)
         if mode != "replicate":
             ctx.assume("lt" if mode == "reflect" else "le", pad, size)
-    ctx.assume("lt", 0, size)
+    ctx.assume("lt", gone[0] + gone[1], size)
+    whole = Piece(ctx.canon(size - gone[0] - gone[1]), at_dim(load, dim, gone[0].__add__))
     places: dict[str, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
         "reflect": (lambda i: before - i, lambda i: size - 2 - i),
         "replicate": (lambda i: ZERO, lambda i: size - 1),
         "circular": (lambda i: size - before + i, lambda i: i),
     }
     first, last = places[mode]
-    return [Piece(before, at_dim(load, dim, first)), Piece(size, load), Piece(after, at_dim(load, dim, last))]
+    return [
+        *([Piece(before, at_dim(load, dim, first))] if gone[0] == ZERO else []),
+        whole,
+        *([Piece(after, at_dim(load, dim, last))] if gone[1] == ZERO else []),
+    ]
+
+
+def _nearest(at: Expr, size: Expr) -> Expr:
+    return ops.indirect(ops.index_expr(minimum(maximum(at, 0), size - 1)), size, checked=False)
 
 
 def _pad_edges(ctx: LoweringContext, x: TensorBox, pad: Ints, mode: str) -> TensorBox:
@@ -459,6 +477,5 @@ def lower_diagonal_scatter(
 
 
 refuse("the size of its result depends on data", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
-refuse("which elements it takes depends on data", "aten.masked_scatter")
 
 __all__ = ["Piece", "at_dim", "chosen", "joined"]

@@ -36,6 +36,14 @@ BINARY = {
     "maximum": "maximum", "minimum": "minimum", "fmax": "fmax", "fmin": "fmin", "atan2": "atan2", "hypot": "hypot",
     "bitwise_and": "bitwise_and", "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "copysign": "copysign",
     "gcd": "gcd", "lcm": "lcm", "logaddexp": "logaddexp", "logaddexp2": "logaddexp2", "heaviside": "heaviside",
+    **{
+        f"special_{kind}_polynomial_{letter}": f"{kind}_polynomial_{letter}"
+        for kind, letters in (
+            ("chebyshev", "tuvw"), ("shifted_chebyshev", "tuvw"), ("hermite", ("h", "he")), ("laguerre", "l"),
+            ("legendre", "p"),
+        )
+        for letter in letters
+    },
     "xlogy": "xlogy", "special_xlog1py": "xlog1py", "ldexp": "ldexp", "bitwise_left_shift": "lshift",
     "bitwise_right_shift": "rshift", "special_zeta": "zeta",
 }  # fmt: skip
@@ -45,6 +53,8 @@ COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge
 TESTS = {"isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite", "signbit": "signbit"}  # result is bool
 LOGICAL = {"logical_and": "logical_and", "logical_or": "logical_or", "logical_xor": "logical_xor"}
 WHOLE_IS_UNCHANGED = frozenset({"floor", "ceil", "trunc", "frac", "round"})
+
+OF_BOOLS = {"fmax": "maximum", "fmin": "minimum", "heaviside": "maximum"}  # what they are for bool
 
 Body = Callable[..., Value]
 
@@ -114,6 +124,8 @@ def _unary(name: str) -> Callable[..., TensorBox]:
 
 def _binary(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
+        if result_dtype(ctx) is torch.bool and name in OF_BOOLS:
+            return elementwise(ctx, [a, b], lambda x, y: ops.call(OF_BOOLS[name], x, y), cast=True)
         if name in ("fmax", "fmin") and result_dtype(ctx) is torch.bfloat16:
             a, b = b, a  # which of two zeros comes out
         return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
@@ -423,10 +435,21 @@ def lower_polygamma(ctx: LoweringContext, n: int, x: TensorBox) -> TensorBox:
     """The nth derivative of digamma."""
     if n == 0:
         return elementwise(ctx, [x], lambda v: ops.digamma(v))
+    if n == 1:
+        return elementwise(ctx, [x], _trigamma)
     factor = math.factorial(n) * (1.0 if n % 2 else -1.0)
     return elementwise(
         ctx, [x], lambda v: ops.mul(ops.zeta(ops.constant(n + 1, v.dtype), v), factor)
     )  # fmt: skip
+
+
+def _trigamma(x: Value) -> Value:
+    """Below 1/2 by its reflection, whose sine eager does not find to be zero at whole numbers."""
+    sine = ops.sin(ops.mul(x, math.pi))
+    two, low = ops.constant(2, x.dtype), ops.lt(x, 0.5)
+    turned = ops.div(ops.constant(math.pi**2, x.dtype), ops.mul(sine, sine))
+    value = ops.zeta(two, ops.where(low, ops.sub(ops.constant(1, x.dtype), x), x))
+    return ops.where(low, ops.sub(turned, value), value)
 
 
 @lower("aten.mvlgamma")
@@ -442,14 +465,18 @@ def lower_mvlgamma(ctx: LoweringContext, x: TensorBox, p: int) -> TensorBox:
     return elementwise(ctx, [x], body)
 
 
-refuse("two results of different kinds", "aten.frexp")
+@lower("aten.frexp")
+def lower_frexp(ctx: LoweringContext, x: TensorBox) -> tuple[TensorBox, TensorBox]:
+    """A fraction in [1/2, 1) and a power of two whose product is `x`."""
+    size = ctx.size_of(x)
+    load = ctx.loader(x, size, compute_dtype(x.dtype))
+    return (
+        ctx.pointwise(size, x.dtype, lambda i: ops.frexp_fraction(load(i)), ctx.order_of_meta(0)),
+        ctx.pointwise(size, torch.int32, lambda i: ops.frexp_exponent(load(i)), ctx.order_of_meta(1)),
+    )
+
+
 refuse("no scalar form in the table", "aten.igamma", "aten.igammac")
-refuse(
-    "orthogonal polynomials loop over their degree",
-    *(f"aten.special_{kind}_polynomial_{letter}" for kind in ("chebyshev", "shifted_chebyshev") for letter in "tuvw"),
-    "aten.special_hermite_polynomial_h", "aten.special_hermite_polynomial_he", "aten.special_laguerre_polynomial_l",
-    "aten.special_legendre_polynomial_p",
-)  # fmt: skip
 refuse(
     "it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense",
     "aten.is_nonzero",

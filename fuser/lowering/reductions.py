@@ -208,9 +208,6 @@ def index_of(
     """Where the extreme element is: along `dim`, or in the flattened tensor; the first of equal ones."""
     size = ctx.size_of(x)
     dims = normal_dims(dim, len(size))
-    if x.dtype is torch.bool:
-        raise Unsupported(f"{kind} of bool")
-
     def pair(v: Value, index: Index) -> Value:
         at = ZERO
         for d in dims:
@@ -218,7 +215,8 @@ def index_of(
         return ops.pair(v, ops.index_expr(at))
 
     order = ctx.order_of_meta(result)
-    return reduce(ctx, kind, x, dims, keepdim, torch.int64, pair, compute_dtype(x.dtype), order)
+    compute = torch.uint8 if x.dtype is torch.bool else compute_dtype(x.dtype)
+    return reduce(ctx, kind, x, dims, keepdim, torch.int64, pair, compute, order)
 
 
 @lower("aten.argmax", "aten.argmin")
@@ -443,5 +441,5 @@ def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> Tens
 refuse(
     "it sorts: left to ATen", "aten.median", "aten.nanmedian", "aten.mode", "aten.sort", "aten.argsort", "aten.topk",
     "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile", "aten.unique_dim", "aten.unique_consecutive",
-    "aten._unique2", "aten.searchsorted", "aten.bucketize", "aten.histc", "aten.bincount",
+    "aten._unique2", "aten.histc", "aten.bincount",
 )  # fmt: skip

@@ -117,7 +117,12 @@ def along(
     """`value(i)` for each i of `size` (or of `x` with the index in `dim`), at index[i[dim]] along `dim`."""
     own = ctx.size_of(x)
     if not own:
-        raise Unsupported("an index into a tensor of no dims")
+        if size:
+            raise Unsupported("a source of some dims for a tensor of none")
+        ctx.assume("eq", ctx.numel(index), 1)
+        one = unsqueeze_box(ctx, x, 0)
+        made = along(ctx, one, 0, index, lambda i: value(()), combine, wraps, None, start)
+        return reshape_box(ctx, made, [])
     flat = reshape_box(ctx, index_tensor(index), [ctx.numel(index)])
     count = ctx.numel(flat)
     load = ctx.loader(flat, (count,), torch.int64)

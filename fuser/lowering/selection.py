@@ -9,7 +9,7 @@ import torch
 
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
-from fuser.ir.nodes import TensorBox
+from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import cast_loader, elementwise, result_dtype
 from fuser.lowering.registry import lower, refuse
@@ -92,7 +92,8 @@ def lower_nan_to_num(
     return elementwise(ctx, [x, *given], body, cast=True)
 
 
-@lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous")
+@lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous",
+       "aten.lift_fresh_copy")  # fmt: skip
 def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> TensorBox:
     """A copy, in the dtype that eager gives it; a user's cast is rounded even where the value is used directly."""
     if ctx.meta is ctx.arg_metas[0]:
@@ -131,6 +132,24 @@ def lower_native_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: An
     return ctx.pointwise(size, x.dtype, ctx.loader(x, size, x.dtype), ctx.order_of_meta(0)), ones
 
 
+@lower("aten.rrelu_with_noise_functional")
+def lower_rrelu(
+    ctx: LoweringContext, x: TensorBox, noise: TensorBox, low: Operand = 1 / 8, high: Operand = 1 / 3,
+    training: Any = False, generator: Any = None,
+) -> tuple[TensorBox, TensorBox]:  # fmt: skip
+    """Outside of training, x below 0 by the mean of both slopes; the noise as it was."""
+    if training is not False:
+        raise Unsupported("rrelu in training draws random numbers")
+    size, wide = ctx.size_of(x), compute_dtype(x.dtype)
+    load, a, b = ctx.loader(x, size, wide), ctx.loader(low, (), wide), ctx.loader(high, (), wide)
+
+    def inner(i: Index) -> Value:
+        v, slope = load(i), ops.div(ops.add(a(()), b(())), 2.0)
+        return ops.where(ops.gt(v, 0), v, ops.mul(v, slope))
+
+    return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta(0)), noise
+
+
 @lower("aten.native_dropout_backward")
 def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: TensorBox, scale: Operand) -> TensorBox:
     """grad * mask * scale"""
@@ -140,5 +159,5 @@ def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: T
 refuse(
     "it draws random numbers", "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like",
     "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.multinomial", "aten.normal", "aten.uniform",
-    "aten.exponential", "aten.rrelu_with_noise", "aten._fused_dropout",
+    "aten.exponential", "aten._fused_dropout",
 )  # fmt: skip

@@ -65,6 +65,13 @@ _both(
   return (a != a) | (b != b) ? a + b : a == b ? b : near;
 """,
 )
+for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
+    HELPERS[f"fuser_frexp_fraction_{_d}"] = (
+        f"FUSER_FN {_kind} fuser_frexp_fraction_{_d}({_kind} x) {{ int e; return __builtin_frexp{_f}(x, &e); }}\n"
+    )
+    HELPERS[f"fuser_frexp_exponent_{_d}"] = (
+        f"FUSER_FN i32 fuser_frexp_exponent_{_d}({_kind} x) {{ int e = 0; __builtin_frexp{_f}(x, &e); return e; }}\n"
+    )
 for _d, _i in (("f32", "i32"), ("f64", "i64")):
     HELPERS[f"fuser_nextafter_{_d}"] = HELPERS[f"fuser_nextafter_{_d}"].replace("{I}", _i)
 _both(

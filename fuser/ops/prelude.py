@@ -11,7 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fuser.ops import conversions_cpp, double_cpp, float_cpp, integer_cpp, math_cpp, special_cpp
+from fuser.ops import (
+    bessel_cpp,
+    conversions_cpp,
+    double_cpp,
+    float_cpp,
+    integer_cpp,
+    math_cpp,
+    polynomials_cpp,
+    special_cpp,
+)
 
 _MACROS = {
     "FUSER_FN": """\
@@ -72,6 +81,8 @@ PRELUDE: dict[str, str] = {
     **integer_cpp.HELPERS,
     **math_cpp.HELPERS,
     **special_cpp.HELPERS,
+    **bessel_cpp.HELPERS,
+    **polynomials_cpp.HELPERS,
     **float_cpp.HELPERS,
     **double_cpp.HELPERS,
 }

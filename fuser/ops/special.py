@@ -105,4 +105,32 @@ SPECIAL = (
         notes="A sum of powers, each of which the vector library gives to 4 ulps.",
     ),
 )
-ROWS = (*ELEMENTARY, *BINARY, *SPECIAL)
+BESSEL = tuple(
+    OpRow(name, 1, eval, f"fuser_{name}_{{D}}({{0}})", None, FLOATS, cost=cost, domain=domain, ulps=8.0)
+    for name, eval, cost, domain in (
+        ("j0", _sp.bessel_j0, 80, (-60.0, 60.0)),
+        ("j1", _sp.bessel_j1, 80, (-60.0, 60.0)),
+        ("y0", _sp.bessel_y0, 100, (0.0, 60.0)),
+        ("y1", _sp.bessel_y1, 100, (0.0, 60.0)),
+        ("spherical_bessel_j0", _sp.spherical_bessel_j0, 40, (-60.0, 60.0)),
+        ("k0", _sp.modified_bessel_k0, 600, (0.0, 60.0)),
+        ("k1", _sp.modified_bessel_k1, 600, (0.0, 60.0)),
+        ("k0e", _sp.scaled_modified_bessel_k0, 600, (0.0, 60.0)),
+        ("k1e", _sp.scaled_modified_bessel_k1, 600, (0.0, 60.0)),
+        ("erfcx", _sp.erfcx, 120, (-5.0, 60.0)),
+        ("log_ndtr", _sp.log_ndtr, 160, (-60.0, 9.0)),
+        ("ndtri", _sp.ndtri, 200, (0.0, 1.0)),
+    )
+)
+_FAMILIES = (
+    *(f"{kind}_polynomial_{letter}" for kind in ("chebyshev", "shifted_chebyshev") for letter in "tuvw"),
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+)  # fmt: skip
+POLYNOMIALS = tuple(
+    OpRow(
+        name, 2, getattr(_sp, name), f"fuser_{name}_{{D}}({{0}}, {{1}})", None, FLOATS, cost=60, ulps=8.0,
+        notes="The degree is the second argument. Recurrences are eager's, and lose digits where eager's do.",
+    )
+    for name in _FAMILIES
+)  # fmt: skip
+ROWS = (*ELEMENTARY, *BINARY, *SPECIAL, *BESSEL, *POLYNOMIALS)

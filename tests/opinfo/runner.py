@@ -27,7 +27,7 @@ from fuser import register_fusion
 from fuser.canonical import canonicalize, interpret
 from fuser.debug.reference import interpret_schedule, verify_lowered
 from fuser.errors import FuserError, Unsupported
-from fuser.executor import why_unfit
+from fuser.executor import home_of, why_unfit
 from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import lower_graph
@@ -173,7 +173,7 @@ class _Interpreted:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         args = (*self.registered.bound, *tensors)
-        self.reason = self.reason or why_unfit(args)
+        self.reason = self.reason or why_unfit(args, home_of(self.registered.graph))
         if self.reason is None:
             try:
                 lowered = lower_graph(self.registered.graph, args)
@@ -264,9 +264,17 @@ def _compare(
 def _exact(sample: Sample) -> list[Any]:
     torch.manual_seed(SEED)
     wide = compare.in_float64(compare.copy_inputs(sample.tensors))
+    tensors = iter(wide)
+
+    def put(v: Any) -> Any:
+        if isinstance(v, torch.Tensor):
+            return next(tensors)
+        return torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
+
+    args, kwargs = pytree.tree_map(put, (sample.args, sample.kwargs))
     torch.set_default_dtype(torch.float64)  # what becomes of integers
     try:
-        return compare.leaves(sample.call(*wide))
+        return compare.leaves(sample.function(*args, **kwargs))
     finally:
         torch.set_default_dtype(torch.float32)
 

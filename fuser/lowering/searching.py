@@ -1,0 +1,106 @@
+"""Places found by comparing values: binary search in sorted tensors, and masks that take elements in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Value, compute_dtype, ops
+from fuser.ir.nodes import Index, TensorBox
+from fuser.ir.sizes import ZERO, Expr
+from fuser.lowering.context import LoweringContext
+from fuser.lowering.indexing import place
+from fuser.lowering.pointwise import cast_loader, result_dtype
+from fuser.lowering.registry import ask_elsewhere, lower
+from fuser.lowering.reshape import reshape_box
+from fuser.lowering.views import expand_box
+
+MOST_STEPS = 20  # each halves what is left: lists of up to a million
+
+
+def searched(
+    ctx: LoweringContext, bounds: TensorBox, x: Any, right: bool, sorter: TensorBox | None = None
+) -> TensorBox:  # fmt: skip
+    """How many of the sorted `bounds` (along their last dim) are below each element of `x`, or equal if `right`.
+
+    The number of steps is part of the kernel: it serves all lists up to twice as long.
+    """
+    dtype = bounds.dtype
+    if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
+        raise Unsupported("a search for values of another dtype than the sorted ones")
+    own, size, wide = ctx.size_of(bounds), ctx.size_of(x), compute_dtype(dtype)
+    n = own[-1]
+    steps = ctx.hint(n).bit_length()
+    if steps > MOST_STEPS:
+        raise Unsupported(f"a search in more than {1 << MOST_STEPS} values")
+    ctx.assume("lt", n, 1 << steps)
+    ctx.assume("le", (1 << steps) >> 1, n)
+    for a, b in zip(own[:-1], size):
+        if not ctx.is_equal(a, b):
+            raise Unsupported("sorted values of another size")
+    load, bound = cast_loader(ctx, x, size, dtype), ctx.loader(bounds, own, wide)
+    order = ctx.loader(sorter, own, torch.int64) if sorter is not None else None
+
+    def value_at(index: Index, at: Value) -> Value:
+        row = index[: len(own) - 1]
+        where = ops.indirect(at, n, checked=False)
+        return bound((*row, where if order is None else place(order((*row, where)), n, wraps=False)))
+
+    def inner(index: Index) -> Value:
+        wanted, found = load(index), ops.constant(0, torch.int64)
+        for k in reversed(range(steps)):
+            next_one = ops.add(found, 1 << k)
+            inside = ops.le(next_one, ops.index_expr(n))
+            other = value_at(index, ops.where(inside, ops.sub(next_one, 1), ops.constant(0, torch.int64)))
+            stop = ops.gt(other, wanted) if right else ops.ge(other, wanted)
+            found = ops.where(ops.logical_and(inside, ops.logical_not(stop)), next_one, found)
+        return found
+
+    return ctx.pointwise(size, result_dtype(ctx), inner)
+
+
+@lower("aten.searchsorted")
+def lower_searchsorted(
+    ctx: LoweringContext, bounds: TensorBox, x: Any, out_int32: Any = False, right: Any = False,
+    side: str | None = None, sorter: TensorBox | None = None,
+) -> TensorBox:  # fmt: skip
+    """Where each element would be put into a sorted list to keep it sorted."""
+    return searched(ctx, bounds, x, right is True or side == "right", sorter)
+
+
+@lower("aten.bucketize")
+def lower_bucketize(
+    ctx: LoweringContext, x: Any, bounds: TensorBox, out_int32: Any = False, right: Any = False
+) -> TensorBox:
+    """The bucket between `bounds` in which each element lies."""
+    return searched(ctx, bounds, x, right is True)
+
+
+@lower("aten.masked_scatter")
+def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, source: TensorBox) -> TensorBox:
+    """`x` with the elements where mask holds replaced by those of `source`, one after the other."""
+    size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(mask)])
+    wide = expand_box(ctx, mask, size)
+    count, given = ctx.numel(wide), ctx.numel(source)
+    load_flat = ctx.loader(reshape_box(ctx, wide, [count]), (count,), torch.bool)
+    taken = ctx.scan("sum", (count,), 0, torch.int64, lambda i: ops.to_dtype(load_flat(i), torch.int64))
+    holds, load = ctx.loader(wide, size, torch.bool), ctx.loader(x, size, x.dtype)
+    number = ctx.loader(taken, (count,), torch.int64)
+    new = cast_loader(ctx, reshape_box(ctx, source, [given]), (given,), x.dtype)
+
+    def inner(index: Index) -> Value:
+        along: Expr = ZERO
+        for i, s in zip(index, size):
+            along = along * s + i
+        mine = holds(index)
+        next_one = ops.sub(number((along,)), 1)
+        return ops.masked(mine, lambda: new((place(next_one, given),)), load(index))
+
+    return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
+
+
+ask_elsewhere(lambda: "scans have a generator on the CPU only", "aten.masked_scatter")
+
+__all__ = ["searched"]
