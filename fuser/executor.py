@@ -69,7 +69,7 @@ def home_of(graph: CanonicalGraph) -> str | None:
 
     A call that leaves the device open follows torch's default device, which may change between two calls.
     """
-    homes = {"cpu"}
+    homes = set()
     for node in graph.calls:
         if not any(True for _ in node.refs()) and not node.op.startswith(("host.", "sizes.")):
             named = dict(node.kwargs).get("device")

@@ -23,6 +23,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "searching", "selection",
-    "supports", "views", "writes",
+    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "searching",
+    "selection", "supports", "views", "writes",
 ]  # fmt: skip

@@ -141,7 +141,9 @@ FLOAT_BITS = (
         lambda d: f"({{0}}.to(tl.int{8 * d.itemsize}, bitcast=True) < 0)" if d.is_floating_point else "({0} < 0)",
         NUMBERS, "bool",
     ),
-    OpRow("frexp_fraction", 1, lambda x: torch.frexp(x).mantissa, "fuser_frexp_fraction_{D}({0})", None, FLOATS, cost=8),
+    OpRow(
+        "frexp_fraction", 1, lambda x: torch.frexp(x).mantissa, "fuser_frexp_fraction_{D}({0})", None, FLOATS, cost=8,
+    ),
     OpRow(
         "frexp_exponent", 1, lambda x: torch.frexp(x).exponent, "fuser_frexp_exponent_{D}({0})", None, FLOATS,
         torch.int32, cost=8,

@@ -45,7 +45,8 @@ for _letter, (_right, _left, _angles, _many, _first) in _KINDS.items():
         _polynomial(
             f"{_prefix}chebyshev_polynomial_{_letter}",
             _CHEBYSHEV.format(
-                y=_y, right=_right, left=_left, angles=_angles, first=_first, many=4 if _prefix + _letter == "shifted_w" else _many,
+                y=_y, right=_right, left=_left, angles=_angles, first=_first,
+                many=4 if _prefix + _letter == "shifted_w" else _many,
             ),
         )
 
@@ -55,16 +56,17 @@ _RECURRENCE = """\
   for (i64 j = 1; j < k && q == q; ++j) {{ const {{T}} r = {next}; p = q; q = r; }}
   return q;
 """
+_OVERFLOWN = '  if (k > {LIMIT}) return ({T})__builtin_nan("");\n'
 _polynomial(
     "hermite_polynomial_h",
     _RECURRENCE.format(
-        edge="  if (k > {LIMIT}) return ({T})__builtin_nan(\"\");\n", first="x + x", next="{FMA}(x + x, q, -((j + j) * p))"
+        edge=_OVERFLOWN, first="x + x", next="{FMA}(x + x, q, -((j + j) * p))"
     ),
 )
 _polynomial(
     "hermite_polynomial_he",
     _RECURRENCE.format(
-        edge="  if (k > {LIMIT}) return ({T})__builtin_nan(\"\");\n", first="x", next="{FMA}(x, q, -(j * p))"
+        edge=_OVERFLOWN, first="x", next="{FMA}(x, q, -(j * p))"
     ),
 )
 _polynomial(

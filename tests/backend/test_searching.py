@@ -31,13 +31,13 @@ def test_binary_search_of_each_row_and_by_a_sorter():
 
 
 def test_one_search_serves_lists_of_several_lengths():
-    handle, spec = fuse(lambda x, b: torch.searchsorted(b, x))
+    handle, spec = fuse(lambda x, b: torch.searchsorted(b, x) + 5)
     for n, kernels in ((4, 1), (7, 1), (5, 1), (33, 2), (63, 2)):
         b = torch.linspace(-2, 8, n)
-        compare(handle(X, b), torch.searchsorted(b, X))
+        compare(handle(X, b), torch.searchsorted(b, X) + 5)
         assert sum(len(e.kernels) for e in spec.store.entries) == kernels
     for n in (0, 1):
-        compare(handle(X, SORTED[:n]), torch.searchsorted(SORTED[:n], X))
+        compare(handle(X, SORTED[:n]), torch.searchsorted(SORTED[:n], X) + 5)
     no_fallback(spec)
 
 

@@ -27,6 +27,15 @@ def _zeta(s: Any, q: Any) -> Any:
     return mp.zeta(s, q)
 
 
+def _bessel(function: Callable[..., Any], order: int) -> Callable[..., Any]:
+    def value(x: Any) -> Any:
+        if abs(x) > 1e4:
+            raise ValueError("slow to compute")
+        return function(order, x)
+
+    return value
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / mp.sqrt(x),
     "exp_down": lambda x: mp.exp(x),
@@ -53,13 +62,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "i1": lambda x: mp.besseli(1, x),
     "i1e": lambda x: mp.besseli(1, x) * mp.exp(-abs(x)),
     "zeta": _zeta,
-    "j0": lambda x: mp.besselj(0, x),
-    "j1": lambda x: mp.besselj(1, x),
-    "y0": lambda x: mp.bessely(0, x),
-    "y1": lambda x: mp.bessely(1, x),
+    "j0": _bessel(mp.besselj, 0),
+    "j1": _bessel(mp.besselj, 1),
+    "y0": _bessel(mp.bessely, 0),
+    "y1": _bessel(mp.bessely, 1),
     "spherical_bessel_j0": lambda x: mp.sin(x) / x if x else mp.mpf(1),
-    "k0": lambda x: mp.besselk(0, x),
-    "k1": lambda x: mp.besselk(1, x),
+    "k0": _bessel(mp.besselk, 0),
+    "k1": _bessel(mp.besselk, 1),
     "k0e": lambda x: mp.besselk(0, x) * mp.exp(x),
     "k1e": lambda x: mp.besselk(1, x) * mp.exp(x),
     "erfcx": lambda x: mp.erfc(x) * mp.exp(x * x),
