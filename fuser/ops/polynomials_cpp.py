@@ -32,7 +32,7 @@ _CHEBYSHEV = """\
   if (y == 1) return {right};
   if (y == -1) return k % 2 == 0 ? {left} : -({left});
   if (k > {many} && __builtin_fabs(y) < 1) {{
-    const double a = acos((double)y);
+    const double a = acos({wide});
     return {angles};
   }}
   if (k == 0) return 1;
@@ -41,11 +41,11 @@ _CHEBYSHEV = """\
   return q;
 """
 for _letter, (_right, _left, _angles, _many, _first) in _KINDS.items():
-    for _prefix, _y in (("", "x"), ("shifted_", "x + x - 1")):
+    for _prefix, _y, _wide in (("", "x", "(double)x"), ("shifted_", "x + x - 1", "2.0 * x - 1")):
         _polynomial(
             f"{_prefix}chebyshev_polynomial_{_letter}",
             _CHEBYSHEV.format(
-                y=_y, right=_right, left=_left, angles=_angles, first=_first,
+                y=_y, wide=_wide, right=_right, left=_left, angles=_angles, first=_first,
                 many=4 if _prefix + _letter == "shifted_w" else _many,
             ),
         )

@@ -27,13 +27,11 @@ def _zeta(s: Any, q: Any) -> Any:
     return mp.zeta(s, q)
 
 
-def _bessel(function: Callable[..., Any], order: int) -> Callable[..., Any]:
-    def value(x: Any) -> Any:
-        if abs(x) > 1e4:
-            raise ValueError("slow to compute")
-        return function(order, x)
-
-    return value
+def _besselk(order: int, x: Any, scaled: bool) -> Any:
+    if not 1e-6 < x < 700:
+        raise ValueError("slow to compute")
+    with mp.workprec(90):
+        return mp.besselk(order, x) * (mp.exp(x) if scaled else 1)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -62,15 +60,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "i1": lambda x: mp.besseli(1, x),
     "i1e": lambda x: mp.besseli(1, x) * mp.exp(-abs(x)),
     "zeta": _zeta,
-    "j0": _bessel(mp.besselj, 0),
-    "j1": _bessel(mp.besselj, 1),
-    "y0": _bessel(mp.bessely, 0),
-    "y1": _bessel(mp.bessely, 1),
+    "j0": lambda x: mp.besselj(0, x),
+    "j1": lambda x: mp.besselj(1, x),
+    "y0": lambda x: mp.bessely(0, x),
+    "y1": lambda x: mp.bessely(1, x),
     "spherical_bessel_j0": lambda x: mp.sin(x) / x if x else mp.mpf(1),
-    "k0": _bessel(mp.besselk, 0),
-    "k1": _bessel(mp.besselk, 1),
-    "k0e": lambda x: mp.besselk(0, x) * mp.exp(x),
-    "k1e": lambda x: mp.besselk(1, x) * mp.exp(x),
+    "k0": lambda x: _besselk(0, x, False),
+    "k1": lambda x: _besselk(1, x, False),
+    "k0e": lambda x: _besselk(0, x, True),
+    "k1e": lambda x: _besselk(1, x, True),
     "erfcx": lambda x: mp.erfc(x) * mp.exp(x * x),
     "log_ndtr": lambda x: mp.log(mp.erfc(-x / mp.sqrt(2)) / 2),
     "ndtri": lambda p: mp.sqrt(2) * mp.erfinv(2 * p - 1),
@@ -84,7 +82,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Where eager's float64 is no truth for float32: Bessel functions in [5, 8] and for large arguments.
+# Where eager's float64 is no truth for float32: Bessel functions in [5, 8].
+SLOW = ("k0", "k1", "k0e", "k1e")
 PRECISE = ("j0", "j1", "y0", "y1")
 
 # Sums whose terms may cancel, functions with zeros: their ulps are those of the largest argument, which is as well
