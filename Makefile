@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda cubins opinfo fuzz lint types imports bench clean
+.PHONY: help demo test test-cuda cubins opinfo fuzz stress lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000, make stress, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -39,6 +39,9 @@ opinfo: $(VENV)/.has-test
 
 fuzz: $(VENV)/.has-test
 	$(BIN)/python -m tests.fuzz $(N) --workers $(JOBS) $(ARGS)
+
+stress: $(VENV)/.has-test
+	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check $(ARGS) .

@@ -2,7 +2,7 @@
 
 What models write differs in spelling alone: `matmul`, `@`, `bmm` or `einsum`; the scale before or after the product, as
 a factor or a divisor, a number or a tensor made of one; the mask added, filled in or chosen by `where`; the softmax in
-float32 between two casts; a dropout that is off. Read backwards from the softmax, all are one chain of nodes.
+float32 between two casts; a dropout. Read backwards from the softmax, all are one chain of nodes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,22 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
-from fuser.passes.calls import Call, call_of, number_of, position_of_writes, shape_of, value_of
+from fuser.passes.calls import (
+    Autocast,
+    Call,
+    autocasts,
+    call_of,
+    emit,
+    number_of,
+    position_of_writes,
+    shape_of,
+    value_of,
+)
 
 _CASTS = frozenset({"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"})
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LIMITS = (torch.float32, torch.float64)  # dtypes in which "score + huge negative number" equals that number
+_LEAST_FILL = -1e9
 
 
 @dataclass
@@ -34,6 +45,7 @@ class _Found:
     k_transposed: fx.Node
     v: fx.Node
     scale: float = 1.0
+    dropout: float = 0.0
     biases: list[fx.Node] = field(default_factory=list)  # added to the scores
     fills: list[tuple[fx.Node, bool, float]] = field(default_factory=list)  # (condition, fill where it is, value)
 
@@ -45,8 +57,9 @@ class _Mismatch(Exception):
 def fuse_attention(module: fx.GraphModule) -> int:
     """Attention written as products and a softmax becomes `scaled_dot_product_attention`."""
     nodes = list(module.graph.nodes)
-    if config.numerics == "eager" or not _may_rewrite(nodes):
+    if config.numerics == "eager":
         return 0
+    casts = autocasts(nodes)
     order = {node: i for i, node in enumerate(nodes)}
     writes = position_of_writes(nodes)
     changed = 0
@@ -55,35 +68,29 @@ def fuse_attention(module: fx.GraphModule) -> int:
         if call is None or call.name != "softmax":
             continue
         try:
-            found = _match(call)
+            found = _match(call, casts[order[node]])
+            if casts[order[found.first]].region != casts[order[found.last]].region:
+                raise _Mismatch
             inside = _between(found)
             if any(order[found.first] < w < order[found.last] and nodes[w] not in inside for w in writes):
                 raise _Mismatch
             _rewrite(module.graph, found)
             _erase(inside, order)
             changed += 1
-        except _Mismatch:
+        except (_Mismatch, LookupError):
             continue
     return changed
 
 
-def _may_rewrite(nodes: list[fx.Node]) -> bool:
-    """Not under autocast, which decides on the dtype of each call."""
-    if torch._C._is_any_autocast_enabled():
-        return False
-    return not any("autocast" in getattr(n.target, "__name__", "") for n in nodes if n.op == "call_function")
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
-def _match(softmax: Call) -> _Found:
+def _match(softmax: Call, autocast: Autocast) -> _Found:
     scores, dim = softmax.arg(0, "input"), softmax.arg(1, "dim")
     shape = shape_of(scores)
     if shape is None or len(shape) not in (3, 4) or dim not in (-1, len(shape) - 1):
         raise _Mismatch
-    last, v = _weights_reader(softmax.node)
-    found = _Found(last, last, last, last, v)
+    found = _weights_reader(softmax.node)
     _read_scores(scores, shape, found)
-    _check(found, shape)
+    _check(found, shape, autocast)
     return found
 
 
@@ -98,8 +105,9 @@ def _only_user(node: fx.Node) -> fx.Node:
     return next(iter(node.users))
 
 
-def _weights_reader(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The product of the softmax's result with the values, through casts and dead dropouts."""
+def _weights_reader(node: fx.Node) -> _Found:
+    """The product of the softmax's result with the values, through casts and one dropout."""
+    dropout = 0.0
     while True:
         user = _only_user(node)
         call = call_of(user)
@@ -109,13 +117,25 @@ def _weights_reader(node: fx.Node) -> tuple[fx.Node, fx.Node]:
             weights, v = _product(call, "qk,kd->qd")
             if weights is not node or v is node:
                 raise _Mismatch
-            return user, v
-        if call.args[:1] != (node,) or not (call.name in _CASTS or _is_dead_dropout(call)):
+            return _Found(user, user, user, user, v, dropout=dropout)
+        if call.args[:1] != (node,) or call.name not in (*_CASTS, "dropout"):
             raise _Mismatch
+        if call.name == "dropout" and not is_dead_dropout(call):
+            dropout = _live_dropout(call, dropout)
         node = user
 
 
-def _is_dead_dropout(call: Call) -> bool:
+def _live_dropout(call: Call, before: float) -> float:
+    """The share of weights that a dropout takes away. Fused attention draws on CUDA alone, and its own numbers."""
+    share, value = call.arg(1, "p", 0.5), value_of(call.node)
+    fused = value is not None and value.device.type == "cuda" and getattr(config, "random", "") != "eager"
+    if not fused or before or not isinstance(share, float) or not 0 < share < 1:
+        raise _Mismatch
+    return share
+
+
+def is_dead_dropout(call: Call) -> bool:
+    """Whether a dropout gives back its argument."""
     return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
@@ -234,7 +254,9 @@ def _read_fill(call: Call, found: _Found) -> fx.Node:
         condition, node = first, third if filled else second
         value = number_of(second) if filled else value
     truth = value_of(condition)
-    if value is None or truth is None or truth.dtype is not torch.bool or value > -1e4 or not isinstance(node, fx.Node):
+    if value is None or value > _LEAST_FILL or not isinstance(node, fx.Node):
+        raise _Mismatch
+    if truth is None or truth.dtype is not torch.bool:
         raise _Mismatch
     found.fills.append((condition, filled, value))
     return node
@@ -244,25 +266,45 @@ _FILL_ARGS = {"masked_fill": ("input", "mask", "value"), "where": ("condition", 
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
-def _check(found: _Found, shape: tuple[Any, ...]) -> None:
+def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
     q, k, v, out = (value_of(n) for n in (found.q, found.k_transposed, found.v, found.last))
     if q is None or k is None or v is None or out is None:
         raise _Mismatch
-    if not (q.dtype == k.dtype == v.dtype == out.dtype) or q.dtype not in _DTYPES or q.device != v.device:
+    low = autocast.dtype(q.device.type)
+    if low is None:
+        same = q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in _DTYPES
+    else:  # products are cast to `low`, and so is what the fused operator is given
+        same = out.dtype == low and all(t.dtype in (low, torch.float32) for t in (q, k, v))
+    if not same or q.device != v.device:
         raise _Mismatch
     batch = [tuple(map(str, t.shape[:-2])) for t in (q, k, v)]
     if len(set(batch)) != 1 or not q.dim() == k.dim() == v.dim() == len(shape):
         raise _Mismatch
-    if found.scale <= 0 or (any(f[2] != -math.inf for f in found.fills) and q.dtype not in _LIMITS):
+    if found.scale <= 0:
         raise _Mismatch
+    for _, _, value in found.fills:
+        _check_fill(value, q.dtype, low)
     for bias in found.biases:
-        value = value_of(bias)
-        if value is None or not value.dtype.is_floating_point or value.dim() > len(shape):
-            raise _Mismatch
-        if value.requires_grad and torch.is_grad_enabled():
-            raise _Mismatch  # no fused attention computes its gradient
-        if value.dtype != q.dtype:
-            raise _Mismatch
+        _check_bias(bias, q.dtype if low is None else low, shape)
+
+
+def _check_fill(value: float, dtype: torch.dtype, low: torch.dtype | None) -> None:
+    """A fill is added to the scores, in float32: that gives the fill itself, as eager has it, if it is large enough."""
+    if value == -math.inf:
+        return
+    if low is None and dtype not in _LIMITS:
+        raise _Mismatch
+    if low is not None and value < torch.finfo(low).min:
+        raise _Mismatch  # it would become minus infinity, and a row of it NaN
+
+
+def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+    """Under autocast a bias in float32 stays apart: eager adds it as it is, the fused operator would round it."""
+    value = value_of(bias)
+    if value is None or not value.dtype.is_floating_point or value.dim() > len(shape) or value.dtype != dtype:
+        raise _Mismatch
+    if value.requires_grad and torch.is_grad_enabled():
+        raise _Mismatch  # no fused attention computes its gradient
 
 
 def _between(found: _Found) -> set[fx.Node]:
@@ -285,9 +327,11 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         operands = [found.q, k, found.v]
         flat = len(shape_of(found.q) or ()) == 3
         if flat:
-            operands = [_emit(graph, torch.unsqueeze, o, 0) for o in operands]
-            mask = _emit(graph, torch.unsqueeze, mask, 0) if mask is not None else None
+            operands = [emit(graph, torch.unsqueeze, o, 0) for o in operands]
+            mask = emit(graph, torch.unsqueeze, mask, 0) if mask is not None else None
         kwargs: dict[str, Any] = {"attn_mask": mask, "scale": found.scale}
+        if found.dropout:
+            kwargs["dropout_p"] = found.dropout
         new = graph.call_function(F.scaled_dot_product_attention, tuple(operands), kwargs)
         if flat:
             new = graph.call_function(torch.squeeze, (new, 0))
@@ -324,7 +368,7 @@ def _untransposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
         dims = {d % rank for d in call.args[1:] if isinstance(d, int)}
         if dims == {rank - 1, rank - 2}:
             return call.args[0]
-    return _emit(graph, torch.transpose, node, -1, -2)
+    return emit(graph, torch.transpose, node, -1, -2)
 
 
 def _mask(graph: fx.Graph, found: _Found) -> fx.Node | None:
@@ -336,37 +380,19 @@ def _mask(graph: fx.Graph, found: _Found) -> fx.Node | None:
     assert query is not None
     total: fx.Node | None = None
     for bias in found.biases:
-        total = bias if total is None else _emit(graph, operator.add, total, bias)
+        total = bias if total is None else emit(graph, operator.add, total, bias)
     for condition, filled, value in found.fills:
         like = {"dtype": query.dtype, "device": query.device}
-        full = _emit(graph, torch.full, (), value, **like)
-        zero = total if total is not None else _emit(graph, torch.full, (), 0.0, **like)
+        full = emit(graph, torch.full, (), value, **like)
+        zero = total if total is not None else emit(graph, torch.full, (), 0.0, **like)
         chosen = (full, zero) if filled else (zero, full)
-        total = _emit(graph, torch.where, condition, *chosen)
+        total = emit(graph, torch.where, condition, *chosen)
     if total is None:
         return None
     if total.meta["example_value"].dim() < 2:
-        total = _emit(graph, torch.Tensor.expand, total, (1, -1))
-    lost = _emit(graph, torch.all, _emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
-    total = _emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
+        total = emit(graph, torch.Tensor.expand, total, (1, -1))
+    lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
+    total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
     for _ in range(len(shape_of(found.q) or ()) - total.meta["example_value"].dim()):
-        total = _emit(graph, torch.unsqueeze, total, 0)
+        total = emit(graph, torch.unsqueeze, total, 0)
     return total
-
-
-def _emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call with its value."""
-    node = graph.call_function(function, args, kwargs)
-    values, named = fx.node.map_arg((args, kwargs), lambda a: a.meta["example_value"])
-    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
-    if mode is None:
-        mode = next((m for m in (_mode_of(n) for n in graph.nodes) if m is not None), None)
-    if mode is None:
-        raise _Mismatch
-    with mode, torch.no_grad():
-        node.meta["example_value"] = function(*values, **named)
-    return node
-
-
-def _mode_of(node: fx.Node) -> Any:
-    return getattr(node.meta.get("example_value"), "fake_mode", None)

@@ -107,3 +107,49 @@ def writes(node: fx.Node) -> bool:
 def position_of_writes(nodes: list[fx.Node]) -> list[int]:
     """The places, in a list of nodes, of those that may write into a tensor that existed before."""
     return [i for i, node in enumerate(nodes) if writes(node)]
+
+
+def emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at the graph's insertion point, with its value; LookupError where the graph has no fake values."""
+    node = graph.call_function(function, args, kwargs)
+    values, named = fx.node.map_arg((args, kwargs), lambda a: a.meta["example_value"])
+    candidates = (*values, *(n.meta.get("example_value") for n in graph.nodes))
+    mode = next((m for v in candidates if (m := getattr(v, "fake_mode", None)) is not None), None)
+    if mode is None:
+        raise LookupError("no value of this graph is a fake tensor")
+    with mode, torch.no_grad():
+        node.meta["example_value"] = function(*values, **named)
+    return node
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Where a node stands: nodes of one region have no switch of autocast between them; the dtypes by device type."""
+
+    region: int
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+
+    def dtype(self, device: str) -> torch.dtype | None:
+        """The dtype to which products on a device are cast; None where they are not."""
+        return dict(self.dtypes).get(device)
+
+
+def autocasts(nodes: list[fx.Node]) -> list[Autocast]:
+    """For each node of dynamo's graph the autocast that is in force there."""
+    now = {d: torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+    stack: list[dict[str, torch.dtype]] = []
+    found, region = [], 0
+    for node in nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if "enter_autocast" in name:
+            stack.append(dict(now))
+            device, dtype, enabled = (*node.args, None, True)[:3]
+            now.pop(str(device), None)
+            if enabled:
+                now[str(device)] = dtype or torch.get_autocast_dtype(str(device))  # type: ignore[assignment]
+            region += 1
+        elif "exit_autocast" in name:
+            now = stack.pop() if stack else {}
+            region += 1
+        found.append(Autocast(region, tuple(now.items())))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.passes.convolutions import convolutions_channels_last
-from fuser.passes.folding import fold_uniform, join_pieces, merge_casts, merge_views
+from fuser.passes.folding import fold_uniform, merge_casts, merge_views
 from fuser.passes.foreach import split_foreach
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
 from fuser.passes.runner import Pass
@@ -14,7 +14,6 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),
     Pass("merge_views", merge_views),
-    Pass("join_pieces", join_pieces),
     Pass("add_to_addmm", add_to_addmm),
     Pass("addmm_to_add", addmm_to_add),
     Pass("forget_statistics", forget_statistics),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
-from fuser.passes.calls import shape_of, value_of, writes
+from fuser.passes.attention import is_dead_dropout
+from fuser.passes.calls import Call, call_of, shape_of, value_of, writes
 
 
 def name_written(module: fx.GraphModule) -> int:
@@ -33,3 +35,34 @@ def _returns_what_it_writes(node: fx.Node) -> bool:
         operator.setitem,
         operator.delitem,
     )
+
+
+# Calls that eager answers with the very tensor they are given.
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def drop_identities(module: fx.GraphModule) -> int:
+    """Dead dropouts, casts to the dtype that is there and `contiguous` of what is: eager gives back their argument."""
+    changed = 0
+    for node in list(module.graph.nodes):
+        call = call_of(node)
+        if call is None or any(u.op == "output" for u in node.users) or not _is_identity(call):
+            continue
+        node.replace_all_uses_with(call.arg(0, "input"))
+        module.graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+def _is_identity(call: Call) -> bool:
+    source = call.arg(0, "input")
+    before, after = value_of(source), value_of(call.node)
+    if before is None or after is None or before.dtype is not after.dtype or shape_of(source) != shape_of(call.node):
+        return False
+    if call.name == "dropout":
+        return is_dead_dropout(call)
+    if len(call.args) != 1 or call.kwargs:
+        return False
+    if call.name == "contiguous":
+        return all(isinstance(n, int) for n in (*before.shape, *before.stride())) and before.is_contiguous()
+    return _CASTS.get(call.name) is before.dtype

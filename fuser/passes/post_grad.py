@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.cublas import fold_into_cublas
+from fuser.passes.folding import join_pieces
 from fuser.passes.onednn import fold_epilogues, linear_to_onednn
 from fuser.passes.runner import Pass
 
 POST_GRAD: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops),
     Pass("split_to_slices", split_to_slices),
+    Pass("join_pieces", join_pieces),
     Pass("merge_equal", merge_equal),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),

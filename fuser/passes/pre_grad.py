@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from fuser.passes.attention import fuse_attention
-from fuser.passes.normalise import name_written
+from fuser.passes.batch_norms import fold_batch_norms
+from fuser.passes.normalise import drop_identities, name_written
 from fuser.passes.runner import Pass
 
 PRE_GRAD: tuple[Pass, ...] = (
     Pass("name_written", name_written),
+    Pass("drop_identities", drop_identities),
     Pass("fuse_attention", fuse_attention),
+    Pass("fold_batch_norms", fold_batch_norms),
 )

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.passes.attention import fuse_attention
 
 B, H, T, D = 2, 3, 6, 8
 
@@ -232,7 +234,79 @@ def test_bias_that_learns_stays():
     assert sum(fused()) == 0 and bias.grad is not None
 
 
-def test_not_under_autocast():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.compile(hugging_bert, backend=fuser_backend)(*qkv())
+@pytest.mark.parametrize("spelling", [nano_gpt, with_einsum, hugging_bert], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(spelling, inside):
+    """Products and fills are one fused call; a float32 bias, which that would round, stays apart."""
+    args = qkv()
+
+    def f(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return spelling(q, k, v)
+
+    def run(g):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return g(*args)
+
+    g = f if inside else spelling
+    got, want = run(torch.compile(g, backend=fuser_backend)), run(g)
+    exact = spelling(*[a.double() for a in args]) if spelling is not hugging_bert else want.double()
+    assert got.dtype == want.dtype and got.stride() == want.stride()
+    stays = spelling is hugging_bert
+    assert (got.double() - exact).abs().max() <= 1.5 * (want.double() - exact).abs().max() + 2e-2 * stays
+    assert sum(fused()) == (not stays)
+
+
+def test_autocast_switched_in_between_stays():
+    def f(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = q @ k.transpose(-2, -1)
+        return torch.softmax(scores, -1).to(v.dtype) @ v
+
+    args = qkv()
+    torch.testing.assert_close(torch.compile(f, backend=fuser_backend)(*args), f(*args), rtol=2e-2, atol=2e-2)
     assert sum(fused()) == 0
+
+
+def test_gradients_under_autocast():
+    args = qkv(requires_grad=True)
+    same = [a.detach().clone().requires_grad_() for a in args]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = torch.compile(nano_gpt, backend=fuser_backend)(*args), nano_gpt(*same)
+    got.float().sum().backward()
+    want.float().sum().backward()
+    for a, b in zip(args, same, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=3e-2)
+    assert sum(fused()) == 1
+
+
+@pytest.mark.parametrize(("device", "p", "fires"), [("cuda", 0.1, 1), ("cpu", 0.1, 0), ("cuda", 1.0, 0)])
+def test_live_dropout_becomes_the_fused_calls_own_on_cuda(device, p, fires):
+    graph = torch.fx.Graph()
+    q, k, v = (graph.placeholder(n) for n in "qkv")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for n in (q, k, v):
+            n.meta["example_value"] = torch.empty(B, H, T, D, device=device)
+
+        def call(f, *args, **kwargs):
+            node = graph.call_function(f, args, kwargs)
+            values = [a.meta["example_value"] if isinstance(a, torch.fx.Node) else a for a in args]
+            node.meta["example_value"] = f(*values, **kwargs)
+            return node
+
+        weights = call(torch.softmax, call(torch.matmul, q, call(torch.transpose, k, -2, -1)), -1)
+        graph.output((call(torch.matmul, call(F.dropout, weights, p, True), v),))
+    module = torch.fx.GraphModule({}, graph)
+    assert fuse_attention(module) == fires
+    calls = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert [n.kwargs["dropout_p"] for n in calls] == [p] * fires
+
+
+def test_mild_fills_stay():
+    args = qkv()
+
+    def f(q, k, v):
+        return (q @ k.transpose(-2, -1)).masked_fill(CAUSAL == 0, -1e4).softmax(-1) @ v
+
+    torch.testing.assert_close(torch.compile(f, backend=fuser_backend)(*args), f(*args))
+    assert fused() == [0]

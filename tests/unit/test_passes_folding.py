@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuser.frontends.dynamo import fuser_backend, last_compilation
 from fuser.passes import folding
 from fuser.passes.cleanup import drop_dead, remove_noops, split_to_slices
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
@@ -177,3 +178,17 @@ def test_products_and_sums(name):
     drop_dead(module)
     module.recompile()
     torch.testing.assert_close(module(A, B, ROW, FULL), -f(A, B, ROW, FULL))
+
+
+def test_in_the_pipeline():
+    def f(x):
+        y = torch.cat(x.exp().split([1, 2, 3], 1), 1)
+        return (y.view(24).view(4, 6) * torch.ones(4, 6)).double().float().sin()
+
+    torch._dynamo.reset()
+    got = torch.compile(f, backend=fuser_backend)(X)
+    torch.testing.assert_close(got, f(X))
+    changed = {p.name: p.changed for p in last_compilation().passes}
+    names = ("fold_uniform", "merge_casts", "merge_views", "join_pieces", "split_to_slices")
+    assert all(changed[name] == 1 for name in names), changed
+    torch._dynamo.reset()
