@@ -7,7 +7,7 @@ dtype and strides, and eager's errors. The symbolic sizes come from the lowering
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Scalar, memory_order
 from fuser.lowering.registry import find, supports
-from fuser.lowering.shapes import as_computed, elementwise_meta
+from fuser.lowering.shapes import corrected, elementwise_meta
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
     meta = run_meta(node.op, meta_args, meta_kwargs)
-    if ctx.device_type == "cpu" and node.op in CPU_METAS:
-        meta = CPU_METAS[node.op](meta, *meta_args, **meta_kwargs)
+    meta = corrected(node.op, ctx.device_type, meta, meta_args)
     ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
     ctx.meta, ctx.arg_metas = meta, meta_args
     try:
@@ -160,18 +159,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         raise e if e.node else Unsupported(e.reason, node.op) from None
     except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
         raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
-    _agree(ctx, node, value, ctx.meta)  # which the lowering corrects where eager's kernels differ
-    return value, ctx.meta
-
-
-def _layer_norm_on_cpu(meta: Any, x: torch.Tensor, shape: Any, weight: Any = None, *_: Any, **__: Any) -> Any:
-    """Statistics have the dtype of `x`, unless the weight is more precise."""
-    dtype = x.dtype if weight is None or weight.dtype is x.dtype else torch.float32
-    return (meta[0], *(m.to(dtype) for m in meta[1:]))
-
-
-# Where eager's kernels on the CPU give other dtypes than its shape function says.
-CPU_METAS: dict[str, Callable[..., Any]] = {"aten.native_layer_norm": _layer_norm_on_cpu}
+    _agree(ctx, node, value, meta)
+    return value, meta
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:
@@ -196,7 +185,7 @@ def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(a, torch.Tensor) for a in _leaves((args, kwargs))):
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return as_computed(op, target(*args, **kwargs))
+        return target(*args, **kwargs)
     except FuserError:
         raise
     except NotImplementedError as e:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
+from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, product
 from fuser.lowering.context import LoweringContext, Operand, memory_order
@@ -119,15 +119,6 @@ def in_dtype(ctx: LoweringContext, x: TensorBox, dtype: torch.dtype, size: Seque
     return ctx.pointwise(own, dtype, ctx.loader(x, own, compute_dtype(dtype)))
 
 
-def statistics_of_cpu(ctx: LoweringContext, x: TensorBox, params: Sequence[TensorBox | None]) -> None:
-    """Correct the node's results: for halves the CPU's kernels give statistics in float32 beside float32 parameters
-    and in the input's dtype otherwise, which the shape functions do not say."""
-    if ctx.device_type == "cpu" and x.dtype in LOW_PRECISION:
-        wide = any(p is not None and p.dtype is torch.float32 for p in params)
-        dtype = torch.float32 if wide else x.dtype
-        ctx.meta = (ctx.meta[0], *(t.to(dtype) for t in ctx.meta[1:3]), *ctx.meta[3:])
-
-
 # -- layer norm, rms norm ----------------------------------------------------------------------------------------------
 def _over_last(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr], wide: torch.dtype) -> Loader | None:
     return None if t is None else ctx.loader(t, size, wide)
@@ -160,7 +151,6 @@ def lower_native_layer_norm(
     eps: Operand,
 ) -> Statistics:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dims; mean and rstd as further results."""
-    statistics_of_cpu(ctx, x, (weight, bias))
     out, mean, rstd = layer_norm(ctx, x, shape, weight, bias, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
     return out, in_dtype(ctx, mean, ctx.meta[1].dtype), in_dtype(ctx, rstd, ctx.meta[2].dtype)
 
@@ -263,17 +253,12 @@ def _native(
     ctx: LoweringContext, x: TensorBox, weight: TensorBox | None, bias: TensorBox | None, mean: TensorBox | None,
     var: TensorBox | None, training: bool, eps: Operand,
 ) -> Statistics:  # fmt: skip
-    statistics_of_cpu(ctx, x, (weight, bias, mean, var))
     out, m, r, _ = batch_norm(ctx, x, weight, bias, mean, var, training, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
-    # Outside of training the CPU's kernels return empty statistics, CUDA's those used, whatever shape functions say.
+    if not training and ctx.device_type not in ("cpu", "cuda"):
+        raise Unsupported(f"the statistics of batch norm outside of training on {ctx.device_type}")
     if not training and ctx.device_type == "cpu":
-        ctx.meta = (ctx.meta[0], *(t.new_empty(0) for t in ctx.meta[1:3]))
         m, r = (ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
         return out, m, r
-    if not training:
-        if ctx.device_type != "cuda":
-            raise Unsupported(f"the statistics of batch norm outside of training on {ctx.device_type}")
-        ctx.meta = (ctx.meta[0], *(t.new_empty(ctx.meta[0].shape[1]) for t in ctx.meta[1:3]))
     return out, in_dtype(ctx, m, ctx.meta[1].dtype), in_dtype(ctx, r, ctx.meta[2].dtype)
 
 
@@ -304,8 +289,7 @@ def lower_batch_norm_functional(
     """In training, with the new running statistics as further results."""
     if not training:
         raise Unsupported("functional batch norm outside of training")
-    statistics_of_cpu(ctx, x, (weight, bias, mean, var))
-    meta = ctx.meta = (*ctx.meta[:3], *(t.to(old.dtype) for t, old in zip(ctx.meta[3:5], (mean, var))), *ctx.meta[5:])
+    meta = ctx.meta
     wide = compute_dtype(meta[0].dtype)
     out, batch_mean, rstd, batch_var = batch_norm(
         ctx, x, weight, bias, None, None, True, eps, meta[0].dtype, ctx.order_of_meta(0)
@@ -395,7 +379,6 @@ def lower_native_group_norm(
     groups: int, eps: Operand,
 ) -> Statistics:  # fmt: skip
     """The same with mean and rstd of size (samples, groups)."""
-    statistics_of_cpu(ctx, x, (weight, bias))
     out, mean, rstd = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, channels_last(ctx))
     size = (ctx.size_of(x)[0], ctx.canon(groups))
     return out, in_dtype(ctx, mean, ctx.meta[1].dtype, size), in_dtype(ctx, rstd, ctx.meta[2].dtype, size)

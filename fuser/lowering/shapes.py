@@ -7,7 +7,7 @@ most, so their rule is here; everything else asks torch (`graph.run_meta`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,8 +147,46 @@ def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...
     return tuple(out)
 
 
-def as_computed(op: str, meta: Any) -> Any:
-    """What meta tensors say, corrected where eager's kernels differ: without statistics to save they give none."""
-    if op == "aten._native_batch_norm_legit_no_training":
-        return (meta[0], meta[1].new_empty(0), meta[2].new_empty(0))
-    return meta
+# -- where eager's kernels differ from its shape functions -------------------------------------------------------------
+def _statistics(meta: Any, device: str, x: torch.Tensor, *params: Any) -> Any:
+    """For halves the CPU's norms give statistics in float32 beside float32 parameters, else in the input's dtype."""
+    if device != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
+        return meta
+    wide = any(isinstance(p, torch.Tensor) and p.dtype is torch.float32 for p in params)
+    dtype = torch.float32 if wide else x.dtype
+    return (meta[0], *(t.to(dtype) for t in meta[1:3]), *meta[3:])
+
+
+def _layer_norm(meta: Any, device: str, x: torch.Tensor, shape: Any, *params: Any) -> Any:
+    return _statistics(meta, device, x, *params)
+
+
+def _batch_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    """Outside of training the CPU's kernels return empty statistics, others those used."""
+    meta = _statistics(meta, device, x, *args)
+    if any(a is True for a in args):
+        return meta
+    channels = 0 if device == "cpu" else x.shape[1]
+    return (meta[0], *(t.new_empty(channels) for t in meta[1:3]), *meta[3:])
+
+
+def _batch_norm_functional(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    """The new running statistics have the dtype of the old ones."""
+    meta = _statistics(meta, device, x, *args)
+    return (*meta[:3], *(t.to(old.dtype) for t, old in zip(meta[3:5], args[2:4])), *meta[5:])
+
+
+CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "aten.native_layer_norm": _layer_norm,
+    "aten.native_group_norm": _statistics,
+    "aten.native_batch_norm": _batch_norm,
+    "aten._native_batch_norm_legit": _batch_norm,
+    "aten._native_batch_norm_legit_no_training": _batch_norm,
+    "aten._native_batch_norm_legit_functional": _batch_norm_functional,
+}
+
+
+def corrected(op: str, device: str, meta: Any, args: Sequence[Any]) -> Any:
+    """What an operator's shape function gives, as eager's kernels on `device` have it."""
+    packet = op.rsplit(".", 1)[0] if op.count(".") == 2 else op
+    return CORRECTIONS[packet](meta, device, *args) if packet in CORRECTIONS else meta
