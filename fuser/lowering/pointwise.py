@@ -477,6 +477,7 @@ def lower_frexp(ctx: LoweringContext, x: TensorBox) -> tuple[TensorBox, TensorBo
 
 
 refuse("no scalar form in the table", "aten.igamma", "aten.igammac")
+refuse("its result is complex", "aten.complex", "aten.polar", "aten.view_as_complex", "aten._fft_r2c")
 refuse(
     "it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense",
     "aten.is_nonzero",

@@ -15,8 +15,9 @@ the CPU. `make opinfo` runs operators with their dtypes and samples, compares va
 aliasing and changes to the inputs with eager, and writes this page.
 
 How it is counted. A sample counts if eager takes it, if no complex tensor goes in or comes out, and if there is
-something to do: where eager returns its argument, or a view that the traced graph does not even hold, nothing can be
-fused. It is native if every ATen operator of its functional trace (as AOTAutograd makes it) ran in a kernel. An
+something to do: where eager returns its argument, nothing is. An operator that only views computes nothing either, and
+alone it shares eager's memory; it is counted with copies allowed, by which a kernel has to read through it. A sample is
+native if every ATen operator of its functional trace (as AOTAutograd makes it) ran in a kernel. An
 operator is *native* if every sample that counts is, *partly* native if some are; else it runs by *ATen*, and the reason
 is that of most of its samples. Operators without a sample that counts are listed with a dash, and in no percentage.
 """
@@ -25,7 +26,7 @@ ROUTES = {
     "aten": "registered as traced by make_fx, by kernels",
     "copies": "traced, with copies allowed for views, by kernels",
     "functional": "registered as its functional trace, by kernels",
-    "plans": "its functional trace, lowered and scheduled, the plans run by the interpreter",
+    "plans": "its functional trace, with copies allowed for views, lowered and scheduled, the plans run by the interpreter",
     "compile": "through torch.compile",
 }
 COUNTED = ("functional", "plans")  # routes by which samples are counted
@@ -64,6 +65,7 @@ def counts(record: dict[str, Any]) -> bool:
         and record["status"] in _STATUSES
         and "complex" not in record["dtype"]
         and record["reason"] not in ("eager raises", NOTHING)
+        and not record["reason"].startswith("an output is a view")
         and "complex" not in record["reason"]
     )
 
