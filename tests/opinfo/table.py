@@ -26,7 +26,7 @@ ROUTES = {
     "aten": "registered as traced by make_fx, by kernels",
     "copies": "traced, with copies allowed for views, by kernels",
     "functional": "registered as its functional trace, by kernels",
-    "plans": "its functional trace, with copies allowed for views, lowered and scheduled, the plans run by the interpreter",
+    "plans": "its functional trace, views as copies, lowered and scheduled, the plans run by the interpreter",
     "compile": "through torch.compile",
 }
 COUNTED = ("functional", "plans")  # routes by which samples are counted
