@@ -28,11 +28,13 @@ def write_function(nest: Nest) -> Function:
 class Looped:
     """Writes the phases of a nest whose reduced axes are looped over."""
 
-    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None) -> None:
+    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None, ahead: int | None = None) -> None:
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
         self.bounds = bounds
+        column = bounds is not None and len(nest.layout.dims) == 2
+        self.ahead = ahead if ahead is not None else tiles.COLUMN_STAGES if column else 0
         # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
@@ -126,8 +128,7 @@ class Looped:
             self.out.open(f"for back in range(0, {high}, {d.block})")
             self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")
         else:
-            ahead = tiles.COLUMN_STAGES if self.bounds is not None and len(self.nest.layout.dims) == 2 else 0
-            kind, more = ("tl.range", f", num_stages={ahead}") if ahead else ("range", "")
+            kind, more = ("tl.range", f", num_stages={self.ahead}") if self.ahead else ("range", "")
             self.out.open(f"for {d.name}0 in {kind}({low}, {high}, {d.block}{more})")
         self.nest.open_dim(d, f"{d.name}0 + ")
 

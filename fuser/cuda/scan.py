@@ -60,7 +60,10 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
             if whole.outer > 1 and kept:
                 dims.insert(0, Dim(kept, whole.outer, "x"))
             scalars = [] if len(dims) == 2 else kept
-            return Layout(scalars, dims, whole.warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
+            elements = whole.outer * whole.inner if len(dims) == 2 else whole.inner
+            # No more threads than elements: of tiles that threads hold twice, scans were wrong on a device.
+            warps = max(min(whole.warps, elements // 64), 1)
+            return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
         tile, least = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM
         units = product(a.size for a in kept)
         layout = Layout(kept, [Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
@@ -155,7 +158,7 @@ class Scan(Nest):
 
     def loop(self, bounds: tuple[str, str] | None, stores: bool) -> None:
         """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
-        looped = Looped(self, bounds)
+        looped = Looped(self, bounds, tiles.SCAN_STAGES)
         roots = [*self.scanned, *self.indirect(self.goal)]
         looped.outer_rows(0)
         looped.open_loop(False)

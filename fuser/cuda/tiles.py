@@ -58,7 +58,7 @@ PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
 )
 # By the bytes of the narrowest element reduced.
 LOOPED_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(128, 32, 8), 4: Tile(64, 64, 8), 8: Tile(64, 32, 8)}
-COLUMN_STAGES = 0  # tiles of a looped column that are under way through shared memory; 0: through registers, one
+COLUMN_STAGES = 3  # tiles of a looped column that are under way through shared memory; 0: one, through registers
 COMBINE_COLUMNS = Tile(32, 32, 4)
 
 # Few results from much: the reduced axes are cut in chunks for about this many programs.
@@ -71,6 +71,7 @@ MOST_CHUNKS = 512
 SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
 LOOPED_SCAN = Tile(1, 2048, 8)
 SCANNED_COLUMNS = Tile(32, 32, 4)
+SCAN_STAGES = 3  # tiles that are under way
 SCAN_PROGRAMS = 1056  # of the chunks that few long rows are cut in
 
 

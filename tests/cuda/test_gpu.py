@@ -191,9 +191,12 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_some_of_the_random_programs_and_of_the_operators(name: str) -> None:
+    if name == "opinfo":
+        pytest.importorskip("expecttest", reason="torch's operators' database needs it (pip install expecttest)")
     root = str(pathlib.Path(__file__).parent.parent.parent)
     done = subprocess.run(
         [sys.executable, "-m", *RUNS[name], "--device", "cuda"], capture_output=True, text=True, timeout=400, cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
-    assert done.returncode == 0, (done.stdout[-6000:], done.stderr[-2000:])
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}", pytrace=False)
