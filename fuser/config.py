@@ -50,6 +50,12 @@ SETTINGS: tuple[Setting, ...] = (
         key=True, choices=("torch", "yes", "no"),
     ),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
+    Setting(
+        "random",
+        "philox",
+        "'philox': drawn in kernels, of seeds from torch's generator; 'eager': the very numbers eager draws",
+        choices=("philox", "eager"),
+    ),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),
     Setting("pass_limit", -1, "passes with a higher number, over all stages, do not run; -1 runs all"),

@@ -30,7 +30,7 @@ from fuser.passes.runner import PassRecord
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
-_BUILTIN = ("aten", "prims", "mkldnn")
+_BUILTIN = ("aten", "prims", "mkldnn", "fuser")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fuser.lowering import (
     norms,
     pointwise,
     pooling,
+    random,
     reductions,
     resampling,
     scans,
@@ -23,6 +24,7 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "pooling", "reductions", "refuse", "resampling", "scans", "scatter", "searching",
+    "lower", "norms", "pointwise", "pooling", "random", "reductions", "refuse", "resampling", "scans", "scatter",
+    "searching",
     "selection", "supports", "views", "writes",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import pointwise, reductions, scans, special
+from fuser.ops import pointwise, random, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
@@ -34,7 +34,7 @@ from fuser.ops.triton_cells import (
 )
 from fuser.ops.triton_helpers import triton_prelude
 
-OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS)}
+OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS, *random.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
 SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 

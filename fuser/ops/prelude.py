@@ -19,6 +19,7 @@ from fuser.ops import (
     integer_cpp,
     math_cpp,
     polynomials_cpp,
+    random,
     special_cpp,
 )
 
@@ -80,6 +81,7 @@ PRELUDE: dict[str, str] = {
     **conversions_cpp.HELPERS,
     **integer_cpp.HELPERS,
     **math_cpp.HELPERS,
+    **random.HELPERS,
     **special_cpp.HELPERS,
     **bessel_cpp.HELPERS,
     **polynomials_cpp.HELPERS,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from fuser.ops import random
+
 _WORD = re.compile(r"\bfuser_\w+")
 
 
@@ -77,6 +79,7 @@ _INTEGER = {
     "rshift": (_SHIFT, "tl.where(far, tl.where(a < 0, -1, 0).to(a.dtype), a >> near)"),
 }
 TRITON_HELPERS: dict[str, str] = {
+    **random.TRITON_HELPERS,
     **{
         f"fuser_{name}": _function(f"fuser_{name}(a, b)", f"{body}    return {result}.to(a.dtype)\n")
         for name, (body, result) in _INTEGER.items()

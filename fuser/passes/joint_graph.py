@@ -6,10 +6,12 @@ from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views
 from fuser.passes.foreach import split_foreach
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
+from fuser.passes.randomness import functional_random
 from fuser.passes.runner import Pass
 from fuser.passes.statistics import forget_statistics
 
 JOINT_GRAPH: tuple[Pass, ...] = (
+    Pass("functional_random", functional_random),
     Pass("split_foreach", split_foreach),
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),

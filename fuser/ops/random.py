@@ -1,0 +1,105 @@
+"""Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", 2011), and the operator `fuser.uniform_like` by which graphs ask for them.
+
+The key is a tensor of one 64-bit seed, the counter an element's place and the number of a stream. So an element's
+number depends on nothing else: not on threads, vector lanes, strides or device, and what is recomputed is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.ops.table import OpRow
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW = 0xFFFFFFFF
+
+
+def _product(a: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of a product of 32-bit numbers, without an overflow of the high ones."""
+    upper, lower = (a >> 16) * multiplier, (a & 0xFFFF) * multiplier
+    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _LOW
+
+
+def philox(
+    key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The four 32-bit words of a block, as int64 tensors: of two words of key and four of counter."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def philox_uniform(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """float32 in [0, 1), multiples of 2**-24, of int64 seeds, streams and places."""
+
+    def words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x & _LOW, (x >> 32) & _LOW
+
+    first, *_ = philox(words(seed), (*words(index), *words(stream)))
+    return (first >> 8).to(torch.float32) * 2.0**-24
+
+
+def _cpp_helper() -> str:
+    """Words stay in 64-bit lanes: packing them for the 32-bit part of a round costs more than half-empty lanes."""
+    rounds = []
+    for r in range(_ROUNDS):
+        k0, k1 = ((w * r) & _LOW for w in _WEYL)
+        rounds.append(f"  FUSER_PHILOX_ROUND({k0:#010x}u, {k1:#010x}u)\n")
+    return f"""\
+#define FUSER_PHILOX_ROUND(w0, w1) {{ \\
+  const u64 p0 = c0 * {_MULTIPLIERS[0]:#x}ULL, p1 = c2 * {_MULTIPLIERS[1]:#x}ULL; \\
+  c0 = (p1 >> 32) ^ c1 ^ (u64)(u32)(k0 + w0), c1 = p1 & 0xffffffffULL; \\
+  c2 = (p0 >> 32) ^ c3 ^ (u64)(u32)(k1 + w1), c3 = p0 & 0xffffffffULL; }}
+FUSER_FN float fuser_philox_uniform(i64 seed, i64 stream, i64 index) {{
+  u64 c0 = (u32)(u64)index, c1 = (u64)index >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32;
+  const u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
+{"".join(rounds)}  return (float)(i32)(c0 >> 8) * 0x1p-24f;
+}}
+"""
+
+
+HELPERS = {"fuser_philox_uniform": _cpp_helper()}
+TRITON_HELPERS = {
+    "fuser_philox_uniform": """\
+@triton.jit
+def fuser_philox_uniform(seed, stream, index):
+    zero = (index ^ index).to(tl.uint32)
+    low, high = zero + index.to(tl.uint32), zero + (index >> 32).to(tl.uint32)
+    s0, s1 = zero + (stream & 0xFFFFFFFF).to(tl.uint32), zero + ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    first, _, _, _ = tl.philox(seed, low, high, s0, s1)
+    return (first >> 8).to(tl.float32) * 5.9604644775390625e-08
+"""
+}
+ROWS = (
+    OpRow(
+        "philox_uniform", 3, philox_uniform, "fuser_philox_uniform({0}, {1}, {2})",
+        "fuser_philox_uniform({0}, {1}, {2})", (torch.int64,), result=torch.float32, cost=40,
+        notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of Philox4x32-10's first word.",
+    ),
+)  # fmt: skip
+
+
+def _uniform_like(seed: torch.Tensor, stream: int, like: torch.Tensor) -> torch.Tensor:
+    index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    return philox_uniform(seed, torch.tensor(stream, device=like.device), index)
+
+
+def _uniform_like_meta(seed: torch.Tensor, stream: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+
+
+# uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes count.
+LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor")
+LIBRARY.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
+LIBRARY.impl("uniform_like", _uniform_like_meta, "Meta")
