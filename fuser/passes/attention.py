@@ -28,11 +28,11 @@ from fuser.passes.calls import (
     shape_of,
     value_of,
 )
+from fuser.passes.masks import HUGE, is_mask
 
 _CASTS = frozenset({"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"})
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LIMITS = (torch.float32, torch.float64)  # dtypes in which "score + huge negative number" equals that number
-_LEAST_FILL = -1e9
 
 
 @dataclass
@@ -254,7 +254,7 @@ def _read_fill(call: Call, found: _Found) -> fx.Node:
         condition, node = first, third if filled else second
         value = number_of(second) if filled else value
     truth = value_of(condition)
-    if value is None or value > _LEAST_FILL or not isinstance(node, fx.Node):
+    if value is None or value > HUGE or not isinstance(node, fx.Node):
         raise _Mismatch
     if truth is None or truth.dtype is not torch.bool:
         raise _Mismatch
@@ -284,8 +284,11 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
         raise _Mismatch
     for _, _, value in found.fills:
         _check_fill(value, q.dtype, low)
-    for bias in found.biases:
-        _check_bias(bias, q.dtype if low is None else low, shape)
+    for i, bias in enumerate(found.biases):
+        if low is not None and is_mask(bias):
+            found.biases[i] = _clamped(bias, torch.finfo(low).min)
+        else:
+            _check_bias(bias, q.dtype if low is None else low, shape)
 
 
 def _check_fill(value: float, dtype: torch.dtype, low: torch.dtype | None) -> None:
@@ -296,6 +299,16 @@ def _check_fill(value: float, dtype: torch.dtype, low: torch.dtype | None) -> No
         raise _Mismatch
     if low is not None and value < torch.finfo(low).min:
         raise _Mismatch  # it would become minus infinity, and a row of it NaN
+
+
+def _clamped(mask: fx.Node, least: float) -> fx.Node:
+    """A mask whose huge numbers stay finite when they are rounded to `least`'s dtype."""
+    value = value_of(mask)
+    assert value is not None
+    if value.requires_grad:
+        raise _Mismatch
+    with mask.graph.inserting_after(mask):
+        return emit(mask.graph, torch.clamp, mask, least)
 
 
 def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:

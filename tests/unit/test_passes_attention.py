@@ -257,6 +257,33 @@ def test_autocast(spelling, inside):
     assert sum(fused()) == (not stays)
 
 
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.float32).min])
+def test_masks_made_of_integers_are_fused_under_autocast(least):
+    padding = torch.ones(B, T, dtype=torch.long)
+    padding[1, -2:] = 0
+    padding[0] = 0  # a sentence of nothing: eager looks at all words alike
+
+    def f(q, k, v, padding):
+        mask = (1.0 - padding[:, None, None, :].to(q.dtype)) * least
+        return torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D) + mask, -1) @ v
+
+    args = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = torch.compile(f, backend=fuser_backend)(*args, padding), f(*args, padding)
+    exact = f(*[a.double() for a in args], padding)
+    assert got.dtype == want.dtype and sum(fused()) == 1
+    assert (got.double() - exact).abs().max() <= 1.5 * (want.double() - exact).abs().max()
+
+
+def test_learned_slopes_are_no_mask():
+    def f(q, k, v, at):
+        return torch.softmax(q @ k.transpose(-1, -2) + at.to(q.dtype) * -0.5, -1) @ v
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(f, backend=fuser_backend)(*qkv(), torch.arange(T))
+    assert sum(fused()) == 0
+
+
 def test_autocast_switched_in_between_stays():
     def f(q, k, v):
         with torch.autocast("cpu", dtype=torch.bfloat16):
