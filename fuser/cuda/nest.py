@@ -321,7 +321,8 @@ class Nest:
         if r.kind == "sum":
             return f"tl.sum({values}, {axis}){back}"
         if acc is torch.bool:
-            return f"(tl.{'max' if r.kind == 'any' else 'min'}(({values}).to(tl.int32), {axis}) != 0){back}"
+            how = "max" if r.kind in ("any", "max") else "min"
+            return f"(tl.{how}(({values}).to(tl.int32), {axis}) != 0){back}"
         if spec.index:
             return f"tl.reduce(({values}, {indices}), {axis}, fuser_combine_{r.kind})[1]{back}"
         return f"tl.reduce({values}, {axis}, fuser_combine_{r.kind}){back}"

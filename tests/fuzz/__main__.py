@@ -168,6 +168,8 @@ def run_logged(seeds, at: int, lone: bool, options, folder: Path, out) -> None:
                 (folder / f"wrong-{seed}-{way}.txt").write_text(f"{level}: {problem}\n{program}\n")
             if problem and options.shrink:
                 print("".join(f"# {line}\n" for line in shrunk(seed, way).splitlines()), file=out, flush=True)
+            if "CUDA error" in problem:
+                os._exit(RENEW)  # nothing runs on the device any more in this process
 
 
 def read_state(folder: Path) -> tuple[set[int], set[int]]:
@@ -193,12 +195,20 @@ def main() -> int:
 
 
 def report(lines: Sequence[str]) -> int:
-    """Print how many programs ran and what was wrong; 1 if anything was."""
+    """Print how many programs ran and what was wrong, with the programs; 1 if anything was."""
+    from tests.fuzz.check import FUNCTIONAL
+    from tests.fuzz.generate import generate
+
     counts = Counter(line.split()[1] for line in lines if line[:1].isdigit())
     wrong = [line for line in lines if " ok" not in line and line[:1].isdigit()]
     ways = ", ".join(f"{n} by {way}" for way, n in sorted(counts.items()))
     print(f"{sum(counts.values())} programs ({ways}), {len(wrong)} wrong")
-    print("\n".join(line for line in lines if " ok" not in line and line[:1] in "#0123456789"))
+    for line in lines:
+        if line in wrong:
+            seed, way = line.split()[:2]
+            print(f"{line}\n{generate(int(seed), mutate=way not in FUNCTIONAL)}")
+        elif line.startswith("#"):
+            print(line)
     return int(bool(wrong))
 
 
@@ -242,7 +252,8 @@ def start(options: argparse.Namespace, number: int, folder: Path) -> subprocess.
     command += ["--way", options.way] if options.way else []
     command += ["--seconds", str(options.seconds)] if options.seconds else []
     command += ["--shrink"] if options.shrink else []
-    return subprocess.Popen(command, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+    # What fails on a GPU is then found in its own program.
+    return subprocess.Popen(command, env={**os.environ, "OMP_WAIT_POLICY": "passive", "CUDA_LAUNCH_BLOCKING": "1"})
 
 
 if __name__ == "__main__":
