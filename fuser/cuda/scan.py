@@ -61,7 +61,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
                 dims.insert(0, Dim(kept, whole.outer, "x"))
             scalars = [] if len(dims) == 2 else kept
             elements = whole.outer * whole.inner if len(dims) == 2 else whole.inner
-            # No more threads than elements: of tiles that threads hold twice, scans were wrong on a device.
+            # No more threads than elements: the others would scan the same ones again.
             warps = max(min(whole.warps, elements // 64), 1)
             return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
         tile, least = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM

@@ -182,7 +182,8 @@ def test_atomic_sums_are_as_right_as_eager() -> None:
         assert mine <= 1.5 * theirs + 1e-12, (dtype, float(mine), float(theirs))
 
 
-SOME = "add clamp where sum amax argmax softmax cumsum gather index_add index_put scatter_add cat roll tril".split()
+# None that puts several values in one place: which of them stays is nobody's promise on a GPU.
+SOME = "add clamp where sum amax argmax softmax cumsum gather index_add index_select scatter_add cat roll tril".split()
 RUNS = {
     "fuzz": ["tests.fuzz", "40", "--workers", "2"],
     "opinfo": ["tests.opinfo", "--dtypes", "float32", "bfloat16", "int64", "--routes", "call:2", "--ops", *SOME],
@@ -191,8 +192,6 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_some_of_the_random_programs_and_of_the_operators(name: str) -> None:
-    if name == "opinfo":
-        pytest.importorskip("expecttest", reason="torch's operators' database needs it (pip install expecttest)")
     root = str(pathlib.Path(__file__).parent.parent.parent)
     done = subprocess.run(
         [sys.executable, "-m", *RUNS[name], "--device", "cuda"], capture_output=True, text=True, timeout=400, cwd=root,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+import unittest
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +25,9 @@ DTYPES = (
 
 def operators() -> list[Any]:
     """The database's entries."""
+    if importlib.util.find_spec("expecttest") is None:  # torch imports it for its own tests; the database needs none
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
