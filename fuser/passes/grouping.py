@@ -137,6 +137,32 @@ def _main_input(units: _Units, u: int) -> fx.Node | None:
     return source
 
 
+def _join_readers(units: _Units, sets: _Sets, levels: list[int]) -> None:
+    """Join groups of one level that mostly read the same large tensors, two of them at least.
+
+    No path leads from one group of a level to another, and what is joined is convex, as all of one level are.
+    """
+    reads: dict[int, dict[fx.Node, int]] = {}
+    for u in range(len(units.heads)):
+        if units.fusible[u]:
+            here = sets.find(u)
+            found = reads.setdefault(here, {})
+            inside = (s for s in units.sources(u) if not is_number(s))
+            outside = (s for s in inside if s not in units.index or sets.find(units.index[s]) != here)
+            found.update((s, numel_hint(s.meta.get("val"))) for s in outside)
+    readers: dict[tuple[int, fx.Node], list[int]] = {}
+    for group, found in reads.items():
+        for source, n in found.items():
+            if 2 * n > max(found.values()):
+                readers.setdefault((levels[group], source), []).append(group)
+    for groups in readers.values():
+        for a, b in zip(groups, groups[1:]) if len(groups) <= _MAX_READERS else ():
+            shared = reads[a].keys() & reads[b].keys()
+            both = sum(reads[a][s] for s in shared)
+            if len(shared) > 1 and 2 * both > max(sum(reads[a].values()), sum(reads[b].values())):
+                sets.union(a, b)
+
+
 class _Condensed:
     """The graph of groups and externs, whose edges `_contract` removes one by one."""
 
@@ -232,6 +258,7 @@ def group_nodes(graph: fx.Graph) -> Grouping:
     units = _Units(graph)
     levels = _levels(units)
     sets = _connect(units, levels)
+    _join_readers(units, sets, levels)
     _contract(units, sets, levels)
     kinds = {n: v.kind for n, v in units.verdicts.items()}
     reasons = {n.name: v.reason for n, v in units.verdicts.items() if v.reason and not is_size_arithmetic(n)}

@@ -71,11 +71,28 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
     return hoisted or few or producer.cost() <= CHEAP
 
 
+def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
+    """Have `reader` compute what it loads of the buffers that `makers` make, and what these load of each other."""
+    out = Recorder()
+
+    def add(row: Row) -> int:
+        if row.op != "load" or row.attr[0] not in makers:
+            return out.add_row(row).row
+        return copy_rows(out, makers[row.attr[0]], row.attr[1], row.args[0] if row.args else None, add)
+
+    _rewrite(reader, out, add)
+
+
 def _inline_into(reader: Node, producers: Producers) -> None:
     out = Recorder()
+    _rewrite(reader, out, lambda row: _add_row(out, row, reader, producers))
+
+
+def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
+    """The rows of `reader` put into `out` by `add`, which may put others in their place."""
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
-        number[n] = _add_row(out, _moved(row, number), reader, producers)
+        number[n] = add(_moved(row, number))
     store = tuple(_renumbered(e, number) for e in reader.store_index)
     body, reader.store_index = prune_with(out.rows, number[reader.result], store)
     reader.rows, reader.result = list(body.rows), body.result
@@ -141,4 +158,4 @@ def _solve(store: Expr, e: Expr, sizes: Mapping[Sym, Expr]) -> dict[Sym, Expr]:
     return out
 
 
-__all__ = ["inline_cheap", "copy_rows", "row_cost", "expr"]
+__all__ = ["inline_buffers", "inline_cheap", "copy_rows", "row_cost", "expr"]

@@ -14,7 +14,10 @@ from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
+from fuser.scheduler.recompute import recompute
 from fuser.scheduler.writes import place_writes
+
+MOST_ROUNDS = 3  # of fusing anew once results are computed again instead of stored
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         sizes[b.name] = (n * b.dtype.itemsize, n)
     _add_inputs(lowered, strides, dtypes, sizes)
     fusion = fuse(ctx, nodes, sizes, most_rows)
+    if ctx.device_type == "cuda" and not ctx.writes:  # arithmetic is all but free there, and no input changes meanwhile
+        for _ in range(MOST_ROUNDS):
+            if not recompute(nodes, fusion, roots, sizes):
+                break
+            nodes = _live_nodes(nodes, roots)
+            fusion = fuse(ctx, nodes, sizes, most_rows)
     kept = outputs | _crossing(fusion)
     stored = kept | roots
     made = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]

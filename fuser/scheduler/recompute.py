@@ -1,0 +1,61 @@
+"""Computing again what another kernel would have to write to memory.
+
+Loops that cannot share a kernel (sums along rows and sums along columns of the same values) hand each other elementwise
+results through memory. Where these come from less memory than they take themselves, each reader computes them anew:
+two kernels read two halves, instead of one that writes float32 values of them and another that reads those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from fuser.scheduler.fusion import Fusion, Kernel
+from fuser.scheduler.inline import COSTLY, MOST_ROWS, inline_buffers
+from fuser.scheduler.nodes import Node
+
+Sizes = Mapping[str, tuple[int, int]]
+
+
+def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes) -> bool:
+    """Copy producers into readers in other kernels where that saves memory traffic; True if any was.
+
+    `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer. Nodes that nobody reads any
+    more stay in `nodes`.
+    """
+    home = {n.buffer.name: k for k in fusion.kernels for n in k.nodes}
+    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    makers = {b: n for b, n in makers.items() if b not in stored}
+    readers: dict[str, list[Kernel]] = {}
+    for kernel in fusion.kernels:
+        for b in {b for n in kernel.nodes for b in n.reads if home.get(b, kernel) is not kernel}:
+            readers.setdefault(b, []).append(kernel)
+    changed = False
+    for b, kernels in readers.items():
+        if b not in makers:
+            continue
+        inner, leaves = _behind(b, makers, readers)
+        cost = sum(sizes[leaf][0] for k in kernels for leaf in leaves if leaf not in k.reads)
+        cost += sum(sizes[leaf][0] for leaf in leaves if leaf in home and leaf not in readers and leaf not in stored)
+        if cost >= sizes[b][0] * (1 + len(kernels)) or sum(n.cost() for n in inner.values()) > COSTLY:
+            continue
+        rows = sum(len(n.rows) for n in inner.values())
+        for node in (n for k in kernels for n in k.nodes if b in n.reads):
+            if node.ordered is None and len(node.rows) + rows <= MOST_ROWS:
+                inline_buffers(node, inner)
+                changed = True
+    return changed
+
+
+def _behind(b: str, makers: Mapping[str, Node], crossing: Collection[str]) -> tuple[dict[str, Node], set[str]]:
+    """The elementwise loops that make `b` from what is in memory anyway, and what they read of that."""
+    inner: dict[str, Node] = {}
+    leaves: set[str] = set()
+    pending = [b]
+    while pending:
+        name = pending.pop()
+        if name != b and (name in crossing or name not in makers):
+            leaves.add(name)
+        elif name not in inner:
+            inner[name] = makers[name]
+            pending += makers[name].reads
+    return inner, leaves
