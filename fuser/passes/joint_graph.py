@@ -5,6 +5,7 @@ from __future__ import annotations
 from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views
 from fuser.passes.foreach import split_foreach
+from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
 from fuser.passes.randomness import functional_random
 from fuser.passes.runner import Pass
@@ -19,5 +20,6 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("add_to_addmm", add_to_addmm),
     Pass("addmm_to_add", addmm_to_add),
     Pass("forget_statistics", forget_statistics),
+    Pass("keep_logits", keep_logits),
     Pass("convolutions_channels_last", convolutions_channels_last),
 )

@@ -98,6 +98,11 @@ def layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return F.layer_norm(x, (x.shape[-1],), w, b)
 
 
+def cross_entropy(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    target = torch.arange(x.shape[0], device=x.device) * 7 % x.shape[1]
+    return F.cross_entropy(x.float(), target, **options)
+
+
 ROWS, COLUMNS = 96, 80
 CASES = {
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), 1, 0, 3),
@@ -105,6 +110,11 @@ CASES = {
     "softmax": (lambda x: torch.softmax(x, -1), 1, 0, 3),
     "rms_norm": (rms_norm, 1, 1, 5),  # x and its output's gradient twice: along rows, and along columns
     "layer_norm": (layer_norm, 1, 2, 5),
+    "cross_entropy": (cross_entropy, 1, 0, 2),
+    "cross_entropy, some ignored": (lambda x: cross_entropy(x, ignore_index=14), 1, 0, 2),
+    "cross_entropy, sum": (lambda x: cross_entropy(x, reduction="sum", ignore_index=7), 1, 0, 2),
+    "cross_entropy, each": (lambda x: cross_entropy(x, reduction="none", ignore_index=7), 1, 0, 2),
+    "log_softmax": (lambda x: torch.log_softmax(x.float(), -1), 1, 0, 3),
 }
 
 
@@ -117,6 +127,8 @@ def test_large_tensors_that_a_backward_touches(name: str) -> None:
     args = tuple(a.to(BF16).requires_grad_() for a in args)
     parts, grads = compiled(fn, args)
     assert parts[1].passes(ROWS * COLUMNS) == passes
+    if name.startswith("cross_entropy"):
+        assert parts[0].passes(ROWS * COLUMNS) == 1  # the logits are read, and no probabilities written
     exact = tuple(a.detach().double().requires_grad_() for a in args)
     for got, want in zip(grads, torch.autograd.grad(fn(*exact).square().sum(), exact)):
         assert (got.double() - want).norm() <= 0.02 * want.norm()

@@ -1,0 +1,114 @@
+"""Cross entropy in training: what is kept between forward and backward, and the gradient of its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config
+
+aten = torch.ops.aten
+_NONE, _MEAN = 0, 1  # reductions of a loss
+F32 = torch.float32
+
+
+class _Writer:
+    """Puts calls before a node, with its notes and with the values that they have."""
+
+    def __init__(self, at: fx.Node) -> None:
+        self.at = at
+        self.mode: Any = getattr(at.meta["val"], "fake_mode", None)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.at.graph.inserting_before(self.at):
+            node = self.at.graph.call_function(target, args, kwargs)
+        values: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), self.mode:
+            value = target(*values[0], **values[1])
+        node.meta = {**self.at.meta, "val": value}
+        return node
+
+    def instead(self, node: fx.Node) -> None:
+        """`node` takes the place of the node before which calls were put."""
+        node.meta = {**self.at.meta, "val": node.meta["val"]}
+        self.at.replace_all_uses_with(node)
+        self.at.graph.erase_node(self.at)
+
+
+def keep_logits(module: fx.GraphModule) -> int:
+    """A float32 `log_softmax` with a backward is spelled out: two numbers for each row are saved, and no second matrix.
+
+    The gradient of a cross entropy through it is the probabilities with one class less, without a sum over classes.
+    """
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten._log_softmax.default or node.kwargs or node.meta["val"].dtype is not F32:
+            continue
+        known = _same(node)
+        readers = [u for n in known for u in n.users if u.target is aten._log_softmax_backward_data.default]
+        readers = [u for u in readers if u.args[1] in known and u.args[0] not in known]
+        if not readers or _is_unfit(node.meta["val"]):
+            continue
+        for detached in reversed(known[1:]):  # would be saved whole: the cut takes none for what can be computed again
+            detached.replace_all_uses_with(node)
+            module.graph.erase_node(detached)
+        for reader in readers:
+            _spell_gradient(reader)
+        _spell_forward(node)
+        changed += 1
+    return changed
+
+
+def _is_unfit(value: torch.Tensor) -> bool:
+    """Whether there is no maximum, or no mode in which values of further calls can be made."""
+    return any(type(s) is int and s == 0 for s in value.shape) or getattr(value, "fake_mode", None) is None
+
+
+def _same(node: fx.Node) -> list[fx.Node]:
+    """The node and what is detached of it."""
+    found = [node]
+    for n in found:
+        found += [u for u in n.users if u.target is aten.detach.default]
+    return found
+
+
+def _spell_forward(node: fx.Node) -> None:
+    """x - max - log(sum(exp(x - max)))"""
+    arguments: tuple[Any, ...] = node.args
+    x, dim, _ = arguments
+    write = _Writer(node)
+    wide = x if x.meta["val"].dtype is F32 else write(aten._to_copy.default, x, dtype=F32)
+    most = write(aten.amax.default, wide, [dim], True)
+    above = write(aten.sub.Tensor, wide, most)
+    total = write(aten.sum.dim_IntList, write(aten.exp.default, above), [dim], True)
+    write.instead(write(aten.sub.Tensor, above, write(aten.log.default, total)))
+
+
+def _spell_gradient(node: fx.Node) -> None:
+    """(class is the target) * v - exp(out) * v, if a loss hands v to the target of each row."""
+    arguments: tuple[Any, ...] = node.args
+    grad, out, dim, dtype = arguments
+    if getattr(grad, "target", None) is not aten.nll_loss_backward.default or len(grad.users) != 1 or grad.kwargs:
+        return
+    from_loss, _, target, weight, reduction, ignored, total = grad.args
+    shape = out.meta["val"].shape
+    if weight is not None or len(shape) != 2 or dim not in (1, -1) or not isinstance(shape[1], int):
+        return
+    write = _Writer(node)
+    device = out.meta["val"].device
+    each = write(aten.div.Tensor, from_loss, total) if reduction == _MEAN else from_loss
+    each = write(aten.neg.default, write(aten.unsqueeze.default, each, 1) if reduction == _NONE else each)
+    to = write(aten.unsqueeze.default, target, 1)
+    nothing = write(aten.full.default, [], 0.0, dtype=F32, device=device, pin_memory=False)
+    each = write(aten.where.self, write(aten.ne.Scalar, to, ignored), each, nothing)
+    classes = write(aten.arange.default, shape[1], dtype=torch.int64, device=device, pin_memory=False)
+    here = write(aten.where.self, write(aten.eq.Tensor, to, classes), each, nothing)
+    result = write(aten.sub.Tensor, here, write(aten.mul.Tensor, write(aten.exp.default, out), each))
+    if dtype is not F32:
+        result = write(aten._to_copy.default, result, dtype=dtype)
+    write.instead(result)
+    grad.graph.erase_node(grad)
