@@ -102,12 +102,13 @@ def judge(
     """Right if close to eager and, where `exact` (float64) is given, no further from it than twice eager's error.
 
     `tolerance_scale` widens the comparison with eager for whole models, whose matmuls reassociate; the comparison with
-    float64 then still holds the result to eager's own precision. `together`: the results are one vector, as gradients
-    are; what is small beside the others, such as a key's bias, whose gradient is 0 but for rounding, is judged beside a
-    thousandth of their size.
+    float64 then still holds the result to eager's own precision. `together`: see `_judge_together`; needs `exact`.
     """
     if len(out) != len(eager):
         return Verdict(f"{len(out)} results: expected {len(eager)}, as eager gives")
+    if together:
+        assert exact is not None
+        return _judge_together(out, eager, exact)
     for i, (a, b) in enumerate(zip(out, eager, strict=True)):
         problem = _compare_one(a, b, tolerance_scale)
         if problem:
@@ -115,12 +116,10 @@ def judge(
     if exact is None:
         return Verdict(None)
     error = eager_error = 0.0
-    sizes = [_rms(e) for e in exact if e.is_floating_point() and e.numel()] if together else []
-    least = 1e-3 * max(sizes, default=0.0)
     for i, (a, b, e) in enumerate(zip(out, eager, exact, strict=True)):
         if not e.is_floating_point():
             continue
-        mine, theirs = _relative_rms(a, e, least), _relative_rms(b, e, least)
+        mine, theirs = _relative_rms(a, e), _relative_rms(b, e)
         if not mine <= 2 * theirs + 2 * torch.finfo(a.dtype).eps:
             return Verdict(
                 f"result {i} has an error of {mine:.3g} against float64 where eager has {theirs:.3g}: "
@@ -130,3 +129,29 @@ def judge(
             )
         error, eager_error = max(error, mine), max(eager_error, theirs)
     return Verdict(None, error, eager_error)
+
+
+def _judge_together(out: list[torch.Tensor], eager: list[torch.Tensor], exact: list[torch.Tensor]) -> Verdict:
+    """Gradients, which hang together: none may have four times the error of eager's worst.
+
+    Rounding decides on which side of zero a ReLU's argument falls, and each such element changes all gradients before
+    it: eager's own error against float64 is 2 % for ResNet-50, at other places on every run of another order of sums.
+    What is small beside the others, such as a key's bias, whose gradient is 0 but for rounding, is judged beside a
+    thousandth of their size.
+    """
+    least = 1e-3 * max((_rms(e) for e in exact if e.is_floating_point() and e.numel()), default=0.0)
+    errors, eager_errors = [], []
+    for i, (a, b, e) in enumerate(zip(out, eager, exact, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.isfinite(), b.isfinite()):
+            return Verdict(f"result {i} differs from eager's in sizes, dtype or where it is finite")
+        errors.append(_relative_rms(a, e, least))
+        eager_errors.append(_relative_rms(b, e, least))
+    worst, allowed = max(errors), 4 * max(eager_errors) + 4 * torch.finfo(out[0].dtype).eps
+    if worst <= allowed:
+        return Verdict(None, worst, max(eager_errors))
+    return Verdict(
+        f"result {errors.index(worst)} has an error of {worst:.3g} against float64 where eager's worst is "
+        f"{max(eager_errors):.3g}: expected at most four times that",
+        worst,
+        max(eager_errors),
+    )
