@@ -79,6 +79,15 @@ def sum_and_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.sum(0), x.amax(0)
 
 
+def norm_gradients(
+    g: torch.Tensor, x: torch.Tensor, r: torch.Tensor, w: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum along columns for the weight, one along rows for the input, of much the same."""
+    wide, scaled = x.float(), (g * w).float()
+    along = (scaled * wide).sum(1, keepdim=True)
+    return (g * (wide * r)).sum(0).to(w.dtype), (scaled * r - wide * (along * r * r * r / x.shape[1])).to(x.dtype)
+
+
 BF16 = torch.bfloat16
 EXTRA = (
     Case("softmax/long", long_softmax, lambda i: (i.normal(3, 20000),)),
@@ -96,6 +105,10 @@ EXTRA = (
     Case("strided", lambda x, y: x * y, lambda i: (i.normal(40, 66)[:, ::2], i.normal(40, 33))),
     Case("unaligned", lambda x: x * 2, lambda i: (i.normal(1001)[1:],)),
     Case("integers", lambda x: (x * 3 - 1) // 2 + x % 5, lambda i: (i.below(100, 77),)),
+    Case("norm_gradients", norm_gradients,
+         lambda i: (i.normal(90, 70), i.normal(90, 70), i.uniform(90, 1), i.uniform(70))),
+    Case("norm_gradients/bf16", norm_gradients, lambda i: (
+        i.normal(999, 800, dtype=BF16), i.normal(999, 800, dtype=BF16), i.uniform(999, 1), i.uniform(800).to(BF16))),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
     Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
     Case("gather/outer", lambda x, i: x.gather(0, i), lambda i: (i.normal(50, 20, dtype=BF16), i.below(50, 33, 20))),
@@ -272,6 +285,6 @@ INTERPRETED = (
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "gather",
-    "gather/along", "gather/outer", "index_select",
+    "norm_gradients", "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip

@@ -125,6 +125,14 @@ def test_calls_run_by_aten_with_one_warning(what: str, monkeypatch: pytest.Monke
         fuser.register_fusion_backend("cpu", None)
 
 
+def test_what_two_kernels_need_is_computed_twice_instead_of_stored() -> None:
+    case = CASES["norm_gradients/bf16"]
+    source = case.source(case.fake_args())
+    temporaries = [b for b in source.program.buffers if not b.output]
+    assert all(len(b.sizes) == 1 for b in temporaries), "a whole tensor goes from one kernel to another"
+    assert source.n_kernels == 2
+
+
 def test_wide_addresses() -> None:
     case = CASES["relu_mul_add/2"]
     from torch._subclasses.fake_tensor import FakeTensorMode
