@@ -13,7 +13,7 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,24 @@ class Setting:
     doc: str
     key: bool = False
     choices: tuple[Any, ...] = ()
+    read: Callable[[Any], Any] | None = None  # other forms of a value; ValueError says what was expected
+
+
+def _calls(value: Any) -> Any:
+    """A number of calls: 3, "3" or "first_3"."""
+    if isinstance(value, str):
+        digits = value.removeprefix("first_")
+        value = int(digits) if digits.isdecimal() else -1
+    if type(value) is int and value < 0:
+        raise ValueError("expected a number of calls, such as 3 or 'first_3'; 0 is none")
+    return value
+
+
+def _ratio(value: Any) -> Any:
+    """A ratio of times, 0 or at least 1."""
+    if isinstance(value, (int, float)) and value and not value >= 1:
+        raise ValueError("expected 0, or a ratio of times of at least 1, such as 1.05")
+    return value
 
 
 def _default_cache_dir() -> str:
@@ -49,7 +67,8 @@ SETTINGS: tuple[Setting, ...] = (
         "deterministic", "torch", "'yes': no sums by atomics; 'torch': as torch asks when a graph is registered",
         key=True, choices=("torch", "yes", "no"),
     ),
-    Setting("verify", 0, "run the first n calls of each kernel beside the fallback"),
+    Setting("verify", 0, "run the first n calls of each kernel beside the fallback: 3 or 'first_3'", read=_calls),
+    Setting("slowest", 0.0, "a kernel that takes more than this times ATen's time goes; 0 measures none", read=_ratio),
     Setting(
         "random",
         "philox",
@@ -71,6 +90,8 @@ _BY_NAME = {s.name: s for s in SETTINGS}
 
 def _parse(setting: Setting, text: str) -> Any:
     kind = type(setting.default)
+    if setting.read is _calls:
+        return text
     try:
         return text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
     except ValueError:
@@ -86,6 +107,10 @@ def check(name: str, value: Any) -> Any:
         raise ConfigError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, setting.choices))}")
+    try:
+        value = setting.read(value) if setting.read is not None else value
+    except ValueError as e:
+        raise ConfigError(f"{name}={value!r}: {e}") from None
     kind = type(setting.default)
     if kind is float and isinstance(value, int):
         value = float(value)

@@ -27,8 +27,11 @@ from fuser.verify import Trials
 
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
 MAX_VARIANTS = 24
+# Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
+MAX_FORMS = 1024
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float)
+_DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
 
 
 # -- what arguments are like -------------------------------------------------------------------------------------------
@@ -114,6 +117,19 @@ def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
 NO_TENSOR = "there is no tensor among the inputs"
 
 
+def _form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What tells calls apart but for numbers' values and memory's alignment; None where a tensor is no plain one."""
+    form: list[Any] = []
+    for a in args:
+        if type(a) in _PLAIN_TENSORS and a.layout is torch.strided and not (a.is_nested or a.dtype.is_complex):
+            form.append((a.shape, a.stride(), a.dtype, a.device))
+        elif isinstance(a, torch.Tensor):
+            return None
+        else:
+            form.append(type(a))
+    return tuple(form)
+
+
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
     """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call."""
@@ -123,7 +139,9 @@ class Executor:
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
-        self._trials = Trials(spec, self._add)
+        self._trials = Trials(spec, self._add, self._switch_off)
+        self._off: str | None = spec.blocked[0] if spec.blocked else None
+        self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
@@ -131,11 +149,25 @@ class Executor:
             return self._fall_back(args, f"a kernel reported status {status}")
         if getattr(self._local, "probing", False):
             return _MISS
+        form = _form_of(args) if self._refused else None
+        refused = self._refused.get(form) if form is not None else None
+        if refused is not None:
+            return self._fall_back(args, refused)
         filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
-        reason = self._why_not(args)
-        return self._fall_back(args, reason) if reason is not None else self._compile_and_run(args)
+        reason = self._off or self._why_not(args)
+        if reason is not None:
+            if reason is self._off:
+                self._refuse(args, reason)
+            return self._fall_back(args, reason)
+        return self._compile_and_run(args)
+
+    def _refuse(self, args: tuple[Any, ...], reason: str) -> None:
+        """Leave calls of this form to ATen from now on, without asking again."""
+        form = _form_of(args)
+        if form is not None and len(self._refused) < MAX_FORMS:
+            self._refused[form] = reason
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
@@ -203,6 +235,7 @@ class Executor:
             entry, compiled = store.get_or_compile(key, lambda: self._compile(args), have)
             entry.example = entry.example or tuple(map(_described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
+                self._refuse(args, entry.reason)
                 return self._fall_back(args, entry.reason)
             result = self._probe(args)
             if result is not _MISS:
@@ -234,8 +267,8 @@ class Executor:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            if config.verify and not self.spec.registered.writes:  # the fallback would write a second time
-                self._trials.add(kernel, config.verify)
+            if (config.verify or config.slowest) and self._may_repeat:
+                self._trials.add(kernel, config.verify, config.slowest)
             else:
                 self._add(kernel)
         except Exception as e:
@@ -244,9 +277,19 @@ class Executor:
             raise
         return kernel
 
+    @property
+    def _may_repeat(self) -> bool:
+        """Whether a call may run more than once: it writes into no input and draws no random numbers."""
+        draws = any(word in node.op for node in self.spec.graph.calls for word in _DRAWING)
+        return not self.spec.registered.writes and not draws
+
     def _add(self, kernel: FusedKernel) -> None:
         """Let calls run `kernel`."""
         self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
+
+    def _switch_off(self, reason: str) -> None:
+        """Compile no further kernel for this specification: from now on calls that none takes go straight to ATen."""
+        self._off = reason
 
     def _probe(self, args: tuple[Any, ...]) -> Any:
         """The result of a kernel, or `_MISS` if none takes the call."""

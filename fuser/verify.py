@@ -3,13 +3,19 @@
 A kernel on trial has a handle of its own. Once n of its results were as good as the fallback's it moves to the
 fusion's handle, and costs no more than any other. If one is not, the fallback's result is kept, the kernel is never
 used again, and a reproducer is written.
+
+With `config.slowest = r` a kernel is also timed, in its first call over `LARGE` elements or more: one that takes more
+than r times the fallback's time is not used again, and its specification says so. It is off unless asked for, since
+a result's last bits would hang on a clock.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,26 +38,33 @@ TOLERANCE = {
 }
 
 
+LARGE = 4096
+_ROUNDS, _ROUND_SECONDS = 9, 3e-4
+
+
 @dataclass(eq=False)
 class _Trial:
     kernel: FusedKernel
     handle: Any
     left: int
+    slowest: float
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Trials:
-    """The kernels of one specification that are still on trial. `promote` takes one that passed."""
+    """The kernels of one specification on trial. `promote` takes one that passed, `switch_off` says one is too slow."""
 
-    def __init__(self, spec: KernelSpec, promote: Callable[[FusedKernel], None]) -> None:
-        self._spec, self._promote = spec, promote
+    def __init__(
+        self, spec: KernelSpec, promote: Callable[[FusedKernel], None], switch_off: Callable[[str], None]
+    ) -> None:
+        self._spec, self._promote, self._switch_off = spec, promote, switch_off
         self._trials: list[_Trial] = []
 
-    def add(self, kernel: FusedKernel, calls: int) -> None:
-        """Have the next `calls` calls of `kernel` verified."""
+    def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
+        """Have the next `calls` calls of `kernel` verified; and one timed if `slowest` is not 0."""
         handle = launcher.make_handle(self._slow)
         handle.add_kernel(kernel.program, kernel.library)
-        self._trials = [*self._trials, _Trial(kernel, handle, calls)]
+        self._trials = [*self._trials, _Trial(kernel, handle, calls, slowest)]
 
     def _slow(self, args: tuple[Any, ...], status: int) -> Any:
         return self._spec.fallback(*args) if status else MISS
@@ -61,15 +74,40 @@ class Trials:
         for trial in self._trials:
             got = trial.handle(*args)
             if got is not MISS:
-                return self._judge(trial, args, got)
+                if trial.slowest:
+                    self._time(trial, args)
+                return self._judge(trial, args, got) if trial.left else self._settle(trial, got)
         return MISS
+
+    def _settle(self, trial: _Trial, got: Any) -> Any:
+        """End a trial with nothing left to verify, unless its time is still to be taken."""
+        with trial.lock:
+            known = not trial.slowest and trial in self._trials
+        if known:
+            self._trials = [t for t in self._trials if t is not trial]
+            self._promote(trial.kernel)
+        return got
+
+    def _time(self, trial: _Trial, args: tuple[Any, ...]) -> None:
+        """Compare times if the call is large enough; the kernel goes if it takes too much."""
+        elements = max((a.numel() for a in args if isinstance(a, torch.Tensor)), default=0)
+        if elements < LARGE:
+            return
+        found, limit = time_ratio(trial.handle, self._spec.fallback, args), trial.slowest
+        trial.slowest = 0.0
+        if found > limit and trial in self._trials:
+            self._trials = [t for t in self._trials if t is not trial]
+            sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
+            reason = f"kernel {trial.kernel.name} took {found:.2f} times as long as ATen for sizes {sizes}"
+            self._spec.store.disable(trial.kernel, reason)
+            self._switch_off(reason)
 
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)
         problem = difference(got, want, args, lambda: self._spec.fallback(*map(_wide, args)))
         with trial.lock:
             trial.left -= 1
-            ends = problem is not None or trial.left == 0
+            ends = problem is not None or trial.left == 0 and not trial.slowest
             known = trial in self._trials
         if ends and known:
             self._trials = [t for t in self._trials if t is not trial]
@@ -89,6 +127,21 @@ class Trials:
         except (OSError, RuntimeError, TypeError) as e:
             hint = f"no reproducer could be written ({type(e).__name__}: {e})"
         warnings.warn(f"fuser: {reason}; the fusion goes on by ATen; {hint}", RuntimeWarning, stacklevel=2)
+
+
+def time_ratio(kernel: Callable[..., Any], eager: Callable[..., Any], args: Sequence[Any]) -> float:
+    """The kernel's time by eager's: the median of rounds in which either is called for 0.3 ms or more."""
+    start = time.perf_counter()
+    eager(*args)
+    repeat = max(1, min(1000, int(_ROUND_SECONDS / max(time.perf_counter() - start, 1e-7))))
+
+    def once(f: Callable[..., Any]) -> float:
+        start = time.perf_counter()
+        for _ in range(repeat):
+            f(*args)
+        return time.perf_counter() - start
+
+    return statistics.median(once(kernel) / once(eager) for _ in range(_ROUNDS))
 
 
 def _wide(a: Any) -> Any:

@@ -65,11 +65,12 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
         values.append(value)
         metas.append(meta)
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
+    read = Counter(i for node in graph.calls for i in node.refs())  # one that reads a value twice may not write it
     returned = Counter(refs_of(graph.output))
     for node in graph.calls:
         ctx.n_readers = readers[node.index]
         value, meta = _lower_node(ctx, node, values, metas)
-        _claim(ctx, value, readers[node.index] + returned[node.index])
+        _claim(ctx, value, read[node.index] + returned[node.index])
         values.append(value)
         metas.append(meta)
     return Lowered(ctx, inputs, _outputs(ctx, graph, values, metas))
@@ -224,6 +225,7 @@ def _outputs(
     seen: dict[int, Any] = dict(inputs)
     written = dict(ctx.writes)
     plain = _is_row_major(graph, metas)
+    memories = Counter(_memory(m) for m in {id(m): m for m in metas}.values() if isinstance(m, torch.Tensor))
     out: list[tuple[str, Any]] = []
     for o in graph.outputs:
         value = values[o.index] if isinstance(o, Ref) else o
@@ -244,7 +246,7 @@ def _outputs(
         else:
             seen.setdefault(_memory(meta), value)
             if not graph.functional:
-                _keep_dense(ctx, value, meta, plain)
+                _keep_dense(ctx, value, meta, plain, memories[_memory(meta)] > 1)
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
 
@@ -260,16 +262,16 @@ def _is_row_major(graph: CanonicalGraph, metas: list[Any]) -> bool:
     )  # fmt: skip
 
 
-def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plain: bool) -> None:
+def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plain: bool, viewed: bool) -> None:
     """Unsupported if eager's result does not fill its memory; guards, so that it does in every call.
 
-    Strides along dims of 0 or 1 elements say nothing about calls with more: unless all are `plain`, such sizes are made
-    constants.
+    `viewed`: eager's result is a view, though of all elements in the example. Strides along dims of 0 or 1 elements say
+    nothing about calls with more: unless all are `plain`, such sizes are made constants.
     """
     if meta.numel() and memory_order(meta.shape, meta.stride()) is None:
         raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
     buffer = value.storage.buffer
-    if value.view is not None and buffer.input_number < 0:
+    if viewed and value.view is not None and buffer.input_number < 0:
         ctx.assume("eq", ctx.numel(value), product(buffer.size))
     if not plain and (meta.dim() > 1 or meta.numel() and meta.stride() != (1,)):
         for e, n in zip(ctx.size_of(value), meta.shape):

@@ -200,3 +200,21 @@ def test_pooling_of_no_channels_is_eagers_error():
                 handle(torch.ones(size))
         else:
             assert torch.equal(handle(torch.ones(size)), want)
+
+
+def test_a_scatter_does_not_overwrite_its_own_indices():
+    index = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0])
+
+    def fn(x):
+        counts = torch.index_add(x, 0, x, x)
+        return torch.index_fill(counts, 0, counts, 0)
+
+    same(fn, index)
+    same(lambda x: torch.scatter(torch.scatter(x, 0, x, 0), 0, torch.scatter(x, 0, x, 0), 1), index)
+
+
+def test_what_is_a_view_to_a_kernel_alone_is_a_result():
+    key = register_fusion(torch.fx.symbolic_trace(lambda x: torch.repeat_interleave(x + 1, 2, 1)))
+    got = REGISTRY.find(key).handle(X)
+    assert torch.equal(got, torch.repeat_interleave(X + 1, 2, 1)) and got.is_contiguous()
+    assert not REGISTRY.find(key).spec.store.fallbacks

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.fx
 
-from fuser import compiler, config, debug, fusion_handle, register_fusion
+from fuser import compiler, config, debug, fusion_handle, register_fusion, verify
 from fuser.cpu import fused_kernel
 from fuser.kernel_cache import REGISTRY
 from fuser.verify import difference
@@ -135,3 +135,63 @@ def test_difference_accepts_what_is_nearer_to_the_exact_result():
     eager, kernel, exact = torch.tensor([1.02]), torch.tensor([1.0]), torch.tensor([1.001], dtype=torch.float64)
     assert difference(kernel, eager, (), lambda: exact) is None
     assert difference(eager, kernel, (), lambda: exact) is not None
+
+
+@pytest.mark.parametrize("calls", [2, "2", "first_2"])
+def test_verify_takes_a_number_of_calls_in_several_forms(calls):
+    with config.override(verify=calls):
+        assert config.verify == 2
+
+
+@pytest.mark.parametrize("calls", [-1, "first", "first_n", "last_2", "first_-1"])
+def test_verify_says_what_it_expects(calls):
+    with pytest.raises(config.ConfigError, match="expected a number of calls, such as 3 or 'first_3'; 0 is none"):
+        config.check("verify", calls)
+
+
+def test_verify_from_the_environment():
+    code = "import fuser; assert fuser.config.verify == 4; fuser.config.set(verify=0)"
+    env = {**os.environ, "FUSER_VERIFY": "first_4", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ratio, size, stays", [(1.3, 5000, False), (1.02, 5000, True), (9.0, 50, True)])
+def test_a_kernel_slower_than_eager_goes(monkeypatch, ratio, size, stays):
+    monkeypatch.setattr(verify, "time_ratio", lambda *_: ratio)
+    key = register(lambda x: torch.cos(x) * ratio - size)
+    store, handle = REGISTRY.find(key).spec.store, fusion_handle(key)
+    x = torch.linspace(0, 1, size)
+    with config.override(slowest=1.05):
+        for _ in range(3):
+            torch.testing.assert_close(handle(x), torch.cos(x) * ratio - size)
+    assert len(store.kernels) == stays
+    if not stays:
+        (reason,) = store.fallbacks
+        assert re.fullmatch(r"kernel \w+ took 1.30 times as long as ATen for sizes \(5000,\)", reason)
+
+
+def test_a_kernel_that_was_called_with_little_waits_for_more(monkeypatch):
+    timed = []
+    monkeypatch.setattr(verify, "time_ratio", lambda kernel, eager, args: timed.append(args[0].numel()) or 0.5)
+    key = register(lambda x: torch.sin(x) * 7.25)
+    handle = fusion_handle(key)
+    with config.override(slowest=1.05):
+        for size in (10, 4095, 4096, 9000):
+            handle(torch.ones(size))
+            assert handle.kernel_count == (size >= 4096)
+    assert timed == [4096]
+
+
+def test_calls_that_write_are_not_repeated():
+    key = register(lambda x: x.copy_(x * 2.5 + 1))
+    x = torch.ones(5000)
+    with config.override(slowest=1.05, verify=3):
+        fusion_handle(key)(x)
+    assert torch.equal(x, torch.full((5000,), 3.5))
+
+
+def test_time_is_measured():
+    x = torch.ones(100_000)
+    slow = verify.time_ratio(lambda x: [x.exp() for _ in range(6)], lambda x: x.exp(), (x,))
+    assert slow > 1.05

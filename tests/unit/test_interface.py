@@ -434,3 +434,17 @@ def test_long_float32_sums_are_as_exact_as_eagers(name):
         mine += (fuser.run_fusion(key, [x])[0] - exact).square().sum().item()
         eager += (fn(x) - exact).square().sum().item()
     assert store_of(key).kernels and mine**0.5 <= 1.5 * eager**0.5
+
+
+def test_a_form_of_call_that_was_refused_is_not_asked_about_again(monkeypatch):
+    key = registered(lambda x, n: (x.t(), x + n))
+    handle, x = fuser.fusion_handle(key), torch.ones(3, 4)
+    handle(x, 2)
+    monkeypatch.setattr(executor, "arg_spec", None)
+    for n in (2, 3):
+        got = handle(x, n)
+        assert got[0].data_ptr() == x.data_ptr() and torch.equal(got[1], x + n)
+    (reason,) = store_of(key).fallbacks
+    assert "an output is a view" in reason and store_of(key).fallbacks[reason] == 3
+    with pytest.raises(TypeError):  # another form is
+        handle(torch.ones(5, 4), 2)

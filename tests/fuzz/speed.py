@@ -1,0 +1,74 @@
+"""`python -m tests.fuzz.speed N`: random programs over 4096 elements and more, fused and by ATen, by time.
+
+Both run the same graph on one thread; calls alternate, and the median of the ratios counts. Prints every program slower
+than `--limit` times ATen, with its kernel or why there is none, and how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+
+import torch
+
+from fuser import config, register_fusion
+from fuser.interface import fusion_handle, kernel_spec
+from fuser.verify import time_ratio
+from tests.fuzz import generate as generator
+from tests.fuzz.program import Program, graph_of, make_inputs
+
+SIZES = ((4096,), (64, 128), (16, 512), (8, 32, 64), (300, 40), (2, 16, 24, 24), (100_000,))
+
+
+def large_program(seed: int) -> Program | None:
+    """The program of a seed over inputs of at least 4096 elements in all, None if it has none."""
+    before = generator.SIZES, generator.MOST_ELEMENTS
+    generator.SIZES, generator.MOST_ELEMENTS = SIZES, 400_000  # type: ignore[assignment]
+    try:
+        program = generator.generate(seed, most=8)
+    finally:
+        generator.SIZES, generator.MOST_ELEMENTS = before
+    return program if any(t.numel() >= 4096 for t in make_inputs(program)) else None
+
+
+def measure(program: Program) -> tuple[float, str]:
+    """The time of a program registered as it is by ATen's, and the kernel's name or why there is none."""
+    key = register_fusion(graph_of(program))
+    spec, handle, inputs = kernel_spec(key), fusion_handle(key), make_inputs(program)
+    with torch.no_grad():
+        handle(*inputs)
+        found = time_ratio(handle, spec.fallback, inputs)
+        if found > 1.0:  # once more: the machine may have been busy
+            found = min(found, time_ratio(handle, spec.fallback, inputs))
+    kernels = spec.store.kernels
+    return found, kernels[0].name if kernels else f"ATen: {next(iter(spec.store.fallbacks))}"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m tests.fuzz.speed", description=__doc__)
+    p.add_argument("count", nargs="?", type=int, default=100)
+    p.add_argument("--start", type=int, default=0)
+    p.add_argument("--limit", type=float, default=1.05)
+    p.add_argument("--slowest", type=float, default=0.0, help="config.slowest: switch off what is slower")
+    options = p.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ratios, fused = [], 0
+    for seed in range(options.start, options.start + options.count):
+        program = large_program(seed)
+        if program is None:
+            continue
+        with config.override(slowest=options.slowest):
+            found = measure(program)
+        ratios.append(found[0])
+        fused += not found[1].startswith("ATen")
+        if found[0] > options.limit:
+            print(f"seed {seed}: {found[0]:.2f} x eager, {found[1]}\n{program}\n", flush=True)
+    slow = sum(r > options.limit for r in ratios)
+    median = statistics.median(ratios)
+    print(f"{len(ratios)} programs, {fused} fused, median {median:.2f} x eager, {slow} above {options.limit}")
+
+
+if __name__ == "__main__":
+    main()
