@@ -99,12 +99,24 @@ def lower_index_select(ctx: LoweringContext, x: TensorBox, dim: int, index: Tens
     return selected(ctx, x, size, d, lambda index: place(where((at(index)[d],)), own[d], wraps=False), at)
 
 
+def _of_nothing(ctx: LoweringContext, index: Any, dtype: torch.dtype) -> TensorBox | None:
+    """The result for an index without elements, whatever its dtype is and whatever it would be read from."""
+    if not isinstance(index, TensorBox):
+        return None
+    empty = next((s for s in ctx.size_of(index) if ctx.hint(s) == 0), None)
+    if empty is None:
+        return None
+    ctx.is_equal(empty, ZERO)
+    return ctx.pointwise(ctx.size_of(index), dtype, lambda i: ops.constant(0, dtype), ctx.order_of_meta())
+
+
 @lower("aten.gather")
 def lower_gather(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, sparse_grad: Any = False
 ) -> TensorBox:  # fmt: skip
     """`x` at each place of `index`, with index[place] in `dim`."""
-    return _gathered(ctx, x, wrap_dim(dim, len(x.size)), index_tensor(index))
+    nothing = _of_nothing(ctx, index, x.dtype)
+    return nothing if nothing is not None else _gathered(ctx, x, wrap_dim(dim, len(x.size)), index_tensor(index))
 
 
 def _gathered(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) -> TensorBox:
@@ -126,6 +138,9 @@ def _gathered(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) ->
 @lower("aten.take")
 def lower_take(ctx: LoweringContext, x: TensorBox, index: TensorBox) -> TensorBox:
     """The elements of `x` with these numbers, in row-major order."""
+    nothing = _of_nothing(ctx, index, x.dtype)
+    if nothing is not None:
+        return nothing
     count = ctx.numel(x)
     flat = reshape_box(ctx, x, [count])
     size = ctx.size_of(index_tensor(index, (torch.int64,)))

@@ -61,6 +61,12 @@ def test_an_index_into_a_tensor_of_no_dims():
     check(lambda x, i, s: (x.index_add(0, i, s), x.index_copy(0, i, s), x.index_fill(0, i, 5.0)), x, i, s)
 
 
+def test_an_index_without_elements():
+    x, none = values(5), torch.empty(2, 0, dtype=torch.uint8)
+    check(lambda x, i: torch.gather(x, 0, i), x, none)
+    check(lambda x, i: torch.take(x, i), torch.empty(0), torch.empty(0, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
 def test_negative_pads(mode):
     x = values(2, 6, 7)
