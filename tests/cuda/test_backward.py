@@ -132,3 +132,16 @@ def test_large_tensors_that_a_backward_touches(name: str) -> None:
     exact = tuple(a.detach().double().requires_grad_() for a in args)
     for got, want in zip(grads, torch.autograd.grad(fn(*exact).square().sum(), exact)):
         assert (got.double() - want).norm() <= 0.02 * want.norm()
+
+
+def test_cross_entropy_of_rows_that_are_not_numbers_or_ignored() -> None:
+    x = torch.randn(6, 7, generator=torch.Generator().manual_seed(1))
+    x[0, 2], x[1, 3], x[2], x[3, 1] = -torch.inf, torch.nan, -torch.inf, torch.inf
+    x.requires_grad_()
+    for ignored in (0, 14):
+        def fn(x: torch.Tensor, ignored: int = ignored) -> torch.Tensor:
+            return F.cross_entropy(x, torch.full_like(x[:, 0], ignored, dtype=torch.int64) % 7, ignore_index=ignored)
+
+        _, (got,) = compiled(fn, (x,))
+        (want,) = torch.autograd.grad(fn(x).square(), x)
+        torch.testing.assert_close(got, want, equal_nan=True)
