@@ -17,7 +17,7 @@ from fuser.codegen.program import ProgramBuilder
 from fuser.cuda import codegen, driver, toolchain
 from fuser.cuda.binary import usage
 from fuser.cuda.text import Param
-from fuser.errors import CompileError, Unsupported
+from fuser.errors import CompileError
 from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
@@ -151,8 +151,6 @@ def compile_source(source: Source) -> FusedKernel:
 
 def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]:
     """The binaries of all kernels for devices of `capability`. No GPU is needed. Raises CompileError."""
-    if capability < 89 and any(p.type == "*fp8e4nv" for f in source.functions for p in f.params):
-        raise Unsupported(f"float8_e4m3fn needs compute capability 8.9, and the device has {capability / 10}")
     asked = [toolchain.request(source.text, f, capability, source.numerics) for f in source.functions]
     return toolchain.compile_all(asked)
 

@@ -18,10 +18,8 @@ pytestmark = pytest.mark.cuda
 def clean():
     torch._dynamo.reset()
     forget_compilations()
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
     torch._dynamo.reset()
 
 
