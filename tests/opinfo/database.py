@@ -25,7 +25,8 @@ DTYPES = (
 
 def operators() -> list[Any]:
     """The database's entries."""
-    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:  # torch imports it for its own tests; the database needs none
+    # torch imports it for its own tests; the database needs none.
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         sys.modules["expecttest"] = types.ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     from torch.testing._internal.common_methods_invocations import op_db
