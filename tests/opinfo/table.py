@@ -21,7 +21,8 @@ native if every ATen operator of its functional trace (as AOTAutograd makes it) 
 operator is *native* if every sample that counts is, *partly* native if some are; else it runs by *ATen*, and the reason
 is that of most of its samples. Operators without a sample that counts are listed with a dash, and in no percentage.
 The database of torch 2.13 has about 124,000 samples of all dtypes: hours of work, so the page is of a part of them,
-spread over each operator and dtype, as many as it says below. `ARGS="--results FOLDER"` goes on with a run that was stopped.
+spread over each operator and dtype, as many as it says below. `ARGS="--results FOLDER"` goes on with a run that was
+stopped.
 """
 ROUTES = {
     "call": "registered as a call of its own, by kernels",
