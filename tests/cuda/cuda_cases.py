@@ -75,6 +75,10 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x[index] * 2
 
 
+def uniform_sum(seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.ops.fuser.uniform_like(seed, 0, x) + torch.ops.fuser.uniform_like(seed, 1 << 35, x)
+
+
 def sum_and_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.sum(0), x.amax(0)
 
@@ -109,6 +113,7 @@ EXTRA = (
          lambda i: (i.normal(90, 70), i.normal(90, 70), i.uniform(90, 1), i.uniform(70))),
     Case("norm_gradients/bf16", norm_gradients, lambda i: (
         i.normal(999, 800, dtype=BF16), i.normal(999, 800, dtype=BF16), i.uniform(999, 1), i.uniform(800).to(BF16))),
+    Case("random", uniform_sum, lambda i: (i.below(1 << 62), i.normal(33, 70))),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
     Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
     Case("gather/outer", lambda x, i: x.gather(0, i), lambda i: (i.normal(50, 20, dtype=BF16), i.below(50, 33, 20))),
@@ -284,7 +289,7 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
-    "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "gather",
+    "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
     "norm_gradients", "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip
