@@ -27,6 +27,7 @@ class _Writer:
 
     def __init__(self, site: fx.Node, seed: fx.Node) -> None:
         self.site, self.seed = site, seed
+        self.device = _drawn(site).device
         self.meta = {k: v for k, v in site.meta.items() if k not in ("val", "tensor_meta")}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -39,14 +40,14 @@ class _Writer:
 
     def normal(self, like: fx.Node) -> fx.Node:
         """Standard normal float32, by Box and Muller."""
-        radius = self.call(aten.sub.Tensor, self.call(aten.full.default, [], 1.0), self.uniform(like, 0))  # in (0, 1]
+        radius = self.call(aten.sub.Tensor, self.full([], 1.0), self.uniform(like, 0))  # in (0, 1]
         radius = self.call(aten.sqrt.default, self.call(aten.mul.Tensor, self.call(aten.log.default, radius), -2.0))
         angle = self.call(aten.mul.Tensor, self.uniform(like, 1), 2 * math.pi)
         return self.call(aten.mul.Tensor, radius, self.call(aten.cos.default, angle))
 
-    def sized(self, size: Any) -> fx.Node:
-        """Something of these sizes; a kernel never makes it."""
-        return self.call(aten.full.default, size, 0.0, dtype=torch.float32, device=torch.device("cpu"))
+    def full(self, size: Any, value: float, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """One number everywhere; where only the sizes are asked for a kernel never makes it."""
+        return self.call(aten.full.default, size, value, dtype=dtype, device=self.device)
 
     def scaled(self, value: fx.Node, by: Any, plus: Any) -> fx.Node:
         value = value if by == 1.0 else self.call(aten.mul.Tensor, value, by)
@@ -59,8 +60,7 @@ class _Writer:
 
     def either(self, condition: fx.Node, value: float, dtype: torch.dtype) -> fx.Node:
         """`value` where the condition holds, else 0."""
-        a, b = (self.call(aten.full.default, [], v, dtype=dtype, device=torch.device("cpu")) for v in (value, 0.0))
-        return self.call(aten.where.self, condition, a, b)
+        return self.call(aten.where.self, condition, self.full([], value, dtype), self.full([], 0.0, dtype))
 
 
 def _call(graph: fx.Graph, meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -68,6 +68,13 @@ def _call(graph: fx.Graph, meta: dict[str, Any], target: Any, *args: Any, **kwar
     values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     node.meta = {**meta, "val": target(*values[0], **values[1])}
     return node
+
+
+def _drawn(node: fx.Node) -> torch.Tensor:
+    """The tensor that a random operator fills, or the first of its results."""
+    value = node.meta["val"]
+    found: torch.Tensor = value[0] if isinstance(value, (tuple, list)) else value
+    return found
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -81,14 +88,17 @@ def _dropout(w: _Writer, x: fx.Node, p: Any, train: Any = True) -> Sequence[fx.N
     return (value if dtype.itemsize >= 4 else w.call(aten._to_copy.default, value, dtype=dtype)), kept
 
 
+# On CUDA a kernel gives right numbers too, but a block of Philox for each element costs more there than eager's dropout,
+# which uses all four words of a block.
+_DEVICES = ("cpu",)
 # For each operator: what writes it anew, from its arguments without names of dtypes and devices.
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
     aten.bernoulli.p: lambda w, x, p=0.5: w.chosen(x, p),
     aten.bernoulli.default: lambda w, p: w.chosen(p, p),
-    aten.rand.default: lambda w, size: w.uniform(w.sized(size)),
+    aten.rand.default: lambda w, size: w.uniform(w.full(size, 0.0)),
     aten.rand_like.default: lambda w, x: w.uniform(x),
-    aten.randn.default: lambda w, size: w.normal(w.sized(size)),
+    aten.randn.default: lambda w, size: w.normal(w.full(size, 0.0)),
     aten.randn_like.default: lambda w, x: w.normal(x),
     aten.uniform.default: lambda w, x, low=0.0, high=1.0: w.scaled(w.uniform(x), high - low, low),
     aten.normal_functional.default: lambda w, x, mean=0.0, std=1.0: w.scaled(w.normal(x), std, mean),
@@ -97,15 +107,16 @@ _FROM_FLOAT32 = frozenset(_REWRITES) - {aten.native_dropout.default, aten.bernou
 
 
 def _can_rewrite(node: fx.Node) -> bool:
-    """Whether an operator draws on the CPU, from the default generator, what can be had from float32 numbers."""
+    """Whether an operator draws, from the default generator, what can be had from float32 numbers."""
     if node.target not in _REWRITES or node.kwargs.get("generator") is not None:
         return False
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    if not isinstance(first, torch.Tensor) or first.device.type != "cpu" or first.layout is not torch.strided:
+    first = _drawn(node)
+    if first.device.type not in _DEVICES or first.layout is not torch.strided:
         return False
-    if node.target in _FROM_FLOAT32 and (first.dtype is not torch.float32 or not first.is_contiguous()):
+    if node.target in _FROM_FLOAT32 and first.dtype is not torch.float32:
         return False
+    if node.target is not aten.native_dropout.default and not first.is_contiguous():
+        return False  # strides that numbers of a kernel would not have
     if any(isinstance(a, fx.Node) and not _is_tensor(a) for a in node.args):
         return False  # a probability that is a symbol
     if node.target is aten.native_dropout.default:
@@ -118,9 +129,10 @@ def functional_random(module: fx.GraphModule) -> int:
     sites = [n for n in module.graph.nodes if _can_rewrite(n)] if settings.random == "philox" else []
     if not sites:
         return 0
-    for site, seed in zip(sites, _draw_seeds(module.graph, sites), strict=True):
+    seeds = _draw_seeds(module.graph, sites)
+    for site in sites:
         args = [a for a in site.args if not isinstance(a, torch.dtype)]
-        made = _REWRITES[site.target](_Writer(site, seed), *args)
+        made = _REWRITES[site.target](_Writer(site, seeds[site]), *args)
         if isinstance(made, tuple):
             for user in list(site.users):
                 user.replace_all_uses_with(made[user.args[1]])
@@ -131,13 +143,16 @@ def functional_random(module: fx.GraphModule) -> int:
     return len(sites)
 
 
-def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> list[fx.Node]:
-    """A 64-bit seed for each site, as tensors without dims, drawn where the graph begins."""
+def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """A 64-bit seed for each site, as tensors without dims on its device, drawn where the graph begins."""
     begin = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
-    value = sites[0].meta["val"]
-    mode = getattr(value[0] if isinstance(value, (tuple, list)) else value, "fake_mode", None)
-    options = {"dtype": torch.int64, "device": torch.device("cpu"), "pin_memory": False}
-    with graph.inserting_before(begin), mode or torch.no_grad():
-        drawn = _call(graph, {}, aten.randint.low, -(1 << 63), (1 << 63) - 1, [len(sites)], **options)
-        parts = _call(graph, {}, aten.unbind.int, drawn)
-        return [_call(graph, {}, operator.getitem, parts, i) for i in range(len(sites))]
+    found = {}
+    for device in dict.fromkeys(_drawn(s).device for s in sites):
+        here = [s for s in sites if _drawn(s).device == device]
+        options = {"dtype": torch.int64, "device": device, "pin_memory": False}
+        mode = getattr(_drawn(here[0]), "fake_mode", None)
+        with graph.inserting_before(begin), mode or torch.no_grad():
+            drawn = _call(graph, {}, aten.randint.low, -(1 << 63), (1 << 63) - 1, [len(here)], **options)
+            parts = _call(graph, {}, aten.unbind.int, drawn)
+            found.update({s: _call(graph, {}, operator.getitem, parts, i) for i, s in enumerate(here)})
+    return found
