@@ -88,7 +88,7 @@ def _dropout(w: _Writer, x: fx.Node, p: Any, train: Any = True) -> Sequence[fx.N
     return (value if dtype.itemsize >= 4 else w.call(aten._to_copy.default, value, dtype=dtype)), kept
 
 
-# On CUDA a kernel gives right numbers too, but a block of Philox for each element costs more there than eager's dropout,
+# On CUDA a kernel gives right numbers too, but a block of Philox for each element costs more than eager's dropout,
 # which uses all four words of a block.
 _DEVICES = ("cpu",)
 # For each operator: what writes it anew, from its arguments without names of dtypes and devices.
