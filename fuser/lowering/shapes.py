@@ -176,7 +176,15 @@ def _batch_norm_functional(meta: Any, device: str, x: torch.Tensor, *args: Any) 
     return (*meta[:3], *(t.to(old.dtype) for t, old in zip(meta[3:5], args[2:4])), *meta[5:])
 
 
+def _roll(meta: Any, device: str, x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
+    """The CPU's kernel joins two pieces, and so keeps channels-last memory or not, as sizes and shifts are."""
+    if device == "cpu" and dims and x.dim() in (4, 5) and x.stride(1) == 1:
+        raise Unsupported("roll of channels-last memory: the layout of ATen's result hangs on sizes and shifts")
+    return meta
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "aten.roll": _roll,
     "aten.native_layer_norm": _layer_norm,
     "aten.native_group_norm": _statistics,
     "aten.native_batch_norm": _batch_norm,

@@ -218,3 +218,15 @@ def test_what_is_a_view_to_a_kernel_alone_is_a_result():
     got = REGISTRY.find(key).handle(X)
     assert torch.equal(got, torch.repeat_interleave(X + 1, 2, 1)) and got.is_contiguous()
     assert not REGISTRY.find(key).spec.store.fallbacks
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 6), (1, 4, 5, 6), (2, 1, 5, 6), (2, 3, 2, 5, 6)])
+def test_roll_gives_eagers_layout(shape):
+    layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    for x in (torch.randn(shape), torch.randn(shape).contiguous(memory_format=layout)):
+        for shifts, dims in ((1, 2), ((1, 2), (0, 2)), (0, 1)):
+            def fn(x, shifts=shifts, dims=dims):
+                return torch.roll(x, shifts, dims)
+
+            got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(x)
+            torch.testing.assert_close(got, fn(x), rtol=0, atol=0, check_stride=True)
