@@ -10,19 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import config
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.ops.random import philox
 
 N = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(fn, **options):

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from fuser.frontends import batching
-from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
+from fuser.frontends.dynamo import fuser_backend, last_compilation
 
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def call(each="F", inputs=2, elements=0):

@@ -8,15 +8,9 @@ import torch.nn.functional as F
 
 from fuser import config
 from fuser.errors import ConfigError
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend, last_compilation
+from fuser.frontends.dynamo import compilations, fuser_backend, last_compilation
 
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def compiled(f, **kwargs):

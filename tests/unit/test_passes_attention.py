@@ -9,19 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes.attention import fuse_attention
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 B, H, T, D = 2, 3, 6, 8
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def qkv(dtype=torch.float32, requires_grad=False):

@@ -12,14 +12,7 @@ from torch import nn
 from fuser import config
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend, last_compilation
 
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def settled(norm):

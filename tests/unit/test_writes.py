@@ -8,7 +8,7 @@ from torch import fx
 
 import fuser
 from fuser import config, interface
-from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
+from fuser.frontends.dynamo import fuser_backend, last_compilation
 
 aten = torch.ops.aten
 X, Y, Z = torch.randn(64, 32), torch.randn(64, 32), torch.tensor(3.0)
@@ -163,14 +163,6 @@ def test_verification_writes_once():
 
 
 # Through torch.compile.
-@pytest.fixture
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    yield
-    torch._dynamo.reset()
-
-
 def compare(f, *args):
     mine, theirs = [a.clone() for a in args], [a.clone() for a in args]
     versions = [a._version for a in mine]
