@@ -44,6 +44,7 @@ def _calls(value: Any) -> Any:
 
 def _ratio(value: Any) -> Any:
     """A ratio of times, 0 or at least 1."""
+    value = float(value) if isinstance(value, str) else value
     if isinstance(value, (int, float)) and value and not value >= 1:
         raise ValueError("expected 0, or a ratio of times of at least 1, such as 1.05")
     return value
@@ -90,7 +91,7 @@ _BY_NAME = {s.name: s for s in SETTINGS}
 
 def _parse(setting: Setting, text: str) -> Any:
     kind = type(setting.default)
-    if setting.read is _calls:
+    if setting.read is not None:
         return text
     try:
         return text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
