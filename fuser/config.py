@@ -44,7 +44,8 @@ def _calls(value: Any) -> Any:
 
 def _ratio(value: Any) -> Any:
     """A ratio of times, 0 or at least 1."""
-    value = float(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = float(value) if value.replace(".", "", 1).isdecimal() else -1.0
     if isinstance(value, (int, float)) and value and not value >= 1:
         raise ValueError("expected 0, or a ratio of times of at least 1, such as 1.05")
     return value
