@@ -15,6 +15,7 @@ from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
 from fuser.scheduler.recompute import recompute
+from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
 
 MOST_ROUNDS = 3  # of fusing anew once results are computed again instead of stored
@@ -35,6 +36,8 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
     roots = outputs | {name for name, _ in ctx.writes}
     nodes = make_nodes(ctx, _live_buffers(ctx.buffers, roots))
+    if ctx.device_type == "cuda":
+        unroll_short(nodes)
     inline_cheap(nodes, ctx.hint)
     nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}

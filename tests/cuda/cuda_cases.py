@@ -35,7 +35,7 @@ class Case:
     def fake_args(self) -> tuple[Any, ...]:
         """CUDA tensors without memory; no GPU is needed."""
         with FakeTensorMode():
-            return tuple(_on_cuda(a) if isinstance(a, torch.Tensor) else a for a in self.args("cpu"))
+            return tuple(on_cuda(a) if isinstance(a, torch.Tensor) else a for a in self.args("cpu"))
 
     def source(self, args: tuple[Any, ...]) -> fused_kernel.Source:
         """The Triton source for arguments like `args`. Unsupported if there is none."""
@@ -46,7 +46,7 @@ class Case:
         return fused_kernel.generate(lowered, schedule(lowered, config.max_body_rows), spec.graph.single)
 
 
-def _on_cuda(t: torch.Tensor) -> torch.Tensor:
+def on_cuda(t: torch.Tensor) -> torch.Tensor:
     base = torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype, device="cuda")
     return base.as_strided(t.shape, t.stride(), t.storage_offset())
 
@@ -92,6 +92,14 @@ def norm_gradients(
     return (g * (wide * r)).sum(0).to(w.dtype), (scaled * r - wide * (along * r * r * r / x.shape[1])).to(x.dtype)
 
 
+def key_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Of a rotated key that two heads share."""
+    both = g.view(2, 3, 2, 10, 16).sum(2)
+    turned = both * sin
+    turned = torch.cat((turned[..., 8:], -turned[..., :8]), -1)
+    return (both * cos + turned).transpose(1, 2).contiguous()
+
+
 BF16 = torch.bfloat16
 EXTRA = (
     Case("softmax/long", long_softmax, lambda i: (i.normal(3, 20000),)),
@@ -113,6 +121,8 @@ EXTRA = (
          lambda i: (i.normal(90, 70), i.normal(90, 70), i.uniform(90, 1), i.uniform(70))),
     Case("norm_gradients/bf16", norm_gradients, lambda i: (
         i.normal(999, 800, dtype=BF16), i.normal(999, 800, dtype=BF16), i.uniform(999, 1), i.uniform(800).to(BF16))),
+    Case("key_gradient", key_gradient, lambda i: (
+        i.normal(2, 6, 10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16))),
     Case("random", uniform_sum, lambda i: (i.below(1 << 62), i.normal(33, 70))),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
     Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
@@ -290,6 +300,6 @@ INTERPRETED = (
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
-    "norm_gradients", "gather/along", "gather/outer", "index_select",
+    "norm_gradients", "key_gradient", "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Reductions over a few points, written out as arithmetic.
+
+A sum over the two heads that share a key is no work for a tile along what is reduced: nearly all of it would be masked
+off, and what follows at another index, a rotation say, would need a kernel of its own. As arithmetic it is inlined.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fuser.ir.loop_body import Recorder, Row, compute_dtype, indirect_rows, map_exprs, renumber_expr, row_exprs
+from fuser.ir.sizes import Expr, Sym, expr, product, substitute, symbols
+from fuser.ops import REDUCTIONS
+from fuser.scheduler.nodes import Node
+
+MOST_POINTS, MOST_ROWS = 8, 64
+# By reduction: what combines a further value with those before it. Of equal extremes the first stays.
+_COMBINE = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
+
+
+def unroll_short(nodes: list[Node]) -> None:
+    """Turn each reduction over at most eight points that lie apart in memory into a pointwise loop."""
+    for node in nodes:
+        if _is_short(node):
+            _unroll(node)
+
+
+def _is_short(node: Node) -> bool:
+    n = product(size for _, size in node.reduced).as_int()
+    if node.kind not in _COMBINE or n is None or not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
+        return False
+    reduced = {v for v, _ in node.reduced}
+    neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
+    return bool(node.kept) and not any(symbols(e) & reduced for e in neighbours)
+
+
+def _unroll(node: Node) -> None:
+    out = Recorder()
+    acc = REDUCTIONS[node.kind].accumulate(node.rows[node.result].dtype)
+    total = -1
+    for point in itertools.product(*(range(size.as_int() or 0) for _, size in node.reduced)):
+        value = _converted(out, _copied(out, node, {v: expr(k) for (v, _), k in zip(node.reduced, point)}), acc)
+        if total < 0 and node.kind == "sum" and acc.is_floating_point:  # 0.0 + -0.0 is 0.0
+            total = out.add_row(Row("const", (), acc, "0.0")).row
+        pair = (value, total) if node.kind in ("max", "min") else (total, value)
+        total = value if total < 0 else out.add_row(Row(_COMBINE[node.kind], pair, acc)).row
+    node.result = _converted(out, total, compute_dtype(node.buffer.dtype))
+    node.rows, node.domain = out.rows, node.kept
+    node.kind, node.n_reduced = "", 0
+    node.update_reads()
+
+
+def _copied(out: Recorder, node: Node, at: dict[Sym, Expr]) -> int:
+    """Add the node's rows with the reduced loops at one point; returns the row of its value there."""
+    number: dict[int, int] = {}
+
+    def moved(e: Expr) -> Expr:
+        return substitute(renumber_expr(e, number), at)
+
+    for n, row in enumerate(node.rows):
+        if row_exprs(row) or indirect_rows(row):
+            row = map_exprs(row, moved)
+        number[n] = out.add_row(Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)).row
+    return number[node.result]
+
+
+def _converted(out: Recorder, n: int, dtype: torch.dtype) -> int:
+    source = out.rows[n].dtype
+    return n if source is dtype else out.add_row(Row("to_dtype", (n,), dtype, source)).row
+
+
+__all__ = ["unroll_short"]

@@ -1,0 +1,56 @@
+"""What the scheduler makes of graphs for CUDA, run by the interpreter of schedules: no GPU, no Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_cases import Case, key_gradient
+
+from fuser import config, interface
+from fuser.debug.reference import interpret_schedule
+from fuser.lowering.graph import Lowered, lower_graph
+from fuser.scheduler.schedule import Schedule, schedule
+
+
+def scheduled(case: Case) -> tuple[Lowered, Schedule]:
+    """A case's kernels for CUDA."""
+    spec = interface.kernel_spec(interface.register_fusion(torch.fx.symbolic_trace(case.fn)))
+    lowered = lower_graph(spec.graph, case.fake_args(), config.numerics)
+    return lowered, schedule(lowered, config.max_body_rows)
+
+
+def results(case: Case, lowered: Lowered, found: Schedule) -> tuple[torch.Tensor, ...]:
+    out: Any = interpret_schedule(lowered, found, case.args("cpu"))
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+SHORT = {
+    "two heads": Case("", key_gradient, lambda i: (i.normal(2, 6, 10, 16), i.normal(10, 16), i.normal(10, 16))),
+    "sum": Case("", lambda x: x.view(5, 3, 7).sum(1), lambda i: (i.normal(15, 7),)),
+    "half sum": Case("", lambda x: x.view(5, 3, 7).sum(1), lambda i: (i.normal(15, 7, dtype=torch.bfloat16),)),
+    "sum of zeros": Case("", lambda x: x.view(2, 2, 2).sum(1), lambda i: (i.normal(4, 2) * -0.0,)),
+    "sum of bools": Case("", lambda x: (x.view(5, 3, 7) > 0).sum(1), lambda i: (i.normal(15, 7),)),
+    "product": Case("", lambda x: x.view(5, 3, 7).prod(1), lambda i: (i.below(9, 15, 7),)),
+    "extremes": Case("", lambda x: (x.view(5, 3, 7).amax(1), x.view(5, 3, 7).amin(1)),
+                     lambda i: (torch.where(i.normal(15, 7) > 1, torch.nan, i.normal(15, 7)),)),
+    "two dims": Case("", lambda x: x.view(5, 2, 2, 7).mean((1, 2)), lambda i: (i.normal(20, 7),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_reductions_over_few_points_are_arithmetic(name: str) -> None:
+    case = SHORT[name]
+    lowered, found = scheduled(case)
+    assert len(found.plans) == 1 and not found.plans[0].reductions
+    want = case.fn(*case.args("cpu"))
+    for a, b in zip(results(case, lowered, found), want if isinstance(want, tuple) else (want,), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+        assert torch.equal(torch.signbit(a.nan_to_num(1)), torch.signbit(b.nan_to_num(1)))
+
+
+def test_long_reductions_and_reductions_along_memory_are_loops() -> None:
+    for fn in (lambda x: x.view(3, 9, 8).sum(1), lambda x: x.view(9, 8, 3).sum(2)):
+        _, found = scheduled(Case("", fn, lambda i: (i.normal(27, 8),)))
+        assert [r.kind for p in found.plans for r in p.reductions] == ["sum"]
