@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.nest import STREAM_HELPER
 from fuser.cpu.pointwise import TRANSPOSE_HELPER, PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
-from fuser.cpu.reduction import SHUFFLE_HELPER, ReductionNest
+from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.split import SplitNest
 from fuser.cpu.text import FLOOR_HELPERS
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for

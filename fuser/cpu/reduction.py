@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, Nest, storage_type
+from fuser.cpu.accumulators import AccumulatingNest
+from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import (
@@ -28,29 +29,15 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )
-from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, ReductionRow, cpp_combine, cpp_constant, cpp_convert
+from fuser.ops import CPP_TYPES, REDUCTIONS, cpp_convert
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis, Reduce
+from fuser.scheduler.plan import Axis
 
-FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
-COLUMN_FLUSH = 32  # the same for the lanes of a column nest
-SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
-NO_TURN = 2**31 - 1
-_VALUE_OF = {"argmax": "max", "argmin": "min"}
-_WRAPPING = {"sum": "+", "prod": "*"}
-_INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
-SHUFFLE_HELPER = """\
-#if defined(__clang__) || __GNUC__ >= 12
-#define FUSER_SHUFFLE(I, a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
-#else
-#define FUSER_SHUFFLE(I, a, ...) __builtin_shuffle(a, (I){__VA_ARGS__})
-#endif
-"""
 
 
-class ReductionNest(Nest):
+class ReductionNest(AccumulatingNest):
     """Row and column nests."""
 
     def choose_kept_rows(self) -> None:
@@ -73,179 +60,6 @@ class ReductionNest(Nest):
                     self.kept_rows.setdefault(n, len(self.kept_rows))
             earlier |= mine
 
-    def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
-        """The table's row of a reduction, the dtype of its values and of its accumulator."""
-        row = self.plan.rows[r.row]
-        value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
-        spec = REDUCTIONS[r.kind]
-        acc = spec.accumulate(value)
-        if self.plan.split and not self.is_column and r.kind == "sum" and acc is torch.float32:
-            acc = torch.float64  # one long sum waits for memory, not for arithmetic
-        return spec, value, acc
-
-    def flushes(self, r: Reduce) -> bool:
-        """Whether partial sums go to float64 totals."""
-        return r.kind == "sum" and self.spec(r)[2] is torch.float32
-
-    def total_dtype(self, r: Reduce) -> torch.dtype:
-        """The dtype of a finished accumulator."""
-        return torch.float64 if self.flushes(r) else self.spec(r)[2]
-
-    def counts_turns(self, r: Reduce) -> bool:
-        """Whether lanes remember the turn they took their value in, an int32, and not its index."""
-        if not self.spec(r)[0].index or self.is_column or len(self.red_axes) != 1:
-            return False
-        index = self.plan.rows[self.plan.rows[r.row].args[1]]
-        return index.op == "index" and index.attr == expr(self.red_axes[0].sym)
-
-    def total(self, r: Reduce, lane: str) -> str:
-        """The finished value of an accumulator: of a lane in column nests, the only one in row nests."""
-        if self.flushes(r):
-            return f"tot{r.number}[{lane}]" if self.is_column else f"tot{r.number}"
-        return f"acc{r.number}[{lane if self.is_column else 0}]"
-
-    def declare_accumulators(self, phase: int) -> None:
-        """Lane arrays at their identities."""
-        for r in self.plan.reductions:
-            if r.phase != phase:
-                continue
-            spec, _, acc = self.spec(r)
-            k = r.number
-            self.out.add(f"{CPP_TYPES[acc]} acc{k}[{self.lanes}];")
-            start = f"acc{k}[l] = {cpp_constant(spec.identity(acc), acc)};"
-            if spec.index:
-                self.out.add(f"i64 at{k}[{self.lanes}];")
-                start += f" at{k}[l] = {NO_INDEX}LL;"
-            if self.counts_turns(r):
-                self.out.add(f"i32 when{k}[{self.lanes}];")
-                start += f" when{k}[l] = {NO_TURN};"
-            if self.flushes(r) and self.is_column:
-                self.out.add(f"double tot{k}[{self.lanes}];")
-                start += f" tot{k}[l] = 0.0;"
-            elif self.flushes(r):
-                self.out.add(f"float mid{k}[{self.lanes}];")
-                self.out.add(f"double tot{k} = 0.0;")
-                start += f" mid{k}[l] = 0.0f;"
-            self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ {start} }}")
-
-    def accumulate(self, r: Reduce) -> None:
-        """Fold the current value into its lane."""
-        spec, value, acc = self.spec(r)
-        k = r.number
-        if spec.index:
-            v, i = self.plan.rows[r.row].args
-            turns = self.counts_turns(r)
-            at, now = (f"when{k}[l]", f"turn{r.phase}") if turns else (f"at{k}[l]", self.ref(i))
-            self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(v))};")
-            self.out.add(f"const bool better{k} = {cpp_combine(r.kind, acc, f'acc{k}[l]', at, f'x{k}', now)};")
-            self.out.add(f"acc{k}[l] = better{k} ? x{k} : acc{k}[l];")
-            self.out.add(f"{at} = better{k} ? {now} : {at};")
-            return
-        self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(r.row))};")
-        self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
-
-    def emit_flush(self, phase: int, last: bool) -> None:
-        """Move float32 partial sums on: every so many turns inside the loop, and what is left after it.
-
-        Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
-        sum has more than a few terms, and from time to time the sum over these to the total.
-        """
-        mine = [r for r in self.plan.reductions if r.phase == phase and self.flushes(r)]
-        if not mine:
-            return
-        each = f"for (i64 l = 0; l < {self.lanes}; ++l)"
-        if not last:
-            self.out.open(f"if (++turns % {COLUMN_FLUSH if self.is_column else SHORT_FLUSH} == 0)")
-        for r in mine:
-            k = r.number
-            if self.is_column:
-                self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            elif not last:
-                self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
-        if not self.is_column:
-            self.out.open(f"if (turns == {FLUSH})" if not last else "")
-            if not last:
-                self.out.add("turns = 0;")
-            for r in mine:
-                k = r.number
-                self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
-                self.fold_lanes(r)
-                self.out.add(f"tot{k} += (double)acc{k}[0];")
-                if not last:
-                    self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
-            self.out.close()
-        if not last:
-            self.out.close()
-
-    def join(self, r: Reduce, dtype: torch.dtype, a: str, b: str, ai: str = "", bi: str = "") -> str:
-        """Statements that fold accumulator `b` (and its index) into `a`."""
-        if REDUCTIONS[r.kind].index:
-            return f"if ({cpp_combine(r.kind, dtype, a, ai, b, bi)}) {{ {a} = {b}; {ai} = {bi}; }}"
-        return f"{a} = {cpp_combine(r.kind, dtype, a, b)};"
-
-    def fold_lanes(self, r: Reduce) -> None:
-        """Fold the lanes into lane 0, halving, in vectors: the fixed order of a tree."""
-        k, acc = r.number, self.spec(r)[2]
-        kind = _VALUE_OF.get(r.kind, r.kind)
-        size = min(64, self.lanes * acc.itemsize)
-        width = size // acc.itemsize
-        names = [f"a{i}" for i in range(self.lanes // width)]
-        element = "u8" if acc is torch.bool else CPP_TYPES[acc]
-        sign = _WRAPPING.get(kind, "") if not acc.is_floating_point and acc is not torch.bool else ""
-        if sign:  # integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take
-            element = element.replace("i", "u")
-
-        def joined(a: str, b: str) -> str:
-            return f"{a} {sign} {b}" if sign else cpp_combine(kind, acc, a, b)
-
-        self.out.open("")
-        self.out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({acc.itemsize}), may_alias));")
-        self.out.add(f"typedef {_INTEGERS[acc.itemsize]} indices __attribute__((vector_size({size})));")
-        self.out.add("vec " + ", ".join(f"{n} = ((const vec*)acc{k})[{i}]" for i, n in enumerate(names)) + ";")
-        while len(names) > 1:
-            half = len(names) // 2
-            for i in range(half):
-                self.out.add(f"{names[i]} = {joined(names[i], names[i + half])};")
-            names = names[:half]
-        while width > 1:
-            width //= 2
-            rotated = ", ".join(str((i + width) % (size // acc.itemsize)) for i in range(size // acc.itemsize))
-            self.out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
-            self.out.add(f"  a0 = {joined('a0', 'b')}; }}")
-        self.out.add(f"acc{k}[0] = a0[0];")
-        self.out.close()
-
-    def emit_fold(self, phase: int, low: str = "0") -> None:
-        """Row nests: fold the lanes of each accumulator. `low` is where the pass began."""
-        for r in self.plan.reductions:
-            if r.phase != phase or self.flushes(r):
-                continue  # flushed ones are folded already
-            if self.spec(r)[0].index:
-                self._fold_index(r, low)
-            else:
-                self.fold_lanes(r)
-
-    def _fold_index(self, r: Reduce, low: str) -> None:
-        """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it)."""
-        k, acc = r.number, self.spec(r)[2]
-        self.out.add(f"{CPP_TYPES[acc]} lane{k}[{self.lanes}];")
-        self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) lane{k}[l] = acc{k}[l];")
-        self.fold_lanes(r)
-        self.out.add(f"i64 least{k} = {NO_INDEX}LL;")
-        self.out.add(f"#pragma omp simd reduction(min:least{k})")
-        self.out.open(f"for (i64 l = 0; l < {self.lanes}; ++l)")
-        index = f"at{k}[l]"
-        if self.counts_turns(r):
-            index = f"when{k}[l] == {NO_TURN} ? {NO_INDEX}LL : {low} + (i64)when{k}[l] * {self.lanes} + l"
-        best = f"acc{k}[0]"
-        same = f"lane{k}[l] == {best}"
-        if acc.is_floating_point:
-            same = f"({same}) | ((lane{k}[l] != lane{k}[l]) & ({best} != {best}))"
-        self.out.add(f"const i64 here = {index}, mine = ({same}) ? here : {NO_INDEX}LL;")
-        self.out.add(f"least{k} = mine < least{k} ? mine : least{k};")
-        self.out.close()
-        self.out.add(f"at{k}[0] = least{k};")
-
     def emit_results(self, phase: int) -> None:
         """Declare the `reduced` rows of a finished pass."""
         for n, row in enumerate(self.plan.rows):
@@ -255,7 +69,7 @@ class ReductionNest(Nest):
             index = REDUCTIONS[r.kind].index
             lane = "l" if self.is_column else "0"
             value = f"at{r.number}[{lane}]" if index else self.total(r, lane)
-            text = cpp_convert(torch.int64 if index else self.total_dtype(r), row.dtype, value)
+            text = cpp_convert(torch.int32 if index else self.total_dtype(r), row.dtype, value)
             self.emitted.add(n)
             if self.is_column:
                 self.out.add(f"{CPP_TYPES[row.dtype]} t{n}[{self.lanes}];")
@@ -281,11 +95,12 @@ class ReductionNest(Nest):
         self.emit_unit_rows(self.closure_deps(phase), phase)
         if not reductions and not self.roots(phase):
             return
-        self.declare_accumulators(phase)
+        bounds = bounds or {}
+        low = bounds.get(self.red_axes[0].sym, ("0", ""))[0] if len(self.red_axes) == 1 else "0"
+        self.declare_accumulators(phase, low)
         flush = any(self.flushes(r) for r in reductions)
         if flush:
             self.out.add("i64 turns = 0;") if not self._turns_declared() else self.out.add("turns = 0;")
-        bounds = bounds or {}
         loops = [a for a in self.red_axes if a is not self.vector]
         for a in loops:
             lo, hi = bounds.get(a.sym, ("0", f"n_{a.sym.name}"))
@@ -337,7 +152,7 @@ class ReductionNest(Nest):
         self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count) __attribute__((always_inline))")
         for k, step in enumerate(ahead):
             self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch(ahead{k} + v0 + q);")
-        if any(r.phase == phase and self.counts_turns(r) for r in self.plan.reductions):
+        if any(self.counts_turns(r) for r in self.accumulators(phase)):
             self.out.add(f"const i32 turn{phase} = (i32)((v0 - ({lo})) / {self.lanes});")
         self._prefetch(phase)
         if streams:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from fuser.cpu.accumulators import NO_PLACE
 from fuser.cpu.records import Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
-from fuser.ops import CPP_TYPES, NO_INDEX, REDUCTIONS, cpp_constant
+from fuser.ops import CPP_TYPES, REDUCTIONS, cpp_constant
 from fuser.scheduler.plan import Axis, Reduce
 
 CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
@@ -29,11 +30,11 @@ class SplitNest(ReductionNest):
         least = CHUNK if axis is self.vector else COLUMN_CHUNK if len(self.red_axes) == 1 else 1
         chunks = minimum(floordiv(axis.size + (least - 1), expr(least)), MOST_CHUNKS)
         results = product(a.size for a in self.kept)
-        for r in self.plan.reductions:
+        for r in self.accumulators(0):
             spec = REDUCTIONS[r.kind]
             self.partials.append(Partial(f"{self.name}_p{r.number}", self.total_dtype(r), results * chunks))
             if spec.index:
-                self.partials.append(Partial(f"{self.name}_i{r.number}", torch.int64, results * chunks))
+                self.partials.append(Partial(f"{self.name}_i{r.number}", torch.int32, results * chunks))
         for p in self.partials:
             self.bindings.pointers[p.name] = len(self.bindings.pointers)
         first = self._partial_function(axis, chunks)
@@ -81,7 +82,7 @@ class SplitNest(ReductionNest):
             self.open_lanes()
         lane = "l" if self.is_column else "0"
         at = self._partial_at("chunk")
-        for r in self.plan.reductions:
+        for r in self.accumulators(0):
             self.out.add(f"{self.name}_p{r.number}[{at}] = {self.total(r, lane)};")
             if REDUCTIONS[r.kind].index:
                 self.out.add(f"{self.name}_i{r.number}[{at}] = at{r.number}[{lane}];")
@@ -97,13 +98,13 @@ class SplitNest(ReductionNest):
         if self.is_column:
             self._column_block()
         lanes = self.lanes if self.is_column else 1
-        for r in self.plan.reductions:
+        for r in self.accumulators(0):
             dtype, k = self.total_dtype(r), r.number
             array = "tot" if self.flushes(r) else "acc"
             size = "" if array == "tot" and not self.is_column else f"[{lanes}]"
             self.out.add(f"{CPP_TYPES[dtype]} {array}{k}{size};")
             if REDUCTIONS[r.kind].index:
-                self.out.add(f"i64 at{k}[{lanes}];")
+                self.out.add(f"i32 at{k}[{lanes}];")
         for start in (True, False):
             if not start:
                 self.out.open("for (i64 c = 0; c < chunks; ++c)")
@@ -112,7 +113,7 @@ class SplitNest(ReductionNest):
             else:
                 self.out.open("")
                 self.out.add("const i64 l = 0;")
-            for r in self.plan.reductions:
+            for r in self.accumulators(0):
                 self._combine_one(r, start)
             self.out.close()
         self.out.close()
@@ -129,7 +130,7 @@ class SplitNest(ReductionNest):
         if start:
             self.out.add(f"{total} = {cpp_constant(spec.identity(dtype), dtype)};")
             if spec.index:
-                self.out.add(f"at{k}[l] = {NO_INDEX}LL;")
+                self.out.add(f"at{k}[l] = {NO_PLACE};")
             return
         at = self._partial_at("c")
         self.out.add(self.join(r, dtype, total, f"{self.name}_p{k}[{at}]", f"at{k}[l]", f"{self.name}_i{k}[{at}]"))

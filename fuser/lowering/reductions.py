@@ -208,6 +208,8 @@ def index_of(
     """Where the extreme element is: along `dim`, or in the flattened tensor; the first of equal ones."""
     size = ctx.size_of(x)
     dims = normal_dims(dim, len(size))
+    ctx.assume("lt", product(size[d] for d in dims), 1 << 31)  # kernels may keep indices in 32 bits
+
     def pair(v: Value, index: Index) -> Value:
         at = ZERO
         for d in dims:

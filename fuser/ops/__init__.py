@@ -61,6 +61,12 @@ def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     return expand(template(row, dtype), dtype, args)
 
 
+def cpp_overtakes(name: str, dtype: torch.dtype, accumulator: str, value: str) -> str:
+    """The C++ test whether a value at a higher index replaces the accumulator of index reduction `name`."""
+    row = REDUCTIONS[name]
+    return expand(template(row, dtype, row.overtakes), dtype, (accumulator, value))
+
+
 def cpp_step(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of scan `name`'s combine cell, for an accumulator of `dtype` (see `ScanRow`)."""
     row = SCANS.get(name)
@@ -110,6 +116,7 @@ __all__ = [
     "cpp_constant",
     "cpp_convert",
     "cpp_load",
+    "cpp_overtakes",
     "cpp_step",
     "cpp_store",
     "helpers_in",

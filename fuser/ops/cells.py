@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops.table import OpRow, ReductionRow, ScanRow
+from fuser.ops.table import Cell, OpRow, ReductionRow, ScanRow
 
 # What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
 CPP_TYPES: dict[torch.dtype, str] = {
@@ -79,9 +79,13 @@ def expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
     )
 
 
-def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype) -> str:
-    """The C++ template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
-    cell = row.cpp if isinstance(row, OpRow) else row.combine
+def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype, cell: Cell = None) -> str:
+    """The C++ template of `row`, or of another cell of it, for arguments of compute dtype `dtype`.
+
+    Raises Unsupported if there is none.
+    """
+    if cell is None:
+        cell = row.cpp if isinstance(row, OpRow) else row.combine
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:

@@ -74,6 +74,11 @@ def _replaces(sign: str) -> Callable[[torch.dtype], str | None]:
     return by(floats, whole, whole)
 
 
+def _overtakes(worse: str, sign: str) -> Callable[[torch.dtype], str | None]:
+    """Better value, or NaN where there was none: what is not worse or equal."""
+    return by(f"!({{1}} {worse} {{0}}) & ({{0}} == {{0}})", f"{{1}} {sign} {{0}}", f"{{1}} {sign} {{0}}")
+
+
 ADD = by("{0} + {1}", "({T})(({U}){0} + ({U}){1})")
 MUL = by("{0} * {1}", "({T})(({U}){0} * ({U}){1})")
 # The first of equal ones stays: of zeros of both signs, as in eager.
@@ -95,8 +100,10 @@ ROWS = (
     ),
     ReductionRow(
         "argmax", _index(torch.argmax), smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
+        overtakes=_overtakes("<=", ">"),
     ),
     ReductionRow(
         "argmin", _index(torch.argmin), largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
+        overtakes=_overtakes(">=", "<"),
     ),
 )  # fmt: skip

@@ -76,6 +76,7 @@ class ReductionRow:
       It is associative up to rounding and commutative, so it also joins two accumulators.
       For `index` rows, a bool from ({0} accumulator, {1} its index, {2} value, {3} its index): whether value and index
       replace the accumulator's. Their accumulator starts at (identity, `NO_INDEX`); the result is the index.
+    overtakes: of `index` rows, a bool from ({0} accumulator, {1} value): whether a value at a higher index replaces it.
     eval: (tensor of compute dtype, sorted dims, keepdim) -> tensor; index rows take one dim, or all.
     """
 
@@ -90,6 +91,7 @@ class ReductionRow:
     index: bool = False
     cost: int = 1
     notes: str = ""
+    overtakes: Cell = None
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype for an input of compute dtype `dtype`."""

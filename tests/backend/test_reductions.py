@@ -115,6 +115,48 @@ def test_special_values():
     check_all(list(SPECIAL), list(SPECIAL.values()), x.double(), zeros=False, floor=True, slack=4)
 
 
+def both(pair: Any) -> list[Any]:
+    """A value and its index."""
+    return [pair[0], pair[1]]
+
+
+def few_values(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    """Small numbers, so that the extreme ones come again and again; of floats also zeros of both signs."""
+    x = torch.randint(0 if dtype is torch.uint8 else -3, 4, size).to(dtype)
+    return torch.where(torch.rand(size) < 0.5, -x, x) if dtype.is_floating_point else x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64], ids=str)
+def test_the_first_of_equal_extremes(dtype):
+    """Where lanes, turns of the loop, columns and chunks end; of zeros of both signs, the one at the index."""
+    graphs = [
+        graph_of([lambda x, d=d: x.argmax(d), lambda x, d=d: [*both(x.min(d)), *both(x.max(d))]], 1) for d in (0, 1)
+    ]
+    for size in [(5, 1), (2, 16), (3, 17), (4, 64), (3, 129), (40, 1000), (2, 100_001), (70_001, 3), (300, 300)]:
+        x = few_values(dtype, *size)
+        for d, graph in enumerate(graphs):
+            where, low, at_low, high, at_high = fused(graph, [x])
+            assert torch.equal(where, x.argmax(d)) and torch.equal(at_low, x.min(d)[1])
+            assert torch.equal(at_high, x.max(d)[1])
+            for found, at in ((low, at_low), (high, at_high)):
+                there = x.gather(d, at.unsqueeze(d)).squeeze(d)
+                assert torch.equal(found, there) and torch.equal(torch.signbit(found), torch.signbit(there))
+        assert torch.equal(fused(graph_of([lambda x: x.argmin()], 1), [x])[0], x.argmin())
+
+
+def test_the_first_nan_is_the_extreme():
+    graphs = [graph_of([lambda x, d=d: x.argmax(d), lambda x, d=d: both(x.min(d))], 1) for d in (0, 1)]
+    for size in [(3, 16), (3, 1001), (2, 100_001), (70_001, 3), (3, 300)]:
+        for fill in (0.0, math.inf, -math.inf):
+            x = torch.full(size, fill)
+            x[0, size[1] // 2 :] = math.nan
+            x[size[0] // 2 :, 1] = math.nan
+            for d, graph in enumerate(graphs):
+                where, low, at_low = fused(graph, [x])
+                assert torch.equal(where, x.argmax(d)) and torch.equal(at_low, x.min(d)[1])
+                assert torch.equal(low.isnan(), x.min(d)[0].isnan())
+
+
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_integers_wrap(dtype):
     x = values(dtype, 120).view(4, 30)
