@@ -20,8 +20,10 @@ from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Scalar, memory_order
+from fuser.lowering.known_shapes import known_meta
 from fuser.lowering.registry import find, supports
-from fuser.lowering.shapes import corrected, elementwise_meta
+from fuser.lowering.shapes import corrected
+from fuser.lowering.without_dynamo import without_dynamo
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
     read = Counter(i for node in graph.calls for i in node.refs())  # one that reads a value twice may not write it
     returned = Counter(refs_of(graph.output))
-    for node in graph.calls:
-        ctx.n_readers = readers[node.index]
-        value, meta = _lower_node(ctx, node, values, metas)
-        _claim(ctx, value, read[node.index] + returned[node.index])
-        values.append(value)
-        metas.append(meta)
+    with without_dynamo():
+        for node in graph.calls:
+            ctx.n_readers = readers[node.index]
+            value, meta = _lower_node(ctx, node, values, metas)
+            _claim(ctx, value, read[node.index] + returned[node.index])
+            values.append(value)
+            metas.append(meta)
     return Lowered(ctx, inputs, _outputs(ctx, graph, values, metas))
 
 
@@ -177,7 +180,7 @@ def _on_meta(ctx: LoweringContext, value: Any) -> Any:
 
 def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises."""
-    known = elementwise_meta(op, args, kwargs)
+    known = known_meta(op, args, kwargs)
     if known is not None:
         return known
     target: Any = torch.ops

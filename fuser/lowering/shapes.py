@@ -40,7 +40,7 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
         return None
     if not tensors or not set(kwargs) <= {"alpha", "approximate"} or not all(_is_operand(a) for a in args[:2]):
         return None
-    dtype = _promoted(args[:2])
+    dtype = promoted(args[:2])
     if op in _NO_BOOL and any(_is_bool(a) for a in args[:2]):
         return None
     if op.startswith("aten.bitwise") and dtype.is_floating_point:
@@ -66,7 +66,8 @@ def _is_bool(a: Any) -> bool:
     return isinstance(a, bool) or (isinstance(a, torch.Tensor) and a.dtype is torch.bool)
 
 
-def _promoted(args: Sequence[Any]) -> torch.dtype:
+def promoted(args: Sequence[Any]) -> torch.dtype:
+    """The dtype that torch promotes one or two operands to."""
     operands = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
     if len(operands) == 1 and isinstance(operands[0], torch.Tensor):
         return operands[0].dtype

@@ -1,0 +1,70 @@
+"""Shape functions that do not import Dynamo.
+
+Many of torch's shape functions are references under `torch._disable_dynamo`, which imports `torch._dynamo` at its first
+call: 1.1 s, in a process that may never compile with it. What to call it looks up in an attribute of the function that
+it wraps, `__dynamo_disable`. While Dynamo is not there nothing can trace, and the function itself is as good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch._compile
+import torch._refs
+import torch._refs.nn.functional
+import torch._refs.special
+
+_ATTRIBUTE = "__dynamo_disable"
+_MODULES = (torch._refs, torch._refs.nn.functional, torch._refs.special)
+_lock = threading.Lock()
+_inside = 0
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Within it, torch's references run without importing Dynamo; nothing happens where it is imported already."""
+    global _inside
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    with _lock:
+        _inside += 1
+        if _inside == 1:
+            for plain in _wrapped():
+                plain.__dict__.setdefault(_ATTRIBUTE, plain)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                for plain in _wrapped():
+                    if plain.__dict__.get(_ATTRIBUTE) is plain:
+                        del plain.__dict__[_ATTRIBUTE]
+
+
+@functools.cache
+def _wrapped() -> tuple[Callable[..., Any], ...]:
+    """Each function under `torch._disable_dynamo` among torch's references."""
+    source = torch._compile._disable_dynamo.__code__.co_filename
+    found: dict[int, Callable[..., Any]] = {}
+    for module in _MODULES:
+        for value in list(vars(module).values()):
+            while isinstance(value, types.FunctionType):
+                inner = _behind(value)
+                if value.__code__.co_filename == source and isinstance(inner, types.FunctionType):
+                    found[id(inner)] = inner
+                value = inner
+    return tuple(found.values())
+
+
+def _behind(wrapper: types.FunctionType) -> Any:
+    """What a wrapper calls: `__wrapped__` may leave out wrappers in between, and torch's all hold it as `fn`."""
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=False))
+    return cells["fn"].cell_contents if "fn" in cells else getattr(wrapper, "__wrapped__", None)
