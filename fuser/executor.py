@@ -139,6 +139,7 @@ class Executor:
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
+        self._prepared: dict[ArgSpec, Future[str | None]] = {}
         self._trials = Trials(spec, self._add, self._switch_off)
         self._off: str | None = spec.blocked[0] if spec.blocked else None
         self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
@@ -248,7 +249,11 @@ class Executor:
         """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""
         settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
         args = tuple(map(_concrete, examples))
-        return _pool().submit(self._prepare, args, settings)
+        spec = arg_spec(args, self.spec.config)
+        running = self._prepared.get(spec)
+        if running is None or running.done():  # a second thread would do nothing but wait for the first
+            running = self._prepared[spec] = _pool().submit(self._prepare, args, settings)
+        return running
 
     def _prepare(self, args: tuple[Any, ...], settings: dict[str, Any]) -> str | None:
         with config.override(**settings):

@@ -175,7 +175,7 @@ def _past_first_check(function: Function) -> Function:
 
 def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
     """Have the kernels of all groups compiled at once, for the arguments seen while tracing."""
-    for key, group in dict(zip(keys, groups, strict=True)).items():
+    for key, group in zip(keys, groups, strict=True):
         try:
             interface.prepare(key, [n.meta.get("val") for n in group.inputs])
         except FuserError as error:

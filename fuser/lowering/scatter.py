@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Value, ops
+from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering.atomics import Target, target, why_not_atomic
@@ -188,7 +188,7 @@ def lower_index_fill(ctx: LoweringContext, x: TensorBox, dim: int, index: Tensor
 def lower_index_put(
     ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], values: TensorBox, accumulate: Any = False
 ) -> TensorBox:
-    """`values` at x[indices]; in place of what is there, or added to it. A number where a mask holds is a choice."""
+    """`values` at x[indices]; in place of what is there, or added to it. Under one mask it is a choice."""
     mask = indices[0] if len(indices) == 1 else None
     if isinstance(mask, TensorBox) and mask.dtype is torch.bool and len(mask.size) <= len(x.size):
         return _put_where(ctx, x, mask, values, accumulate)
@@ -203,15 +203,32 @@ def lower_index_put(
 def _put_where(
     ctx: LoweringContext, x: TensorBox, mask: TensorBox, values: TensorBox, accumulate: Any
 ) -> TensorBox:  # fmt: skip
-    if accumulate or any(not ctx.is_one(s) for s in values.size):
+    """Where the mask holds, `values`: the same for each place of the mask, so a choice without any counting."""
+    size, dims, given = ctx.size_of(x), len(mask.size), ctx.size_of(values)
+    rest = size[dims:]
+    row = given[max(len(given) - len(rest), 0) :]
+    before = given[: len(given) - len(row)]
+    if not all(ctx.is_equal(s, 1) for s in before):
         raise Unsupported("values put where a mask holds: which one goes where depends on data")
-    for a, b in zip(ctx.size_of(mask), ctx.size_of(x)):
+    if len(before) > 1 and (accumulate or rest):
+        raise Unsupported("values of more dims than what the mask takes")
+    for a, b in zip(ctx.size_of(mask), size):
         if not ctx.is_equal(a, b):
             raise Unsupported("a mask of another size")
-    for _ in range(len(x.size) - len(mask.size)):
+    if not all(ctx.is_equal(s, 1) or ctx.is_equal(s, n) for s, n in zip(reversed(row), reversed(rest))):
+        raise Unsupported("values that do not broadcast to what the mask takes")
+    for _ in rest:
         mask = unsqueeze_box(ctx, mask, len(mask.size))
-    number = TensorBox(values.storage, values.view).viewed((), lambda i: (ZERO,) * len(values.size))
-    return select(ctx, mask, number, x)
+    first = (ZERO,) * len(before)
+    box = TensorBox(values.storage, values.view).viewed(row, lambda i: (*first, *i))
+    if not accumulate:
+        return select(ctx, mask, box, x)
+    holds, load = ctx.loader(mask, size, torch.bool), ctx.loader(x, size, compute_dtype(x.dtype))
+    more = cast_loader(ctx, box, size, x.dtype)
+    add = "logical_or" if x.dtype is torch.bool else "add"
+    return ctx.pointwise(
+        size, x.dtype, lambda i: ops.where(holds(i), ops.call(add, load(i), more(i)), load(i)), ctx.order_of_meta()
+    )  # fmt: skip
 
 
 @lower("aten.put")

@@ -40,6 +40,8 @@ WRITES = {
     "index_put_sum": lambda x, y: aten.index_put(x, [None, J - 5], y[:, :3], True),
     "index_put_where": lambda x, y: aten.index_put(x, [y > 3], torch.tensor(9.0)),
     "index_put_where_rows": lambda x, y: aten.index_put(x, [y[:, 0, 0] > 3], y[1, 1, 1]),
+    "index_put_where_matrix": lambda x, y: aten.index_put(x, [y[:, 0, 0] > 3], y[1, :, :1]),
+    "index_put_where_sum": lambda x, y: aten.index_put(x, [y[:, :, 0] > 3], y[0, :1], True),
     "put": lambda x, y: x.put(J * 7 - 2, y[0, 0, :3], accumulate=True),
     "of_what_is_computed": lambda x, y: torch.relu(x).index_add(0, J * 2 + 1, torch.abs(y[:3]) * 3).sum(1),
     "reads_after": lambda x, y: (lambda a: (a.index_add(0, I, y[:3] * 2), a.amax(), a + 1))(x.index_add(0, J, y[:3])),
@@ -183,4 +185,6 @@ def test_the_interpreters_agree(name):
 def test_what_is_left_to_aten():
     x = values(4, 6)
     check_falls_back(lambda x, y: aten.index_put(x, [y > 0], y[y > 0]), x, x.flip(0), reason="depends on data")
+    one = torch.tensor([[[2.0]]])
+    check_falls_back(lambda x, y: aten.index_put(x, [y[:, 0] > 0], one), x, x.flip(0), reason="more dims")
     check_falls_back(lambda x, y: x.scatter_reduce(1, J[None], y, "mean"), x, x.flip(0), reason="mean")

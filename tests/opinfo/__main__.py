@@ -2,6 +2,9 @@
 
 The work is dealt to worker processes in blocks: one operator, one dtype, one route. A worker that dies is a crash of
 the block that it was at; another goes on behind it. With `--results` a run that was stopped goes on where it was.
+
+The route `batch` is torch.compile for every sample of the database, many in one graph (batches.py). Its blocks hold
+all dtypes of an operator, and it goes through the operators in rounds: a few samples of each dtype, then more.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.device import use_device
 
 CRASHED = "crashed"
+BATCH, BATCHED = "batch", 24  # that route, and how many samples of it are one graph
 GO_ON = 75  # a worker's exit code when it has loaded so many kernels that a fresh process should go on
 KERNELS = 4000  # each loaded library takes some of the 65,530 mappings that a process may have
 ROUTES = ["functional", "call:3", "compile:2"]
+ROUNDS = (2, 8, 32, 128, None)  # how many samples of each dtype have run after each round of the route `batch`
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,21 +55,33 @@ def work(options: argparse.Namespace) -> int:
     """Run this worker's share of the blocks, appending a line for each sample to its file in the folder."""
     import torch
 
+    from fuser import config
+    from fuser.compiler import register_backend
     from fuser.cpu import toolchain
+    from tests.opinfo.batches import Together
 
     number, folder = int(options.worker[0]), Path(options.worker[1])
     torch.set_num_threads(1)
     toolchain.FLAGS = tuple("-O1" if f == "-O3" else f for f in toolchain.FLAGS)  # takes half the time of -O3
-    done = {block_of(r) for r in finished(folder)}
+    done, crashes, complete = ended(folder)
     kernels = 0
     with (folder / f"worker{number}.jsonl").open("a") as out:
+        if BATCH in options.routes:
+            register_backend("cpu", Together())
+            config.set(compile_workers=2 * BATCHED)  # they wait for one compiler
         for at, (op, dtype, route, most) in enumerate(blocks(options)):
             name = block_name(op, dtype, route)
-            if at % options.workers != number or name in done:
+            if at % options.workers != number or name in done or (dtype is None and name[0] in complete):
                 continue
             say(out, {"begin": name})
-            for record in run_block(op, dtype, route, most, options.seconds):
-                kernels += record["status"] in ("native", "partly") and route != "plans"
+            if dtype is None:
+                made = run_rounds(op, route, crashes, lambda ids: say(out, {"batch": ids}))
+            else:
+                made = run_block(op, dtype, route, most, options.seconds)
+            for record in made:
+                if "complete" in record:
+                    complete.add(record["complete"])
+                kernels += record.get("status") in ("native", "partly") and route != "plans"
                 say(out, record)
             say(out, {"end": name})
             if kernels > KERNELS:
@@ -83,25 +100,28 @@ def blocks(options: argparse.Namespace) -> Iterator[tuple[Any, Any, str, int | N
 
     wanted = tuple(options.ops) if options.ops else ("",)
     families = options.families or database.FAMILY_NAMES
-    for family in families:
-        for op in database.operators():
-            if (database.family_of(op) or "other") != family or not database.full_name(op).startswith(wanted):
-                continue
-            for dtype in database.dtypes_of(op):
-                if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes:
-                    for route in options.routes:
-                        name, _, most = route.partition(":")
-                        yield op, dtype, name, int(most) if most else options.samples
+    known = database.operators()
+    ops = [op for f in families for op in known if (database.family_of(op) or "other") == f]
+    ops = [op for op in ops if database.full_name(op).startswith(wanted)]
+    routes = [route for route in options.routes if route != BATCH]
+    if BATCH in options.routes:
+        yield from ((op, None, f"{BATCH}:{n}", None) for n in range(len(ROUNDS)) for op in ops)
+    for op in ops:
+        for dtype in database.dtypes_of(op):
+            if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes:
+                for route in routes:
+                    name, _, most = route.partition(":")
+                    yield op, dtype, name, int(most) if most else options.samples
 
 
 def block_name(op: Any, dtype: Any, route: str) -> tuple[str, str, str]:
     from tests.opinfo import database
 
-    return database.full_name(op), str(dtype).removeprefix("torch."), route
+    return database.full_name(op), "all" if dtype is None else name_of(dtype), route
 
 
-def block_of(record: dict[str, Any]) -> tuple[str, str, str]:
-    return record["op"], record["dtype"], record["route"]
+def name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def run_block(op: Any, dtype: Any, route: str, most: int | None, seconds: float) -> Iterator[dict[str, Any]]:
@@ -125,6 +145,55 @@ def run_block(op: Any, dtype: Any, route: str, most: int | None, seconds: float)
         yield {**record, "problems": outcome.problems} if outcome.problems else record
 
 
+def run_rounds(
+    op: Any, route: str, crashes: list[list[Any]], note: Callable[[list[Any]], None]
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A record for each sample of one round: all dtypes, in batches. `crashes`: batches in which a worker died."""
+    from tests.opinfo import batches, database, runner
+
+    name, number = database.full_name(op), int(route.partition(":")[2])
+    waiting, most = [], 0
+    for dtype in database.dtypes_of(op):
+        try:
+            made = list(database.samples_of(op, dtype, None))
+        except Exception as e:  # the database's own trouble
+            yield {"op": name, "dtype": name_of(dtype), "route": BATCH, "status": "skipped",
+                   "reason": f"no samples: {type(e).__name__}: {str(e)[:100]}"}  # fmt: skip
+            continue
+        most = max(most, len(made))
+        waiting += [([name, name_of(dtype), n], made[n]) for n in of_round(len(made), number)]
+    size = BATCHED
+    while waiting:
+        ids = [i for i, _ in waiting[:size]]
+        while len(ids) > 1 and ids in crashes:
+            ids = ids[: len(ids) // 2]
+        now, waiting = waiting[: len(ids)], waiting[len(ids) :]
+        note(ids)
+        if ids in crashes:
+            outcomes, broken = [runner.Outcome(CRASHED, "the process died")], False
+        else:
+            outcomes, broken = batches.run_batch(
+                [runner.make_sample(op.op, s, database.is_undefined(op)) for _, s in now]
+            )
+        size = 1 if broken else size  # each break is a graph more, and makes the rest's code anew
+        for (_, dtype, n), outcome in zip(ids, outcomes):
+            record = {"op": name, "dtype": dtype, "route": BATCH, "sample": n, "of": len(ids),
+                      "status": outcome.status, "reason": outcome.reason[:200]}  # fmt: skip
+            yield {**record, "problems": outcome.problems} if outcome.problems else record
+    if most <= (ROUNDS[number] or most):
+        yield {"complete": name}
+
+
+def of_round(n: int, number: int) -> list[int]:
+    """Which of `n` samples a round runs: as many as `ROUNDS` says, spread over all, less those of earlier rounds."""
+
+    def spread(most: int | None) -> set[int]:
+        return set(range(n)) if most is None or most >= n else {i * n // most for i in range(most)}
+
+    earlier = set().union(*(spread(most) for most in ROUNDS[:number]))
+    return sorted(spread(ROUNDS[number]) - earlier)
+
+
 # -- all workers -------------------------------------------------------------------------------------------------------
 def run_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The records of all workers, and of earlier runs in the folder."""
@@ -145,13 +214,17 @@ def run_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def note_crash(path: Path, code: int) -> None:
-    """End the last block of a worker that died."""
+    """End the last block of a worker that died; of a batch, say so, and it is done again in halves."""
     marks = [r for r in read_lines(path) if "begin" in r or "end" in r]
     if not marks or "end" in marks[-1]:
         raise SystemExit(f"{path.stem} ended with code {code} outside of any block")
     op, dtype, route = block = marks[-1]["begin"]
     with path.open("a") as out:
         out.write("\n")  # after what may be half a line
+        batch = next((r.get("batch") for r in reversed(read_lines(path)) if "batch" in r or "begin" in r), None)
+        if batch:
+            say(out, {"died": batch, "code": code})
+            return
         reason = f"the process ended with code {code}"
         say(out, {"op": op, "dtype": dtype, "route": route, "status": CRASHED, "reason": reason})
         say(out, {"end": block})
@@ -174,6 +247,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
+def ended(folder: Path) -> tuple[set[tuple[str, str, str]], list[list[Any]], set[str]]:
+    """Blocks that came to their end, batches in which a worker died, operators all of whose samples ran in batches."""
+    lines = [r for path in sorted(folder.glob("worker*.jsonl")) for r in read_lines(path)]
+    blocks = {tuple(r["end"]) for r in lines if "end" in r}
+    return blocks, [r["died"] for r in lines if "died" in r], {r["complete"] for r in lines if "complete" in r}
+
+
 def finished(folder: Path) -> list[dict[str, Any]]:
     """The records of blocks that came to their end."""
     out: list[dict[str, Any]] = []
@@ -185,7 +265,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
             elif "end" in record:
                 out += block
                 block = []
-            else:
+            elif "status" in record:
                 block.append(record)
     return out
 

@@ -83,6 +83,11 @@ def _eager(call: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Excep
         return None, e
 
 
+def alone_eagerly(sample: Sample) -> tuple[Any, Exception | None]:
+    """What eager gives, on copies of the sample's tensors, or what it raises."""
+    return _eager(sample.call, compare.copy_inputs(sample.tensors))
+
+
 def call_graph(sample: Sample, result: Any) -> torch.fx.Graph:
     """The call as a graph of one node (and one for each of several results)."""
     graph = torch.fx.Graph()
@@ -247,7 +252,7 @@ def _compare(
     if sample.undefined:
         for t in (*got_leaves, *want_leaves, *mine, *own):
             t.zero_()
-    exact = None if route == "compile" else lambda: _exact(sample)
+    exact = None if route == "compile" else lambda: exact_of(sample)
     functional = route in ("copies", "plans")
     low = compare.lowest([*sample.tensors, *want_leaves])
     problems = compare.differences(got_leaves, want_leaves, exact, strides=not functional, low=low)
@@ -261,7 +266,8 @@ def _compare(
     return Outcome(WRONG, outcome.status, problems) if problems else outcome
 
 
-def _exact(sample: Sample) -> list[Any]:
+def exact_of(sample: Sample) -> list[Any]:
+    """The results, computed in float64."""
     torch.manual_seed(SEED)
     wide = compare.in_float64(compare.copy_inputs(sample.tensors))
     tensors = iter(wide)

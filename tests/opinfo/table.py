@@ -30,7 +30,8 @@ ROUTES = {
     "copies": "traced, with copies allowed for views, by kernels",
     "functional": "registered as its functional trace, by kernels",
     "plans": "its functional trace, views as copies, lowered and scheduled, the plans run by the interpreter",
-    "compile": "through torch.compile",
+    "compile": "through torch.compile, alone",
+    "batch": "through torch.compile, with others in one graph",
 }
 COUNTED = ("functional", "plans")  # routes by which samples are counted
 FAMILIES = ("pointwise", "reduction", "view", "indexing", "creation", "")
@@ -106,7 +107,7 @@ def _summary(
     runs = sum(by_status[k] for k in _STATUSES)
     bad = f"{by_status['wrong']} wrong, {by_status['crashed']} crashed"
     lines += ["", f"{runs} runs of samples: {bad}. How they ran:", ""]
-    routes = Counter(r["route"] for r in records if "sample" in r)
+    routes = Counter(r["route"] for r in records if "sample" in r and r["status"] in _STATUSES)
     lines += [f"- {n}: {ROUTES[route]}" for route, n in routes.most_common()]
     dtypes = Counter(r["dtype"] for r in records if "sample" in r)
     return [*lines, "", f"dtypes: {', '.join(dtypes)}."]

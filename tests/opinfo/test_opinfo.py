@@ -10,7 +10,8 @@ import warnings
 import pytest
 import torch
 
-from tests.opinfo import database, runner
+from tests.opinfo import batches, database, runner
+from tests.opinfo.__main__ import ROUNDS, of_round
 
 SHARES = 8
 with warnings.catch_warnings():
@@ -55,3 +56,37 @@ def test_operators_through_torch_compile(name):
     op = next(op for op in OPERATORS if database.full_name(op) == name)
     wrong = run(op, (torch.float32,), 2, "compile")
     assert not wrong, "\n".join(wrong)
+
+
+def samples_of(names, dtypes, most: int) -> list[runner.Sample]:
+    ops = [op for op in OPERATORS if database.full_name(op) in names]
+    return [
+        runner.make_sample(op.op, s) for op in ops for d in dtypes if d in database.dtypes_of(op)
+        for s in database.samples_of(op, d, most)
+    ]  # fmt: skip
+
+
+def test_a_batch_is_one_graph_and_each_sample_is_compared():
+    samples = samples_of(("add", "cumsum", "index_add", "linalg.inv", "nonzero"), (torch.float32, torch.int64), 2)
+    outcomes, broken = batches.run_batch(samples)
+    assert len(outcomes) == len(samples) and broken  # by nonzero
+    assert {o.status for o in outcomes} == {runner.PARTLY} and not any(o.problems for o in outcomes), outcomes
+
+
+def test_a_wrong_sample_of_a_batch_is_found(monkeypatch):
+    def off_by_one(gm, inputs):
+        def call(*args):
+            first, *rest = gm(*args)
+            return first + 1, *rest
+
+        return call
+
+    monkeypatch.setattr(batches, "fuser_backend", off_by_one)
+    outcomes, _ = batches.run_batch(samples_of(("cos", "sin"), (torch.float32,), 2))
+    assert [o.status == runner.WRONG for o in outcomes] == [True] + [False] * (len(outcomes) - 1), outcomes
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 9, 500])
+def test_the_rounds_take_each_sample_once(n):
+    taken = [i for number in range(len(ROUNDS)) for i in of_round(n, number)]
+    assert sorted(taken) == list(range(n))
