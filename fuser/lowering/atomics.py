@@ -1,8 +1,9 @@
 """The memory that writes to computed places go to.
 
-On the CPU it is the result itself: points run in order. Elsewhere they run in no order, and are combined by atomic
-operations, of which the hardware has few: sums of halves gather in float32, small integers in int32. Extremes of floats
-have the bits of NaN put in order; a minimum is the maximum of what is negated. All of it is undone in the end.
+On the CPU it is the result itself: points run in order; but sums and products of halves gather in float32, as eager's
+do. Elsewhere points run in no order, and are combined by atomic operations, of which the hardware has few: sums of
+halves gather in float32, small integers in int32. Extremes of floats have the bits of NaN put in order; a minimum is
+the maximum of what is negated. All of it is undone in the end.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Target:
                 raise Unsupported(reason)
             if combine:
                 own = self._plan_atomics()
+        elif dtype in LOW_PRECISION and combine in ("sum", "prod"):
+            own = torch.float32
         plain = own is dtype and self.into is _same
         if plain and reuse is not None and _is_free(ctx, reuse):
             self.box = _taken(ctx, reuse)

@@ -16,7 +16,7 @@ import torch
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, Unsupported
 from fuser.ir.nodes import TensorBox, strides_of
-from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product
+from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Scalar, memory_order
@@ -224,6 +224,9 @@ def _outputs(
     ctx: LoweringContext, graph: CanonicalGraph, values: list[Any], metas: list[Any]
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen."""
+    if not graph.functional and _hangs_on_layout(graph, values, metas):
+        for known in list(ctx.hints):
+            ctx.specialise(symbol(known.name, known.kind))
     inputs = {_memory(m): m for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)}
     seen: dict[int, Any] = dict(inputs)
     written = dict(ctx.writes)
@@ -252,6 +255,46 @@ def _outputs(
                 _keep_dense(ctx, value, meta, plain, memories[_memory(meta)] > 1)
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
+
+
+def _hangs_on_layout(graph: CanonicalGraph, values: list[Any], metas: list[Any]) -> bool:
+    """Whether eager gives a copy of memory that the caller sees, but would give a view for other sizes or strides.
+
+    `x.flatten()` and `x.contiguous()` copy only where they must.
+    """
+    calls = {node.index: node for node in graph.calls}
+    roots: Counter[int] = Counter()
+    copies: list[int] = []
+    for at in {o.index for o in graph.outputs if isinstance(o, Ref)}:
+        copied = False
+        while (source := _viewed(calls.get(at), values, metas)) is not None:
+            copied |= isinstance(metas[at], torch.Tensor) and _memory(metas[at]) not in _memories(metas[source])
+            at = source
+        roots[at] += 1
+        copies += [at] if copied else []
+    return any(at < graph.n_inputs or roots[at] > 1 for at in copies)
+
+
+def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> int | None:
+    """The value that a node reads in another form, or may give itself, by eager's choice; None for all other nodes."""
+    if node is None or not node.args or not isinstance(node.args[0], Ref) or node.op.endswith("_copy"):
+        return None
+    source = node.args[0].index
+    own, other = (_boxes(values[i]) for i in (node.index, source))
+    if node.op in _COPY_IF_NEEDED:
+        return source if metas[source].dtype is metas[node.index].dtype else None
+    return source if {id(b.storage.buffer) for b in own} & {id(b.storage.buffer) for b in other} else None
+
+
+_COPY_IF_NEEDED = ("aten.contiguous", "aten.to")
+
+
+def _boxes(value: Any) -> list[TensorBox]:
+    return [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, TensorBox)]
+
+
+def _memories(meta: Any) -> set[int]:
+    return {_memory(m) for m in (meta if isinstance(meta, (tuple, list)) else (meta,)) if isinstance(m, torch.Tensor)}
 
 
 def _is_row_major(graph: CanonicalGraph, metas: list[Any]) -> bool:

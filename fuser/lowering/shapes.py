@@ -184,8 +184,34 @@ def _roll(meta: Any, device: str, x: torch.Tensor, shifts: Any, dims: Sequence[i
     return meta
 
 
+def _index(meta: Any, device: str, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """The dims of the indices lie in memory in the order in which they do in the indices, after the others if those are
+    the larger ones: the rule of TensorIterator, for `x` with strides of 0 along the dims of the indices.
+
+    Source: `make_info` in aten/src/ATen/native/TensorAdvancedIndexing.cpp.
+    """
+    named = {d: i for d, i in enumerate(indices) if i is not None}
+    if not named or any(i.dtype in (torch.bool, torch.uint8) for i in named.values()):
+        return meta
+    dims, rest = list(named), [d for d in range(x.dim()) if d not in named]
+    shape = broadcast([tuple(i.shape) for i in named.values()], "aten.index")
+    common = [i.expand(shape) for i in named.values()]
+    if device != "cpu" and len({i.stride() for i in common}) > 1:
+        common = [i.contiguous() for i in common]
+    before = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    ones = (1,) * before, (1,) * (len(rest) - before)
+    strides = [x.stride(d) for d in rest]
+    strides[before:before] = (0,) * len(shape)
+    source = torch.empty_strided(meta.shape, strides, device="meta")
+    spread = [i.reshape((*ones[0], *i.shape, *ones[1])) for i in common]
+    size = tuple(meta.shape)
+    return torch.empty_strided(size, result_strides(size, [source, *spread]), dtype=meta.dtype, device="meta")
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
     "aten.roll": _roll,
+    "aten.index": _index,
+    "aten._unsafe_index": _index,
     "aten.native_layer_norm": _layer_norm,
     "aten.native_group_norm": _statistics,
     "aten.native_batch_norm": _batch_norm,

@@ -230,3 +230,46 @@ def test_roll_gives_eagers_layout(shape):
 
             got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(x)
             torch.testing.assert_close(got, fn(x), rtol=0, atol=0, check_stride=True)
+
+
+def handle_of(fn: Any) -> Any:
+    return REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scatters_of_halves_gather_in_float32(dtype):
+    ones, places = torch.ones(2, dtype=dtype), torch.zeros(3000, dtype=torch.int64)
+    powers = torch.tensor([300.0, 300.0, 1 / 512, 1 / 512], dtype=dtype)
+
+    def fn(x, places, many, some):
+        first = places[:4]
+        return (
+            torch.scatter_add(x, 0, places, many), torch.scatter_reduce(x, 0, first, some, "prod"),
+            torch.index_add(x, 0, places, many), torch.index_put(x, (places,), many, accumulate=True),
+        )  # fmt: skip
+
+    got = handle_of(fn)(ones, places, torch.ones(3000, dtype=dtype), powers)
+    exact = fn(ones.double(), places, torch.ones(3000, dtype=torch.float64), powers.double())
+    for a, b in zip(got, exact):
+        torch.testing.assert_close(a, b.to(dtype))
+
+
+def test_an_index_gives_the_result_its_own_layout():
+    index = torch.arange(24).remainder(3).reshape(4, 3, 2).permute(2, 1, 0)
+    wide = torch.randn(3, 8, 5)
+    for x in (wide[:, 0, 0], wide, wide.permute(0, 2, 1), wide[:, :1]):
+        for fn in (lambda x, i: x[i], lambda x, i: x.transpose(0, -1)[..., i], lambda x, i: x[None, i, ..., None]):
+            got = handle_of(fn)(x, index)
+            torch.testing.assert_close(got, fn(x, index), rtol=0, atol=0, check_stride=True)
+
+
+@pytest.mark.parametrize("fn", [torch.flatten, lambda x: x.contiguous(), lambda x: x.reshape(-1)[None]])
+def test_a_copy_that_eager_makes_for_some_layouts_only(fn):
+    """The kernel for a piece of a larger tensor does not serve one whose elements lie one behind the other."""
+    handle, wide = handle_of(lambda x: (fn(x), x + 1)), torch.randn(8, 8)
+    pieces = wide[:2, :2], wide[:1, :1], wide.flatten()[:8].view(2, 4), wide[:1, :3], wide[:3, :1], wide[:2, :4]
+    for x in pieces:
+        own = x.untyped_storage().data_ptr()
+        got, want = handle(x)[0], fn(x)
+        assert (got.untyped_storage().data_ptr() == own) == (want.untyped_storage().data_ptr() == own)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, check_stride=True)
