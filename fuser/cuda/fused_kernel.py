@@ -69,7 +69,8 @@ def generate(
 ) -> Source:  # fmt: skip
     """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
     ctx = lowered.ctx
-    unaligned = {f"in{i}" for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput) and not r.aligned}
+    tensors = [(f"in{i}", r) for i, r in enumerate(lowered.inputs) if isinstance(r, TensorInput)]
+    unaligned = {name for name, r in tensors if not r.aligned or not r.size}  # one number lies anywhere
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
@@ -99,7 +100,6 @@ def generate(
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
     program = builder.finish(steps, plan.buffers, single)
-
 
     def again(levels: Levels) -> Source:
         return generate(lowered, plan, single, comment, write, levels)

@@ -15,10 +15,11 @@ from fuser.cuda.layout import (
     pointwise_layout,
     reduction_layout,
 )  # fmt: skip
+from fuser.cuda.random import NEIGHBOURS, find_quads, least_word
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, product, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, symbols
 from fuser.ops import (
     FLOAT8,
     REDUCTIONS,
@@ -33,6 +34,7 @@ from fuser.ops import (
 )  # fmt: skip
 from fuser.scheduler.plan import KernelPlan, Reduce, Store
 
+_EXACT = frozenset({"load", "const", "philox_uniform"})  # values that have no error yet
 # Ops that turn a small error of a float into a large one of something else.
 _STEEP = frozenset(
     "floor ceil round trunc frac eq ne lt le gt ge sign heaviside floor_div trunc_div remainder fmod nextafter".split()
@@ -65,6 +67,7 @@ class Nest:
         if layout is None:
             layout = reduction_layout(plan, ctx) if self.reduced else pointwise_layout(plan, ctx)
         self.layout = layout
+        self.quads = find_quads(plan, layout, ctx.hint)
         self.fast = self._is_fast()
         self.out = Lines()
         self.emitted: set[int] = set()
@@ -87,7 +90,7 @@ class Nest:
             if row.op == "to_dtype" and row.attr.is_floating_point and not row.dtype.is_floating_point:
                 return False
             if row.op in _STEEP and any(
-                self.plan.rows[a].dtype.is_floating_point and self.plan.rows[a].op not in ("load", "const")
+                self.plan.rows[a].dtype.is_floating_point and self.plan.rows[a].op not in _EXACT
                 for a in row.args
             ):
                 return False
@@ -185,8 +188,33 @@ class Nest:
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
                 return triton_convert(torch.float32, row.attr, args[0])
+            case "philox_uniform":
+                return f"fuser_unit_float(w{n})"
+            case "ge" | "lt" if self.plan.rows[row.args[0]].op == "philox_uniform":
+                least = self.least_word(row)
+                if least is not None:
+                    return f"w{row.args[0]} {'>=' if row.op == 'ge' else '<'} tl.full([], {least}, tl.uint32)"
         dtype = self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype
         return triton_cell(row.op, dtype, self.fast, *args)
+
+    def random_words(self, n: int) -> str:
+        """The 32-bit words that the random numbers of row `n` are made of."""
+        seed, stream, place = (f"t{a}" for a in self.plan.rows[n].args)
+        quads = self.quads.get(n)
+        if quads is None:
+            return f"fuser_philox_word({seed}, {stream}, {place})"
+        d = self.layout.dims[quads.dim]
+        block = f"{d.name}q"
+        if quads.start != expr(0):
+            block = f"(({self.address(quads.start)}) // {NEIGHBOURS} + {block})"
+        dims = self.expr_dims(quads.start) | {quads.dim}
+        first = len(self.layout.dims) == 2 and quads.dim == 0
+        return f"fuser_philox_quads({seed}, {stream}, {block}, {self.shape(dims)}, {first})"
+
+    def least_word(self, row: Row) -> int | None:
+        """The least word whose number is not below what `row` compares it with, if that is a number."""
+        other = self.plan.rows[row.args[1]]
+        return least_word(float(other.attr)) if other.op == "const" else None
 
     def emit(self, n: int) -> None:
         """The statements of row `n`."""
@@ -194,6 +222,8 @@ class Nest:
         self.emitted.add(n)
         if row.op == "pair":
             return
+        if row.op == "philox_uniform":
+            self.out.add(f"w{n} = {self.random_words(n)}")
         if row.op != "indirect":
             self.out.add(f"t{n} = {self.value(n)}")
             return
@@ -252,6 +282,9 @@ class Nest:
         n = self.params.number(d.size, self.bits, f"n_{d.name}", matters)
         self.out.add(f"{d.name} = {start}tl.arange(0, {d.block}){index}")
         self.out.add(f"m{d.name} = {d.name} < {n}")
+        if any(self.layout.dims[q.dim] is d for q in self.quads.values()):
+            first = f"({start}0) // {NEIGHBOURS} + " if start else ""
+            self.out.add(f"{d.name}q = {first}tl.arange(0, {d.block // NEIGHBOURS}){index}")
         rest = d.name
         for a in reversed(d.axes[1:]):
             size = self.params.number(a.size, self.bits, f"n_{a.sym.name}", a.sym in self.contiguous)

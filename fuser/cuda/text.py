@@ -85,18 +85,22 @@ class Params:
 
 def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], matters: bool = False) -> str:
     """An integer expression over loop variables, in `bits` bits; what is fixed for a launch becomes parameters."""
-    groups: dict[tuple[Sym | Call, ...], Expr] = {}
-    for monomial, c in e.terms:
-        moving = tuple(a for a in monomial if _moves(a))
-        fixed = Expr({tuple(a for a in monomial if not _moves(a)): c})
-        groups[moving] = groups.get(moving, expr(0)) + fixed
     parts = []
-    for moving, factor in groups.items():
+    for moving, factor in fixed_factors(e).items():
         factors = [name(a) if isinstance(a, Sym) else _call(a, params, bits, name) for a in moving]
         if factor != ONE or not factors:
             factors.append(params.number(factor, bits, matters=matters and bool(moving)))
         parts.append(" * ".join(factors))
     return " + ".join(parts) or "0"
+
+
+def fixed_factors(e: Expr) -> dict[tuple[Sym | Call, ...], Expr]:
+    """By product of what differs within a launch, its factor, which is fixed for a launch."""
+    out: dict[tuple[Sym | Call, ...], Expr] = {}
+    for monomial, c in e.terms:
+        moving = tuple(a for a in monomial if _moves(a))
+        out[moving] = out.get(moving, expr(0)) + Expr({tuple(a for a in monomial if not _moves(a)): c})
+    return out
 
 
 def _moves(a: Sym | Call) -> bool:

@@ -1,12 +1,14 @@
 """Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", 2011), and the operator `fuser.uniform_like` by which graphs ask for them.
 
-The key is a tensor of one 64-bit seed, the counter an element's place and the number of a stream. So an element's
-number depends on nothing else: not on threads, vector lanes, strides or device, and what is recomputed is the same.
+The key is a tensor of one 64-bit seed, the counter a quarter of an element's place and the number of a stream; of the
+four words that this gives, each of four neighbours has its own. So an element's number depends on nothing else: not on
+threads, tiles, strides or device, and what is recomputed is the same.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -45,8 +47,9 @@ def philox_uniform(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor
     def words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x & _LOW, (x >> 32) & _LOW
 
-    first, *_ = philox(words(seed), (*words(index), *words(stream)))
-    return (first >> 8).to(torch.float32) * 2.0**-24
+    four = philox(words(seed), (*words(index >> 2), *words(stream)))
+    word = functools.reduce(lambda found, k: torch.where(index & 3 == k, four[k], found), range(1, 4), four[0])
+    return (word >> 8).to(torch.float32) * 2.0**-24
 
 
 def _cpp_helper() -> str:
@@ -61,30 +64,58 @@ def _cpp_helper() -> str:
   c0 = (p1 >> 32) ^ c1 ^ (u64)(u32)(k0 + w0), c1 = p1 & 0xffffffffULL; \\
   c2 = (p0 >> 32) ^ c3 ^ (u64)(u32)(k1 + w1), c3 = p0 & 0xffffffffULL; }}
 FUSER_FN float fuser_philox_uniform(i64 seed, i64 stream, i64 index) {{
-  u64 c0 = (u32)(u64)index, c1 = (u64)index >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32;
+  const u64 block = (u64)(index >> 2);
+  u64 c0 = (u32)block, c1 = block >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32;
   const u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
-{"".join(rounds)}  return (float)(i32)(c0 >> 8) * 0x1p-24f;
+{"".join(rounds)}  const u64 even = index & 2 ? c2 : c0, odd = index & 2 ? c3 : c1;
+  return (float)(i32)((index & 1 ? odd : even) >> 8) * 0x1p-24f;
 }}
 """
 
 
 HELPERS = {"fuser_philox_uniform": _cpp_helper()}
+# `quads` gives the words of four neighbours for each block, along the tile's last dim or the first of two, which makes
+# that four times as long. What a thread has stays with it: tl.join and tl.reshape only name registers anew.
 TRITON_HELPERS = {
-    "fuser_philox_uniform": """\
+    "fuser_philox": """\
 @triton.jit
-def fuser_philox_uniform(seed, stream, index):
-    zero = (index ^ index).to(tl.uint32)
-    low, high = zero + index.to(tl.uint32), zero + (index >> 32).to(tl.uint32)
+def fuser_philox(seed, stream, block):
+    low = block.to(tl.uint32)
+    zero = low ^ low
+    high = zero
+    if block.dtype.primitive_bitwidth == 64:
+        high = (block >> 32).to(tl.uint32)
     s0, s1 = zero + (stream & 0xFFFFFFFF).to(tl.uint32), zero + ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    first, _, _, _ = tl.philox(seed, low, high, s0, s1)
-    return (first >> 8).to(tl.float32) * 5.9604644775390625e-08
-"""
+    return tl.philox(seed, low, high, s0, s1)
+""",
+    "fuser_philox_quads": """\
+@triton.jit
+def fuser_philox_quads(seed, stream, block, shape: tl.constexpr, first: tl.constexpr):
+    a, b, c, d = fuser_philox(seed, stream, block)
+    four = tl.join(tl.join(a, c), tl.join(b, d))
+    if first:
+        four = tl.permute(four, (0, 2, 3, 1))
+    return tl.reshape(four, shape)
+""",
+    "fuser_philox_word": """\
+@triton.jit
+def fuser_philox_word(seed, stream, index):
+    a, b, c, d = fuser_philox(seed, stream, index >> 2)
+    at = index & 3
+    return tl.where(at < 2, tl.where(at == 0, a, b), tl.where(at == 2, c, d))
+""",
+    "fuser_unit_float": """\
+@triton.jit
+def fuser_unit_float(word):
+    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
+""",
 }
 ROWS = (
     OpRow(
         "philox_uniform", 3, philox_uniform, "fuser_philox_uniform({0}, {1}, {2})",
-        "fuser_philox_uniform({0}, {1}, {2})", (torch.int64,), result=torch.float32, cost=40,
-        notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of Philox4x32-10's first word.",
+        "fuser_unit_float(fuser_philox_word({0}, {1}, {2}))", (torch.int64,), result=torch.float32, cost=40,
+        notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of a word of Philox4x32-10; a quarter of "
+        "the place is the counter.",
     ),
 )  # fmt: skip
 

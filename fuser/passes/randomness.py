@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config
+from fuser import compiler, config
 
 settings: Any = config  # its attributes are made from a table
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class _Writer:
         self.meta = {k: v for k, v in site.meta.items() if k not in ("val", "tensor_meta")}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.site.graph.inserting_before(self.site):
+        with self.site.graph.inserting_before(self.site), _mode_of(_drawn(self.site)):
             return _call(self.site.graph, self.meta, target, *args, **kwargs)
 
     def uniform(self, like: fx.Node, stream: int = 0) -> fx.Node:
@@ -70,6 +70,11 @@ def _call(graph: fx.Graph, meta: dict[str, Any], target: Any, *args: Any, **kwar
     return node
 
 
+def _mode_of(value: torch.Tensor) -> Any:
+    """Where tensors without memory are made, if `value` is one."""
+    return getattr(value, "fake_mode", None) or torch.no_grad()
+
+
 def _drawn(node: fx.Node) -> torch.Tensor:
     """The tensor that a random operator fills, or the first of its results."""
     value = node.meta["val"]
@@ -88,9 +93,7 @@ def _dropout(w: _Writer, x: fx.Node, p: Any, train: Any = True) -> Sequence[fx.N
     return (value if dtype.itemsize >= 4 else w.call(aten._to_copy.default, value, dtype=dtype)), kept
 
 
-# On CUDA a kernel gives right numbers too, but a block of Philox for each element costs more than eager's dropout,
-# which uses all four words of a block.
-_DEVICES = ("cpu",)
+_DEVICES = ("cpu", "cuda")
 # For each operator: what writes it anew, from its arguments without names of dtypes and devices.
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
@@ -113,6 +116,8 @@ def _can_rewrite(node: fx.Node) -> bool:
     first = _drawn(node)
     if first.device.type not in _DEVICES or first.layout is not torch.strided:
         return False
+    if compiler.why_not(first.device.type) is not None:
+        return False  # without kernels, the operators that a seed needs are slow
     if node.target in _FROM_FLOAT32 and first.dtype is not torch.float32:
         return False
     if node.target is not aten.native_dropout.default and not first.is_contiguous():
@@ -150,8 +155,7 @@ def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> dict[fx.Node, fx.N
     for device in dict.fromkeys(_drawn(s).device for s in sites):
         here = [s for s in sites if _drawn(s).device == device]
         options = {"dtype": torch.int64, "device": device, "pin_memory": False}
-        mode = getattr(_drawn(here[0]), "fake_mode", None)
-        with graph.inserting_before(begin), mode or torch.no_grad():
+        with graph.inserting_before(begin), _mode_of(_drawn(here[0])):
             drawn = _call(graph, {}, aten.randint.low, -(1 << 63), (1 << 63) - 1, [len(here)], **options)
             parts = _call(graph, {}, aten.unbind.int, drawn)
             found.update({s: _call(graph, {}, operator.getitem, parts, i) for i, s in enumerate(here)})

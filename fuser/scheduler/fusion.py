@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from fuser.ir.sizes import ZERO, Expr, Sym, expr, substitute
+from fuser.ir.sizes import ZERO, Expr, Sym, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.nodes import Node
@@ -219,8 +219,11 @@ def _candidates(
 def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
     """Whether running together saves something: memory traffic, or for like pointwise loops a launch.
 
-    A pointwise node may join like loops that it shares nothing with (yet): a later one often reads both.
+    A pointwise node may join like loops that it shares nothing with (yet): a later one often reads both. So may one
+    that reads nothing along its loops, as random numbers do, also where those are of a reduction.
     """
+    if not node.is_reduction and not any(symbols(e) for r in node.rows if r.op == "load" for e in r.attr[1]):
+        return True
     if node.reads & set(kernel.produced) or _shares_an_access(kernel, node, verdict):
         return True
     return not node.is_reduction and not kernel.reduced

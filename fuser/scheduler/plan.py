@@ -328,6 +328,8 @@ def _finish(
         varies.append(along)
     final = tuple(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores)
     done = tuple(Reduce(i, k, r, d, reduce_phase[i]) for i, (k, r, d) in enumerate(reductions))
+    full = {n for n, along in enumerate(varies) if along - kept}
+    final = _late(final, rows, done, full)
     used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [b for b, _, _ in stores])
     return KernelPlan(
         name=_name(kernel, axes, rows, done),
@@ -340,6 +342,41 @@ def _finish(
 def _store_phase(phases: list[int], rows: list[Row], row: int, address: Expr) -> int:
     used = [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
     return max([phases[row], *(phases[u] for u in used)])
+
+
+COSTLY = 40  # operations that are worth a thought about where they are done
+
+
+def _late(
+    stores: tuple[Store, ...], rows: list[Row], reductions: tuple[Reduce, ...], full: set[int]
+) -> tuple[Store, ...]:
+    """Stores put off to the pass that computes their rows for another store, where no reduction needs them before.
+
+    So a dropout's mask is not computed twice, once to store it and once to apply it. `full`: rows of the reduced loops.
+    """
+    costly = {s.row for s in stores if s.row in full and sum(row_cost(rows[n]) for n in _behind(rows, s.row)) >= COSTLY}
+    if not reductions or not costly:
+        return stores
+    first: dict[int, int] = {}
+    for r in reductions:
+        first.update(dict.fromkeys(_behind(rows, r.row), 0))
+    for s in sorted(stores, key=lambda s: s.phase):
+        for n in _behind(rows, s.row) - {s.row}:
+            first.setdefault(n, s.phase)
+    later = {row: first.get(row, 0) for row in costly}
+    return tuple(replace(s, phase=max(s.phase, later.get(s.row, 0))) for s in stores)
+
+
+def _behind(rows: list[Row], n: int) -> set[int]:
+    """The row `n` and all that it is computed from, up to what is reduced."""
+    seen: set[int] = set()
+    pending = [n]
+    while pending:
+        n = pending.pop()
+        if n not in seen:
+            seen.add(n)
+            pending += [*rows[n].args, *indirect_rows(rows[n])] if rows[n].op != "reduced" else []
+    return seen
 
 
 SPLIT_UNITS, SPLIT_WORK = 8, 1 << 16

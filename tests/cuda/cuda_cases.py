@@ -79,6 +79,29 @@ def uniform_sum(seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x * torch.ops.fuser.uniform_like(seed, 0, x) + torch.ops.fuser.uniform_like(seed, 1 << 35, x)
 
 
+def dropped(seed: torch.Tensor, x: torch.Tensor, p: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout and its mask, as the pass `functional_random` writes it."""
+    kept = torch.ops.fuser.uniform_like(seed, 0, x) >= p
+    return (x * torch.where(kept, 1 / (1 - p), 0.0)).to(x.dtype), kept
+
+
+def at_the_edges(seed: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Probabilities of 0, nearly 1 and 1, and from a tensor."""
+    u = torch.ops.fuser.uniform_like(seed, 8, x)
+    return (*dropped(seed, x, 0.0), *dropped(seed, x, 0.9999999), u < 1.0, u < x, u < -1.0)
+
+
+def normal_like(seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Standard normal numbers, by Box and Muller."""
+    radius = torch.sqrt(torch.log(1 - torch.ops.fuser.uniform_like(seed, 0, x)) * -2.0)
+    return radius * torch.cos(torch.ops.fuser.uniform_like(seed, 1, x) * 6.283185307179586)
+
+
+def seeded(*size: int, dtype: torch.dtype = torch.float32) -> Make:
+    """A seed, and numbers in a size."""
+    return lambda i: (i.below(1 << 62), i.normal(*size, dtype=dtype))
+
+
 def sum_and_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.sum(0), x.amax(0)
 
@@ -124,6 +147,19 @@ EXTRA = (
     Case("key_gradient", key_gradient, lambda i: (
         i.normal(2, 6, 10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16))),
     Case("random", uniform_sum, lambda i: (i.below(1 << 62), i.normal(33, 70))),
+    Case("dropout", lambda s, x: dropped(s, F.gelu(x)), seeded(5, 30, 77, dtype=BF16)),
+    Case("dropout/wide", lambda s, x: dropped(s, F.gelu(x))[0], seeded(4096, 1024, dtype=BF16)),
+    Case("dropout/rows", lambda s, x: dropped(s, x.softmax(-1)), seeded(9, 8, 64)),
+    Case("dropout/odd", lambda s, x: dropped(s, x.softmax(-1)), seeded(9, 77)),
+    Case("dropout/long", lambda s, x: dropped(s, x.softmax(-1)), seeded(2, 20000)),
+    Case("dropout/columns", lambda s, x: dropped(s, x)[0].sum(0), seeded(70, 48)),
+    Case("dropout/split", lambda s, x: dropped(s, x)[0].sum(0), seeded(5000, 32)),
+    Case("dropout/all", lambda s, x: dropped(s, x)[0].sum(), seeded(300, 130)),
+    Case("dropout/transposed", lambda s, x: x.t() + torch.ops.fuser.uniform_like(s, 0, x.t()), seeded(48, 64)),
+    Case("dropout/channels", lambda s, x: x * dropped(s, x[:, :, :1])[0], seeded(3, 5, 70)),
+    Case("dropout/one", lambda s, x: dropped(s, x), seeded(1)),
+    Case("dropout/edges", at_the_edges, seeded(66)),
+    Case("normal", normal_like, seeded(17, 65)),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
     Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
     Case("gather/outer", lambda x, i: x.gather(0, i), lambda i: (i.normal(50, 20, dtype=BF16), i.below(50, 33, 20))),
@@ -300,6 +336,8 @@ INTERPRETED = (
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
+    "dropout", "dropout/rows", "dropout/odd", "dropout/long", "dropout/columns", "dropout/split", "dropout/all",
+    "dropout/transposed", "dropout/channels", "dropout/one", "dropout/edges", "normal",
     "norm_gradients", "key_gradient", "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip

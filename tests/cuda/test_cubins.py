@@ -26,12 +26,14 @@ MOST_REGISTERS = 128
 MORE = 16  # registers that another version of Triton may take beyond those that are recorded
 FILE_REGISTERS = 65536  # of a multiprocessor
 RECORD = pathlib.Path(__file__).with_name("registers.json")
-ALL = tuple(name for name in CASES if not name.endswith("/0"))
+# libdevice's cosine has a few bytes of stack for arguments that are too large for `normal`'s.
+ALL = tuple(name for name in CASES if not name.endswith("/0") and name != "normal")
 # Each kind of kernel once.
 PART = (
     "bias_gelu_mul/2", "softmax/2", "softmax_middle/2", "layer_norm/2", "group_norm/2", "cross_entropy/2", "rope/2",
     "adam/2", "transposed_add/2", "column_sum/2", "argmax/split", "mean_var/long", "mixed_dtypes/2", "index_add/bf16",
-    "scatter_amin/new", "float8/e5m2/to", "cumsum/columns/long", "cumsum/chunks/long",
+    "scatter_amin/new", "float8/e5m2/to", "cumsum/columns/long", "cumsum/chunks/long", "dropout/wide", "dropout/odd",
+    "dropout/columns",
 )  # fmt: skip
 NAMES = ALL if os.environ.get("FUSER_TEST_ALL") else PART
 
