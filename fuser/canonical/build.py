@@ -12,6 +12,7 @@ import torch.fx
 from fuser.canonical.builder import Builder, renumber
 from fuser.canonical.calls import named_operator, translate
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, is_constant, map_refs, refs_of
+from fuser.canonical.modules import graph_of
 from fuser.canonical.schemas import Kind
 from fuser.errors import GraphError
 
@@ -90,11 +91,13 @@ def canonicalize(
 
 
 def _visit(state: _State, node: torch.fx.Node) -> None:
+    if node.op == "call_module" and _inline(state, node):
+        return
     index = len(state.rows)
     args = _raw(state, node, node.args)
     kwargs = {k: _raw(state, node, v) for k, v in node.kwargs.items()}
     state.raw[node] = index
-    target = _target(node)
+    target = _fetch(state, node) if node.op == "call_module" else _target(node)
     state.rows.append(Row(index, node.op, target, args, kwargs))
     if node.op == "output":
         if state.has_output:
@@ -103,6 +106,28 @@ def _visit(state: _State, node: torch.fx.Node) -> None:
         state.env.append(None)
     else:
         state.env.append(_value(state, node, target, args, kwargs))
+
+
+def _inline(state: _State, node: torch.fx.Node) -> bool:
+    """Visit the calls that a module of torch makes in place of the call of the module; False if that is not known."""
+    module = _fetch(state, node)
+    graph = graph_of(module)
+    arguments = [a for a in node.args if isinstance(a, torch.fx.Node)]
+    if graph is None or node.kwargs or len(arguments) != len(node.args):
+        return False
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    result = graph.output_node().args[0]
+    if len(inputs) != len(arguments) or not isinstance(result, torch.fx.Node):
+        return False
+    for given, inner in zip(arguments, inputs):
+        state.raw[inner] = _raw(state, node, given).index
+    outer, state.module = state.module, module
+    for inner in graph.nodes:
+        if inner.op not in ("placeholder", "output"):
+            _visit(state, inner)
+    state.module = outer
+    state.raw[node] = state.raw[result]
+    return True
 
 
 def _raw(state: _State, user: torch.fx.Node, value: Any) -> Any:
@@ -148,9 +173,8 @@ def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...
         return _attribute(state, node)
     before = len(b.nodes)
     if node.op == "call_module":
-        module = _fetch(state, node)
         here = tuple(_here(state, a) for a in args), {k: _here(state, v) for k, v in kwargs.items()}
-        value: Any = b.opaque_call(f"call.module.{type(module).__name__}", module, *here)
+        value: Any = b.opaque_call(f"call.module.{type(target).__name__}", target, *here)
     elif node.op in ("call_function", "call_method"):
         here = tuple(_here(state, a) for a in args), {k: _here(state, v) for k, v in kwargs.items()}
         try:

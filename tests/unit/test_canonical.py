@@ -14,6 +14,7 @@ import fuser
 from fuser.canonical import canonicalize, interpret
 from fuser.canonical.aliases import ALIASES
 from fuser.errors import GraphError
+from fuser.fallback import Fallback
 from tests.unit.canonical_cases import DIFFERENT, MEANING, SAME, X, Y
 
 
@@ -209,3 +210,54 @@ def test_hash_collisions_of_names_are_no_equality():
     fns = [lambda x, n=n: x * n for n in (1, 1.0, True, -1, 0.0, -0.0)]
     for a, b in itertools.combinations(fns, 2):
         assert text(a) != text(b)
+
+
+# -- calls of modules --------------------------------------------------------------------------------------------------
+class _Doubling(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class _WithCalls(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = torch.nn.LayerNorm(4), torch.nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.norm(x)), self.norm(x)
+
+
+def test_modules_of_torch_are_the_calls_that_they_make():
+    model = _WithCalls()
+    registered = canonicalize(fx.symbolic_trace(model))
+    ops = [n.op for n in registered.graph.calls]
+    assert ops == ["aten.layer_norm", "aten.gelu", "aten.layer_norm"] and not registered.blocked
+    assert [id(t) for t in registered.bound] == [id(model.norm.weight), id(model.norm.bias)]
+    x = torch.randn(3, 4)
+    for got, want in zip(Fallback(registered)(*registered.bound, x), model(x)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["hook", "dropout", "batch norm", "own"])
+def test_other_modules_run_as_they_are(name):
+    inner = {
+        "hook": torch.nn.ReLU(),
+        "dropout": torch.nn.Dropout(0.5),
+        "batch norm": torch.nn.BatchNorm1d(4),
+        "own": _Doubling(),
+    }[name]
+    if name == "hook":
+        inner.register_forward_hook(lambda module, args, result: result + 1)
+    graph = fx.Graph()
+    graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
+    root = torch.nn.Module()
+    root.inner = inner
+    registered = canonicalize(fx.GraphModule(root, graph))
+    assert registered.blocked == (f"call.module.{type(inner).__name__} is not an operator that can be fused",)
+    x = torch.randn(8, 4)
+    for training in (False, True):
+        inner.train(training)
+        torch.manual_seed(1)
+        want = inner(x)
+        torch.manual_seed(1)
+        assert torch.equal(Fallback(registered)(x), want)
