@@ -1,18 +1,20 @@
 """Settings: one table, read by everything.
 
-`fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` writes, `with config.override(...)`
-for a block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value. Settings marked `key` change the
-code of a kernel and are part of its identity.
+`fuser.config.pool_limit_bytes` reads, `fuser.config.set(pool_limit_bytes=...)` or an assignment writes, `with
+config.override(...)` holds for a block, the environment variable `FUSER_POOL_LIMIT_BYTES` gives the start value.
+Settings marked `key` change the code of a kernel and are part of its identity.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import pathlib
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,14 @@ from fuser.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: its default, what it means, and whether it changes generated code."""
+    """One row: its default, what it means, whether it changes generated code, and the values that it takes."""
 
     name: str
     default: Any
     doc: str
     key: bool = False
     choices: tuple[Any, ...] = ()
+    least: float | None = None
     read: Callable[[Any], Any] | None = None  # other forms of a value; ValueError says what was expected
 
 
@@ -58,12 +61,12 @@ def _default_cache_dir() -> str:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
-    Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm"),
-    Setting("output_limit_bytes", 256 << 20, "most bytes of large outputs that are kept warm for later ones"),
-    Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long"),
-    Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed and the group falls back"),
-    Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core"),
-    Setting("max_body_rows", 256, "most rows of one fused loop body", key=True),
+    Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm", least=0),
+    Setting("output_limit_bytes", 256 << 20, "most bytes of large outputs that are kept warm for later ones", least=0),
+    Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long", least=0),
+    Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
+    Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),
+    Setting("max_body_rows", 256, "most rows of one fused loop body", key=True, least=1),
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting(
         "deterministic", "torch", "'yes': no sums by atomics; 'torch': as torch asks when a graph is registered",
@@ -79,7 +82,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),
-    Setting("pass_limit", -1, "passes with a higher number, over all stages, do not run; -1 runs all"),
+    Setting("pass_limit", -1, "passes with a higher number, over all stages, do not run; -1 runs all", least=-1),
     Setting("check_passes", False, "check the graph and its shapes after each pass", choices=(True, False)),
     Setting("dump_passes", "", "'log', or a folder for what each pass changes"),
     Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
@@ -88,18 +91,35 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
 )  # fmt: skip
 _BY_NAME = {s.name: s for s in SETTINGS}
+_WORDS = {word: on for on, words in ((True, "1 true yes on"), (False, "0 false no off")) for word in words.split()}
+PREFIX = "FUSER_"
+_OTHERS = ("FUSER_TEST_ALL", "FUSER_TEST_DEVICE", "FUSER_STRESS")  # the tests' own variables
 
 
-def _parse(setting: Setting, text: str) -> Any:
+def _from_environment(setting: Setting) -> Any:
+    """The value that the environment gives a setting, else its default. ConfigError names the variable."""
+    variable = PREFIX + setting.name.upper()
+    text = os.environ.get(variable)
+    if text is None:
+        return setting.default
     kind = type(setting.default)
-    if setting.read is not None:
-        return text
     try:
-        return text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
-    except ValueError:
-        raise ConfigError(
-            f"FUSER_{setting.name.upper()}={text!r}: expected {kind.__name__}, such as {setting.default!r}"
-        ) from None
+        value = _WORDS[text.lower()] if kind is bool else text if setting.read is not None else kind(text)
+        return check(setting.name, value)
+    except ConfigError as e:
+        raise ConfigError(f"environment variable {variable}: {e}") from None
+    except (KeyError, ValueError):
+        wanted = f"one of {', '.join(_WORDS)}" if kind is bool else f"{kind.__name__}, such as {setting.default!r}"
+        raise ConfigError(f"environment variable {variable}={text!r}: expected {wanted}") from None
+
+
+def _warn_of_unknown() -> None:
+    """Say which variables look like settings and are none."""
+    known = {PREFIX + s.name.upper() for s in SETTINGS}.union(_OTHERS)
+    for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"settings are listed in {__name__}.SETTINGS"
+        warnings.warn(f"fuser: the environment variable {name} is no setting and is not read; {hint}", stacklevel=2)
 
 
 def check(name: str, value: Any) -> Any:
@@ -118,6 +138,8 @@ def check(name: str, value: Any) -> Any:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}={value!r}: expected {kind.__name__}, such as {setting.default!r}")
+    if setting.least is not None and not value >= setting.least:
+        raise ConfigError(f"{name}={value!r}: expected {kind.__name__} of at least {setting.least}")
     return value
 
 
@@ -125,12 +147,9 @@ class Config(types.ModuleType):
     """The module itself: settings read as attributes, overridden per thread by `override`."""
 
     def _start(self) -> None:
-        values = {}
-        for s in SETTINGS:
-            text = os.environ.get(f"FUSER_{s.name.upper()}")
-            values[s.name] = check(s.name, _parse(s, text)) if text is not None else s.default
-        self.__dict__["_values"] = values
+        self.__dict__["_values"] = {s.name: _from_environment(s) for s in SETTINGS}
         self.__dict__["_local"] = threading.local()
+        _warn_of_unknown()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _BY_NAME:
@@ -139,6 +158,13 @@ class Config(types.ModuleType):
             if name in layer:
                 return layer[name]
         return self._values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`config.numerics = "eager"` is `config.set(numerics="eager")`."""
+        if name.startswith("_") or name in self.__dict__:  # the module's own names
+            super().__setattr__(name, value)
+        else:
+            self.set(**{name: value})
 
     def set(self, **values: Any) -> None:
         """Change settings for the process. ConfigError for an unknown name or value."""
