@@ -12,6 +12,7 @@ import shlex
 import shutil
 import tempfile
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from fuser import config
@@ -71,9 +72,9 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
 def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     identity = hashlib.sha256(f"{compiler}{FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
-    if known.exists():
-        text = known.read_text().splitlines()
-        return tuple(shlex.split(text[0])), tuple(shlex.split(text[1]))
+    remembered = _remembered(known)
+    if remembered is not None:
+        return remembered
     source = (
         'extern "C" __attribute__((simd("notinbranch"), const)) float expf(float);\n'
         'extern "C" __attribute__((simd("notinbranch"), const)) float erfcf(float);\n'
@@ -95,9 +96,33 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
             path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
             code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
-                _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")
+                with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
+                    _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")
                 return flags, libraries
-    raise CompileError(f"{compiler[0]} does not compile a small loop; is it a C++17 compiler?", log)
+    command = shlex.join(compiler)
+    raise CompileError(f"{command} does not compile a small loop ({_gist(log)}); is it a C++17 compiler?", log)
+
+
+def _remembered(known: pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The flags and libraries that an earlier process found out; None if there are none, or the file is damaged."""
+    try:
+        flags, libraries = known.read_text().splitlines()
+        return tuple(shlex.split(flags)), tuple(shlex.split(libraries))
+    except (OSError, ValueError):
+        return None
+
+
+_TELLING = ("No space left", "cannot write", "error")
+
+
+def _gist(log: str) -> str:
+    """The line of a compiler's output that says most: what the system refused, else its first error."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for word in _TELLING:
+        for line in lines:
+            if word in line:
+                return line
+    return lines[0] if lines else "it said nothing"
 
 
 def _stamp(path: str) -> str:
@@ -123,13 +148,37 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _cache_folder() -> pathlib.Path:
-    folder = config.cache_dir
-    for candidate in [pathlib.Path(folder) / "cpu"] if folder else []:
-        try:
-            candidate.mkdir(parents=True, exist_ok=True)
-            return candidate
-        except OSError:
-            break
+    """Where kernels are kept for other processes; this process's own folder if there is no such place."""
+    if not config.cache_dir:
+        return pathlib.Path(_private_folder().name)
+    folder = pathlib.Path(config.cache_dir) / "cpu"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        return _instead_of(folder, str(e))
+    return folder
+
+
+def _folder_for(library: pathlib.Path) -> pathlib.Path:
+    """Where a new library may be written: its own folder unless that can only be read."""
+    if os.access(library.parent, os.W_OK):
+        return library.parent
+    return _instead_of(library.parent, "it cannot be written")
+
+
+_said: set[str] = set()
+
+
+def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
+    """This process's own folder, with one warning."""
+    if str(folder) not in _said:
+        _said.add(str(folder))
+        warnings.warn(
+            f"fuser: kernels are not kept in {folder}, so that each process compiles them again: {why}; "
+            "set FUSER_CACHE_DIR to a folder that can be written, or to '' for none",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return pathlib.Path(_private_folder().name)
 
 
@@ -147,8 +196,11 @@ def compile_library(parts: tuple[str, ...]) -> str:
     compiler = find_compiler(os.environ.get("CXX"))
     flags, libraries = flags_for(compiler)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
-    folder = _cache_folder()
-    library = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+    library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+    if library.exists() and _loads(library) is None:
+        return str(library)
+    folder = _folder_for(library)
+    library = folder / library.name
     if library.exists() and _loads(library) is None:
         return str(library)
     stem = folder / f"{library.stem}.{os.getpid()}.{threading.get_ident()}"
@@ -204,5 +256,4 @@ def run_compiler(command: list[str]) -> None:
     """Run one compiler. CompileError with its output if it fails."""
     code, log = process.run(command, config.compile_timeout_seconds)
     if code != 0:
-        first = next((line for line in log.splitlines() if "error" in line), log.strip().partition("\n")[0])
-        raise CompileError(f"{command[0]} failed with exit code {code}: {first}", log)
+        raise CompileError(f"{command[0]} failed with exit code {code}: {_gist(log)}", log)

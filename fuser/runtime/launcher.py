@@ -18,7 +18,7 @@ from typing import Any
 from fuser import config
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import native_build, python_launcher, torch_abi
+from fuser.runtime import native_build, process, python_launcher, torch_abi
 from fuser.runtime.encode import encode
 from fuser.runtime.python_launcher import Slow
 
@@ -211,7 +211,7 @@ def _fail(why: str) -> None:
     global _reason
     _reason = why
     _done.set()
-    late = any(handle.kernel_count for handle in _waiting)
+    late = any(handle.kernel_count for handle in _waiting) and not process.is_ending()
     _waiting.clear()
     if late:
         _warn()

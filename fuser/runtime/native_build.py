@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -124,14 +125,20 @@ def _compile(compiler: list[str], path: pathlib.Path) -> ModuleType:
     os.close(handle)
     include = sysconfig.get_paths()["include"]
     command = [*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", part]
+
+    def remove() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+
+    atexit.register(remove)  # the thread that builds does not outlive the process
     try:
         _run(command)
         module = load(pathlib.Path(part))
         os.replace(part, path)
         return module
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
+        atexit.unregister(remove)
+        remove()
 
 
 def _run(command: list[str]) -> None:

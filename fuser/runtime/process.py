@@ -11,6 +11,13 @@ from collections.abc import Sequence
 
 from fuser.errors import CompileError
 
+_ending = False
+
+
+def is_ending() -> bool:
+    """Whether this process is about to end, and stopped what it was waiting for."""
+    return _ending
+
 
 def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds."""
@@ -27,7 +34,12 @@ def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the compiler's driver and the passes that it started
 
-    atexit.register(kill)  # a process that ends before its compiler takes it along
+    def end() -> None:
+        global _ending
+        _ending = os.getpid() == owner
+        kill()
+
+    atexit.register(end)  # a process that ends before its compiler takes it along
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -35,5 +47,5 @@ def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
         process.communicate()
         raise CompileError(f"{command[0]} ran longer than {timeout:g} s and was stopped") from None
     finally:
-        atexit.unregister(kill)
+        atexit.unregister(end)
     return process.returncode, output.decode(errors="replace")

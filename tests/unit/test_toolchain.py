@@ -1,0 +1,108 @@
+"""The C++ compiler and the folder of kernels: damaged files, unwritable folders, what is said of a failure."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from fuser import can_fuse_on_cpu, config
+from fuser.cpu import toolchain
+
+pytestmark = pytest.mark.skipif(not can_fuse_on_cpu(), reason="needs a C++ compiler")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    toolchain._probe.cache_clear()
+    with config.override(cache_dir=str(tmp_path)):
+        yield tmp_path / "cpu"
+    toolchain._probe.cache_clear()
+
+
+def find():
+    return toolchain.find_compiler(os.environ.get("CXX"))
+
+
+@pytest.mark.parametrize("damage", ["", "-O3\n", "-O3 '\n-lm\n", "a\nb\nc\n"])
+def test_a_damaged_memory_of_flags_is_found_out_again(folder, damage):
+    want = toolchain.flags_for(find())
+    (known,) = folder.glob("toolchain-*")
+    right = known.read_text()
+    known.write_text(damage)
+    toolchain._probe.cache_clear()
+    assert toolchain.flags_for(find()) == want and known.read_text() == right
+
+
+def test_a_folder_that_can_only_be_read_gives_what_it_has(folder, monkeypatch):
+    kept = toolchain.compile_library((SOURCE,))
+    assert pathlib.Path(kept).parent == folder
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: pathlib.Path(path) != folder and access(path, mode))
+    assert toolchain.compile_library((SOURCE,)) == kept
+    with pytest.warns(RuntimeWarning, match="it cannot be written; set FUSER_CACHE_DIR"):
+        other = toolchain.compile_library((SOURCE.replace("42", "43"),))
+    assert pathlib.Path(other).parent != folder
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert toolchain.compile_library((SOURCE.replace("42", "43"),)) == other
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with config.override(cache_dir=str(tmp_path / "file")):
+        with pytest.warns(RuntimeWarning, match="kernels are not kept in .*file"):
+            made = toolchain.compile_library((SOURCE,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert toolchain.compile_library((SOURCE,)) == made
+
+
+@pytest.mark.parametrize(
+    "log, gist",
+    [
+        ("ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status\n",
+         "ld: final link failed: No space left on device"),
+        ("In file a.cpp:\na.cpp:3: error: expected ';'\na.cpp:4: error: more\n", "a.cpp:3: error: expected ';'"),
+        ("something odd\nelse\n", "something odd"),
+        ("\n", "it said nothing"),
+    ],
+)  # fmt: skip
+def test_the_line_that_says_most(log, gist):
+    assert toolchain._gist(log) == gist
+
+
+_ENDS = """
+import atexit, threading
+from fuser.runtime import launcher
+
+register, waiting = atexit.register, threading.Event()
+
+
+def spy(function):
+    register(function)
+    if function.__name__ == "end":
+        waiting.set()
+
+
+atexit.register = spy
+handle = launcher.make_handle(lambda args, status: 0)
+handle._kernels.append((None, None))  # so that a launcher that cannot be had is worth a warning
+assert waiting.wait(60)
+"""
+
+
+def test_a_process_that_ends_while_the_launcher_is_built_leaves_nothing(tmp_path, monkeypatch):
+    compiler = tmp_path / "slow-compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FUSER_CACHE_DIR": str(tmp_path), "CXX": str(compiler)}
+    done = subprocess.run([sys.executable, "-c", _ENDS], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+    assert not list((tmp_path / "native").iterdir())
