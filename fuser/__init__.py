@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`fuser.debug` and `fuser.passes` are imported when they are first asked for."""
-    if name in ("debug", "passes"):
+    """`fuser.debug`, `fuser.frontends` and `fuser.passes` are imported when they are first asked for."""
+    if name in ("debug", "frontends", "passes"):
         return importlib.import_module(f"fuser.{name}")
     raise AttributeError(f"module 'fuser' has no attribute {name!r}")

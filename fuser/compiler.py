@@ -124,6 +124,8 @@ def register_backend(device_type: str, backend: FusionBackend | None) -> None:
 
 def _check_device_type(device_type: str) -> None:
     try:
+        if not isinstance(device_type, str):
+            raise TypeError  # torch takes a number for the device of that index where there is an accelerator
         torch.device(device_type)
     except (RuntimeError, TypeError):
         raise BackendError(f"{device_type!r} is no device type: expected one such as 'cpu' or 'cuda'") from None
@@ -179,8 +181,8 @@ def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, A
 
 
 def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
-    reasons = (why_not_lowered([op]) for op in dict.fromkeys(node.op for node in graph.calls))
-    return tuple(r for r in reasons if r is not None)
+    found = ((op, why_not_lowered([op])) for op in dict.fromkeys(node.op for node in graph.calls))
+    return tuple(reason if op in reason else f"{op}: {reason}" for op, reason in found if reason is not None)
 
 
 def why_not_lowered(operators: Iterable[str]) -> str | None:

@@ -20,7 +20,7 @@ from fuser import compiler, config
 from fuser.canonical import REQUIRED, CanonicalGraph, text_of
 from fuser.errors import InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec, reason_of
-from fuser.kernel_spec import ArgSpec, TensorSpec
+from fuser.kernel_spec import STATUS, ArgSpec, TensorSpec
 from fuser.runtime import launcher, torch_abi
 from fuser.verify import MISS as _MISS
 from fuser.verify import Trials
@@ -147,7 +147,7 @@ class Executor:
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
         if status:
-            return self._fall_back(args, f"a kernel reported status {status}")
+            return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}")
         if getattr(self._local, "probing", False):
             return _MISS
         form = _form_of(args) if self._refused else None

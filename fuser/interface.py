@@ -13,7 +13,7 @@ import torch.fx
 from fuser import compiler, config
 from fuser.canonical import canonicalize, operators_of
 from fuser.compiler import FusionBackend
-from fuser.errors import Unsupported
+from fuser.errors import ConfigError, GraphError, Unsupported
 from fuser.executor import Executor, why_unfit
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.runtime import launcher
@@ -66,10 +66,10 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     """Compile in the background for inputs like `examples`, which may be fake tensors and symbolic numbers.
 
     The result is None, or the reason why there is no kernel. Calls that come meanwhile wait for it only if they are of
-    the same class.
+    the same class. InputError for a wrong number or type of examples.
     """
     registration = REGISTRY.find(key)
-    return registration.runner.prepare((*registration.bound, *examples))
+    return registration.runner.prepare(registration.runner.complete((*registration.bound, *examples)))
 
 
 # -- interrogate -------------------------------------------------------------------------------------------------------
@@ -86,8 +86,12 @@ class Fusibility:
 
 def is_fusible(node: torch.fx.Node) -> Fusibility:
     """Whether a node of a graph can be part of a kernel; if not, `reason` says why. GraphError if it can never run."""
+    if not isinstance(node, torch.fx.Node):
+        raise GraphError(f"is_fusible was given a {type(node).__name__}: expected a torch.fx.Node of a graph")
+    if node.op == "call_module":
+        return Fusibility(False, f"{node.name} calls a module: register the graph, or ask about the calls inside it")
     if node.op not in ("call_function", "call_method"):
-        return Fusibility(False, f"{node.name} is a {node.op}, which computes nothing")
+        return Fusibility(False, f"{node.name} is of the kind {node.op}, which computes nothing")
     operators, blocked = operators_of(node)
     reason = blocked[0] if blocked else compiler.why_not_lowered(operators)
     return Fusibility(reason is None, reason or "")
@@ -114,6 +118,8 @@ def override_can_fuse_on_gpu(value: bool | None) -> None:
 
 
 def _override(device_type: str, value: bool | None) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"can_fuse on {device_type} was overridden by {value!r}: expected True, False or None")
     compiler.override_can_fuse(device_type, value)
     launcher.set_enabled(device_type, value is not False)
 

@@ -18,7 +18,7 @@ _MODULES = {"operator": operator, "math": math, "torch": torch, "torch.nn.functi
 
 _SCRIPT = '''\
 """{why}"""
-import math, operator, sys
+import math, operator, pathlib, sys
 import torch, torch.fx
 import fuser
 from fuser import config, debug
@@ -26,7 +26,7 @@ from fuser.interface import kernel_spec
 from fuser.verify import difference
 
 inf, nan = math.inf, math.nan
-bound, inputs = torch.load({data!r}, weights_only=True)
+bound, inputs = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=True)
 root = torch.nn.Module()
 for i, t in enumerate(bound):
     root.register_buffer(f"b{{i}}", t)
@@ -53,12 +53,11 @@ def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: st
     graph = "\n".join(_graph_lines(spec))
     path.parent.mkdir(parents=True, exist_ok=True)
     n = len(spec.registered.bound)
-    data = path.with_suffix(".pt").resolve()
-    torch.save((list(args[:n]), list(args[n:])), data)
+    torch.save((list(args[:n]), list(args[n:])), path.with_suffix(".pt"))
     settings = ", ".join(f"{k}={v!r}" for k, v in (*spec.config, ("verify", 0)))
     path.write_text(
         _SCRIPT.format(
-            why=why.replace('"""', "'''"), data=str(data), graph=graph, settings=settings,
+            why=why.replace('"""', "'''"), graph=graph, settings=settings,
             functional=spec.graph.functional,
         )
     )  # fmt: skip

@@ -22,7 +22,8 @@ def explain(key: int) -> str:
     """What became of the fusion `key`, as text. UnknownKeyError if there is none."""
     registration = REGISTRY.find(key)
     spec = registration.spec
-    lines = [f"fusion {key}, {len(spec.graph.calls)} operations, hash {spec.hash[:16]}", *_graph_lines(spec)]
+    count = len(spec.graph.calls)
+    lines = [f"fusion {key}, {count} operation{'s' * (count != 1)}, hash {spec.hash[:16]}", *_graph_lines(spec)]
     if registration.bound:
         lines.append(f"bound at registration: the first {len(registration.bound)} inputs")
     for group in spec.broadcast_groups:

@@ -12,10 +12,12 @@ from fuser.reproduce import write_reproducer
 def repro(key: int, inputs: Sequence[Any], folder: str) -> str:
     """Write a script into `folder` that runs the fusion `key` on `inputs`, by kernel and by ATen, and compares.
 
-    Returns the script's path; its inputs lie beside it. TypeError if the graph holds objects no script can name.
+    Returns the script's path; its inputs lie beside it. InputError for wrong inputs, TypeError if the graph holds
+    objects no script can name.
     """
     registration = REGISTRY.find(key)
-    return write_reproducer(registration.spec, (*registration.bound, *inputs), f"fusion {key}", folder)
+    args = registration.runner.complete((*registration.bound, *inputs))
+    return write_reproducer(registration.spec, args, f"fusion {key}", folder)
 
 
 __all__ = ["repro"]

@@ -25,6 +25,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
+        if hasattr(node, "_dynamo_source"):  # where an input comes from: AOTAutograd asks for it
+            env[node]._dynamo_source = node._dynamo_source
     new._codegen = graph._codegen
     return new
 
@@ -57,7 +59,8 @@ class Snapshot:
         try:
             module.graph.lint()
         except RuntimeError as error:
-            raise BrokenGraph(f"it left a graph that does not hold together: {error}") from error
+            said = str(error).partition("\ngraph():")[0]
+            raise BrokenGraph(f"it left a graph that does not hold together: {said}") from error
         inputs = [n.target for n in module.graph.nodes if n.op == "placeholder"]
         if inputs != self.inputs:
             raise BrokenGraph(f"it changed the graph's inputs from {self.inputs} to {inputs}")
@@ -159,5 +162,5 @@ def _look(value: Any) -> Any:
 def _text(look: Any) -> str:
     if isinstance(look, tuple) and look and isinstance(look[0], torch.dtype):
         dtype, device, shape, *strides = look
-        return f"{dtype} [{', '.join(shape)}] on {device}" + (f" strides {list(strides[0])}" if strides else "")
+        return f"{dtype} [{', '.join(shape)}] on {device}" + (f" strides [{', '.join(strides[0])}]" if strides else "")
     return str(look)

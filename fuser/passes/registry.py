@@ -94,9 +94,11 @@ def register(
 ) -> None:
     """Add a pass to a stage: before or after a pass of that stage, else at its end.
 
-    `function` rewrites a graph module in place or returns another. ConfigError for an unknown stage or neighbour, or a
-    name that is taken.
+    `function` rewrites a graph module in place or returns another. ConfigError for an unknown stage or neighbour, a
+    name that is taken, or what is no function.
     """
+    if not callable(function):
+        raise ConfigError(f"pass {name!r} is a {type(function).__name__}: expected a function of a graph module")
     with _lock:
         passes = list(_of_stage(stage))
         if any(name == p.name for found in _passes.values() for p in found):

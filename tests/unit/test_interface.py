@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import random
+import shutil
 import subprocess
 import sys
 
@@ -13,9 +15,9 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
-from fuser import compiler, config, executor, interface
+from fuser import compiler, config, debug, executor, interface
 from fuser.compiler import CpuBackend
-from fuser.errors import BackendError, ConfigError, InputError, UnknownKeyError, Unsupported
+from fuser.errors import BackendError, ConfigError, GraphError, InputError, UnknownKeyError, Unsupported
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
@@ -91,6 +93,25 @@ def test_results_have_the_form_of_the_graphs_output():
     assert [torch.equal(t, X + 1) for t in fuser.run_fusion(one, [X])] == [True]
     a, (b,) = fuser.fusion_handle(several)(X)
     assert torch.equal(a, X + 1) and torch.equal(b, X * 2)
+
+
+def test_prepare_and_repro_want_the_inputs_of_a_call(tmp_path):
+    key = registered(scaled)
+    for ask in (lambda: interface.prepare(key, [X]), lambda: debug.repro(key, [X], str(tmp_path))):
+        with pytest.raises(InputError, match=r"was called with 1 inputs: expected 2 \(x, y\)"):
+            ask()
+
+
+def test_a_reproducer_can_be_moved(tmp_path):
+    path = pathlib.Path(debug.repro(registered(scaled), [X, X], str(tmp_path / "here")))
+    moved = shutil.move(path.parent, tmp_path / "there")
+    done = subprocess.run([sys.executable, str(moved / path.name)], env=_here_first(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "aten.relu" in done.stdout
+
+
+def _here_first():
+    return {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
 
 
 def test_settings_have_names_and_values():
@@ -283,6 +304,13 @@ def test_override_stops_kernels_at_the_next_call(overrides_undone):
     assert fuser.can_fuse_on_cpu() and sum(store_of(key).fallbacks.values()) == 2
 
 
+def test_an_override_is_a_bool_or_none():
+    for override in (fuser.override_can_fuse_on_cpu, fuser.override_can_fuse_on_gpu):
+        with pytest.raises(ConfigError, match="overridden by 'no': expected True, False or None"):
+            override("no")
+    assert fuser.can_fuse_on_cpu()
+
+
 def test_override_for_gpus(overrides_undone):
     found = fuser.can_fuse_on_gpu()
     fuser.override_can_fuse_on_gpu(False)
@@ -366,6 +394,17 @@ def test_is_fusible_says_why_not():
     assert not verdicts["mm"] and "aten.mm" in verdicts["mm"].reason
     assert not verdicts["nonzero"] and verdicts["nonzero"].reason
     assert not verdicts["add_"] and verdicts["add_"].reason == "aten.add_ writes into a tensor"
+
+
+    assert verdicts["output"].reason == "output is of the kind output, which computes nothing"
+
+
+def test_is_fusible_says_what_it_takes():
+    with pytest.raises(GraphError, match="is_fusible was given a str: expected a torch.fx.Node"):
+        interface.is_fusible("add")
+    module = fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+    (call,) = (n for n in module.graph.nodes if n.op == "call_module")
+    assert "calls a module" in interface.is_fusible(call).reason
 
 
 def test_debug_launch_and_code():

@@ -180,6 +180,30 @@ def test_failing_pass_is_named_with_its_node_or_left_out(broken):
     assert record.error and record.changed == 0 and changed("merge_equal") == 2
 
 
+def test_failing_pass_before_autograd_is_left_out():
+    def shorter(module):
+        add = next(n for n in module.graph.nodes if n.op == "call_function")
+        with module.graph.inserting_after(add):
+            part = module.graph.call_function(torch.narrow, (add, 0, 0, 2))
+        module.graph.output_node().args = ((part,),)
+
+    fuser.passes.register("pre_grad", "shorter", shorter)
+    with pytest.warns(RuntimeWarning, match="'shorter'.*the graph stays as it was before"):
+        torch.testing.assert_close(run(on_pass_error="skip"), f(X, Y))
+
+
+def test_what_is_no_function_is_no_pass():
+    with pytest.raises(ConfigError, match="pass 'five' is a int: expected a function of a graph module"):
+        fuser.passes.register("post_grad", "five", 5)
+
+
+def test_a_broken_graph_is_told_in_a_line():
+    fuser.passes.register("post_grad", "dangling", dangling)
+    with pytest.raises(Exception, match="does not hold together") as error:
+        run()
+    assert "graph():" not in str(error.value)
+
+
 def test_failing_pass_in_training_names_the_stage():
     fuser.passes.register("joint_graph", "raising", raising)
     with pytest.raises(Exception, match=r"'raising' \(number \d+, joint_graph\).*ZeroDivisionError"):
