@@ -72,6 +72,12 @@ def _extreme(x: torch.Tensor, dim: Any = (), keepdim: bool = False) -> torch.Ten
     return _reduced(x, dim, keepdim, x.dtype)
 
 
+def _spread(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> torch.Tensor | None:  # fmt: skip
+    return None if x.dtype not in _FLOATS or isinstance(dim, bool) else _reduced(x, dim, keepdim, x.dtype)
+
+
 def _truth(x: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor | None:
     none = x.dtype is torch.uint8 or dim in ((), [])  # of no dims at all these reduce none
     return None if none else _reduced(x, dim, keepdim, torch.bool)
@@ -128,6 +134,8 @@ _RULES: dict[str, Rule] = {
     "aten.mean": _mean,
     "aten.amax": _extreme,
     "aten.amin": _extreme,
+    "aten.std": _spread,
+    "aten.var": _spread,
     "aten.any": _truth,
     "aten.all": _truth,
     "aten.where": _where,

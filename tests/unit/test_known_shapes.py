@@ -54,6 +54,17 @@ def test_reductions(op: str) -> None:
     assert answered > 50
 
 
+@pytest.mark.parametrize("op", ["std", "var"])
+def test_spread(op: str) -> None:
+    answered = 0
+    for dtype in DTYPES:
+        for x in layouts(dtype):
+            for dim in (None, (), (0,), (-1,), (0, 1), (7,)):
+                answered += same(op, x, dim) + same(op, x, dim, correction=0, keepdim=True)
+            same(op, x, True), same(op, x, (0,), False, True)
+    assert answered > 50
+
+
 def test_where() -> None:
     answered = 0
     for dtype in DTYPES:
