@@ -6,6 +6,7 @@ A program computes a tile of one or two dims. Each dim runs over some axes of th
   runs; or everything at once.
 - *row*: results, and the reduced axes, which memory runs along.
 - *column*: neighbouring results, and the reduced axes.
+- *walk*: rows one after the other, and columns, where both are reduced (`joined.py`).
 
 Short reduced axes are held in registers whole, so every phase sees the same loads. Longer ones are looped over, once
 for each phase. Axes that no dim covers are digits of the program's number.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fuser.cuda.joined import fits, write_joined
 from fuser.cuda.layout import Context
 from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
@@ -25,6 +27,7 @@ from fuser.cuda.split import Partial, split, split_guards, wants_split
 from fuser.cuda.text import Guard
 from fuser.ops import triton_prelude
 from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.together import Joined
 
 HEAD = "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n\n\n"
 
@@ -50,6 +53,12 @@ def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
     return Generated((function,), (), tuple(dict.fromkeys([*split_guards(plan, ctx), *nest.guards])))
 
 
+def generate_joined(joined: Joined, name: str, ctx: Context) -> Generated | None:
+    """Triton functions for two plans that one pass over memory serves; None where they had better run one by one."""
+    walk = fits(joined, ctx)
+    return Generated(*write_joined(joined, walk, name, ctx)) if walk is not None else None
+
+
 def source_text(functions: Iterable[Function], comment: str) -> str:
     """A complete source: imports, the helpers that are called, the kernels."""
     body = "\n\n".join(f.text for f in functions)
@@ -57,4 +66,4 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     return f"{head}{HEAD}{triton_prelude(body)}{body}"
 
 
-__all__ = ["Context", "Function", "Generated", "Partial", "generate", "source_text"]
+__all__ = ["Context", "Function", "Generated", "Partial", "generate", "generate_joined", "source_text"]

@@ -45,6 +45,8 @@ def _triton_compile(r: dict[str, Any]) -> Any:
     }  # fmt: skip
     if r["stages"]:
         options["num_stages"] = r["stages"]
+    if r["registers"]:
+        options["maxnreg"] = r["registers"]
     return compile(source, target=GPUTarget("cuda", r["capability"], 32), options=options)
 
 

@@ -7,14 +7,14 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 
 from fuser.codegen.program import ProgramBuilder
-from fuser.cuda import codegen, driver, toolchain
+from fuser.cuda import codegen, driver, tiles, toolchain
 from fuser.cuda.binary import usage
 from fuser.cuda.text import Param
 from fuser.errors import CompileError
@@ -83,9 +83,7 @@ def generate(
     context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered))
     functions: list[codegen.Function] = []
     owners: list[int] = []
-    for number, kernel in enumerate(plan.plans):
-        own = dataclasses.replace(context, smaller=levels.get(number, 0))
-        made = write(kernel, f"k{number}_{kernel.name}", own)
+    for number, made in _written(plan, context, write, levels):
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         for relation, a, b in made.guards:
@@ -107,6 +105,23 @@ def generate(
     return Source(
         name, text, tuple(functions), program, ctx.numerics, len(plan.plans), plan.reasons, tuple(owners), again
     )
+
+
+def _written(
+    plan: Schedule, context: codegen.Context, write: Write, levels: Levels
+) -> Iterator[tuple[int, codegen.Generated]]:
+    """The functions of each plan by its number, or of two that run together by that of the first."""
+    both: codegen.Generated | None = None
+    for number, kernel in enumerate(plan.plans):
+        if both is not None:
+            both = None
+            continue
+        own = dataclasses.replace(context, smaller=levels.get(number, 0))
+        joined = plan.joined.get(number)
+        if joined is not None:
+            both = codegen.generate_joined(joined, f"k{number}_{joined.plan.name}", own)
+            own = dataclasses.replace(own, smaller=max(own.smaller - tiles.WALK_LEVELS, 0))
+        yield number, both or write(kernel, f"k{number}_{kernel.name}", own)
 
 
 def _is_rough(lowered: Lowered) -> bool:

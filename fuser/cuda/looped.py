@@ -120,10 +120,15 @@ class Looped:
             self.accumulate_online(online)
         self.out.close()
 
+    def size(self) -> str:
+        """How much there is to loop over."""
+        nest, d = self.nest, self.dim
+        return nest.params.number(d.size, nest.bits, f"n_{d.name}", nest.runs_along(d))
+
     def open_loop(self, backwards: bool) -> None:
         """The loop over blocks of the reduced axes; `backwards`, so that what was read last is found in the cache."""
         d = self.dim
-        low, high = self.bounds or ("0", self.nest.params.number(d.size, self.nest.bits, f"n_{d.name}", True))
+        low, high = self.bounds or ("0", self.size())
         if backwards:
             self.out.open(f"for back in range(0, {high}, {d.block})")
             self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")

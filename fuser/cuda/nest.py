@@ -12,6 +12,7 @@ from fuser.cuda.layout import (
     Dim,
     Layout,
     blocks,
+    is_column,
     pointwise_layout,
     reduction_layout,
 )  # fmt: skip
@@ -53,6 +54,7 @@ class Function:
     warps: int
     checked: bool  # it asserts that indices are in range
     stages: int = 0  # steps of its loop that are under way at once; 0 leaves that to Triton
+    registers: int = 0  # that a thread may take at most; 0: as many as there are
 
 
 class Nest:
@@ -274,11 +276,15 @@ class Nest:
             if not d.loop:
                 self.open_dim(d, "" if d.whole else f"b{d.name} * {d.block} + ")
 
+    def runs_along(self, d: Dim) -> bool:
+        """Whether memory runs along a dim, so that it matters whether 16 divides its size."""
+        return any(a.sym in self.contiguous for a in d.axes) or d.axes[0].reduced and not is_column(self.plan)
+
     def open_dim(self, d: Dim, start: str, end: str = "") -> None:
         """The numbers of a dim's block, the axes they stand for, and the mask."""
         both = len(self.layout.dims) == 2
         index = "" if not both else "[:, None]" if d is self.layout.dims[0] else "[None, :]"
-        matters = any(a.sym in self.contiguous for a in d.axes) or d.axes[0].reduced
+        matters = self.runs_along(d)
         n = self.params.number(d.size, self.bits, f"n_{d.name}", matters)
         self.out.add(f"{d.name} = {start}tl.arange(0, {d.block}){index}")
         self.out.add(f"m{d.name} = {d.name} < {n}")

@@ -16,7 +16,7 @@ from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest
 from fuser.cuda.looped import Looped, write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
-from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
+from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs
 from fuser.ir.sizes import (
     INDIRECT,
     LOOP,
@@ -32,7 +32,8 @@ from fuser.ir.sizes import (
     symbols,
 )  # fmt: skip
 from fuser.ops import REDUCTIONS
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
+from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store, passes
+from fuser.scheduler.together import reduces_in_one_pass
 
 CHUNK = Sym("chunk", LOOP)
 
@@ -68,22 +69,14 @@ def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
     return False, [("le", expr(tiles.SPLIT_BELOW), units)]
 
 
-def can_split(plan: KernelPlan) -> bool:
-    """Whether one pass over the data is enough, and nothing along the reduced axes needs a result."""
-    if not plan.reductions or any(r.phase for r in plan.reductions):
-        return False
-    reduced = {a.sym for a in plan.reduced_axes}
-    return not any((plan.varies[s.row] | symbols(s.address)) & reduced for s in plan.stores if s.phase > 0)
-
-
 def wants_split(plan: KernelPlan, ctx: Context) -> bool:
     """Whether few programs would have to do much each."""
-    return can_split(plan) and _decision(plan, ctx)[0]
+    return reduces_in_one_pass(plan) and _decision(plan, ctx)[0]
 
 
 def split_guards(plan: KernelPlan, ctx: Context) -> list[Guard]:
     """What keeps the decision the same for other sizes."""
-    if not can_split(plan):
+    if not reduces_in_one_pass(plan):
         return []
     return [g for g in _decision(plan, ctx)[1] if g[1].as_int() is None or g[2].as_int() is None]
 
@@ -105,7 +98,7 @@ def split(
     dtypes = {p.name: p.dtype for p in partials}
     nest.dtypes.update(dtypes)
     first = _partial_function(nest, chunks, each, result_address(plan, results), name)
-    combined = _combine_plan(plan, chunks, results, name, dtypes)
+    combined = combine_plan(plan, chunks, results, name, dtypes)
     rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined))
     second = write_function(rest)
     guards = dict.fromkeys([*split_guards(plan, ctx), *nest.params.guards, *rest.params.guards])
@@ -173,7 +166,7 @@ def _partial_function(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str)
     return nest.close_function(nest.name, units)
 
 
-def _combine_plan(
+def combine_plan(
     plan: KernelPlan, chunks: Expr, results: Expr, name: str, dtypes: dict[str, torch.dtype]
 ) -> KernelPlan:
     """What is left to do once the chunks are reduced: the same reductions over chunks, and what follows them."""
@@ -201,7 +194,7 @@ def _combine_plan(
     axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
     buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
     known = {**dict(plan.buffers), **dtypes}
-    phases, varies = _phases(axes, rows, reductions)
+    phases, varies = passes(axes, rows, [r.row for r in reductions])
     vector = plan.vector if is_column(plan) else CHUNK
     return dataclasses.replace(
         plan, axes=axes, vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=tuple(stores),
@@ -218,18 +211,3 @@ def _moved(row: Row, number: dict[int, int]) -> Row:
 def _moved_expr(e: Expr, number: dict[int, int]) -> Expr:
     used = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
     return substitute(e, used) if used else e
-
-
-def _phases(
-    axes: tuple[Axis, ...], rows: list[Row], reductions: list[Reduce]
-) -> tuple[tuple[int, ...], tuple[frozenset[Sym], ...]]:
-    own = {a.sym for a in axes}
-    kept = frozenset(a.sym for a in axes if not a.reduced)
-    phases: list[int] = []
-    varies: list[frozenset[Sym]] = []
-    for row in rows:
-        needs = [*row.args, *indirect_rows(row)]
-        along = frozenset(s for e in row_exprs(row) for s in symbols(e) if s in own).union(*(varies[d] for d in needs))
-        phases.append(1 if row.op == "reduced" else max((phases[d] for d in needs), default=0))
-        varies.append(kept if row.op == "reduced" else along)
-    return tuple(phases), tuple(varies)

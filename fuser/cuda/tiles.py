@@ -67,6 +67,20 @@ SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 
+# Rows in registers whose columns are reduced as well: (longest, elements of a program's step, warps, programs on each
+# multiprocessor). A thread has 16 elements of each tensor, and of each running result.
+WALKED: tuple[tuple[int, int, int, int], ...] = (
+    (2048, 2048, 4, 4),
+    (4096, 4096, 8, 2),
+    (8192, 8192, 16, 1),
+)
+WALK_STAGES = 3  # steps under way: two wait in shared memory
+WALK_SHARED = 200 << 10  # bytes of shared memory that the programs of a multiprocessor may take
+WALK_REGISTERS = 128  # of a thread: so that as many programs as there are run at once
+WALK_LEVELS = 2  # tries, the second with twice the threads; then rows and columns are apart
+WALK_MOST = 10  # tensors and running results
+COMBINE_PROGRAMS = Tile(16, 256, 8)  # of what the programs found
+
 # Scans: rows that are one tile (longest, elements of a program, warps), and tiles of what is looped over.
 SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
 LOOPED_SCAN = Tile(1, 2048, 8)
@@ -98,6 +112,30 @@ def persistent_row(n: int, n_loads: int) -> Tile | None:
                 return None
             return Tile(max(elements // length, 1), length, warps)
     return None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """`programs` that each take every so manieth tile of whole rows."""
+
+    tile: Tile
+    programs: int
+
+
+def walk(n: int, itemsizes: int, values: int, smaller: int) -> Walk | None:
+    """How rows of the class of `n` are walked over, where an element takes `itemsizes` bytes of memory in all and
+    `values` registers; None where that is too much. `smaller`: how many times it did not fit."""
+    length = max(power_of_two(n), SHORTEST_ROW)
+    found = next((w for w in WALKED if length <= w[0]), None)
+    if found is None or values > WALK_MOST or smaller >= WALK_LEVELS:
+        return None
+    _, elements, warps, each = found
+    if smaller and each == 1:
+        return None
+    if smaller:
+        warps, each = 2 * warps, each // 2
+    each = min(each, WALK_SHARED // max((WALK_STAGES - 1) * elements * itemsizes, 1))
+    return Walk(Tile(max(elements // length, 1), length, warps), each * MULTIPROCESSORS) if each else None
 
 
 def fewer(tile: Tile | None, times: int) -> Tile | None:

@@ -65,6 +65,7 @@ class Request:
     fused_multiply_add: bool
     checked: bool
     stages: int = 0  # of pipelined loops; 0: Triton's own number
+    registers: int = 0  # of a thread at most; 0: all there are
 
     @property
     def digest(self) -> str:
@@ -77,7 +78,8 @@ def request(text: str, f: Function, capability: int, numerics: str) -> Request:
     """The request for kernel `f` of the source `text`, for devices of `capability` (such as 90)."""
     types = tuple((p.name, p.type) for p in f.params)
     aligned = tuple(i for i, p in enumerate(f.params) if p.aligned)
-    return Request(text, f.name, types, aligned, f.warps, capability, numerics == "fast", f.checked, f.stages)
+    fused = numerics == "fast"
+    return Request(text, f.name, types, aligned, f.warps, capability, fused, f.checked, f.stages, f.registers)
 
 
 def compile_kernel(r: Request) -> Entry:

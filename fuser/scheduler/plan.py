@@ -11,7 +11,7 @@ pass recomputes what it needs from earlier ones; the generator may keep costly v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -311,35 +311,44 @@ def _finish(
     kernel: Kernel, axes: list[Axis], vector: Sym | None, rows: list[Row], stores: list[tuple[str, Expr, int]],
     reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype],
 ) -> KernelPlan:  # fmt: skip
-    phases: list[int] = []
-    varies: list[frozenset[Sym]] = []
-    reduce_phase: dict[int, int] = {}
-    own = {a.sym for a in axes}
-    kept = frozenset(a.sym for a in axes if not a.reduced)
-    for row in rows:
-        deps = [*row.args, *indirect_rows(row)]
-        phase = max((phases[d] for d in deps), default=0)
-        along = frozenset(s for e in row_exprs(row) for s in symbols(e) if s in own).union(*(varies[d] for d in deps))
-        if row.op == "reduced":
-            phase = phases[reductions[row.attr][1]] + 1
-            reduce_phase[row.attr] = phase - 1
-            along = kept
-        phases.append(phase)
-        varies.append(along)
+    phases, varies = passes(axes, rows, [r for _, r, _ in reductions])
     final = tuple(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores)
-    done = tuple(Reduce(i, k, r, d, reduce_phase[i]) for i, (k, r, d) in enumerate(reductions))
-    full = {n for n, along in enumerate(varies) if along - kept}
+    done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
+    full = {n for n, along in enumerate(varies) if along & {a.sym for a in axes if a.reduced}}
     final = _late(final, rows, done, full)
     used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [b for b, _, _ in stores])
     return KernelPlan(
         name=_name(kernel, axes, rows, done),
-        axes=tuple(axes), vector=vector, rows=tuple(rows), phases=tuple(phases), varies=tuple(varies), stores=final,
+        axes=tuple(axes), vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=final,
         reductions=done, buffers=tuple((b, dtypes[b]) for b in used), split=_wants_split(axes, vector, done, final),
         comments=tuple(f"{n.buffer.name}: {n.buffer.origin}" for n in kernel.nodes if n.buffer.origin),
     )  # fmt: skip
 
 
-def _store_phase(phases: list[int], rows: list[Row], row: int, address: Expr) -> int:
+def passes(
+    axes: Sequence[Axis], rows: Sequence[Row], reduced: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[frozenset[Sym], ...]]:
+    """For each row the first pass over the reduced axes in which it is known, and the axes along which it varies.
+
+    `reduced` are the rows that the reductions take, by the reductions' numbers.
+    """
+    phases: list[int] = []
+    varies: list[frozenset[Sym]] = []
+    own = {a.sym for a in axes}
+    kept = frozenset(a.sym for a in axes if not a.reduced)
+    for row in rows:
+        if row.op == "reduced":
+            phases.append(phases[reduced[row.attr]] + 1)
+            varies.append(kept)
+            continue
+        needs = [*row.args, *indirect_rows(row)]
+        along = frozenset(s for e in row_exprs(row) for s in symbols(e) if s in own)
+        phases.append(max((phases[d] for d in needs), default=0))
+        varies.append(along.union(*(varies[d] for d in needs)))
+    return tuple(phases), tuple(varies)
+
+
+def _store_phase(phases: Sequence[int], rows: list[Row], row: int, address: Expr) -> int:
     used = [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
     return max([phases[row], *(phases[u] for u in used)])
 

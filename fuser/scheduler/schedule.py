@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +16,7 @@ from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
 from fuser.scheduler.recompute import recompute
+from fuser.scheduler.together import Joined, join_plans
 from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
 
@@ -23,11 +25,15 @@ MOST_ROUNDS = 3  # of fusing anew once results are computed again instead of sto
 
 @dataclass(frozen=True)
 class Schedule:
-    """Plans in launch order, the buffers that need memory, and why nodes were kept apart."""
+    """Plans in launch order, the buffers that need memory, and why nodes were kept apart.
+
+    `joined`: what a plan and the next may be run as, by the plan's number.
+    """
 
     plans: tuple[KernelPlan, ...]
     buffers: tuple[Buffer, ...]
     reasons: tuple[tuple[str, str, str], ...]
+    joined: Mapping[int, Joined] = field(default_factory=dict)
 
 
 def schedule(lowered: Lowered, most_rows: int) -> Schedule:
@@ -60,14 +66,17 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     stored = kept | roots
     made = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]
     plans = [p for p in made if p is not None]
+    joined: dict[int, Joined] = {}
     if ctx.writes:
         plans = place_writes(ctx, plans, kept, strides, dtypes)
+    elif ctx.device_type == "cuda":
+        plans, joined = join_plans(plans, outputs)
     needed = {s.buffer for p in plans for s in p.stores}
     missing = outputs - needed
     if missing:
         raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
     buffers = tuple(b for b in ctx.buffers if b.name in needed)
-    return Schedule(tuple(plans), buffers, tuple(fusion.reasons))
+    return Schedule(tuple(plans), buffers, tuple(fusion.reasons), joined)
 
 
 def _add_inputs(

@@ -26,7 +26,10 @@ def verify_lowered(lowered: Lowered, schedule: Schedule | None = None) -> None:
     dtypes = {name: dtype for name, (dtype, _) in inputs.items()}
     dtypes |= {b.name: b.dtype for b in ctx.buffers}
     ready = set(inputs)
-    for plan in schedule.plans:
+    for number, plan in enumerate(schedule.plans):
+        if number in schedule.joined:
+            joined = schedule.joined[number].plan
+            verify_plan(joined, dtypes, set(ready), ctx.hints, [s.name for s in ctx.scalars])
         verify_plan(plan, dtypes, ready, ctx.hints, [s.name for s in ctx.scalars])
 
 

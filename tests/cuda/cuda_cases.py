@@ -115,6 +115,30 @@ def norm_gradients(
     return (g * (wide * r)).sum(0).to(w.dtype), (scaled * r - wide * (along * r * r * r / x.shape[1])).to(x.dtype)
 
 
+def summed_norm_gradients(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, after: torch.Tensor, x: torch.Tensor, w: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of a norm before three products, beside a residual: what the backward of a transformer's layer has of it."""
+    g, wide = a + b + c, x.float()
+    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    scaled = (g * w).float()
+    along = (scaled * wide).mean(-1, keepdim=True)
+    return (g * (wide * r)).sum((0, 1)).to(w.dtype), after + (scaled * r - wide * (along * r * r * r)).to(x.dtype)
+
+
+def layer_norm_gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    size = [x.shape[-1]]
+    _, mean, scale = torch.ops.aten.native_layer_norm(x, size, w, w, 1e-5)
+    found = torch.ops.aten.native_layer_norm_backward(g, x, size, mean, scale, w, w, [True, True, True])
+    return found[0], found[1], found[2]
+
+
+def softmax_gradient(y: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """With what is summed and largest in each column of it."""
+    out = (g - (g * y).sum(-1, keepdim=True)) * y
+    return out, out.sum(0), (g * y).amax(0), g.view(-1, 2, g.shape[1]).sum((0, 1))
+
+
 def key_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Of a rotated key that two heads share."""
     both = g.view(2, 3, 2, 10, 16).sum(2)
@@ -144,6 +168,19 @@ EXTRA = (
          lambda i: (i.normal(90, 70), i.normal(90, 70), i.uniform(90, 1), i.uniform(70))),
     Case("norm_gradients/bf16", norm_gradients, lambda i: (
         i.normal(999, 800, dtype=BF16), i.normal(999, 800, dtype=BF16), i.uniform(999, 1), i.uniform(800).to(BF16))),
+    Case("norm_gradients/summed", summed_norm_gradients,
+         lambda i: (*(i.normal(3, 7, 90, dtype=BF16) for _ in range(5)), i.uniform(90).to(BF16))),
+    Case("norm_gradients/layer", layer_norm_gradients, lambda i: (i.normal(7, 90), i.normal(7, 90), i.uniform(90))),
+    Case("norm_gradients/softmax", softmax_gradient, lambda i: (i.uniform(20, 70), i.normal(20, 70))),
+    *(Case(f"norm_gradients/summed/{n}", summed_norm_gradients, lambda i, n=n: (
+        *(i.normal(4, 60, n, dtype=BF16) for _ in range(5)), i.uniform(n).to(BF16))) for n in (2048, 4096, 8192)),
+    *(Case(f"norm_gradients/layer/{n}", layer_norm_gradients, lambda i, n=n: (
+        i.normal(60, n, dtype=BF16), i.normal(60, n, dtype=BF16), i.uniform(n).to(BF16)))
+      for n in (768, 4096, 5120)),
+    Case("norm_gradients/8200", norm_gradients, lambda i: (
+        i.normal(60, 8200, dtype=BF16), i.normal(60, 8200, dtype=BF16), i.uniform(60, 1), i.uniform(8200).to(BF16))),
+    Case("norm_gradients/layer/f32", layer_norm_gradients,
+         lambda i: (i.normal(60, 4000), i.normal(60, 4000), i.uniform(4000))),
     Case("key_gradient", key_gradient, lambda i: (
         i.normal(2, 6, 10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16))),
     Case("random", uniform_sum, lambda i: (i.below(1 << 62), i.normal(33, 70))),
@@ -338,6 +375,7 @@ INTERPRETED = (
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
     "dropout", "dropout/rows", "dropout/odd", "dropout/long", "dropout/columns", "dropout/split", "dropout/all",
     "dropout/transposed", "dropout/channels", "dropout/one", "dropout/edges", "normal",
-    "norm_gradients", "key_gradient", "gather/along", "gather/outer", "index_select",
+    "norm_gradients", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax", "key_gradient",
+    "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip

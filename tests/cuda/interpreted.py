@@ -96,14 +96,20 @@ def small_scans() -> None:
     tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 256, 32, 4
 
 
+def small_walks() -> None:
+    """Few programs that go over many rows, and tiles that take several steps to combine what they find."""
+    tiles.WALKED, tiles.MULTIPROCESSORS = ((64, 64, 1, 2), (128, 256, 1, 1)), 2
+    tiles.COMBINE_PROGRAMS = tiles.Tile(16, 2, 1)
+
+
 def main() -> None:
     """Check the cases named on the command line."""
     verdicts: dict[str, str | None] = {}
     names = sys.argv[1:]
-    own = {c.name for c in SCANS}
-    for name in sorted(names, key=own.__contains__):
-        if name in own:
-            small_scans()
+    small = {**{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")}}
+    for name in sorted(names, key=small.__contains__):
+        if name in small:
+            small[name]()
         try:
             verdicts[name] = check({**CASES, **MATMULS}[name])
         except Unsupported as e:

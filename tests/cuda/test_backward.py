@@ -51,7 +51,8 @@ class Compiled:
             ctx = lowered.ctx
             sizes = {b.name: b.size for b in ctx.buffers}
             sizes |= {f"in{i}": r.size for i, r in enumerate(lowered.inputs)}
-            for plan in found.plans:
+            plans = [p for n, p in enumerate(found.plans) if n not in found.joined and n - 1 not in found.joined]
+            for plan in [*plans, *(j.plan for j in found.joined.values())]:
                 touched = [(r.attr[0], 0) for r in plan.rows if r.op == "load"] + [(s.buffer, 1) for s in plan.stores]
                 for name, _ in dict.fromkeys(touched):
                     elements = 1
@@ -108,8 +109,8 @@ CASES = {
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), 1, 0, 3),
     "swiglu": (lambda g, u: F.silu(g) * u, 2, 0, 5),
     "softmax": (lambda x: torch.softmax(x, -1), 1, 0, 3),
-    "rms_norm": (rms_norm, 1, 1, 5),  # x and its output's gradient twice: along rows, and along columns
-    "layer_norm": (layer_norm, 1, 2, 5),
+    "rms_norm": (rms_norm, 1, 1, 3),
+    "layer_norm": (layer_norm, 1, 2, 3),
     "cross_entropy": (cross_entropy, 1, 0, 2),
     "cross_entropy, some ignored": (lambda x: cross_entropy(x, ignore_index=14), 1, 0, 2),
     "cross_entropy, sum": (lambda x: cross_entropy(x, reduction="sum", ignore_index=7), 1, 0, 2),

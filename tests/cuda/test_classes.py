@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from cuda_cases import Case
 
 from fuser.cuda import tiles
+from fuser.kernel_spec import LaunchProgram
 from fuser.runtime.python_launcher import match
 
 
@@ -32,13 +34,21 @@ def bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def kernels(fn: Callable[..., Any], shapes: list[tuple[int, int]]) -> int:
     """Kernels that are made if the sizes come in this order."""
-    case, made = Case("", fn, lambda i: ()), []
+    made: list[LaunchProgram] = []
     for r, c in shapes:
         args = torch.empty(r, c), torch.empty(c)
         if all(match(program, args) is None for program in made):
-            made.append(case.source(args).program)
+            case = Case("", fn, lambda i, args=args: args)
+            program = case.source(case.fake_args()).program
+            here = tuple(dataclasses.replace(p, device_type="cpu") for p in program.inputs)
+            made.append(dataclasses.replace(program, inputs=here))
             assert match(made[-1], args) is not None
     return len(made)
+
+
+def gradients(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.softmax(x, -1) * w
+    return y, (y * x).sum(0)
 
 
 SETS = {
@@ -52,6 +62,11 @@ SETS = {
 @pytest.mark.parametrize("shapes", SETS.values(), ids=SETS)
 def test_one_kernel_for_each_class_of_rows(fn: Callable[..., Any], shapes: list[tuple[int, int]]) -> None:
     assert kernels(fn, shapes) == len({tiles.row_class(c) for _, c in shapes})
+
+
+@pytest.mark.parametrize("shapes", ("lengths", "numbers of rows"))
+def test_reductions_along_rows_and_columns_have_the_classes_of_rows(shapes: str) -> None:
+    assert kernels(gradients, SETS[shapes]) == len({tiles.row_class(c) for _, c in SETS[shapes]})
 
 
 def test_numbers_of_rows_make_no_classes_of_elementwise_kernels() -> None:

@@ -33,7 +33,7 @@ PART = (
     "bias_gelu_mul/2", "softmax/2", "softmax_middle/2", "layer_norm/2", "group_norm/2", "cross_entropy/2", "rope/2",
     "adam/2", "transposed_add/2", "column_sum/2", "argmax/split", "mean_var/long", "mixed_dtypes/2", "index_add/bf16",
     "scatter_amin/new", "float8/e5m2/to", "cumsum/columns/long", "cumsum/chunks/long", "dropout/wide", "dropout/odd",
-    "dropout/columns",
+    "dropout/columns", "norm_gradients/summed/2048",
 )  # fmt: skip
 NAMES = ALL if os.environ.get("FUSER_TEST_ALL") else PART
 
