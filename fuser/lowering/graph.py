@@ -6,6 +6,7 @@ dtype and strides, and eager's errors. The symbolic sizes come from the lowering
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -283,10 +284,22 @@ def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> 
     own, other = (_boxes(values[i]) for i in (node.index, source))
     if node.op in _COPY_IF_NEEDED:
         return source if metas[source].dtype is metas[node.index].dtype else None
+    if not _may_share(node.op) and not _memories(metas[node.index]) & _memories(metas[source]):
+        return None
     return source if {id(b.storage.buffer) for b in own} & {id(b.storage.buffer) for b in other} else None
 
 
 _COPY_IF_NEEDED = ("aten.contiguous", "aten.to")
+
+
+@functools.cache
+def _may_share(op: str) -> bool:
+    """Whether an operator's schema says that a result may be its first argument's memory; `repeat` always copies."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None) if op.startswith("aten.") else None
+    if packet is None:
+        return True
+    schemas = [getattr(packet, name)._schema for name in packet.overloads()]
+    return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)
 
 
 def _boxes(value: Any) -> list[TensorBox]:
