@@ -122,6 +122,16 @@ def emit(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return node
 
 
+def put_for(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """A call in a node's place, with the metadata of its value; the node goes."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
+
+
 @dataclass(frozen=True)
 class Autocast:
     """Where a node stands: nodes of one region have no switch of autocast between them; the dtypes by device type."""

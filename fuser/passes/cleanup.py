@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.passes.calls import put_for
 from fuser.passes.classify import is_view, is_write_back, qualified_name
 
 aten = torch.ops.aten
@@ -113,26 +114,17 @@ def split_to_slices(module: fx.GraphModule) -> int:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         for item in list(node.users):
             start, end = bounds[item.args[1]]
-            with graph.inserting_before(item):
-                new = graph.call_function(aten.slice.Tensor, (node.args[0], dim, start, end))
-            new.meta = dict(item.meta)
-            item.replace_all_uses_with(new)
-            graph.erase_node(item)
+            put_for(item, aten.slice.Tensor, (node.args[0], dim, start, end))
         graph.erase_node(node)
         changed += 1
     return changed
 
 
 def _unbind_to_selects(node: fx.Node) -> None:
-    graph = node.graph
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     for item in list(node.users):
-        with graph.inserting_before(item):
-            new = graph.call_function(aten.select.int, (node.args[0], dim, item.args[1]))
-        new.meta = dict(item.meta)
-        item.replace_all_uses_with(new)
-        graph.erase_node(item)
-    graph.erase_node(node)
+        put_for(item, aten.select.int, (node.args[0], dim, item.args[1]))
+    node.graph.erase_node(node)
 
 
 def _key(value: Any) -> Any:

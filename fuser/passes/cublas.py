@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.calls import put_for
 from fuser.passes.classify import Kind, classify, is_view
 from fuser.passes.onednn import only_reader
 
@@ -80,7 +81,7 @@ def _comes_before(a: fx.Node, b: fx.Node) -> bool:
     return a.op in ("placeholder", "get_attr") or a < b
 
 
-def _fold_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+def _fold_bias(node: fx.Node) -> fx.Node | None:
     """`mm` and the addition of a bias that alone reads it as `addmm`, where no kernel goes on from there."""
     add = only_reader(node)
     bias = _bias_of(add, node) if add is not None else None
@@ -89,17 +90,13 @@ def _fold_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if not (_is_gelu(only_reader(add)) or _is_left_alone(add)):
         return None
     (source,) = (a for a in add.args if a is not bias)
-    with module.graph.inserting_before(node):
-        new = module.graph.call_function(aten.addmm.default, (bias, *node.args))
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
+    new = put_for(node, aten.addmm.default, (bias, *node.args))
     add.replace_all_uses_with(new if source is node else source)  # type: ignore[arg-type]
-    module.graph.erase_node(add)
-    module.graph.erase_node(node)
+    add.graph.erase_node(add)
     return new
 
 
-def _fold_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
+def _fold_gelu(node: fx.Node) -> bool:
     """`addmm` with a gelu that alone reads it as one call."""
     reader = only_reader(node)
     value = _value(node)
@@ -110,13 +107,9 @@ def _fold_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
     assert isinstance(source, fx.Node)
     if not _is_bias(bias, value.shape[-1], value.dtype) or not _keeps_columns(source, node):
         return False
-    with module.graph.inserting_before(node):
-        new = module.graph.call_function(aten._addmm_activation.default, (bias, x, w), {"use_gelu": True})
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
+    new = put_for(node, aten._addmm_activation.default, (bias, x, w), {"use_gelu": True})
     reader.replace_all_uses_with(new if source is node else source)
-    module.graph.erase_node(reader)
-    module.graph.erase_node(node)
+    reader.graph.erase_node(reader)
     return True
 
 
@@ -131,8 +124,8 @@ def fold_into_cublas(module: fx.GraphModule) -> int:
             continue
         matmul: fx.Node | None = node if node.target is aten.addmm.default else None
         if node.target is aten.mm.default and not node.kwargs:
-            matmul = _fold_bias(module, node)
+            matmul = _fold_bias(node)
             changed += matmul is not None
         if matmul is not None:
-            changed += _fold_gelu(module, matmul)
+            changed += _fold_gelu(matmul)
     return changed

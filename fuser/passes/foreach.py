@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.passes.calls import put_for
+
 aten = torch.ops.aten
 _UNARY = "abs neg sqrt rsqrt reciprocal exp log sign ceil floor round trunc sigmoid tanh erf expm1 log1p"
 # For each operator without "_foreach_": the operator on one tensor.
@@ -57,13 +59,7 @@ def _split(node: fx.Node, single: Any, name: str, overload: str) -> int:
         kwargs["value" if name in _WITH_VALUE else "other"] = kwargs.pop("scalars")
     for user in list(node.users):
         i = user.args[1]
-        with node.graph.inserting_before(node):
-            new = node.graph.call_function(
-                single, tuple(_at(a, i) for a in args), {k: _at(v, i) for k, v in kwargs.items()}
-            )
-        new.meta = dict(user.meta)
-        user.replace_all_uses_with(new)
-        node.graph.erase_node(user)
+        put_for(user, single, tuple(_at(a, i) for a in args), {k: _at(v, i) for k, v in kwargs.items()})
     node.graph.erase_node(node)
     return 1
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.calls import put_for
 
 aten = torch.ops.aten
 
@@ -29,15 +30,6 @@ def _is_row(bias: Any, product: fx.Node) -> bool:
     return isinstance(value.shape[0], int) and value.shape[0] == other.shape[1] and value.is_floating_point()
 
 
-def _replace(old: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    with old.graph.inserting_before(old):
-        new = old.graph.call_function(target, args)
-    new.meta = dict(old.meta)
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)
-    return new
-
-
 def add_to_addmm(module: fx.GraphModule) -> int:
     """A product whose only reader adds a row becomes `addmm`, with the row as its bias."""
     if config.numerics == "eager":
@@ -50,7 +42,7 @@ def add_to_addmm(module: fx.GraphModule) -> int:
             if getattr(product, "target", None) is not aten.mm.default or len(product.users) != 1:
                 continue
             if _is_row(bias, product):
-                _replace(node, aten.addmm.default, (bias, *product.args))
+                put_for(node, aten.addmm.default, (bias, *product.args))
                 module.graph.erase_node(product)
                 changed += 1
                 break
@@ -67,13 +59,13 @@ def addmm_to_add(module: fx.GraphModule) -> int:
             continue
         matrix, left, right = node.args
         value = _value(matrix)
-        if value is None or value.dim() != 2 or value.dtype != node.meta["val"].dtype:
-            continue
+        if value is None or value.dim() != 2 or value.dtype != node.meta["val"].dtype or value.dtype.itemsize < 4:
+            continue  # the product of halves would be rounded once more than eager's
         if list(map(str, value.shape)) != list(map(str, node.meta["val"].shape)):
             continue
         with module.graph.inserting_before(node):
             product = module.graph.call_function(aten.mm.default, (left, right))
         product.meta = dict(node.meta)
-        _replace(node, aten.add.Tensor, (matrix, product))
+        put_for(node, aten.add.Tensor, (matrix, product))
         changed += 1
     return changed

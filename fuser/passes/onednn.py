@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.calls import put_for
 from fuser.passes.classify import is_view
 from fuser.passes.hints import size_hint
 
@@ -99,10 +100,8 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
         if values[0] is None or values[1] is None or not _pays(values[0], values[1]):
             continue
         with module.graph.inserting_before(node):
-            new = module.graph.call_function(op, (x, _transposed(module.graph, w), bias, "none", [], ""))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
+            transposed = _transposed(module.graph, w)
+        put_for(node, op, (x, transposed, bias, "none", [], ""))
         changed += 1
     return changed
 

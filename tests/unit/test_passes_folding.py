@@ -180,6 +180,12 @@ def test_products_and_sums(name):
     torch.testing.assert_close(module(A, B, ROW, FULL), -f(A, B, ROW, FULL))
 
 
+@pytest.mark.parametrize("dtype, fires", [(torch.float64, True), (torch.bfloat16, False), (torch.float16, False)])
+def test_a_product_of_halves_is_not_rounded_twice(dtype, fires):
+    args = [t.to(dtype) for t in (A, B, ROW, FULL)]
+    assert bool(addmm_to_add(traced(lambda a, b, row, full: torch.addmm(full, a, b), *args))) == fires
+
+
 def test_in_the_pipeline():
     def f(x):
         y = torch.cat(x.exp().split([1, 2, 3], 1), 1)
