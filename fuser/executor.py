@@ -130,6 +130,12 @@ def _form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(form)
 
 
+def may_repeat(spec: KernelSpec) -> bool:
+    """Whether a call may run more than once: it writes into no input and draws no random numbers."""
+    draws = any(word in node.op for node in spec.graph.calls for word in _DRAWING)
+    return not spec.registered.writes and not draws
+
+
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
     """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call."""
@@ -272,7 +278,7 @@ class Executor:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            if (config.verify or config.slowest) and self._may_repeat:
+            if (config.verify or config.slowest) and may_repeat(self.spec):
                 self._trials.add(kernel, config.verify, config.slowest)
             else:
                 self._add(kernel)
@@ -281,12 +287,6 @@ class Executor:
                 _warn_once(reason_of(e))
             raise
         return kernel
-
-    @property
-    def _may_repeat(self) -> bool:
-        """Whether a call may run more than once: it writes into no input and draws no random numbers."""
-        draws = any(word in node.op for node in self.spec.graph.calls for word in _DRAWING)
-        return not self.spec.registered.writes and not draws
 
     def _add(self, kernel: FusedKernel) -> None:
         """Let calls run `kernel`."""

@@ -6,7 +6,9 @@ from fuser.debug.explaining import dump, explain
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 from fuser.debug.reproducing import repro
+from fuser.debug.timing import Timing, measure
 
 __all__ = [
-    "PassTable", "Report", "bisect_passes", "choices", "dump", "explain", "passes", "recorded", "report", "repro",
+    "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "measure", "passes", "recorded",
+    "report", "repro",
 ]  # fmt: skip

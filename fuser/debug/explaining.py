@@ -32,8 +32,11 @@ def explain(key: int) -> str:
         lines.append("never fused:")
         lines += [f"  {reason}" for reason in spec.blocked]
     lines += _kernel_lines(spec)
+    hits = getattr(registration.runner.handle, "hits", 0)
+    if hits:
+        lines.append(f"{hits} call{'s' * (hits != 1)} ran by kernels")
     for reason, count in spec.store.fallbacks.items():
-        lines.append(f"{count} calls ran by ATen: {reason}")
+        lines.append(f"{count} call{'s' * (count != 1)} ran by ATen: {reason}")
     why = why_unfused(spec)
     lines.append("fused" if why is None else f"not fused: {why}")
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,30 @@ def test_a_reproducer_can_be_moved(tmp_path):
 
 def _here_first():
     return {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
+
+
+def test_a_fusion_says_how_fast_it_runs():
+    key = registered(lambda x, y: torch.tanh(x) * y - 3)
+    x, y = torch.randn(100, 20), torch.randn(20)
+    timing = debug.measure(key, [x, y])
+    assert timing.bytes == 4 * (2000 + 20 + 2000) and 0 < timing.seconds < 1 and 0 < timing.aten_seconds < 1
+    assert f"{timing.bytes} bytes in and out" in str(timing)
+    assert re.search(r"\n\d+ calls ran by kernels\n", debug.explain(key))
+
+
+@pytest.mark.parametrize(
+    "fn, inputs, error, says",
+    [
+        (lambda x: torch.nonzero(x), [X], Unsupported, "aten.nonzero: the size of its result depends on data"),
+        (lambda x: torch.rand_like(x) * 2, [X], Unsupported, "draws random numbers"),
+        (lambda x: x.copy_(x + 1), [X.clone()], Unsupported, "writes into its inputs"),
+        (lambda x: x.cos() * 8, [X.to("meta")], Unsupported, "no fusion backend for meta"),
+        (scaled, [X], InputError, "was called with 1 inputs"),
+    ],
+)
+def test_what_cannot_be_measured(fn, inputs, error, says):
+    with pytest.raises(error, match=says):
+        debug.measure(registered(fn), inputs)
 
 
 def test_settings_have_names_and_values():
