@@ -62,7 +62,11 @@ def _default_cache_dir() -> str:
 SETTINGS: tuple[Setting, ...] = (
     Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
     Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm", least=0),
-    Setting("output_limit_bytes", 256 << 20, "most bytes of large outputs that are kept warm for later ones", least=0),
+    Setting(
+        "output_limit_bytes", 256 << 20,
+        "most bytes of large outputs kept warm for later ones; a training step keeps those that its options ask for",
+        least=0,
+    ),
     Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long", least=0),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),

@@ -16,6 +16,9 @@ from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 
 Function = Callable[..., Any]
+# A step's large results (saved tensors, gradients) differ in size and live long: what one of them leaves behind would
+# lie idle beside the others when most memory is needed. Fresh huge pages cost a step about a hundredth.
+_LEAN = {"output_limit_bytes": 0}
 
 
 class Training:
@@ -43,7 +46,7 @@ class Training:
             if self.recorded:
                 boxed = compiled.recorded(stage, self.forward)
                 self.forward = boxed if isinstance(boxed, Recorded) else None
-            return _under(self.options, boxed) if self.options else boxed
+            return _under({**_LEAN, **self.options}, boxed)
 
         return compile_stage
 

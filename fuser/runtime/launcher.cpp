@@ -101,7 +101,7 @@ uint64_t disabled_devices;  // bit d: DLPack device type d is off
 constexpr size_t kHuge = size_t(2) << 20;
 constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
 constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
-constexpr size_t kWarm = size_t(4) << 20;       // and come from storages that are kept warm (warm.py)
+constexpr size_t kWarm = size_t(32) << 20;      // and come from storages that are kept warm (warm.py)
 
 struct Block {
   char* data;
@@ -127,7 +127,7 @@ int64_t now_ns() {
   return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// Four classes to an octave, so that a block serves sizes up to a quarter smaller than itself.
+// Four classes to an octave, so that sizes which differ a little do not each need a block of their own.
 size_t size_class(size_t n) {
   size_t step = size_t(1) << (63 - __builtin_clzll(n | 1));
   step = step > 16384 ? step / 4 : 4096;
@@ -160,23 +160,31 @@ void pool_unlink(Block* b) {  // under the lock
   pool.idle_blocks--;
 }
 
+// The smallest idle block that is large enough; else a new one, in the place of the largest idle one: temporaries come
+// one kernel at a time, so that one block of the largest size serves them all.
 Block* pool_take(size_t bytes) {
   size_t size = size_class(bytes < 4096 ? 4096 : bytes);
+  Block *found = nullptr, *largest = nullptr;
   pthread_mutex_lock(&pool.lock);
-  Block* b = pool.newest;
-  while (b && b->size != size) b = b->older;
-  if (b) {
-    pool_unlink(b);
+  for (Block* b = pool.newest; b; b = b->older) {
+    if (b->size >= size && (!found || b->size < found->size)) found = b;
+    if (!largest || b->size > largest->size) largest = b;
+  }
+  if (found || largest) pool_unlink(found ? found : largest);
+  if (found) {
+    size = found->size;
     pool.hits++;
   } else {
     pool.misses++;
+    if (largest) pool.returned++;
   }
   pool.used_bytes += size;
   pool.used_blocks++;
   if (pool.used_bytes + pool.idle_bytes > pool.peak_bytes) pool.peak_bytes = pool.used_bytes + pool.idle_bytes;
   pthread_mutex_unlock(&pool.lock);
-  if (b) return b;
-  b = (Block*)calloc(1, sizeof(Block));
+  if (found) return found;
+  if (largest) free_block(largest);
+  Block* b = (Block*)calloc(1, sizeof(Block));
   if (b) {
     b->size = size;
     b->data = map_block(size);

@@ -26,7 +26,7 @@ MADV_HUGEPAGE = 14
 
 
 def size_class(n: int) -> int:
-    """`n` rounded up, four classes to an octave: a block serves sizes up to a quarter smaller than itself."""
+    """`n` rounded up, four classes to an octave: sizes that differ a little do not each need a block of their own."""
     n = max(n, 4096)
     step = max((1 << (n.bit_length() - 1)) // 4, 4096)
     return -(-n // step) * step
@@ -95,14 +95,17 @@ class Pool:
             self._schedule(anew=True)
 
     def take(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`."""
+        """The address of a block of at least `nbytes`: the smallest idle one that is large enough, else a new one."""
         size = size_class(nbytes)
         with self._lock:
             self._follow_settings()
-            data = next((b.data for b in reversed(self._idle) if b.size == size), 0)
-            self._counts["hits" if data else "misses"] += 1
-            self._idle = [b for b in self._idle if b.data != data]
-            data = data or _map(size)
+            found = min((b for b in reversed(self._idle) if b.size >= size), key=lambda b: b.size, default=None)
+            self._counts["hits" if found else "misses"] += 1
+            if found is None and self._idle:  # the largest makes room: one block of the largest size serves all
+                self._unmap(max(self._idle, key=lambda b: b.size))
+            elif found is not None:
+                self._idle.remove(found)
+            data, size = (found.data, found.size) if found else (_map(size), size)
             self._used[data] = size
             total = sum(self._used.values()) + self._idle_bytes()
             self._counts["peak_bytes"] = max(self._counts["peak_bytes"], total)
@@ -121,11 +124,14 @@ class Pool:
     def _collect(self, before: float, limit: int) -> int:
         bytes_back = 0
         while self._idle and (self._idle_bytes() > limit or self._idle[0].since < before):
-            b = self._idle.pop(0)
-            _libc().munmap(b.data, b.size)
-            self._counts["returned"] += 1
-            bytes_back += b.size
+            bytes_back += self._unmap(self._idle[0])
         return bytes_back
+
+    def _unmap(self, b: _Idle) -> int:
+        self._idle.remove(b)
+        _libc().munmap(b.data, b.size)
+        self._counts["returned"] += 1
+        return b.size
 
     def _schedule(self, anew: bool = False) -> None:
         if self._timer is not None and (anew or not self._idle):

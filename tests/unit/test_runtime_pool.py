@@ -72,6 +72,16 @@ def test_blocks_are_used_again(clean):
     assert floats(MIB).data_ptr() != held.data_ptr() == address
 
 
+def test_one_block_of_the_largest_size_serves_temporaries_that_come_one_by_one(clean):
+    floats(MIB)
+    large = floats(2 * MIB).data_ptr()
+    assert pool.stats()["idle_bytes"] == 8 * MIB  # the smaller one made room
+    assert [floats(n).data_ptr() for n in (MIB, MIB // 2, 2 * MIB)] == [large] * 3
+    held = floats(MIB), floats(MIB)
+    del held
+    assert pool.stats()["idle_bytes"] == 12 * MIB and floats(MIB).data_ptr() != large  # the smallest that fits
+
+
 def test_views_keep_the_block(clean):
     view = floats(MIB).fill_(7)[5:9]
     floats(MIB).fill_(1)
@@ -114,8 +124,8 @@ def test_idle_blocks_go_back_to_the_system(clean):
 
 
 def test_trim(clean):
-    floats(MIB).fill_(1)
-    floats(2 * MIB).fill_(1)
+    both = floats(MIB).fill_(1), floats(2 * MIB).fill_(1)
+    del both
     assert pool.trim() == 12 * MIB
     assert pool.stats()["idle_blocks"] == 0 and pool.trim() == 0
 
