@@ -18,7 +18,7 @@ from fuser.passes.hints import numel_hint
 
 # What the new results of one batch may hold in elements, all taken together: calls made one by one would give memory
 # back in between. Inputs that a call writes are not new.
-_MOST_RESULTS = 4 << 20
+_MOST_RESULTS = 256 << 10
 
 
 @dataclass(frozen=True)

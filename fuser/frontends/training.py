@@ -12,6 +12,7 @@ from torch import fx
 from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import compile_functional
+from fuser.passes.classify import tensors_of
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 
@@ -53,13 +54,21 @@ class Training:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward of a joint graph: what is cheap is computed again, little is saved."""
+        """The forward and the backward of a joint graph: what is cheap is computed again, little is saved.
+
+        On the CPU elementwise work is computed again even where the backward has to write it to memory for a product
+        to read: it costs a pass over tensors in the cache, and the product far more. Reductions, products, attention
+        and random numbers are saved.
+        """
+        from torch._functorch import config as functorch_config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         self.cut, self.random = True, any(_draws(n) for n in joint.graph.nodes)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        on_cpu = all(t.device.type == "cpu" for n in joint.graph.nodes for t in tensors_of(n.meta.get("val")))
+        with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu):
+            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
 def _draws(node: fx.Node) -> bool:

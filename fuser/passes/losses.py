@@ -6,35 +6,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import config
+from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # reductions of a loss
 F32 = torch.float32
-
-
-class _Writer:
-    """Puts calls before a node, with its notes and with the values that they have."""
-
-    def __init__(self, at: fx.Node) -> None:
-        self.at = at
-        self.mode: Any = getattr(at.meta["val"], "fake_mode", None)
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.at.graph.inserting_before(self.at):
-            node = self.at.graph.call_function(target, args, kwargs)
-        values: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.no_grad(), self.mode:
-            value = target(*values[0], **values[1])
-        node.meta = {**self.at.meta, "val": value}
-        return node
-
-    def instead(self, node: fx.Node) -> None:
-        """`node` takes the place of the node before which calls were put."""
-        node.meta = {**self.at.meta, "val": node.meta["val"]}
-        self.at.replace_all_uses_with(node)
-        self.at.graph.erase_node(self.at)
 
 
 def keep_logits(module: fx.GraphModule) -> int:
@@ -77,15 +56,18 @@ def _same(node: fx.Node) -> list[fx.Node]:
 
 
 def _spell_forward(node: fx.Node) -> None:
-    """x - max - log(sum(exp(x - max)))"""
+    """x - max - log(sum(exp(x - max))), of which the backward computes all but the two sums over rows again."""
     arguments: tuple[Any, ...] = node.args
     x, dim, _ = arguments
-    write = _Writer(node)
+    write = Writer(node)
     wide = x if x.meta["val"].dtype is F32 else write(aten._to_copy.default, x, dtype=F32)
     most = write(aten.amax.default, wide, [dim], True)
     above = write(aten.sub.Tensor, wide, most)
     total = write(aten.sum.dim_IntList, write(aten.exp.default, above), [dim], True)
-    write.instead(write(aten.sub.Tensor, above, write(aten.log.default, total)))
+    result = write(aten.sub.Tensor, above, write(aten.log.default, total))
+    for again in (above, result):
+        again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+    write.instead(result)
 
 
 def _spell_gradient(node: fx.Node) -> None:
@@ -98,7 +80,7 @@ def _spell_gradient(node: fx.Node) -> None:
     shape = out.meta["val"].shape
     if weight is not None or len(shape) != 2 or dim not in (1, -1) or not isinstance(shape[1], int):
         return
-    write = _Writer(node)
+    write = Writer(node)
     device = out.meta["val"].device
     each = write(aten.div.Tensor, from_loss, total) if reduction == _MEAN else from_loss
     each = write(aten.neg.default, write(aten.unsqueeze.default, each, 1) if reduction == _NONE else each)

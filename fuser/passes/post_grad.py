@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuser.passes.accumulate import add_rows_in_place
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
@@ -16,5 +17,6 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),
     Pass("fold_into_cublas", fold_into_cublas),
+    Pass("add_rows_in_place", add_rows_in_place),
     Pass("drop_dead", drop_dead),
 )

@@ -1,10 +1,11 @@
 """Large outputs in warm memory: storages of torch's own, used again once nobody else holds them.
 
 From 32 MiB on malloc maps every block anew, and writing a page for the first time costs more than the arithmetic on
-it; smaller blocks stay warm in its heap, where any other tensor may have them next. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this keeps a second
-reference to the storages of large results: when a later result needs the same number of bytes and the reference is the
-only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes` are held in all,
-and nothing after `config.pool_idle_seconds` without a call.
+it; smaller blocks stay warm in its heap, where any other tensor may have them next. A result must stay an ordinary
+tensor, whose storage can be resized, saved and shared, so this keeps a second reference to the storages of large
+results: when a later result needs the same number of bytes and the reference is the only one left, the storage is
+handed out again, its pages warm. At most `config.output_limit_bytes` are held in all, and nothing after
+`config.pool_idle_seconds` without a call.
 """
 
 from __future__ import annotations
