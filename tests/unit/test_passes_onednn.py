@@ -111,6 +111,14 @@ def test_left_alone(f, args):
     torch.testing.assert_close(module(*args), f(*args))
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "taken"), [(2048, 512, 0), (1600, 768, 0), (1500, 768, 1), (600, 1024, 1)]
+)
+def test_a_transposed_left_operand_is_copied_where_that_pays(rows, columns, taken):
+    x, w = torch.randn(64, rows).t(), torch.randn(64, columns)
+    assert rewrite(lambda x, w: x.mm(w), x, w)[1] == (taken, 0)
+
+
 def test_settings_switch_it_off():
     with config.override(linear_backend="aten"):
         assert rewrite(lambda x, w: x.mm(w), X, W)[1] == (0, 0)
@@ -122,7 +130,7 @@ def test_strided_operands_and_symbolic_rows():
     def f(x, w):
         return x.mm(w)
 
-    x, w = torch.randn(640, 97).t(), torch.randn(300, 641)[:, 1:].t()
+    x, w = torch.randn(640, 97).t(), torch.randn(600, 641)[:, 1:].t()
     module, changed = rewrite(f, x, w)
     assert changed == (1, 0)
     torch.testing.assert_close(module(x, w), f(x, w), rtol=1e-4, atol=1e-4)
