@@ -36,7 +36,7 @@ def test_a_circle_is_left_out():
 
 
 def test_results_of_a_batch_are_bounded():
-    big = call(elements=3 << 20)
+    big = call(elements=192 << 10)
     assert runs([big, big, call(), call()], [set()] * 4) == [[0], [1, 2, 3]]
 
 
