@@ -149,6 +149,7 @@ class Executor:
         self._trials = Trials(spec, self._add, self._switch_off)
         self._off: str | None = spec.blocked[0] if spec.blocked else None
         self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
+        spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
@@ -171,7 +172,12 @@ class Executor:
         return self._compile_and_run(args)
 
     def _refuse(self, args: tuple[Any, ...], reason: str) -> None:
-        """Leave calls of this form to ATen from now on, without asking again."""
+        """Leave calls of this form to ATen from now on, without asking again; all calls if the group is blocked."""
+        refuse, function = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
+        if refuse is not None and function is not None:
+            blocked = bool(self.spec.blocked)
+            if blocked or len(self._refused) < MAX_FORMS:
+                refuse(function, reason, len(args) if blocked else args)
         form = _form_of(args)
         if form is not None and len(self._refused) < MAX_FORMS:
             self._refused[form] = reason

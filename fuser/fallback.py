@@ -29,6 +29,11 @@ class Fallback:
         return function(*args)
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """What a call runs: plain Python, one line for each of the group's calls."""
+        return self._function or self._make()
+
+    @property
     def source(self) -> str:
         """The function's text."""
         if self._function is None:

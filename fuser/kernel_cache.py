@@ -66,6 +66,7 @@ class KernelStore:
         self._changed = threading.Condition(self._lock)
         self._entries: dict[ArgSpec, KernelEntry] = {}
         self._fallbacks: Counter[str] = Counter()
+        self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
 
     def get_or_compile(
         self, arg_spec: ArgSpec, compile_kernel: Callable[[], FusedKernel], have: int
@@ -132,7 +133,10 @@ class KernelStore:
     def fallbacks(self) -> dict[str, int]:
         """Calls that ran by ATen, by reason. Calls that a kernel took are not seen here."""
         with self._lock:
-            return dict(self._fallbacks)
+            found = self._fallbacks.copy()
+        for reason, calls in self.native_fallbacks():
+            found[reason] += calls
+        return dict(found)
 
     @property
     def kernels(self) -> tuple[FusedKernel, ...]:

@@ -396,12 +396,22 @@ struct Kernel {
   int64_t stream[1];
 };
 
+// Calls that are left to ATen: of one form (dtypes, sizes and strides of the tensors, kinds of the numbers), or all.
+struct Refusal {
+  PyObject *function, *reason;
+  uint64_t calls;
+  size_t words;
+  int64_t form[1];
+};
+
 struct Handle {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject *slow, *weakrefs;
   Kernel** kernels;
   Py_ssize_t n_kernels, last;
+  Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel takes
+  Py_ssize_t n_refusals, last_refusal, arity;
   int64_t words;  // scratch words that the hungriest kernel needs for a call
   unsigned long long hits, misses;
 };
@@ -943,6 +953,66 @@ Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Fr
   return nullptr;
 }
 
+// -- What ATen runs, without asking Python again ----------------------------------------------------------------------
+constexpr size_t kForm = 160;  // words of the longest form that is remembered
+
+// The form of a call; 0 if it is too long.
+size_t form_of(const Arg* args, Py_ssize_t n, int64_t* form) {
+  size_t w = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const DLTensor& t = args[i].tensor;
+    size_t dims = args[i].kind == TENSOR ? size_t(t.ndim) : 0;
+    if (w + 2 + 2 * dims > kForm) return 0;
+    form[w++] = args[i].kind;
+    if (args[i].kind != TENSOR) continue;
+    form[w - 1] |= int64_t(t.ndim) << 8 | int64_t(t.device_type) << 16 | int64_t(t.device_id) << 32;
+    form[w++] = t.dtype;
+    for (size_t d = 0; d < dims; d++) form[w++] = t.shape[d];
+    for (size_t d = 0; d < dims; d++) form[w++] = t.strides[d];
+  }
+  return w;
+}
+
+bool has_form(const Refusal* r, const int64_t* form, size_t words) {
+  return r->words == words && !memcmp(r->form, form, words * sizeof(int64_t));
+}
+
+// What was refused in this form, the most recently used first; else what is refused in all; else null.
+Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
+  int64_t form[kForm];
+  size_t words = h->n_refusals ? form_of(args, n, form) : 0;
+  for (Py_ssize_t i = -1; words && i < h->n_refusals; i++) {
+    Py_ssize_t at = i < 0 ? h->last_refusal : i;
+    if (!has_form(h->refusals[at], form, words)) continue;
+    h->last_refusal = at;
+    return h->refusals[at];
+  }
+  return h->all && n == h->arity ? h->all : nullptr;
+}
+
+PyObject* call_refused(Handle* h, Refusal* r, PyObject* const* objects, Py_ssize_t n) {
+  h->misses++;
+  r->calls++;
+  PyObject* function = r->function;
+  Py_INCREF(function);
+  PyObject* out = PyObject_Vectorcall(function, objects, size_t(n), nullptr);
+  Py_DECREF(function);
+  return out;
+}
+
+bool is_usual(PyObject* o) {
+  PyTypeObject* type = Py_TYPE(o);
+  return type == torch.tensor || type == torch.parameter || type == &PyLong_Type || type == &PyFloat_Type ||
+         type == &PyBool_Type;
+}
+
+bool are_usual(PyObject* const* objects, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (!is_usual(objects[i])) return false;
+  }
+  return true;
+}
+
 PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names) {
   Handle* h = (Handle*)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf);
@@ -950,7 +1020,8 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
     PyErr_SetString(PyExc_TypeError, "a fusion handle takes its inputs as positional arguments: no keywords");
     return nullptr;
   }
-  if (!h->n_kernels) return call_slow(h, objects, n, 0);
+  if (!h->n_kernels && h->all && n == h->arity && are_usual(objects, n)) return call_refused(h, h->all, objects, n);
+  if (!h->n_kernels && !h->n_refusals) return call_slow(h, objects, n, 0);
   constexpr Py_ssize_t kArgs = 12;
   constexpr int64_t kWords = 192;
   Arg few_args[kArgs], *args = few_args;
@@ -966,14 +1037,17 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   PyObject* out = nullptr;
   int32_t status = 0;
   Kernel* k = nullptr;
+  Refusal* refusal = nullptr;
   int32_t device = -1;
   if (context_is_plain(ts) && read_args(objects, n, args, device)) {
     Frame f;
     const int64_t* rest;
-    k = find_kernel(h, args, n, words, f, rest);
+    k = h->n_kernels ? find_kernel(h, args, n, words, f, rest) : nullptr;
     if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
+    else refusal = find_refusal(h, args, n);
   }
   free(more);
+  if (refusal) return call_refused(h, refusal, objects, n);
   if (out) {
     k->hits++;
     h->hits++;
@@ -1282,6 +1356,62 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+void free_refusal(Refusal* r) {
+  if (!r) return;
+  Py_DECREF(r->function);
+  Py_DECREF(r->reason);
+  free(r);
+}
+
+bool add_refusal(Handle* h, Refusal* r) {
+  Refusal** list = (Refusal**)realloc(h->refusals, sizeof(Refusal*) * (h->n_refusals + 1));
+  if (!list) return false;
+  list[h->n_refusals] = r;
+  h->refusals = list;
+  h->last_refusal = h->n_refusals++;
+  return true;
+}
+
+// The form of a call with these arguments; false if kernels would not be asked about it, or it is known already.
+bool read_form(Handle* h, PyObject* example, int64_t* form, size_t& words) {
+  Py_ssize_t n = PyTuple_GET_SIZE(example);
+  Arg* args = (Arg*)malloc(sizeof(Arg) * size_t(n + 1));
+  int32_t device = -1;
+  words = args && read_args(((PyTupleObject*)example)->ob_item, n, args, device) ? form_of(args, n, form) : 0;
+  free(args);
+  bool known = false;
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) known |= has_form(h->refusals[i], form, words);
+  return words && !known;
+}
+
+PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
+  Handle* h = (Handle*)self;
+  PyObject *function, *reason, *which;
+  if (!PyArg_ParseTuple(arguments, "OOO:refuse", &function, &reason, &which)) return nullptr;
+  bool all = !PyTuple_Check(which);
+  Py_ssize_t arity = all ? PyNumber_AsSsize_t(which, PyExc_OverflowError) : 0;
+  if (PyErr_Occurred()) return nullptr;
+  int64_t form[kForm];
+  size_t words = 0;
+  if (all ? h->all != nullptr : !read_form(h, which, form, words)) Py_RETURN_FALSE;
+  Refusal* r = (Refusal*)calloc(1, sizeof(Refusal) + words * sizeof(int64_t));
+  if (!r) return PyErr_NoMemory();
+  Py_INCREF(function);
+  Py_INCREF(reason);
+  r->function = function;
+  r->reason = reason;
+  r->words = words;
+  memcpy(r->form, form, words * sizeof(int64_t));
+  if (all) {
+    h->all = r;
+    h->arity = arity;
+  } else if (!add_refusal(h, r)) {
+    free_refusal(r);
+    return PyErr_NoMemory();
+  }
+  Py_RETURN_TRUE;
+}
+
 PyObject* handle_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
   PyObject* slow;
   static const char* names[] = {"slow", nullptr};
@@ -1299,8 +1429,22 @@ PyObject* handle_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords
 }
 
 int handle_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(((Handle*)self)->slow);
+  Handle* h = (Handle*)self;
+  Py_VISIT(h->slow);
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) Py_VISIT(h->refusals[i]->function);
+  if (h->all) Py_VISIT(h->all->function);
   return 0;
+}
+
+void free_refusals(Handle* h) {
+  Refusal **list = h->refusals, *all = h->all;
+  Py_ssize_t n = h->n_refusals;
+  h->refusals = nullptr;
+  h->all = nullptr;
+  h->n_refusals = 0;
+  for (Py_ssize_t i = 0; i < n; i++) free_refusal(list[i]);
+  free_refusal(all);
+  free(list);
 }
 
 int handle_clear(PyObject* self) {
@@ -1309,6 +1453,7 @@ int handle_clear(PyObject* self) {
   Py_INCREF(Py_None);  // a call while the cycle is being taken apart finds something to call
   h->slow = Py_None;
   Py_XDECREF(slow);
+  free_refusals(h);
   return 0;
 }
 
@@ -1317,6 +1462,7 @@ void handle_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   if (h->weakrefs) PyObject_ClearWeakRefs(self);
   Py_CLEAR(h->slow);
+  free_refusals(h);
   for (Py_ssize_t i = 0; i < h->n_kernels; i++) free_kernel(h->kernels[i]);
   free(h->kernels);
   Py_TYPE(self)->tp_free(self);
@@ -1333,10 +1479,26 @@ PyObject* handle_kernel_hits(PyObject* self, void*) {
   return out;
 }
 
+PyObject* handle_refused(PyObject* self, void*) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t n = h->n_refusals + (h->all ? 1 : 0);
+  PyObject* out = PyTuple_New(n);
+  for (Py_ssize_t i = 0; out && i < n; i++) {
+    Refusal* r = i < h->n_refusals ? h->refusals[i] : h->all;
+    PyObject* pair = Py_BuildValue("(OK)", r->reason, (unsigned long long)r->calls);
+    if (!pair) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, pair);
+  }
+  return out;
+}
+
 PyMethodDef handle_methods[] = {
     {"add_kernel", handle_add_kernel, METH_VARARGS,
      "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
      "or for a GPU an object with `entries` and `functions`."},
+    {"refuse", handle_refuse, METH_VARARGS,
+     "refuse(function, reason, which): calls that no kernel takes go to function(*args), those with tensors of the "
+     "dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments. False if not so."},
     {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
      "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
      "results as a tuple if `keep`, else None."},
@@ -1345,13 +1507,14 @@ PyMethodDef handle_methods[] = {
 PyMemberDef handle_members[] = {
     {"slow", T_OBJECT, offsetof(Handle, slow), READONLY, "what answers calls that no kernel takes"},
     {"hits", T_ULONGLONG, offsetof(Handle, hits), READONLY, "calls that a kernel answered"},
-    {"misses", T_ULONGLONG, offsetof(Handle, misses), READONLY, "calls that went to `slow`"},
+    {"misses", T_ULONGLONG, offsetof(Handle, misses), READONLY, "calls that no kernel answered"},
     {"kernel_count", T_PYSSIZET, offsetof(Handle, n_kernels), READONLY, "kernels added so far"},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef handle_getset[] = {
     {"kernel_hits", handle_kernel_hits, nullptr, "calls that each kernel answered, in the order they were added",
      nullptr},
+    {"refused", handle_refused, nullptr, "what was refused: the reason, and the calls since", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyTypeObject HandleType = {PyVarObject_HEAD_INIT(nullptr, 0)};

@@ -41,6 +41,7 @@ class Handle:
         self._slow = slow
         self._lock = threading.Lock()
         self._kernels: list[tuple[LaunchProgram, Any]] = []
+        self._refusals: list[tuple[Any, ...]] = []
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
 
@@ -60,6 +61,21 @@ class Handle:
         if _reason is not None:
             _warn()
 
+    def refuse(self, function: Any, reason: str, which: Any) -> bool:
+        """Have the native launcher call `function` where it would call `slow`; see there. False if not, or not yet."""
+        with self._lock:
+            if self._target is not self._python:
+                return bool(self._target.refuse(function, reason, which))
+            if not isinstance(which, tuple):
+                self._refusals.append((function, reason, which))
+            return False
+
+    @property
+    def refused(self) -> tuple[tuple[str, int], ...]:
+        """What the native launcher refused: the reason, and the calls since."""
+        found: tuple[tuple[str, int], ...] = getattr(self._target, "refused", ())
+        return found
+
     def upgrade(self, native: ModuleType) -> None:
         """Change over to the native launcher, with all kernels."""
         with self._lock:
@@ -71,6 +87,8 @@ class Handle:
                     target.add_kernel(program, path)
             except OSError:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
+            for refusal in self._refusals:
+                target.refuse(*refusal)
             self._target = target
 
     @property
@@ -85,7 +103,7 @@ class Handle:
 
     @property
     def misses(self) -> int:
-        """Calls that went to `slow`."""
+        """Calls that no kernel answered."""
         return self._sum("misses")
 
     def _sum(self, name: str) -> int:
@@ -109,7 +127,8 @@ class Handle:
 
 
 def make_handle(slow: Slow) -> Any:
-    """A handle without kernels: `handle(*args)`, `add_kernel(program, library_path)`, `hits`, `misses`, `kernel_count`.
+    """A handle without kernels: `handle(*args)`, `add_kernel(program, library_path)`, `hits`, `misses`, `kernel_count`,
+    and, where it is native, `refuse(function, reason, which)` and `refused`.
 
     `slow(args, status)` answers every call that no kernel takes (status 0) or whose kernel reported a status of
     `kernel_spec.STATUS`, and its result is the call's.

@@ -19,6 +19,7 @@ import fuser
 from fuser import compiler, config, debug, executor, interface
 from fuser.compiler import CpuBackend
 from fuser.errors import BackendError, ConfigError, GraphError, InputError, UnknownKeyError, Unsupported
+from fuser.runtime import launcher
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
@@ -512,3 +513,21 @@ def test_a_form_of_call_that_was_refused_is_not_asked_about_again(monkeypatch):
     assert "an output is a view" in reason and store_of(key).fallbacks[reason] == 3
     with pytest.raises(TypeError):  # another form is
         handle(torch.ones(5, 4), 2)
+
+
+def test_a_blocked_group_goes_straight_to_aten(monkeypatch):
+    """After its first call; what eager refuses, and arguments left out, are handled as ever."""
+    launcher.wait(60)
+    key = registered(lambda x, descending=False: torch.sort(x, descending=descending)[0])
+    handle, x = fuser.fusion_handle(key), torch.randn(7)
+    assert torch.equal(handle(x), x.sort()[0])  # completes the arguments
+    monkeypatch.setattr(executor.Executor, "slow", None)
+    for n, down in ((7, True), (3, False), (0, True)):
+        assert torch.equal(handle(x[:n], down), x[:n].sort(descending=down)[0])
+    monkeypatch.undo()
+    (reason,) = store_of(key).fallbacks
+    assert store_of(key).fallbacks[reason] == 4
+    with pytest.raises(InputError):
+        handle("x", True)
+    with config.override(enabled=False):
+        assert torch.equal(handle(x), x.sort()[0])

@@ -568,3 +568,66 @@ def test_missing_library_and_entry(make, library, tmp_path):
 def test_malformed_programs_are_refused(make, library, bad):
     with pytest.raises(BackendError, match="launch program"):
         make().add_kernel(bad, library)
+
+
+# -- what is left to ATen ----------------------------------------------------------------------------------------------
+@pytest.fixture(params=["native", "bare"])
+def refusing(request):
+    if request.param == "bare":
+        return request.getfixturevalue("bare").Handle(Slow())
+    assert launcher.wait(60), launcher.reason()
+    return launcher.native().Handle(Slow())
+
+
+def answer(*args):
+    return "answer", args
+
+
+def test_a_refused_form_goes_to_its_function_and_no_other(refusing):
+    x = torch.ones(2, 3)
+    assert refusing.refuse(answer, "a reason", (x, 2))
+    assert not refusing.refuse(answer, "known already", (torch.zeros(2, 3), 3))
+    for args in ((x, 2), (torch.zeros(2, 3), 5), (torch.nn.Parameter(x, False), 2)):
+        got, seen = refusing(*args)
+        assert got == "answer" and all(a is b for a, b in zip(seen, args))
+    tensors = x.double(), x.t(), x[:1], x[None], x.view(3, 2)
+    others = [*((t, 2) for t in tensors), (x, 2.0), (x, True), (x,), (x, 2, 2)]
+    for args in others:
+        assert_slow(refusing, *args)
+    assert refusing.refused == (("a reason", 3),) and refusing.misses == 3 + len(others)
+
+
+def test_all_calls_can_be_refused_of_the_usual_kinds_of_arguments(refusing):
+    x = torch.ones(2)
+    assert refusing.refuse(answer, "blocked", 2) and not refusing.refuse(answer, "again", 2)
+    for args in ((x, 2), (x[:1], 2.0), (x.double().requires_grad_(), True), (x, x)):
+        assert refusing(*args)[0] == "answer"
+    for args in ((x,), (x, None), ("x", x), (x, x, x)):
+        assert_slow(refusing, *args)
+    assert refusing.refused == (("blocked", 4),)
+
+
+def test_a_function_that_raises_or_refuses_in_turn_is_harmless(refusing):
+    x = torch.ones(2)
+
+    def fails(t):
+        for n in range(3, 40):
+            refusing.refuse(answer, "more", (torch.ones(n),))
+        raise ValueError("eager's own error")
+
+    refusing.refuse(fails, "a reason", (x,))
+    with pytest.raises(ValueError, match="eager's own error"):
+        refusing(x)
+    assert refusing(torch.ones(20))[0] == "answer" and len(refusing.refused) == 38
+    many = [torch.ones(1, 1, 1, 1, 1)] * 40  # a form too long to be remembered
+    assert not refusing.refuse(answer, "long", tuple(many))
+    assert_slow(refusing, *many)
+
+
+def test_a_handle_that_is_not_native_yet_hands_its_refusals_on():
+    assert launcher.wait(60), launcher.reason()
+    handle, x = launcher.Handle(Slow()), torch.ones(2)
+    assert not handle.refuse(answer, "blocked", 1) and handle(x) == "slow" and handle.refused == ()
+    handle.upgrade(launcher.native())
+    assert handle(x) == ("answer", (x,)) and handle.refused == (("blocked", 1),)
+    assert handle.misses == 2
