@@ -101,7 +101,7 @@ uint64_t disabled_devices;  // bit d: DLPack device type d is off
 constexpr size_t kHuge = size_t(2) << 20;
 constexpr size_t kPoolMin = size_t(256) << 10;  // below this a thread's own arena does
 constexpr size_t kAdvise = size_t(4) << 20;     // fresh outputs from here on are asked onto huge pages
-constexpr size_t kWarm = size_t(32) << 20;      // and come from storages that are kept warm (warm.py)
+constexpr size_t kWarm = size_t(4) << 20;       // and come from storages that are kept warm (warm.py)
 
 struct Block {
   char* data;
