@@ -124,8 +124,8 @@ class AccumulatingNest(Nest):
         self.out.add(f"acc{k}[l] = better{k} ? x{k} : acc{k}[l];")
         self.out.add(f"at{k}[l] = better{k} ? {now} : at{k}[l];")
 
-    def emit_flush(self, phase: int, last: bool) -> None:
-        """Move float32 partial sums on: every so many turns inside the loop, and what is left after it.
+    def emit_flush(self, phase: int, turns: int) -> None:
+        """Move float32 partial sums on: in the loop, after each so many `turns` of it; at its end (0), what is left.
 
         Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
         sum has more than a few terms, and from time to time the sum over these to the total.
@@ -134,27 +134,32 @@ class AccumulatingNest(Nest):
         if not mine:
             return
         each = f"for (i64 l = 0; l < {self.lanes}; ++l)"
-        if not last:
-            self.out.open(f"if (++turns % {COLUMN_FLUSH if self.is_column else SHORT_FLUSH} == 0)")
-        for r in mine:
-            k = r.number
-            if self.is_column:
-                self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            elif not last:
-                self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
-        if not self.is_column:
-            self.out.open(f"if (turns == {FLUSH})" if not last else "")
-            if not last:
+        if self.is_column:
+            if turns:
+                self.out.open(f"if ((turns += {turns}) >= {COLUMN_FLUSH})")
                 self.out.add("turns = 0;")
             for r in mine:
                 k = r.number
-                self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
-                self.fold_lanes(r)
-                self.out.add(f"tot{k} += (double)acc{k}[0];")
-                if not last:
-                    self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
+                self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
+            if turns:
+                self.out.close()
+            return
+        if turns:
+            self.out.open(f"if (++turns % {SHORT_FLUSH} == 0)")
+            for r in mine:
+                k = r.number
+                self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
+            self.out.open(f"if (turns == {FLUSH})")
+            self.out.add("turns = 0;")
+        for r in mine:
+            k = r.number
+            self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
+            self.fold_lanes(r)
+            self.out.add(f"tot{k} += (double)acc{k}[0];")
+            if turns:
+                self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
+        if turns:
             self.out.close()
-        if not last:
             self.out.close()
 
     def join(self, r: Reduce, dtype: torch.dtype, a: str, b: str, ai: str = "", bi: str = "") -> str:

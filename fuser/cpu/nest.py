@@ -76,6 +76,7 @@ class Nest:
         self.emitted: set[int] = set()  # rows available in the unit (scalars, or lane arrays of a column nest)
         self.arrays: set[int] = set()  # rows that are lane arrays
         self.kept_rows: dict[int, int] = {}  # row -> number of its row buffer
+        self.hoisted: dict[int, str] = {}  # rows computed before the loops -> where each lies
         self.has_checks = any(r.op == "indirect" and r.attr[1] for r in plan.rows)
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
@@ -88,7 +89,7 @@ class Nest:
             return 1
         if self.is_column:  # later passes find the block of the first in cache
             most = 256 if self.n_passes == 1 or self.plan.split else 128
-            return most if self.vector.hint >= most else 64
+            return next((n for n in (256, 128) if n <= min(most, self.vector.hint)), 64)
         return 64 if self.vector.hint >= 64 else 16
 
     def is_full(self, n: int) -> bool:
@@ -372,10 +373,10 @@ class Nest:
 
     def emit_inner(self, phase: int, loads_kept: bool = True) -> None:
         """The body of the innermost loops of a pass: rows, row buffers, stores, accumulation."""
-        available = {n for n in self.kept_rows if self.first_pass(n) < phase}
+        available = self._available(phase)
         for n in self.closure(self.roots(phase), available):
             if n in available:
-                kept = f"kept{self.kept_rows[n]}[{self.kept_at()}]"
+                kept = self.hoisted.get(n) or f"kept{self.kept_rows[n]}[{self.kept_at()}]"
                 self.out.add(f"const {CPP_TYPES[self.plan.rows[n].dtype]} t{n} = {kept};")
                 continue
             self.declare(n)
@@ -428,9 +429,13 @@ class Nest:
         if self.is_column:
             self.out.close()
 
+    def _available(self, phase: int) -> set[int]:
+        """Rows inside the loops of a pass that are in memory by then."""
+        return {n for n in self.kept_rows if self.first_pass(n) < phase} | set(self.hoisted)
+
     def closure_deps(self, phase: int) -> list[int]:
         """Rows outside the loops that the pass needs."""
-        available = {n for n in self.kept_rows if self.first_pass(n) < phase}
+        available = self._available(phase)
         inner = self.closure(self.roots(phase), available)
         stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
         direct = [int(x.name[1:]) for s in stores for x in symbols(s.address) if x.kind == INDIRECT]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, TILE_COLUMNS, Nest
 from fuser.cpu.records import Function
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol, symbols
 from fuser.ops import CPP_TYPES, cpp_load
+from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis
 
+HOIST_COST = 4  # operations from which a row is computed before the loops
+LEAST_TURNS, MOST_HOISTED = 8, 4  # of these loops; and rows, each of which takes a block of stack
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
 
@@ -58,10 +64,15 @@ class PointwiseNest(Nest):
             digits.append(("block", f"(n_{self.vector.sym.name} + {block - 1}) / {block}"))
             units = units * floordiv(self.vector.size + (block - 1), expr(block))
         self.emit_constants()
+        hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
+        for n in hoisted:
+            self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} lane{n}[{block}];")
+        self.out.add("i64 ready = -1;") if hoisted else None
         self.open_units(digits)
         if self.vector is not None:
             v = self.vector.sym.name
             self.out.add(f"const i64 v0 = block * {block}, v1 = v0 + {block} < n_{v} ? v0 + {block} : n_{v};")
+            self._compute_hoisted(hoisted)
         if tiled is not None:
             self._fill_tiles(tiled)
             t = tiled.sym.name
@@ -72,6 +83,41 @@ class PointwiseNest(Nest):
             self.out.close()
         self.close_units(digits)
         return Function(name, self.close_function(), units, self.work(), expr(0))
+
+    def _choose_hoisted(self, outer: Sequence[Axis]) -> list[int]:
+        """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every turn."""
+        if self.vector is None or math.prod(a.hint for a in outer) < LEAST_TURNS:
+            return []
+        alone = {n for n, along in enumerate(self.plan.varies) if along == {self.vector.sym}}
+        roots = {s.row for s in self.plan.stores if self.store_is_full(s)}
+        roots |= {d for n in range(len(self.plan.rows)) if n not in alone for d in self.deps(n)}
+        chosen = []
+        for n in sorted(roots & alone):
+            behind = [self.plan.rows[m] for m in self.closure([n])]
+            costly = sum(row_cost(r) for r in behind) >= HOIST_COST
+            if costly and not any(r.op in ("indirect", "pair") for r in (*behind, self.plan.rows[n])):
+                chosen.append(n)
+        return chosen[:MOST_HOISTED]
+
+    def _compute_hoisted(self, hoisted: Sequence[int]) -> None:
+        """The rows of a block that were chosen; later turns find them."""
+        if not hoisted:
+            return
+        assert self.vector is not None
+        v = self.vector.sym.name
+        rows = self.closure(hoisted)
+        self.emit_unit_rows([d for n in rows for d in self.deps(n)], 0)
+        self.out.open("if (block != ready)")
+        self.out.add("ready = block;")
+        self.out.add("#pragma omp simd")
+        self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
+        for n in rows:
+            self.declare(n)
+        for n in hoisted:
+            self.out.add(f"lane{n}[{v} - v0] = {self.ref(n)};")
+            self.hoisted[n] = f"lane{n}[{v} - v0]"
+        self.out.close()
+        self.out.close()
 
     def _prefetch_rows(self, tiled: Axis) -> None:
         """Ask for what is read some rows later: those of a tile are too short for the hardware to foresee the next."""

@@ -34,6 +34,7 @@ from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis
 
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
+ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 
 
@@ -102,27 +103,59 @@ class ReductionNest(AccumulatingNest):
         if flush:
             self.out.add("i64 turns = 0;") if not self._turns_declared() else self.out.add("turns = 0;")
         loops = [a for a in self.red_axes if a is not self.vector]
-        for a in loops:
+        each_row = self.is_column and self._takes_rows_together(phase, loops)
+        for a in loops[:-1] if each_row else loops:
             lo, hi = bounds.get(a.sym, ("0", f"n_{a.sym.name}"))
             self.out.open(f"for (i64 {a.sym.name} = {lo}; {a.sym.name} < {hi}; ++{a.sym.name})")
-        if self.is_column:
-            streams = bool(self.streams(phase))
-            self._prefetch_columns(phase, loops)
-            if streams:
-                self.open_streams(phase, "v0", "l", self.lanes)
-            self.open_lanes()
-            self.emit_inner(phase)
-            self.out.close()
-            if streams:
-                self.close_streams(phase, "count")
-            if flush:
-                self.emit_flush(phase, False)
+        if each_row:
+            self._rows_together(phase, loops, bounds.get(loops[-1].sym, ("0", f"n_{loops[-1].sym.name}")))
+        elif self.is_column:
+            self._column_pass(phase, loops, flush)
         else:
             self._vector_pass(phase, bool(reductions), flush, bounds)
-        for _ in loops:
+        for _ in loops[:-1] if each_row else loops:
             self.out.close()
         if flush:
-            self.emit_flush(phase, True)
+            self.emit_flush(phase, 0)
+
+    def _column_pass(self, phase: int, loops: Sequence[Axis], flush: bool) -> None:
+        """One row of a block of columns."""
+        streams = bool(self.streams(phase))
+        self._prefetch_columns(phase, loops)
+        if streams:
+            self.open_streams(phase, "v0", "l", self.lanes)
+        self.open_lanes()
+        self.emit_inner(phase)
+        self.out.close()
+        if streams:
+            self.close_streams(phase, "count")
+        if flush:
+            self.emit_flush(phase, 1)
+
+    def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
+        """Whether a column pass adds up several rows before it writes its accumulators, which are in memory."""
+        return bool(loops and self.accumulators(phase)) and not self.has_checks and not self.streams(phase)
+
+    def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[str, str]) -> None:
+        assert self.vector is not None
+        a = loops[-1].sym.name
+        self.out.open(f"auto point{phase} = [&](const i64 l, const i64 {a}) __attribute__((always_inline))")
+        self.out.add(f"const i64 {self.vector.sym.name} = v0 + l;")
+        self.emit_inner(phase)
+        self.out.close("};")
+        self.out.add(f"i64 r{phase} = {bounds[0]};")
+        for rows in (ROWS_TOGETHER, 1):
+            self.out.open(f"for (; r{phase} + {rows} <= {bounds[1]}; r{phase} += {rows})")
+            self.out.open(f"for (i64 {a} = r{phase}; {a} < r{phase} + {rows}; ++{a})")
+            self._prefetch_columns(phase, loops)
+            self.out.close()
+            self.out.add(self.pragma())
+            self.out.open("for (i64 l = 0; l < count; ++l)")
+            for n in range(rows):
+                self.out.add(f"point{phase}(l, r{phase} + {n});")
+            self.out.close()
+            self.emit_flush(phase, rows)
+            self.out.close()
 
     def _turns_declared(self) -> bool:
         declared = getattr(self, "_turns", False)
@@ -169,11 +202,11 @@ class ReductionNest(AccumulatingNest):
         self.out.open(f"for (; p{phase} + {self.lanes} <= {hi}; p{phase} += {self.lanes})")
         self.out.add(f"pass{phase}(p{phase}, {self.lanes});")
         if flush:
-            self.emit_flush(phase, False)
+            self.emit_flush(phase, 1)
         self.out.close()
         self.out.add(f"if (p{phase} < {hi}) pass{phase}(p{phase}, {hi} - p{phase});")
         if flush and len(self.red_axes) > 1:
-            self.emit_flush(phase, False)
+            self.emit_flush(phase, 1)
 
     def _prefetch(self, phase: int) -> None:
         """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.

@@ -124,19 +124,24 @@ def lower_batch_norm_backward(
         raise Unsupported("the gradient of batch norm without statistics")
     g, load = ctx.loader(grad, size, wide), ctx.loader(x, size, wide)
     unit = normalised(load, load_mean, load_rstd)
-    load_weight = over_channels(ctx, weight, wide)
-    scaled = times(g, load_weight)
+    factor = times(load_rstd, over_channels(ctx, weight, wide))
+    # A sum of g * weight is the sum of g by weight: two sums give all gradients.
+    sums = [channel_sums(ctx, x, dims, value, wide) for value in (g, times(g, unit))]
+    loads = [ctx.loader(t, size[1:2], wide) for t in sums]
     out: list[TensorBox | None] = [None, None, None]
     if mask[0]:
-        order = channels_last(ctx, 1)
-        if train:
-            out[0] = input_gradient(ctx, x, dims, scaled, unit, load_rstd, True, ctx.meta[0].dtype, order)
-        else:
-            out[0] = ctx.pointwise(size, ctx.meta[0].dtype, times(scaled, load_rstd), order)
-    if mask[1]:
-        out[1] = sum_over(ctx, x, dims, times(g, unit), 1)
-    if mask[2]:
-        out[2] = sum_over(ctx, x, dims, g, 2)
+        count = product(size[d] for d in dims)
+
+        def inner(i: Index) -> Value:
+            n = number_of(ctx, count, wide)
+            mean_grad, mean_both = (ops.div(load_sum((i[1],)), n) for load_sum in loads)
+            return ops.mul(ops.sub(ops.sub(g(i), mean_grad), ops.mul(unit(i), mean_both)), factor(i))
+
+        value = inner if train else times(g, factor)
+        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, value, channels_last(ctx, 1))
+    for result, load_sum in ((1, loads[1]), (2, loads[0])):
+        if mask[result]:
+            out[result] = ctx.pointwise(size[1:2], ctx.meta[result].dtype, load_sum)
     return tuple(out)
 
 

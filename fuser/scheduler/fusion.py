@@ -8,15 +8,18 @@ memory traffic saved) chooses; `can_fuse` says yes or why not, and the reasons a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fuser.ir.sizes import ZERO, Expr, Sym, expr, substitute, symbols
+from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.nodes import Node
 
 FEW_ROWS, LONG = 4, 1 << 18  # a reduction of fewer, longer rows than this is split over threads
+COLUMNS = 128  # that the CPU takes for one row where what is reduced does not lie side by side
 MOST_BUFFERS = 48
+Strides = Mapping[str, tuple[Expr, ...]]  # of buffers and inputs, by name
 
 
 @dataclass(eq=False)
@@ -60,7 +63,7 @@ class Fusion:
     reasons: list[tuple[str, str, str]]  # (node, kernel's first node, reason)
 
 
-def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int) -> Verdict:
+def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, strides: Strides) -> Verdict:
     """Whether `node` can run in `kernel`'s loops, at its end."""
     if node.ordered is not None or kernel.nodes[0].ordered is not None:
         return Verdict(None, "a scatter or a scan runs alone")
@@ -77,7 +80,7 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int) -
             return Verdict(None, f"{producer.buffer.name} is filled by several loops")
         if not _line_up(kernel, matching, producer, row.attr[1]):
             return Verdict(None, f"reads {producer.buffer.name} at another index than it is written")
-    return _check_axes(ctx, kernel, node, matching)
+    return _check_axes(ctx, kernel, node, matching, strides)
 
 
 def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Expr, ...]) -> bool:
@@ -91,7 +94,7 @@ def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Ex
     return True
 
 
-def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching) -> Verdict:
+def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, strides: Strides) -> Verdict:
     """Place the variables that no shared buffer placed, and check what is reduced."""
     parts = [p for v, _ in node.domain for p in matching.variable_digits(v) if p not in matching.variables]
     used = matching.used_axes()
@@ -111,7 +114,7 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
             return Verdict(None, "reduces over other loops than the kernel")
     elif free and set(free) != reduced:
         return Verdict(None, "covers only part of the kernel's loops")
-    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel):
+    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
         return Verdict(None, "few long rows: the reduction is split over threads")
     return Verdict(matching)
 
@@ -123,15 +126,32 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
     return out
 
 
-def _few_long_rows(ctx: LoweringContext, kernel: Kernel) -> bool:
+def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:
     rows, row = 1, 1
+    columns = _columns(kernel, strides) if ctx.device_type == "cpu" else None
     for a in kernel.axes.order:
         n = ctx.hint(kernel.axes.size[a])
         if a in kernel.reduced:
             row *= n
+        elif a == columns:
+            rows *= -(-n // COLUMNS)
+            row *= min(n, COLUMNS)
         else:
             rows *= n
     return rows < FEW_ROWS and row >= LONG
+
+
+def _columns(kernel: Kernel, strides: Strides) -> Sym | None:
+    """The axis along which the first thing that the kernel reduces lies side by side, if it is kept."""
+    for node in kernel.nodes:
+        for row in node.rows if node.is_reduction else ():
+            if row.op != "load" or row.attr[0] not in strides:
+                continue
+            own = kernel.maps[node.name]
+            address = sum((substitute(i, own) * s for i, s in zip(row.attr[1], strides[row.attr[0]])), ZERO)
+            if any(coefficient(address, a) != ZERO for a in kernel.reduced):
+                return next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
+    return None
 
 
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
@@ -175,7 +195,9 @@ def score_fusion(ctx: LoweringContext, kernel: Kernel, node: Node, buffers: dict
     return sum(buffers.get(b, (0, 0))[0] for b in shared)
 
 
-def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int) -> Fusion:
+def fuse(
+    ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int, strides: Strides
+) -> Fusion:
     """Assign every node to a kernel. `sizes` gives (bytes, elements) by buffer name in the example."""
     kernels: list[Kernel] = []
     home: dict[str, int] = defaultdict(lambda: -1)  # buffer -> order of the last kernel that fills it
@@ -191,7 +213,7 @@ def fuse(ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, in
         candidates.sort(key=lambda k: (-score_fusion(ctx, k, node, sizes), k.order))
         chosen: Kernel | None = None
         for kernel in candidates:
-            verdict = can_fuse(ctx, kernel, node, most_rows)
+            verdict = can_fuse(ctx, kernel, node, most_rows, strides)
             if verdict and _is_worth_it(kernel, node, verdict):
                 assert verdict.matching is not None
                 apply(kernel, node, verdict.matching)

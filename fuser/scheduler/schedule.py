@@ -15,7 +15,7 @@ from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
-from fuser.scheduler.recompute import recompute
+from fuser.scheduler.recompute import ON_CPU, ON_GPU, recompute
 from fuser.scheduler.together import Joined, join_plans
 from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
@@ -55,13 +55,14 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
             n *= ctx.hint(s)
         sizes[b.name] = (n * b.dtype.itemsize, n)
     _add_inputs(lowered, strides, dtypes, sizes)
-    fusion = fuse(ctx, nodes, sizes, most_rows)
-    if ctx.device_type == "cuda" and not ctx.writes:  # arithmetic is all but free there, and no input changes meanwhile
+    fusion = fuse(ctx, nodes, sizes, most_rows, strides)
+    if not ctx.writes:  # no input changes meanwhile
+        terms = ON_CPU if ctx.device_type == "cpu" else ON_GPU
         for _ in range(MOST_ROUNDS):
-            if not recompute(nodes, fusion, roots, sizes):
+            if not recompute(nodes, fusion, roots, sizes, terms):
                 break
             nodes = _live_nodes(nodes, roots)
-            fusion = fuse(ctx, nodes, sizes, most_rows)
+            fusion = fuse(ctx, nodes, sizes, most_rows, strides)
     kept = outputs | _crossing(fusion)
     stored = kept | roots
     made = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]
