@@ -35,6 +35,7 @@ from fuser.scheduler.plan import Axis
 
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
+TOGETHER_COST = 16  # operations of a row up to which they are
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 
 
@@ -133,8 +134,18 @@ class ReductionNest(AccumulatingNest):
             self.emit_flush(phase, 1)
 
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
-        """Whether a column pass adds up several rows before it writes its accumulators, which are in memory."""
-        return bool(loops and self.accumulators(phase)) and not self.has_checks and not self.streams(phase)
+        """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
+
+        That pays for sums of cheap rows, of which nothing else is written; g++ does not vectorise several selects.
+        """
+        reductions = self.accumulators(phase)
+        if not loops or not reductions or any(r.kind != "sum" for r in reductions) or self.has_checks:
+            return False
+        if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase):
+            return False
+        rows = self.closure(self.roots(phase), self._available(phase))
+        cost = sum(row_cost(self.plan.rows[n]) for n in rows)
+        return cost <= TOGETHER_COST and not any(n in self.kept_rows and self.first_pass(n) == phase for n in rows)
 
     def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[str, str]) -> None:
         assert self.vector is not None
