@@ -125,6 +125,28 @@ def test_gradients_of_norms(dtype):
     check_all([f"channel {n}" for n in range(9)], [channel_gradients], g, x, w, m, r, slack=SLACK[dtype], **LIKE)
 
 
+def large_batch_norm(x, g, w, b) -> list[Any]:
+    out, mean, rstd = parts(aten.native_batch_norm(x, w, b, None, None, True, 0.1, 1e-5), 3)
+    back = aten.native_batch_norm_backward(torch.relu(g), x, w, None, None, mean, rstd, True, 1e-5, [True] * 3)
+    return [out, mean, rstd, *parts(back, 3)]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_large_batch_norms(layout):
+    """Few channels side by side: sums over rows that several threads share, and what follows them."""
+    g, x = (torch.randn(3, 37, 53, 71).contiguous(memory_format=layout) for _ in range(2))
+    w, b = torch.rand(37) + 0.5, torch.randn(37)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(fused(graph_of([large_batch_norm], 4), [x, g, w, b]))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+    # Sums of n numbers of size 1 are as exact as numbers of size sqrt(n) can be.
+    expected = large_batch_norm(*(t.double() for t in (x, g, w, b)))
+    for out, wide, size in zip(results[0], expected, (1, 1, 1, 1, 106, 106)):
+        assert (out - wide).abs().max() < 8 * torch.finfo(out.dtype).eps * (size + wide.abs().max())
+
+
 PAIRED: dict[str, Callable[..., Any]] = {
     name: getattr(F, name)
     for name in (
