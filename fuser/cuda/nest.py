@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,7 @@ class Nest:
         self.contiguous = {plan.vector} if plan.vector is not None else set()
         if layout.transposed:
             self.contiguous.add(layout.dims[0].axes[0].sym)
+        self.bounds = _bounds(plan, self.contiguous)
 
     @property
     def guards(self) -> list[Guard]:
@@ -148,15 +149,15 @@ class Nest:
         """A flat address."""
         return triton_expr(e, self.params, self.bits, self.symbol_text, matters=True)
 
-    def value_index(self, e: Expr) -> str:
-        """An index expression as an int64 value."""
+    def value_index(self, e: Expr, matters: bool = False) -> str:
+        """An index expression as an int64 value; `matters`: accesses are as wide as 16 divides it."""
         if e.as_int() is not None:
             return triton_constant(e.as_int() or 0, torch.int64)
 
         def wide(s: Sym) -> str:
             return f"t{s.name[1:]}" if s.kind == INDIRECT else f"{s.name}.to(tl.int64)"
 
-        text = triton_expr(e, self.params, 64, wide)
+        text = triton_expr(e, self.params, 64, wide, matters)
         return text if any(s.kind in (INDIRECT, LOOP) for s in symbols(e)) else f"tl.cast({text}, tl.int64)"
 
     def load(self, row: Row) -> str:
@@ -185,7 +186,7 @@ class Nest:
             case "scalar":
                 return f"tl.cast({self.params.scalar(row.attr)}, {TRITON_TYPES[row.dtype]})"
             case "index":
-                return self.value_index(row.attr)
+                return self.value_index(row.attr, n in self.bounds)
             case "to_dtype":
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
@@ -389,6 +390,17 @@ class Nest:
         last = torch.iinfo(self.index_dtype).max
         lowest = f"tl.min(tl.where({same}, {indices}, {last}), {axis}){back}"
         self.out.add(f"t{n} = {triton_convert(self.index_dtype, self.plan.rows[n].dtype, lowest)}")
+
+
+def _bounds(plan: KernelPlan, contiguous: Collection[Sym]) -> set[int]:
+    """Rows that are fixed for a launch, and end a mask along neighbours in memory."""
+    out = set()
+    for row in plan.rows:
+        if row.op in ("lt", "ge") and all(plan.rows[a].op == "index" for a in row.args):
+            moving, fixed = row.args
+            if plan.varies[moving].intersection(contiguous) and not plan.varies[fixed]:
+                out.add(fixed)
+    return out
 
 
 def _constant(row: Row) -> bool | int | float:

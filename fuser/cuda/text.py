@@ -89,7 +89,7 @@ def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], 
     for moving, factor in fixed_factors(e).items():
         factors = [name(a) if isinstance(a, Sym) else _call(a, params, bits, name) for a in moving]
         if factor != ONE or not factors:
-            factors.append(params.number(factor, bits, matters=matters and bool(moving)))
+            factors.append(params.number(factor, bits, matters=matters))
         parts.append(" * ".join(factors))
     return " + ".join(parts) or "0"
 

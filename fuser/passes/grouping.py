@@ -110,6 +110,20 @@ def _levels(units: _Units) -> list[int]:
     return levels
 
 
+def _raise(units: _Units, levels: list[int]) -> None:
+    """Give an elementwise unit the level that all of its users have.
+
+    What a backward computes again from what was saved stands below all that needs it, apart from what else these read.
+    """
+    for u in range(len(units.heads) - 1, -1, -1):
+        above = {levels[v] if units.fusible[v] else -1 for v in units.users[u]}
+        if not units.fusible[u] or len(above) != 1 or max(above) <= levels[u]:
+            continue
+        largest = max((numel_hint(s.meta.get("val")) for s in units.sources(u) if not is_number(s)), default=0)
+        if numel_hint(units.heads[u].meta.get("val")) >= largest > 0:
+            levels[u] = max(above)
+
+
 def _connect(units: _Units, levels: list[int]) -> _Sets:
     """Join fusible units of one level that are connected, or that read one tensor that is the main input of both."""
     sets = _Sets(len(units.heads))
@@ -257,6 +271,7 @@ def group_nodes(graph: fx.Graph) -> Grouping:
     """Partition the fusible nodes of a functional ATen graph into groups; every other operator gets a reason."""
     units = _Units(graph)
     levels = _levels(units)
+    _raise(units, levels)
     sets = _connect(units, levels)
     _join_readers(units, sets, levels)
     _contract(units, sets, levels)
