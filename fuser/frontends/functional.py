@@ -21,7 +21,7 @@ from fuser.errors import FuserError, Unsupported
 from fuser.frontends import matmuls
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remember
-from fuser.passes.classify import op_name
+from fuser.passes.classify import MARK, op_name
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage
@@ -136,6 +136,8 @@ def written_inputs(graph: fx.Graph) -> frozenset[int]:
     number = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     found: set[int] = set()
     for node in graph.nodes:
+        if MARK in node.meta and base_of(node.args[0]) in number:
+            found.add(number[base_of(node.args[0])])
         if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
             continue
         for at, argument in enumerate(node.target._schema.arguments):

@@ -18,7 +18,7 @@ from torch import fx
 
 from fuser.errors import Unsupported
 from fuser.frontends import batching
-from fuser.passes.classify import is_view
+from fuser.passes.classify import MARK, is_view
 from fuser.passes.extract import GroupPlan, Plan
 
 _SERIAL = [0]
@@ -50,9 +50,13 @@ class _Statement:
         text: str,
         writes: Sequence[fx.Node] = (),
         call: batching.Call | None = None,
+        first: bool = False,
+        grouped: bool = False,
     ) -> None:
         self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
         self.writes = tuple(writes)
+        self.first = first  # a write before which all groups that read what it writes must run
+        self.grouped = grouped
         self.call = call  # of a fusion which can be called for several sets of arguments at once
 
 
@@ -149,7 +153,8 @@ class Program:
         else:
             raise Unsupported(f"{node.op} {node.target} cannot be written as a call")
         writes = [base_of(node.args[0])] if _is_mutable(node) and node.args else []
-        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes)
+        first = MARK in node.meta
+        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes, first=first)
 
     def _group(self, plan: GroupPlan, function: str, each: str | None, rank: int) -> _Statement:
         inputs = tuple(map(self._name, plan.inputs))
@@ -158,7 +163,7 @@ class Program:
         target = f"({', '.join(results)},)" if several else results[0]
         call = batching.Call(each, inputs, results, several, batching.elements_made(plan)) if each else None
         text = f"{target} = {function}({', '.join(inputs)})"
-        return _Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call)
+        return _Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call, grouped=True)
 
     def _statements(self) -> list[_Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
@@ -246,7 +251,7 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return MARK in node.meta or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def base_of(value: Any) -> Any:
@@ -269,7 +274,8 @@ def _before_writes(statements: list[_Statement]) -> dict[int, set[int]]:
     for writer, written in writers:
         for reader in readers.get(written, ()):
             if reader != writer:
-                early = statements[reader].rank < statements[writer].rank
+                groups_first = statements[writer].first and statements[reader].grouped
+                early = groups_first or statements[reader].rank < statements[writer].rank
                 found.setdefault(writer if early else reader, set()).add(reader if early else writer)
     return found
 

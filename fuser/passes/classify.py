@@ -19,6 +19,10 @@ from fuser import interface, lowering
 aten = torch.ops.aten
 
 
+# In the meta of a node that writes an input midway: whoever reads what the input held at first comes before it.
+MARK = "writes_input"
+
+
 class Kind(enum.Enum):
     """The part a node plays in the grouping."""
 
@@ -131,6 +135,8 @@ def _schema_reason(target: torch._ops.OpOverload) -> str | None:
 def _extern_reason(node: fx.Node) -> str | None:
     """Why a call of an ATen overload cannot be part of a kernel; None if it can."""
     target = node.target
+    if MARK in node.meta:
+        return "it writes one of its arguments"
     if not isinstance(target, torch._ops.OpOverload):
         return f"{op_name(target)} is not an ATen operator"
     reason = _schema_reason(target)

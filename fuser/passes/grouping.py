@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fuser.passes.classify import Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
+from fuser.passes.classify import MARK, Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
 from fuser.passes.hints import numel_hint
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
@@ -65,6 +65,7 @@ class _Units:
         self.fusible: list[bool] = []
         self.preds: list[tuple[int, ...]] = []
         self.bases: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of a free node
+        self.readers: dict[fx.Node, set[int]] = {}  # so far, for writes that must come after them
         for node in graph.nodes:
             self._add(node)
         self.users: list[list[int]] = [[] for _ in self.heads]
@@ -81,7 +82,12 @@ class _Units:
                 self.index[node] = self.index[source]  # type: ignore[index]
             case Kind.ITEM | Kind.COMPUTE | Kind.EXTERN:
                 preds = {self.index[s] for s in self._sources(node) if s in self.index}
+                if MARK in node.meta:
+                    written = node.all_input_nodes[0]
+                    preds.update(*(self.readers.get(s, ()) for s in self.bases.get(written, (written,))))
                 self.index[node] = len(self.heads)
+                for source in self._sources(node):
+                    self.readers.setdefault(source, set()).add(len(self.heads))
                 self.heads.append(node)
                 self.fusible.append(verdict.kind is Kind.COMPUTE)
                 self.preds.append(tuple(sorted(preds)))

@@ -8,6 +8,7 @@ from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
 from fuser.passes.onednn import fold_epilogues, linear_to_onednn
 from fuser.passes.runner import Pass
+from fuser.passes.scatters import scatters_in_place
 
 POST_GRAD: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops),
@@ -19,4 +20,5 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("fold_into_cublas", fold_into_cublas),
     Pass("add_rows_in_place", add_rows_in_place),
     Pass("drop_dead", drop_dead),
+    Pass("scatters_in_place", scatters_in_place),
 )

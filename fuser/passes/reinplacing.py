@@ -18,6 +18,14 @@ from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
 
 aten = torch.ops.aten
+# Operators that look whether places are in range: a kernel must not have written an input when one is not.
+CHECKED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "index index_select gather take take_along_dim embedding one_hot scatter scatter_add scatter_reduce index_add "
+        "index_copy index_fill index_put index_reduce masked_scatter put embedding_dense_backward searchsorted"
+    ).split()
+)
 
 
 def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
@@ -33,7 +41,9 @@ def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
         target, value = node.args[0], node.args[1]
         assert isinstance(target, fx.Node) and isinstance(value, fx.Node)
         at = maker.get(value)
-        if at is None or value in results or not _may_write(grouping, groups[at], node, target, value):
+        if at is None or value in results or not CHECKED.isdisjoint(groups[at].ops):
+            continue
+        if not _may_write(grouping, groups[at], node, target, value):
             continue
         groups[at] = _with_write(groups[at], target, value)
         taken.add(node)

@@ -1,0 +1,131 @@
+"""Scatters into inputs are made in place: a chain of k into n elements costs the scatters, and not one copy of n.
+
+AOTAutograd makes `x.index_add_(…)` a functional `index_add` whose result is copied back into `x` at the end, and a
+write into a slice of `x` a `slice_scatter`. Where whoever reads an older content can do so before the next write, the
+chain writes `x` itself by ATen, as eager does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.passes.classify import MARK, is_view, is_write_back
+from fuser.passes.cleanup import reaches_output
+from fuser.passes.hints import numel_hint
+
+aten = torch.ops.aten
+SMALL = 16384  # tensors of this many elements or less, written in part, are made anew in a kernel
+_SCATTERS = (
+    "index_add index_copy index_fill index_put index_reduce scatter scatter_add scatter_reduce masked_scatter put"
+)
+
+
+def write_slice(
+    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> torch.Tensor:
+    """`source` written into a slice of `x`; gives `x`."""
+    aten.slice.Tensor(x, dim, start, end, step).copy_(source)
+    return x
+
+
+def write_selected(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """`source` written at a place of a dim of `x`; gives `x`."""
+    aten.select.int(x, dim, index).copy_(source)
+    return x
+
+
+PARTS = {aten.slice_scatter.default: write_slice, aten.select_scatter.default: write_selected}
+IN_PLACE = {
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
+    for name in _SCATTERS.split()
+    for overload in getattr(aten, name).overloads()
+    if overload in getattr(aten, f"{name}_").overloads()
+} | PARTS
+
+
+def scatters_in_place(module: fx.GraphModule) -> int:
+    """Chains of scatters that begin with an input and end as its new content write the input itself."""
+    graph = module.graph
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    returned = reaches_output(graph)
+    changed = 0
+    for copy in [n for n in graph.nodes if is_write_back(n) and len(n.args) == 2 and not n.kwargs]:
+        target, value = copy.args
+        assert isinstance(target, fx.Node)
+        chain = _chain(target, value)
+        if not chain or not _may_write(chain, target, copy, position, returned):
+            continue
+        for node in chain:
+            node.target = IN_PLACE[node.target]
+            node.meta[MARK] = True
+        graph.erase_node(copy)
+        changed += 1
+    return changed
+
+
+def _chain(target: fx.Node, value: object) -> list[fx.Node]:
+    """The scatters from the input `target` to `value`, in order; none if it is made in another way."""
+    found: list[fx.Node] = []
+    while isinstance(value, fx.Node) and value.target in IN_PLACE and value.args:
+        found.append(value)
+        value = value.args[0]
+    return found[::-1] if value is target else []
+
+
+def _may_write(
+    chain: list[fx.Node], target: fx.Node, copy: fx.Node, position: dict[fx.Node, int], returned: set[fx.Node]
+) -> bool:  # fmt: skip
+    """Whether all that read an older content come before the next write, and no write reads what it writes."""
+    versions = [target, *chain]
+    views = [_views(version) for version in versions]
+    aliases = {*versions, *(v for found in views for v in found)}
+    if not aliases.isdisjoint(returned):
+        return False
+    for node, version, found in zip(chain, versions, views):
+        if not _alike(node, target) or (node.target in PARTS and not _is_small_part(node)):
+            return False
+        if _count(node, version) != 1 or any(a in aliases for a in node.all_input_nodes if a is not version):
+            return False
+        readers = {u for v in (version, *found) for u in v.users} - found - {node, copy}
+        if any(position[u] > position[node] for u in readers):
+            return False
+    return True
+
+
+def _count(node: fx.Node, argument: fx.Node) -> int:
+    """How often a node reads another one, in lists too."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return sum(a is argument for a in found)
+
+
+def _views(node: fx.Node) -> set[fx.Node]:
+    """All views of a node, and views of those."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and is_view(user.target):
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _alike(node: fx.Node, target: fx.Node) -> bool:
+    """Equal shapes and dtypes of ordinary tensors, by spelling, which adds no guard."""
+    a, b = node.meta.get("val"), target.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or b.layout is not torch.strided:
+        return False
+    return a.dtype == b.dtype and a.device == b.device and list(map(str, a.shape)) == list(map(str, b.shape))
+
+
+def _is_small_part(node: fx.Node) -> bool:
+    whole, source = numel_hint(node.meta.get("val")), node.args[1]
+    assert isinstance(source, fx.Node)
+    return whole > SMALL and 4 * numel_hint(source.meta.get("val")) <= whole
+
+
+__all__ = ["IN_PLACE", "scatters_in_place"]

@@ -1,0 +1,116 @@
+"""Scatters into inputs: made in place where nobody needs the old content, with eager's results and aliases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
+from tests import compare
+
+I = torch.tensor([3, 0, 7])
+V = torch.arange(600.0).reshape(3, 200) / 100
+
+
+def chain(x):
+    for k in range(3):
+        x.index_add_(0, I + k, V * k)
+        x.index_copy_(1, I, torch.full((200, 3), float(k)))
+    return x.index_put_((I,), V, accumulate=True).sum(0)
+
+
+def reads_before_and_after(x):
+    y = torch.relu(x) * 2
+    x[I] += V
+    return y + x
+
+
+def parts(x):
+    x[3:9] = torch.abs(x[4:10]) + 1
+    x[10] = 1.5
+    x[:, 2:4] = V[0, :2] * 2
+    return x * 2
+
+
+def part_then_places(x):
+    x[50:60] = V[:1] * 3
+    x.scatter_add_(0, I[:, None].expand(3, 200), V)
+    return x.amax()
+
+
+def part_of_itself(x):
+    x[0:5].copy_(x[1:6].clone())
+    x[:4] = x[4:8]
+    return x[:2]
+
+
+def reads_between(x):
+    x.index_add_(0, I, V)
+    y = x.cumsum(1)
+    x.index_add_(0, I, V)
+    z = y + x
+    x[:, 9] = z[:, 0]
+    return x.cumsum(0) - z
+
+
+def returns_an_older_view(x):
+    y = x[:2]
+    x.index_add_(0, I, V)
+    return y, y + 1
+
+
+def then_all(x):
+    x.index_add_(0, I, V)
+    x.mul_(2)
+    return x.view(-1)
+
+
+def from_itself(x):
+    x.index_copy_(0, I, x[20:23] * 2)
+    x.index_copy_(0, I + 1, x[I])
+
+
+IN_PLACE = {  # how many calls of ATen write into a part
+    chain: 7, reads_before_and_after: 1, parts: 3, part_then_places: 2, part_of_itself: 0, reads_between: 3,
+    returns_an_older_view: 1, then_all: 0, from_itself: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__)
+def test_scatters_into_an_input(fn):
+    torch._dynamo.reset()
+    forget_compilations()
+    start = torch.randn(200, 200, generator=torch.Generator().manual_seed(1))
+    mine, own = start.clone(), start.clone()
+    with torch.no_grad():
+        got, want = torch.compile(fn, backend=fuser_backend, fullgraph=True)(mine), fn(own)
+    assert torch.equal(mine, own)
+    if want is not None:
+        torch.testing.assert_close(got, want)
+        pair = compare.leaves(got), compare.leaves(want)
+        assert compare.alias_pattern([mine], pair[0]) == compare.alias_pattern([own], pair[1])
+    record = last_compilation()
+    assert record.route != "eager", record.reason
+    writes = [u.op for u in record.unfused if u.reason == "it writes one of its arguments"]
+    assert len(writes) == (IN_PLACE[fn] or writes.count("aten.copy_")), writes
+
+
+def test_small_parts_stay_in_kernels():
+    def fn(x):
+        x[1:3] = torch.relu(x[1:3]) + 1
+
+    torch._dynamo.reset()
+    x = torch.randn(8, 16)
+    want = x.clone()
+    fn(want)
+    torch.compile(fn, backend=fuser_backend)(x)
+    assert torch.equal(x, want) and not last_compilation().unfused
+
+
+def test_a_place_out_of_range_is_eagers_error():
+    def fn(x, i):
+        x.index_add_(0, i, V)
+
+    compiled = torch.compile(fn, backend=fuser_backend)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        compiled(torch.zeros(10, 200), torch.tensor([0, 10, 1]))
