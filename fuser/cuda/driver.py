@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from fuser.errors import CompileError
 
+_log = logging.getLogger(__name__)
 OLDEST_DRIVER = 12_000  # CUDA 12.0, the first whose libraries belong to no context
 OLDEST_CAPABILITY = (7, 0)
 _SHARED_BY_DEFAULT = 48 << 10
@@ -71,11 +73,17 @@ class Entry:
 
 
 class Library:
-    """Kernels in the driver. `entries` are their handles, good on every device and in every context."""
+    """Kernels in the driver. `entries` are their handles, good on every device and in every context.
 
-    def __init__(self, path: str, parts: Sequence[Entry]) -> None:
+    `batched` compiles them anew, for many argument sets to a launch (see `fuser.cuda.batch`).
+    """
+
+    def __init__(
+        self, path: str, parts: Sequence[Entry], batched: Callable[[], Sequence[Entry]] | None = None
+    ) -> None:
         self.path = path
         self.parts = tuple(parts)
+        self._batched = batched
         lib = _library()
         if lib is None:
             raise CompileError("the NVIDIA driver's library libcuda.so.1 cannot be loaded")
@@ -84,9 +92,21 @@ class Library:
             ctypes.cast(getattr(lib, name), ctypes.c_void_p).value or 0
             for name in (
                 "cuLaunchKernel", "cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
-                "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
+                "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamIsCapturing", "cuMemcpyHtoDAsync_v2",
             )
         )  # fmt: skip
+
+    def batch(self) -> tuple[int, ...]:
+        """For each kernel, its form for many argument sets: handle, threads, bytes of shared memory, null arguments.
+
+        Empty where there is none: each call is a launch of its own then.
+        """
+        try:
+            parts = self._batched() if self._batched is not None else ()
+            return tuple(n for p in parts for n in (self._load(_library(), p), p.threads, p.shared, p.extra))
+        except CompileError as e:
+            _log.warning("calls of %s are launched one by one: %s", self.path, e)
+            return ()
 
     def _load(self, lib: Any, part: Entry) -> int:
         library, kernel = ctypes.c_void_p(), ctypes.c_void_p()

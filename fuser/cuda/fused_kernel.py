@@ -15,6 +15,7 @@ import torch
 
 from fuser.codegen.program import ProgramBuilder
 from fuser.cuda import codegen, driver, tiles, toolchain
+from fuser.cuda.batch import batched
 from fuser.cuda.binary import usage
 from fuser.cuda.text import Param
 from fuser.errors import CompileError
@@ -159,7 +160,8 @@ def compile_source(source: Source) -> FusedKernel:
     """Compile for the current device, or take earlier binaries from disk, and load them. Raises CompileError."""
     capability = driver.capability(torch.cuda.current_device())
     source, entries = fitting(source, capability)
-    library = driver.Library(toolchain.source_path(source.text), entries)
+    more = functools.partial(compile_batched, dataclasses.replace(source, again=None), capability)
+    library = driver.Library(toolchain.source_path(source.text), entries, more)
     program = with_entries(source.program, entries)
     return FusedKernel(source.name, program, source.text, library, source.n_kernels, source.reasons)
 
@@ -168,6 +170,22 @@ def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]
     """The binaries of all kernels for devices of `capability`. No GPU is needed. Raises CompileError."""
     asked = [toolchain.request(source.text, f, capability, source.numerics) for f in source.functions]
     return toolchain.compile_all(asked)
+
+
+def batched_source(source: Source) -> tuple[str, tuple[codegen.Function, ...]]:
+    """The text and functions of kernels that take many argument sets."""
+    functions = tuple(batched(f) for f in source.functions)
+    return codegen.source_text(functions, source.name), functions
+
+
+def compile_batched(source: Source, capability: int) -> tuple[driver.Entry, ...]:
+    """The binaries of all kernels for many argument sets, made when they are first asked for. Raises CompileError."""
+    text, functions = batched_source(source)
+    entries = toolchain.compile_all([toolchain.request(text, f, capability, source.numerics) for f in functions])
+    for e in entries:
+        if e.shared > SHARED.get(capability, LEAST_SHARED):
+            raise CompileError(f"kernel {e.name} takes {e.shared} bytes of shared memory")
+    return entries
 
 
 SHARED = {70: 98304, 75: 65536, 80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}

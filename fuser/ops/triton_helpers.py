@@ -29,6 +29,11 @@ _SHIFT = """\
     far = (b < 0) | (b >= bits)
     near = tl.where(far, 0, b).to(b.dtype)
 """
+# Of up to 128 argument sets, the last one whose first program is not after this one.
+_FIND_MEMBER = """\
+    first = tl.load(table + tl.arange(0, 128))
+    return tl.sum((first <= pid).to(tl.int32), 0) - 1
+"""
 # tanh: an odd polynomial up to 0.6, from there on 1 - 2 / (e^2x + 1).
 _TANH = """\
     z = x * x
@@ -80,6 +85,7 @@ _INTEGER = {
 }
 TRITON_HELPERS: dict[str, str] = {
     **random.TRITON_HELPERS,
+    "fuser_find_member": _function("fuser_find_member(table, pid)", _FIND_MEMBER),
     **{
         f"fuser_{name}": _function(f"fuser_{name}(a, b)", f"{body}    return {result}.to(a.dtype)\n")
         for name, (body, result) in _INTEGER.items()

@@ -49,6 +49,7 @@ struct DLExchange {
 };
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
+constexpr int32_t kInt64 = 4;  // torch's number of the dtype
 constexpr int kLayout = 2;  // of the words that encode.py writes: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
@@ -93,6 +94,8 @@ struct {
   int (*release)(int device);
   int (*push)(void* context);
   int (*pop)(void** context);
+  int (*is_capturing)(void* stream, int* status);
+  int (*copy_to_device)(void* to, const void* from, size_t bytes, void* stream);
 } cuda;
 
 uint64_t disabled_devices;  // bit d: DLPack device type d is off
@@ -393,6 +396,8 @@ struct Kernel {
   StepEntry* entries;  // of a GPU kernel: the driver's handles
   PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
   PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
+  int64_t* batch;      // of a GPU kernel, for each step: its form for many argument sets (see BatchForm); null: not asked
+  bool no_batch;       // there is none
   int64_t stream[1];
 };
 
@@ -832,36 +837,56 @@ struct OnDevice {
   }
 };
 
+// A step's words, which begin at `p` and which `p` moves past.
+struct GpuStep {
+  int64_t units, threads, shared, n;
+  const int64_t* params;
+
+  GpuStep(const int64_t*& p, const Frame& f) {
+    units = value(p, f.slots, f.stack);
+    value(p, f.slots, f.stack);
+    value(p, f.slots, f.stack);
+    threads = p[1], shared = p[2], n = p[3];
+    p += 4;
+    params = p;
+  }
+};
+
+// The next argument of a step as the word that a kernel reads; `p` moves past it.
+inline int64_t argument(const int64_t*& p, const Frame& f) {
+  int64_t word = 0;
+  switch (*p++) {
+    case POINTER: word = (int64_t)f.pointers[*p++]; break;
+    case REAL: memcpy(&word, &f.floats[*p++], sizeof(double)); break;
+    case NOTHING: break;
+    default: word = value(p, f.slots, f.stack);
+  }
+  return word;
+}
+
+int launch_kernel(StepEntry entry, int64_t units, int64_t threads, int64_t shared, void* stream, void** pointers) {
+  if (units > 0x7fffffff) return 1;  // CUDA_ERROR_INVALID_VALUE
+  if (units <= 0) return 0;
+  return cuda.launch((void*)entry, unsigned(units), 1, 1, unsigned(threads), 1, 1, unsigned(shared), stream, pointers,
+                     nullptr);
+}
+
 // The launch of step `s`, whose words begin at `p`; the driver's error code. `p` moves past them.
 int launch_step(const Kernel* k, int64_t s, const int64_t*& p, const Frame& f, void* stream) {
   int64_t few_values[64], *values = few_values;
   void *few_pointers[64], **pointers = few_pointers, *more = nullptr;
-  int64_t units = value(p, f.slots, f.stack);
-  value(p, f.slots, f.stack);
-  value(p, f.slots, f.stack);
-  int64_t threads = p[1], shared = p[2], n = p[3];
-  p += 4;
-  if (n > 64) {
-    more = malloc(size_t(n) * 16);
+  GpuStep step(p, f);
+  if (step.n > 64) {
+    more = malloc(size_t(step.n) * 16);
     if (!more) return 2;  // CUDA_ERROR_OUT_OF_MEMORY
     values = (int64_t*)more;
-    pointers = (void**)(values + n);
+    pointers = (void**)(values + step.n);
   }
-  for (int64_t i = 0; i < n; i++) {
+  for (int64_t i = 0; i < step.n; i++) {
     pointers[i] = &values[i];
-    switch (*p++) {
-      case POINTER: values[i] = (int64_t)f.pointers[*p++]; break;
-      case REAL: memcpy(&values[i], &f.floats[*p++], sizeof(double)); break;
-      case NOTHING: values[i] = 0; break;
-      default: values[i] = value(p, f.slots, f.stack);
-    }
+    values[i] = argument(p, f);
   }
-  int code = 0;
-  if (units > 0x7fffffff) code = 1;  // CUDA_ERROR_INVALID_VALUE
-  else if (units > 0) {
-    code = cuda.launch((void*)k->entries[s], unsigned(units), 1, 1, unsigned(threads), 1, 1, unsigned(shared), stream,
-                       pointers, nullptr);
-  }
+  int code = launch_kernel(k->entries[s], step.units, step.threads, step.shared, stream, pointers);
   free(more);
   return code;
 }
@@ -879,8 +904,9 @@ PyObject* fail_launch(const Kernel* k, int64_t s, int code, PyObject* const* arg
   return nullptr;
 }
 
-// Allocates from torch's allocator, launches on the current stream, wraps. Null with a Python error.
-PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+// Outputs and temporaries from torch's allocator. `p`, the stream after the guards, moves to the steps. False with a
+// Python error set and what was made dropped.
+bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
   if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
   for (int64_t i = 0; i < n_buffers; i++) {
@@ -892,12 +918,23 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
                        : allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, &count, &one, 1, device);
     if (!made) {
       drop_outputs(f, n_buffers);
-      return nullptr;
+      return false;
     }
   }
   p++;
+  return true;
+}
+
+int current_stream(int32_t device, void** stream) {
+  *stream = nullptr;
+  return device < 0 ? 0 : torch.dlpack->current_stream(kCUDA, device, stream);
+}
+
+// Launches on the current stream and wraps. Null with a Python error.
+PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+  if (!allocate_on_gpu(k, p, f, device)) return nullptr;
   void* stream = nullptr;
-  int code = torch.dlpack->current_stream(kCUDA, device, &stream);
+  int code = current_stream(device, &stream);
   int64_t s = 0;
   if (!code) {
     OnDevice on(device);
@@ -905,7 +942,7 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
     for (; s < k->n_steps && !code; s++) code = launch_step(k, s, p, f, stream);
   }
   PyObject* out = code ? fail_launch(k, s ? s - 1 : 0, code, args) : results(p, f, args);
-  drop_outputs(f, n_buffers);
+  drop_outputs(f, k->n_buffers);
   return out;
 }
 
@@ -1064,7 +1101,7 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
 constexpr Py_ssize_t kMembers = 128;                   // calls to a region: more would not stay in the cache
 constexpr size_t kMembersTemporary = size_t(1) << 20;  // bytes of temporaries after which a region takes no more
 constexpr int64_t kMembersWork = int64_t(1) << 20;    // element operations that are worth one more thread to a region
-constexpr int32_t kDone = 0, kUntried = -1;            // a call's state; else the status that its kernel gave
+constexpr int32_t kDone = 0, kUntried = -1, kLater = -2;  // a call's state; else the status that its kernel gave
 
 struct Member {
   Kernel* k;
@@ -1081,6 +1118,7 @@ struct Batch {
   size_t temporary, scratch;
   int64_t steps, work;
   char* memory;
+  int32_t device;  // of a GPU's batch
 };
 
 inline int64_t step_work(const Member& m, int64_t s) {
@@ -1162,10 +1200,143 @@ void drop_batch(Batch& b) {
   b.temporary = b.scratch = 0;
 }
 
+// -- Several calls at once on a GPU: one launch for each step, whose programs find their arguments in a table ----------
+// (fuser/cuda/batch.py). Calls of one kernel are collected; those of others come in a later round.
+constexpr int64_t kTableWords = 7000;  // the driver takes over up to 64 KiB before a copy's call returns
+constexpr size_t kGpuTemporary = size_t(64) << 20;
+struct BatchForm {
+  int64_t entry, threads, shared, extra;
+};
+
+// Whether `k` has a form for many argument sets; it is compiled when this is first asked.
+bool has_batch_form(Kernel* k) {
+  if (k->batch || k->no_batch) return k->batch;
+  k->no_batch = true;  // unless all goes well
+  PyObject* found = PyObject_CallMethod(k->library, "batch", nullptr);
+  if (found && PyTuple_Check(found) && k->n_steps && PyTuple_GET_SIZE(found) == 4 * k->n_steps) {
+    int64_t* words = (int64_t*)malloc(sizeof(BatchForm) * size_t(k->n_steps));
+    for (Py_ssize_t i = 0; words && i < PyTuple_GET_SIZE(found); i++) {
+      words[i] = int64_t(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(found, i)));
+    }
+    k->batch = words;
+    k->no_batch = !words;
+  }
+  Py_XDECREF(found);
+  PyErr_Clear();
+  return k->batch;
+}
+
+// Whether launches on the current stream of `device` may be made by a copy and few launches: nobody records them.
+bool may_batch(int32_t device) {
+  void* stream = nullptr;
+  int status = 0;
+  bool free = !current_stream(device, &stream) && !cuda.is_capturing(stream, &status) && !status;
+  PyErr_Clear();
+  return free;
+}
+
+// Words of the tables of all steps for `n` sets of the arguments of `m`.
+int64_t table_words(const Member& m, int64_t n) {
+  const int64_t* p = m.rest;
+  int64_t words = 0;
+  for (int64_t s = 0; s < m.k->n_steps; s++) {
+    GpuStep step(p, m.f);
+    for (int64_t i = 0; i < step.n; i++) words += n * (*p != NOTHING), argument(p, m.f);
+    words += kMembers;
+  }
+  return words;
+}
+
+// Fills the tables, step after step: for each set the number of its first program, then each set's arguments. Leaves
+// the numbers of programs, and where each table begins, in `plan`. False if there are too many programs.
+bool fill_tables(const Batch& b, int64_t* table, int64_t (*plan)[2]) {
+  const int64_t steps = b.members[0].k->n_steps;
+  int64_t* to = table;
+  for (int64_t s = 0; s < steps; s++) {
+    int64_t *first = to, units = 0;
+    plan[s][1] = to - table;
+    to += kMembers;
+    for (Py_ssize_t j = 0; j < kMembers; j++) first[j] = INT64_MAX;
+    for (Py_ssize_t j = 0; j < b.n; j++) {
+      Member& m = b.members[j];
+      GpuStep step(m.rest, m.f);
+      first[j] = units;
+      units += step.units > 0 ? step.units : 0;
+      for (int64_t i = 0; i < step.n; i++) {
+        bool own = *m.rest != NOTHING;
+        int64_t word = argument(m.rest, m.f);
+        if (own) *to++ = word;
+      }
+    }
+    plan[s][0] = units;
+    if (units > 0x7fffffff) return false;
+  }
+  return true;
+}
+
+int launch_tables(const Batch& b, const int64_t (*plan)[2], int64_t* device_table, void* stream, int64_t& s) {
+  const Kernel* k = b.members[0].k;
+  const BatchForm* forms = (const BatchForm*)k->batch;
+  int code = 0;
+  for (s = 0; s < k->n_steps && !code; s++) {
+    int64_t *table = device_table + plan[s][1], nothing = 0;
+    void* pointers[16] = {&table};
+    for (int i = 1; i < 16; i++) pointers[i] = &nothing;
+    code = launch_kernel((StepEntry)forms[s].entry, plan[s][0], forms[s].threads, forms[s].shared, stream, pointers);
+  }
+  return code;
+}
+
+// One copy and one launch for each step, for all members. False with a Python error. Their `rest` moves to the results.
+bool run_gpu_batch(Calls& a) {
+  Batch& b = a.batch;
+  const Kernel* k = b.members[0].k;
+  int64_t words = table_words(b.members[0], b.n), one = 1, s = 0;
+  int64_t* table = (int64_t*)malloc(8 * size_t(words) + 16 * size_t(k->n_steps));
+  void *made = nullptr, *data = nullptr, *stream = nullptr;
+  int32_t type = b.device >= 0, index = b.device >= 0 ? b.device : 0;
+  if (!table || torch.empty_strided(1, &words, &one, kInt64, type, index, &made) || torch.data_ptr(made, &data)) {
+    free(table);
+    if (made) torch.delete_tensor(made);
+    PyErr_NoMemory();
+    return false;
+  }
+  int64_t(*plan)[2] = (int64_t(*)[2])(table + words);
+  int code = fill_tables(b, table, plan) ? current_stream(b.device, &stream) : 1;
+  if (!code) {
+    OnDevice on(b.device);
+    code = on.code ? on.code : cuda.copy_to_device(data, table, 8 * size_t(words), stream);
+    if (!code) code = launch_tables(b, plan, (int64_t*)data, stream, s);
+  }
+  free(table);
+  torch.delete_tensor(made);  // torch's allocator gives it to nobody before this stream has come so far
+  if (code) fail_launch(k, s ? s - 1 : 0, code, a.of(b.members[0].call));
+  return !code;
+}
+
+bool flush_batch(Calls& a, ThreadState& ts);
+
+// Takes call `c`, for which `m.k` was found and whose stream goes on at `p`, into a batch for that kernel on that
+// device, if one may be made; a later round takes what does not go with the batch. False with a Python error.
+bool collect_on_gpu(Calls& a, Py_ssize_t c, Member& m, const int64_t* p, int32_t device, ThreadState& ts) {
+  Batch& b = a.batch;
+  if (b.n && (b.members[0].k != m.k || b.device != device)) {
+    a.states[c] = kLater;
+    return true;
+  }
+  if (!b.n && (a.n < 2 || !torch.wrap || !torch.empty_strided || !has_batch_form(m.k) || !may_batch(device))) return true;
+  if (!allocate_on_gpu(m.k, p, m.f, device)) return false;
+  m.rest = p;
+  m.call = c;
+  b.device = device;
+  b.members[b.n++] = m;
+  return (b.n < kMembers && table_words(m, b.n + 1) <= kTableWords) || flush_batch(a, ts);
+}
+
 // Runs what was collected and keeps the results; the batch is empty then. False with a Python error.
 bool flush_batch(Calls& a, ThreadState& ts) {
   Batch& b = a.batch;
-  bool ok = !b.n || run_batch(b, ts);
+  bool ok = !b.n || (b.members[0].k->library ? run_gpu_batch(a) : run_batch(b, ts));
   for (Py_ssize_t j = 0; ok && j < b.n; j++) {
     Member& m = b.members[j];
     a.states[m.call] = m.status;
@@ -1188,7 +1359,9 @@ bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   const int64_t* p = nullptr;
   if (a.h->words > a.frame_words || !read_args(a.of(c), a.arity, a.args, device)) return true;
   m.k = find_kernel(a.h, a.args, a.arity, a.words + b.n * a.frame_words, m.f, p);
-  if (!m.k || m.k->library) return true;
+  if (!m.k) return true;
+  if (m.k->library) return collect_on_gpu(a, c, m, p, device, ts);
+  if (b.n && b.members[0].k->library && !flush_batch(a, ts)) return false;
   Needs need;
   if (!prepare(m.k, p, m.f, need)) return false;
   m.rest = p;
@@ -1209,7 +1382,17 @@ bool run_calls(Calls& a, ThreadState& ts) {
   if (a.h->n_kernels && context_is_plain(ts)) {
     for (Py_ssize_t c = 0; ok && c < a.n; c++) ok = collect(a, c, ts);
     if (ok) ok = flush_batch(a, ts);
-    else drop_batch(a.batch);
+    for (bool again = true; ok && again;) {  // the calls of a GPU's other kernels, one kernel a round
+      again = false;
+      for (Py_ssize_t c = 0; ok && c < a.n; c++) {
+        if (a.states[c] != kLater) continue;
+        a.states[c] = kUntried;
+        again = true;
+        ok = collect(a, c, ts);
+      }
+      if (ok) ok = flush_batch(a, ts);
+    }
+    if (!ok) drop_batch(a.batch);
   }
   for (Py_ssize_t c = 0; ok && c < a.n; c++) {
     if (a.states[c] == kDone) continue;
@@ -1265,6 +1448,7 @@ void free_kernel(Kernel* k) {
   Py_XDECREF(k->dtypes);
   Py_XDECREF(k->library);
   free(k->entries);
+  free(k->batch);
   free(k);
 }
 
@@ -1291,10 +1475,10 @@ bool load_entries(Kernel* k, PyObject* names, const char* path) {
 bool take_entries(Kernel* k, PyObject* library) {
   PyObject* entries = PyObject_GetAttrString(library, "entries");
   PyObject* functions = entries ? PyObject_GetAttrString(library, "functions") : nullptr;
-  void* found[6] = {};
-  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 6 &&
+  void* found[8] = {};
+  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 8 &&
             PyTuple_GET_SIZE(entries) == k->n_steps && torch.dlpack->current_stream;
-  for (int i = 0; ok && i < 6; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
+  for (int i = 0; ok && i < 8; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
   for (int64_t i = 0; ok && i < k->n_steps; i++) {
     k->entries[i] = (StepEntry)PyLong_AsVoidPtr(PyTuple_GET_ITEM(entries, i));
     ok = k->entries[i] != nullptr;

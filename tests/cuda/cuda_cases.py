@@ -379,3 +379,5 @@ INTERPRETED = (
     "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),
 )  # fmt: skip
+# Of these, also several calls in one launch.
+BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather")

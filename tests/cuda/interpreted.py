@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from cuda_cases import CASES, SCANS, Case, readable
+from cuda_cases import BATCHED, CASES, SCANS, Case, readable
 from matmul_cases import MATMULS, MatmulCase
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
 from benchmarks import checks
-from fuser.cuda import fused_kernel, tiles, toolchain
+from fuser.cuda import batch, fused_kernel, tiles, toolchain
 from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
 from fuser.runtime.python_launcher import match
@@ -50,8 +50,8 @@ for _name in NUMPY:
     setattr(libdevice, _name, stand_in(_name))
 
 
-def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
-    """The results of a source's kernels for `args`, as its program says."""
+def bind(source: fused_kernel.Source, args: tuple[Any, ...]) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Slots, floats, all memory by pointer's number, and the results of a call."""
     program = source.program
     here = tuple(dataclasses.replace(p, device_type="cpu") for p in program.inputs)
     bound = match(dataclasses.replace(program, inputs=here), args)
@@ -64,8 +64,14 @@ def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
         made.append(torch.empty_strided(sizes, strides, dtype=b.dtype).fill_(99))
     memory = [*(a for a in args if isinstance(a, torch.Tensor)), *made]
     memory = [t.view(torch.uint8) if t.dtype is torch.bool else t for t in memory]
+    return slots, floats, memory, [args[i] if kind == "input" else made[i] for kind, i in program.outputs]
+
+
+def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
+    """The results of a source's kernels for `args`, as its program says."""
+    slots, floats, memory, out = bind(source, args)
     names = toolchain.load_source(source.text)
-    for step in program.steps:
+    for step in source.program.steps:
         values = []
         for kind, value in step.gpu.params:
             find = {"pointer": memory.__getitem__, "float64": floats.__getitem__}
@@ -73,8 +79,37 @@ def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
         units = run_program(step.units, slots)
         if units:
             names[step.entry][(units,)](*values)
-    out = [args[i] if kind == "input" else made[i] for kind, i in program.outputs]
-    return out[0] if program.single else tuple(out)
+    return out[0] if source.program.single else tuple(out)
+
+
+def run_batched(source: fused_kernel.Source, sets: list[tuple[Any, ...]]) -> list[Any]:
+    """The results for many argument sets in one launch for each step, with the tables that the launcher writes."""
+    text, functions = fused_kernel.batched_source(source)
+    names = toolchain.load_source(text)
+    bound = [bind(source, args) for args in sets]
+    for step, function in zip(source.program.steps, functions):
+        first, words, units = [torch.iinfo(torch.int64).max] * batch.SETS, [], 0
+        for member, (slots, floats, memory, _) in enumerate(bound):
+            first[member] = units
+            units += run_program(step.units, slots)
+            for kind, value in step.gpu.params:
+                if kind == "pointer":
+                    words.append(memory[value].data_ptr())
+                elif kind == "float64":
+                    words.append(int(np.float64(floats[value]).view(np.int64)))
+                else:
+                    words.append(run_program(value, slots))
+        names[function.name][(units,)](torch.tensor(first + words))
+    return [tuple(out) for *_, out in bound]
+
+
+def batched_problem(case: Case, source: fused_kernel.Source, args: tuple[Any, ...]) -> str | None:
+    """None, or what differs between calls made one by one and in one launch."""
+    sets = [args, tuple(a.flip(0).clone() if isinstance(a, torch.Tensor) and a.dim() else a for a in args), args]
+    one = [checks.tensors(run_source(source, s)) for s in sets]
+    both = run_batched(source, sets)
+    same = all(torch.equal(a, b) for x, y in zip(one, both) for a, b in zip(x, y, strict=True))
+    return None if same else "many sets in one launch give something else than each alone"
 
 
 def check(case: Case) -> str | None:
@@ -83,6 +118,9 @@ def check(case: Case) -> str | None:
     source = case.source(case.fake_args())
     if isinstance(case, MatmulCase):
         return case.problem(run_source(source, args), args)
+    problem = batched_problem(case, source, args) if case.name in BATCHED else None
+    if problem is not None:
+        return problem
     out = readable(checks.tensors(run_source(source, args)))
     eager = readable(checks.tensors(case.fn(*args)))
     exact = readable(checks.tensors(case.fn(*checks.to_float64(args))))

@@ -1,0 +1,49 @@
+"""One launch for many argument sets of a kernel: the same text, with arguments that a table on the device holds.
+
+The table is of 64-bit words, written by the launcher: for each set the first of its programs (`SETS` words, the rest of
+them larger than any program's number), then its arguments, in order. A program finds its set by its number.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from fuser.cuda.nest import Function
+from fuser.cuda.text import VECTOR, Param
+
+SETS = 128  # to a launch; launcher.cpp has the same number (kMembers)
+TABLE = Param("table", "pointer", "", "*i64", True)
+_NAMES = {f"*{kind}": name for kind, name in (
+    ("fp16", "tl.float16"), ("bf16", "tl.bfloat16"), ("fp32", "tl.float32"), ("fp64", "tl.float64"),
+    ("i8", "tl.int8"), ("u8", "tl.uint8"), ("i16", "tl.int16"), ("i32", "tl.int32"), ("i64", "tl.int64"),
+    ("fp8e4nv", "tl.float8e4nv"), ("fp8e5", "tl.float8e5"),
+)}  # fmt: skip
+
+
+def batched(f: Function) -> Function:
+    """The kernel `f` for up to `SETS` argument sets; its parameters are the table alone."""
+    head, body = f.text.split("):\n", 1)
+    assert head.startswith("@triton.jit\ndef ") and "tl.program_id(1)" not in body
+    lines = [
+        "member_pid = tl.program_id(0)",
+        "member = fuser_find_member(table, member_pid)",
+        "member_pid = member_pid - tl.load(table + member).to(tl.int32)",
+        f"member = table + {SETS} + member.to(tl.int64) * {len(f.params)}",
+        *(f"{p.name} = {_argument(p, i)}" for i, p in enumerate(f.params)),
+    ]
+    opened = "".join(f"    {line}\n" for line in lines)
+    body = re.sub(r"\btl\.program_id\(0\)", "member_pid", body)
+    name = f"{f.name}_each"
+    return replace(f, name=name, text=f"@triton.jit\ndef {name}(table):\n{opened}{body}", params=(TABLE,))
+
+
+def _argument(p: Param, i: int) -> str:
+    word = f"tl.load(member + {i})"
+    if p.kind == "pointer":
+        value = f"{word}.to(tl.pointer_type({_NAMES[p.type]}))"
+    elif p.kind == "float64":
+        value = f"{word}.to(tl.float64, bitcast=True)"
+    else:
+        value = f"{word}.to({'tl.int32' if p.kind == 'int32' else 'tl.int64'})"
+    return f"tl.multiple_of({value}, {VECTOR})" if p.aligned else value
