@@ -3,12 +3,13 @@
 from fuser.cuda.choices import choices
 from fuser.cuda.graphs import recorded
 from fuser.debug.explaining import dump, explain
+from fuser.debug.guarding import KernelGuards, guards
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 from fuser.debug.reproducing import repro
 from fuser.debug.timing import Timing, measure
 
 __all__ = [
-    "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "measure", "passes", "recorded",
-    "report", "repro",
+    "KernelGuards", "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "guards", "measure",
+    "passes", "recorded", "report", "repro",
 ]  # fmt: skip

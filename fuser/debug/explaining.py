@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from fuser import compiler, config
+from fuser.debug.guarding import guards_of
 from fuser.debug.reference import print_lowered
 from fuser.debug.reporting import why_unfused
 from fuser.errors import FuserError
 from fuser.executor import explain_entry
 from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
 
@@ -52,6 +54,8 @@ def _kernel_lines(spec: KernelSpec) -> list[str]:
         lines.append(f"class {explain_entry(entry)} ({entry.seconds:.2f} s)")
         for kernel in entry.kernels:
             lines.append(f"  {kernel.name}: {kernel.library}")
+            if isinstance(getattr(kernel, "program", None), LaunchProgram):
+                lines += [f"    {line}" for line in str(guards_of(kernel.name, kernel.program)).splitlines()[1:]]
             lines += [f"    apart: {' '.join(map(str, r))}" for r in getattr(kernel, "reasons", ())]
     return lines
 

@@ -1,0 +1,99 @@
+"""What a kernel needs of its arguments, in words: the patterns and guards that its launch program tests on each call.
+
+    pw_d2_1c0f takes
+      in0: float32[x0_0, x0_1] strides [x0_1, 1] on cpu
+      in1: float32[x0_1] strides [1] on cpu, from a multiple of 16 bytes
+      where x0_0 < 2147483648
+
+`x0_1` is the size of dim 1 of input 0, `x0_s1` its stride, `x2` the number that input 2 is. A name that is given once
+stands for any number; whatever is written instead of a name must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, Program
+from fuser.kernel_cache import REGISTRY
+from fuser.kernel_spec import ALIGNMENT, Bind, Check, InputPattern, LaunchProgram
+
+_INFIX = {ADD: "+", MUL: "*", FLOORDIV: "//", MOD: "%", EQ: "==", NE: "!=", LT: "<", LE: "<="}
+_CALLS = {MIN: "min", MAX: "max"}
+
+
+@dataclass(frozen=True)
+class KernelGuards:
+    """What one kernel takes: a line for each input, and the relations between sizes that must hold."""
+
+    kernel: str
+    inputs: tuple[str, ...]
+    relations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel} takes", *(f"  {line}" for line in self.inputs)]
+        return "\n".join([*lines, *(f"  where {r}" for r in self.relations)])
+
+
+def guards(key: int) -> tuple[KernelGuards, ...]:
+    """What each kernel of the fusion `key` needs of its inputs, bound ones first. UnknownKeyError if there is none."""
+    kernels = REGISTRY.find(key).spec.store.kernels
+    return tuple(guards_of(k.name, k.program) for k in kernels if isinstance(k.program, LaunchProgram))
+
+
+def guards_of(name: str, program: LaunchProgram) -> KernelGuards:
+    """The same of one launch program."""
+    slots: dict[int, str] = {}
+    inputs = tuple(_input_text(n, p, slots) for n, p in enumerate(program.inputs))
+    return KernelGuards(name, inputs, tuple(program_text(g, slots) for g in program.guards))
+
+
+def _input_text(number: int, pattern: InputPattern, slots: dict[int, str]) -> str:
+    if pattern.kind != "tensor":
+        if pattern.kind != "float":
+            slots[pattern.slot] = f"x{number}"
+        return f"in{number}: {pattern.kind} x{number}"
+    sizes = _numbers(pattern.sizes, f"x{number}_", slots)
+    strides = _numbers(pattern.strides, f"x{number}_s", slots)
+    aligned = f", from a multiple of {ALIGNMENT} bytes" if pattern.aligned else ""
+    dtype = str(pattern.dtype).removeprefix("torch.")
+    return f"in{number}: {dtype}[{sizes}] strides [{strides}] on {pattern.device_type}{aligned}"
+
+
+def _numbers(items: Sequence[Bind | Check], name: str, slots: dict[int, str]) -> str:
+    texts = []
+    for d, item in enumerate(items):
+        if isinstance(item, Bind):
+            slots[item.slot] = f"{name}{d}"
+        texts.append(slots[item.slot] if isinstance(item, Bind) else program_text(item.code, slots))
+    return ", ".join(texts)
+
+
+def program_text(code: Program, slots: Mapping[int, str]) -> str:
+    """A program over slots as an expression over their names."""
+    stack: list[tuple[str, bool]] = []  # a text, and whether it needs parentheses inside another
+    at = 0
+    while at < len(code):
+        op = code[at]
+        if op in (PUSH, SLOT):
+            number = code[at + 1]
+            stack.append((str(number) if op == PUSH else slots[number], op == PUSH and number < 0))
+            at += 2
+            continue
+        b, a = stack.pop(), stack.pop()
+        stack.append(_joined(op, a, b))
+        at += 1
+    return stack[-1][0]
+
+
+def _joined(op: int, a: tuple[str, bool], b: tuple[str, bool]) -> tuple[str, bool]:
+    if op in _CALLS:
+        return f"{_CALLS[op]}({a[0]}, {b[0]})", False
+    if op in (EQ, NE, LT, LE, ADD):
+        return f"{a[0]} {_INFIX[op]} {b[0]}", True
+    x, y = (f"({text})" if loose else text for text, loose in (a, b))
+    tight = op == MUL
+    return f"{x} {_INFIX[op]} {y}" if not tight else f"{x}*{y}", not tight
+
+
+__all__ = ["KernelGuards", "guards", "guards_of", "program_text"]
