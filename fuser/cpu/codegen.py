@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fuser.cpu.accumulators import SHUFFLE_HELPER
+from fuser.cpu.chains import ChainedScan
 from fuser.cpu.nest import STREAM_HELPER
+from fuser.cpu.ordered import Scan, Scatter
 from fuser.cpu.pointwise import TRANSPOSE_HELPER, PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
@@ -22,11 +24,23 @@ from fuser.scheduler.plan import KernelPlan
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     """C++ functions for `plan`."""
+    if plan.ordered is not None:
+        return _ordered(plan, name, bindings)
     if plan.split:
         return SplitNest(plan, name, bindings).split()
     reduces = any(a.reduced for a in plan.axes)
     nest = ReductionNest(plan, name, bindings) if reduces else PointwiseNest(plan, name, bindings)
     return Generated((nest.whole(),), ())
+
+
+def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
+    """C++ functions of a scatter's or scan's plan."""
+    assert plan.ordered is not None
+    if plan.ordered.kind != "scan":
+        return Generated((Scatter(plan, name, bindings).function(),), ())
+    if plan.vector is None and len(plan.reduced_axes) == 1:
+        return ChainedScan(plan, name, bindings).generate()
+    return Generated((Scan(plan, name, bindings).function(),), ())
 
 
 def source_text(functions: Iterable[Function], comment: str) -> str:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from fuser.codegen.program import ProgramBuilder
-from fuser.cpu import codegen, ordered, toolchain
+from fuser.cpu import codegen, toolchain
 from fuser.ir.sizes import ONE
 from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import Lowered
@@ -50,8 +50,7 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats)
     functions: list[codegen.Function] = []
     for number, kernel in enumerate(plan.plans):
-        room = codegen if kernel.ordered is None else ordered
-        made = room.generate(kernel, f"k{number}_{kernel.name}", bindings)
+        made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fuser.cpu.records import Bindings, Function, Generated
+from fuser.cpu.records import Function
 from fuser.cpu.reduction import ReductionNest
 from fuser.ir.sizes import INDIRECT, Expr, expr, minimum, product, symbols
 from fuser.ops import (
@@ -23,17 +23,10 @@ from fuser.ops import (
     cpp_store,
 )
 from fuser.scheduler.nodes import Ordered
-from fuser.scheduler.plan import KernelPlan, Store
+from fuser.scheduler.plan import Store
 
 
-def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
-    """The one C++ function of a scatter's or scan's plan."""
-    assert plan.ordered is not None
-    nest = _Scan(plan, name, bindings) if plan.ordered.kind == "scan" else _Scatter(plan, name, bindings)
-    return Generated((nest.function(),), ())
-
-
-class _OrderedNest(ReductionNest):
+class OrderedNest(ReductionNest):
     """A nest of units, then loops in order, then perhaps lanes."""
 
     @property
@@ -84,15 +77,16 @@ class _OrderedNest(ReductionNest):
     def before(self) -> None:
         """What a unit needs before its loops."""
 
-    def put(self, s: Store) -> None:
-        """The store of one point."""
+    def put(self, s: Store, stores: bool = True) -> None:
+        """What happens at one point, and its store."""
         raise NotImplementedError
 
 
-class _Scatter(_OrderedNest):
+class Scatter(OrderedNest):
     """The value of each point goes to the place that its rows compute."""
 
-    def put(self, s: Store) -> None:
+    def put(self, s: Store, stores: bool = True) -> None:
+        """Combine the value with what is in its place."""
         dtype, value = self.dtypes[s.buffer], self.ref(s.row)
         self.out.add(f"const i64 place = {self.index(s.address)};")
         if self.ordered.how:
@@ -102,7 +96,7 @@ class _Scatter(_OrderedNest):
         self.out.add(f"{s.buffer}[place] = {cpp_store(dtype, value)};")
 
 
-class _Scan(_OrderedNest):
+class Scan(OrderedNest):
     """Each point stores what the values up to it make."""
 
     def before(self) -> None:
@@ -124,7 +118,8 @@ class _Scan(_OrderedNest):
     def _accumulator(self) -> torch.dtype:
         return SCANS[self.ordered.how].accumulate(self.plan.rows[self._value()].dtype)
 
-    def put(self, s: Store) -> None:
+    def put(self, s: Store, stores: bool = True) -> None:
+        """The next step of the scan. Its result is stored unless the caller wants the last one alone."""
         spec, dtype, kind = SCANS[self.ordered.how], self.dtypes[s.buffer], self._accumulator()
         acc, at = ("acc", "at") if self.vector is None else ("accs[l]", "ats[l]")
         source = self.plan.rows[self._value()].dtype
@@ -136,10 +131,12 @@ class _Scan(_OrderedNest):
             self.out.add(f"const bool better = {step};")
             self.out.add(f"{acc} = better ? x : {acc};")
             self.out.add(f"{at} = better ? {where} : {at};")
-            self.out.add(f"{place} = {at};")
+            if stores:
+                self.out.add(f"{place} = {at};")
             return
         self.out.add(f"{acc} = {step};")
-        self.out.add(f"{place} = {cpp_store(dtype, cpp_convert(kind, dtype, acc))};")
+        if stores:
+            self.out.add(f"{place} = {cpp_store(dtype, cpp_convert(kind, dtype, acc))};")
 
 
-__all__ = ["generate"]
+__all__ = ["OrderedNest", "Scan", "Scatter"]

@@ -22,7 +22,7 @@ def _same(dtype: torch.dtype) -> torch.dtype:
 
 def _better(sign: str) -> str:
     """A later value replaces an equal one; NaN replaces everything and is replaced by NaN alone."""
-    return f"({{1}} != {{1}}) | (({{0}} == {{0}}) & ({{1}} {sign} {{0}}))"
+    return f"({{1}} != {{1}}) | ({{1}} {sign} {{0}})"
 
 
 _MORE, _LESS = _better(">="), _better("<=")

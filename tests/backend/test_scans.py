@@ -90,6 +90,28 @@ def test_other_sizes_need_no_other_kernel():
     assert len(spec.store.kernels) == 1
 
 
+@pytest.mark.parametrize("rows", [(), (3,), (9,)], ids=str)
+def test_few_long_rows(rows):
+    """Rows that are cut into chunks: the same bits on any threads, and sums as exact as float64 makes them."""
+    fn = lambda x, i: flat((x.cumsum(-1), x.logcumsumexp(-1), i.cumsum(-1), both(x.cummax(-1))))  # noqa: E731
+    handle, spec = fuse(fn)
+    for n in (65_537, 4_097, 40_000, 3, 0):
+        x, i = torch.randn(*rows, n), torch.randint(-(2**62), 2**62, (*rows, n))
+        if n > 1000:
+            x[..., 0], x[..., 3 * n // 4] = -float("inf") if n > 50_000 else 1.0, float("nan")
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(handle(x, i))
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*results))
+        sums, logs, whole, top, at = results[0]
+        compare(sums, x.double().cumsum(-1).float(), tol={"rtol": 3e-7, "atol": 1e-9})
+        compare(logs, x.double().logcumsumexp(-1).float(), tol={"rtol": 3e-7, "atol": 1e-6})
+        assert torch.equal(whole, i.cumsum(-1))
+        compare((top, at), both(x.cummax(-1)))
+    no_fallback(spec)
+
+
 def test_the_interpreters_agree():
     for name in ("cumsum", "cummax", "of_what_is_computed"):
         fn = flat_of(SCANS[name])

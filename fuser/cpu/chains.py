@@ -1,0 +1,159 @@
+"""C++ for scans along rows.
+
+A scan is a chain in which each step waits for the one before it. A unit runs several chains side by side, so that the
+machine has something to do meanwhile: of neighbouring rows, or where rows are few and long, of chunks of them. Chunks
+need a first pass for what comes before each; they depend on sizes alone, so the bits are the same on any threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fuser.cpu.ordered import Scan
+from fuser.cpu.records import Function, Generated, Partial
+from fuser.cpu.text import cpp_expr
+from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
+from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_step
+from fuser.scheduler.plan import Axis
+
+SIDE_BY_SIDE = 4  # chains of a unit
+FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
+LEAST_CHUNK, MOST_CHUNKS = 4096, 64
+
+
+class ChainedScan(Scan):
+    """A scan whose axis is one loop, over no lanes."""
+
+    def generate(self) -> Generated:
+        """One function, or where rows are cut one for what chunks add up to and one for the scan."""
+        (axis,) = self.red_axes
+        cut = self._is_cut(axis)
+        chunks = minimum(floordiv(axis.size + (LEAST_CHUNK - 1), expr(LEAST_CHUNK)), MOST_CHUNKS) if cut else expr(1)
+        if not cut:
+            return Generated((self._pass("", chunks, True),), ())
+        total = product(a.size for a in self.kept) * chunks
+        self.partials = [Partial(f"{self.name}_p", self._accumulator(), total)]
+        if self._has_index():
+            self.partials.append(Partial(f"{self.name}_i", torch.int64, total))
+        for p in self.partials:
+            self.bindings.pointers[p.name] = len(self.bindings.pointers)
+        functions = (self._pass("_partial", chunks, False), self._pass("_scan", chunks, True))
+        return Generated(functions, tuple(self.partials))
+
+    def _is_cut(self, axis: Axis) -> bool:
+        """Few long rows, of sums whose order does not show: not of float64, where each rounding does.
+
+        Extremes wait for nothing: they seldom change, which the machine foresees.
+        """
+        if self.ordered.how not in ("sum", "prod", "logaddexp"):
+            return False
+        shows = self.dtypes[self.plan.stores[0].buffer] is torch.float64
+        return not shows and axis.hint >= LONG and math.prod(a.hint for a in self.kept) < FEW_ROWS
+
+    def _has_index(self) -> bool:
+        return SCANS[self.ordered.how].index
+
+    def _pass(self, suffix: str, chunks: Expr, stores: bool) -> Function:
+        """One function: units of chains, each from a row's or chunk's start; it stores results, or their last ones."""
+        name = self.open_function(suffix)
+        (axis,) = self.red_axes
+        digits = [*((a.sym.name, f"n_{a.sym.name}") for a in self.kept), ("chunk", "chunks")]
+        self.emit_constants()
+        self.out.add(f"const i64 chunks = {cpp_expr(chunks)}, n = n_{axis.sym.name};")
+        self.out.add("const i64 each = chunks ? (n + chunks - 1) / chunks : 0;")
+        self.out.add(f"const i64 chains = {' * '.join(size for _, size in digits)};")
+        self._point(axis.sym.name, stores)
+        self.out.open("for (i64 u = begin; u < end; ++u)")
+        self.out.add(f"const i64 first = u * {SIDE_BY_SIDE};")
+        self.out.add(f"const i64 count = first + {SIDE_BY_SIDE} < chains ? {SIDE_BY_SIDE} : chains - first;")
+        self._starts(digits, joins=bool(self.partials) and stores)
+        self._run()
+        if not stores:
+            self.out.open("for (i64 j = 0; j < count; ++j)")
+            self.out.add(f"{self.name}_p[first + j] = accs[j];")
+            self.out.add(f"{self.name}_i[first + j] = ats[j];") if self._has_index() else None
+            self.out.close()
+        self.out.close()
+        units = floordiv(product(a.size for a in self.kept) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
+        units = units * minimum(axis.size, 1)
+        return Function(name, self.close_function(), units, self.work(), expr(0))
+
+    def _point(self, axis: str, stores: bool) -> None:
+        """A function that takes a chain one step on: all rows that vary at all are computed in it."""
+        kept = "".join(f"const i64 {a.sym.name}, " for a in self.kept)
+        kind = CPP_TYPES[self._accumulator()]
+        self.out.open(
+            f"auto point = [&]({kind}& acc, i64& at, {kept}const i64 {axis}) __attribute__((always_inline))"
+        )
+        wanted: set[int] = set()
+        pending = self._wanted()
+        while pending:
+            n = pending.pop()
+            if n not in wanted and self.plan.varies[n]:
+                wanted.add(n)
+                pending += self.deps(n)
+        for n in sorted(wanted):
+            self.declare(n)
+        self.put(self.plan.stores[0], stores)
+        self.out.close("};")
+
+    def _starts(self, digits: list[tuple[str, str]], joins: bool) -> None:
+        """Where the chains of a unit are, from where to where they run, and what they start with."""
+        kind, spec, width = self._accumulator(), SCANS[self.ordered.how], SIDE_BY_SIDE
+        at = "".join(f", of_{variable}[{width}]" for variable, _ in digits[:-1])
+        self.out.add(f"{CPP_TYPES[kind]} accs[{width}];")
+        self.out.add(f"i64 ats[{width}] = {{}}, low[{width}], high[{width}]{at};")
+        self.out.open("for (i64 j = 0; j < count; ++j)")
+        self.out.add("i64 unit = first + j;")
+        for position, (variable, size) in reversed(list(enumerate(digits))):
+            target = f"of_{variable}[j]" if position < len(digits) - 1 else "const i64 chunk"
+            self.out.add(f"{target} = unit % ({size}); unit /= {size};" if position else f"{target} = unit;")
+        self.out.add("low[j] = chunk * each < n ? chunk * each : n;")
+        self.out.add("high[j] = low[j] + each < n ? low[j] + each : n;")
+        self.out.add(f"accs[j] = {cpp_constant(spec.identity(kind), kind)};")
+        if joins:
+            self.out.open("for (i64 c = first + j - chunk; c < first + j; ++c)")
+            step = cpp_step(self.ordered.how, kind, "accs[j]", "x")
+            self.out.add(f"const {CPP_TYPES[kind]} x = {self.name}_p[c];")
+            if spec.index:
+                self.out.add(f"if ({step}) {{ accs[j] = x; ats[j] = {self.name}_i[c]; }}")
+            else:
+                self.out.add(f"accs[j] = {step};")
+            self.out.close()
+        self.out.close()
+
+    def _run(self) -> None:
+        """All chains side by side as far as the shortest goes, then each to its end."""
+
+        def call(acc: str, at: str, j: object, place: str) -> str:
+            kept = "".join(f"of_{a.sym.name}[{j}], " for a in self.kept)
+            return f"point({acc}, {at}, {kept}low[{j}] + {place});"
+
+        kind, every = CPP_TYPES[self._accumulator()], range(SIDE_BY_SIDE)
+        self.out.add("i64 done = 0;")
+        self.out.open(f"if (count == {SIDE_BY_SIDE})")
+        self.out.add("done = high[0] - low[0];")
+        for j in every[1:]:
+            self.out.add(f"if (high[{j}] - low[{j}] < done) done = high[{j}] - low[{j}];")
+        self.out.add(f"{kind} {', '.join(f'acc{j} = accs[{j}]' for j in every)};")
+        self.out.add(f"i64 {', '.join(f'at{j} = ats[{j}]' for j in every)};")
+        self.out.open("for (i64 i = 0; i < done; ++i)")
+        for j in every:
+            self.out.add(call(f"acc{j}", f"at{j}", j, "i"))
+        self.out.close()
+        for j in every:
+            self.out.add(f"accs[{j}] = acc{j}; ats[{j}] = at{j};")
+        self.out.close()
+        self.out.open("for (i64 j = 0; j < count; ++j)")
+        self.out.add(f"{kind} acc = accs[j];")
+        self.out.add("i64 at = ats[j];")
+        self.out.open("for (i64 i = done; i < high[j] - low[j]; ++i)")
+        self.out.add(call("acc", "at", "j", "i"))
+        self.out.close()
+        self.out.add("accs[j] = acc; ats[j] = at;")
+        self.out.close()
+
+
+__all__ = ["ChainedScan"]
