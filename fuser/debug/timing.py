@@ -29,8 +29,8 @@ class Timing:
     def __str__(self) -> str:
         rate = self.bytes / self.seconds / 1e9
         return (
-            f"{self.seconds * 1e6:.4g} µs a call, {self.aten_seconds / self.seconds:.3g} times as fast as ATen "
-            f"({self.aten_seconds * 1e6:.4g} µs); {self.bytes} bytes in and out, {rate:.3g} GB/s"
+            f"{self.seconds * 1e6:,.2f} µs a call, {self.aten_seconds / self.seconds:,.2f} times as fast as ATen "
+            f"({self.aten_seconds * 1e6:,.2f} µs); {self.bytes} bytes in and out, {rate:,.2f} GB/s"
         )
 
 

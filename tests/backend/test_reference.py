@@ -10,14 +10,13 @@ import torch.fx
 
 from fuser import config, debug, fusion_handle, register_fusion
 from fuser.canonical import canonicalize
-from fuser.compiler import with_numbers
+from fuser.compiler import why_not_lowered, with_numbers
 from fuser.debug.reference import interpret_lowered, interpret_schedule, print_lowered, verify_lowered
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import LoopBody, Row
 from fuser.ir.nodes import Pointwise
 from fuser.ir.sizes import expr, symbol
 from fuser.kernel_cache import REGISTRY
-from fuser.lowering import supports
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.scheduler.schedule import schedule
 from tests.backend.reference_cases import CASES
@@ -27,9 +26,8 @@ def lowered_of(name: str) -> tuple[Lowered, tuple]:
     """A case's graph, lowered, and all its arguments, tensors that the graph holds first."""
     fn, *args = CASES[name]
     registered = canonicalize(torch.fx.symbolic_trace(fn), False)
-    missing = [supports(n.op) for n in registered.graph.calls if n.op.startswith("aten.") and supports(n.op)]
-    if missing:
-        pytest.skip(missing[0])
+    missing = why_not_lowered(n.op for n in registered.graph.calls)
+    assert missing is None, missing
     args = (*registered.bound, *args)
     numbers = frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
     return lower_graph(with_numbers(registered.graph, numbers), args), args
