@@ -28,12 +28,15 @@ _BOOL = "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan 
 KINDS: dict[str, str] = {
     f"aten.{name}": kind for kind, names in ((SAME, _SAME), (FLOAT, _FLOAT), (BOOL, _BOOL)) for name in names.split()
 }
-_NO_BOOL = frozenset({"aten.sub", "aten.rsub", "aten.neg", "aten.relu", "aten.sign"})
+_NO_BOOL = frozenset({"aten.neg", "aten.relu", "aten.sign"})
+_REFUSE_BOOL = frozenset({"aten.sub", "aten.rsub"})  # torch's meta functions take masks that eager refuses
 _FLOAT_ONLY = frozenset({"aten.gelu", "aten.silu", "aten.frac"})
 
 
 def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The result of an elementwise operator as a meta tensor; None where only torch knows."""
+    if op in _REFUSE_BOOL and any(_is_bool(a) for a in args[:2]):
+        raise Unsupported("eager subtracts no masks", op)
     kind = KINDS.get(op)
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if kind is None or kwargs.get("dtype") is not None or kwargs.get("rounding_mode") is not None:
@@ -41,8 +44,6 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
     if not tensors or not set(kwargs) <= {"alpha", "approximate"} or not all(_is_operand(a) for a in args[:2]):
         return None
     dtype = promoted(args[:2])
-    if op in _NO_BOOL and any(_is_bool(a) for a in args[:2]):
-        return None
     if op.startswith("aten.bitwise") and dtype.is_floating_point:
         return None
     if (dtype is torch.bool and op in _NO_BOOL) or (op in _FLOAT_ONLY and not dtype.is_floating_point):

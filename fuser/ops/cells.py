@@ -174,6 +174,8 @@ def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
         wide = "i64" if compute is torch.int64 else "i32"
         text = f"fuser_{wide}_from_{_SUFFIX[source]}({text})"
         text = text if CPP_TYPES[compute] == wide else f"({CPP_TYPES[compute]}){text}"
+    elif source is torch.bool and compute.is_floating_point:  # g++ 12 makes no vectors of a cast
+        text = f"({name} ? {cpp_constant(1.0, compute)} : {cpp_constant(0.0, compute)})"
     elif source is not compute:
         text = f"({CPP_TYPES[compute]}){name}"
     return f"fuser_load_{LOW[target]}(fuser_store_{LOW[target]}({text}))" if target in LOW else text

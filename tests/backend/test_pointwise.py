@@ -273,3 +273,25 @@ def test_signed_shifts_beyond_the_width():
         a, b = values(dtype, 20).repeat_interleave(9), by.repeat(20)
         names = ["left", "right"]
         check_all(names, [torch.bitwise_left_shift, torch.bitwise_right_shift], a, b)
+
+
+MASK, ROW = torch.tensor([True, False, True]), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, m: (x + 1) - m,
+        lambda x, m: m - (x + 1),
+        lambda x, m: m - m,
+        lambda x, m: torch.rsub(m, x),
+        lambda x, m: -(m & (x > 0)),
+    ],
+)
+def test_what_eager_refuses_of_masks(fn):
+    handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(fn)))
+    with pytest.raises(RuntimeError) as want:
+        fn(ROW, MASK)
+    with pytest.raises(RuntimeError) as got:
+        handle(ROW, MASK)
+    assert str(got.value) == str(want.value)

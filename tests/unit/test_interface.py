@@ -50,6 +50,21 @@ def test_an_unknown_key_is_named(key):
 X = torch.ones(3)
 
 
+def test_functions_of_one_name_are_told_apart():
+    def calling(number):
+        def own(x):
+            return x + number
+
+        graph = fx.Graph()
+        graph.output(graph.call_function(own, (graph.placeholder("x"),)))
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    one, two = calling(1), calling(2)
+    keys = [fuser.register_fusion(g) for g in (one, two, one)]
+    assert keys[0] == keys[2] != keys[1]
+    assert [fuser.run_fusion(key, [X])[0].tolist() for key in keys] == [[2.0] * 3, [3.0] * 3, [2.0] * 3]
+
+
 @pytest.mark.parametrize(
     "inputs, says",
     [
