@@ -146,6 +146,7 @@ class Executor:
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
         self._prepared: dict[ArgSpec, Future[str | None]] = {}
+        self._default_dtype = torch.get_default_dtype()
         self._trials = Trials(spec, self._add, self._switch_off)
         self._off: str | None = spec.blocked[0] if spec.blocked else None
         self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
@@ -210,6 +211,8 @@ class Executor:
             return self.spec.blocked[0]
         if not torch_abi.plain_context():
             return "a mode, a transform, autocast or a forward derivative is at work in this thread"
+        if torch.get_default_dtype() is not self._default_dtype:
+            return "torch's default dtype is another than at registration"
         device = self._device_of(args)
         reason = why_unfit(args, device)
         if device is not None and reason is None:

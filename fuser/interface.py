@@ -26,14 +26,15 @@ def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = 
     """The key of `graph`, a torch.fx Graph or GraphModule of ATen or torch-level calls. GraphError says what is wrong.
 
     An equal graph gives the same key. Tensors that the graph holds itself are bound as they are now. The settings that
-    change generated code are those in force now. `functional` promises that nobody will write into the inputs or the
-    results, so that a result may be a copy where eager gives a view. `in_place` promises that an input into which the
-    graph writes by `copy_` shares no memory with another input, so that a kernel may write it; the caller counts up
-    its version.
+    change generated code, and torch's default dtype, are those in force now. `functional` promises that nobody will
+    write into the inputs or the results, so that a result may be a copy where eager gives a view. `in_place` promises
+    that an input into which the graph writes by `copy_` shares no memory with another input, so that a kernel may
+    write it; the caller counts up its version.
     """
     registered = canonicalize(graph, functional, in_place)
     settings = config.key()
-    identity = registered.graph.hash, settings, (*map(id, registered.opaque), int(in_place and registered.writes))
+    objects = (*map(id, registered.opaque), int(in_place and registered.writes))
+    identity = registered.graph.hash, (*settings, torch.get_default_dtype()), objects
 
     def make_spec(key: int) -> tuple[KernelSpec, Executor]:
         spec = compiler.compile_upfront(registered, key, settings)

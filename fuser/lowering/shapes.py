@@ -28,7 +28,6 @@ _BOOL = "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan 
 KINDS: dict[str, str] = {
     f"aten.{name}": kind for kind, names in ((SAME, _SAME), (FLOAT, _FLOAT), (BOOL, _BOOL)) for name in names.split()
 }
-_NO_BOOL = frozenset({"aten.neg", "aten.relu", "aten.sign"})
 _REFUSE_BOOL = frozenset({"aten.sub", "aten.rsub"})  # torch's meta functions take masks that eager refuses
 _FLOAT_ONLY = frozenset({"aten.gelu", "aten.silu", "aten.frac"})
 
@@ -46,7 +45,7 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
     dtype = promoted(args[:2])
     if op.startswith("aten.bitwise") and dtype.is_floating_point:
         return None
-    if (dtype is torch.bool and op in _NO_BOOL) or (op in _FLOAT_ONLY and not dtype.is_floating_point):
+    if op in _FLOAT_ONLY and not dtype.is_floating_point:
         return None
     bool_result = op in ("aten.add", "aten.mul") or op.startswith("aten.bitwise")
     if dtype is torch.bool and kind == SAME and not bool_result:

@@ -155,6 +155,31 @@ def test_what_cannot_be_measured(fn, inputs, error, says):
         debug.measure(registered(fn), inputs)
 
 
+@pytest.fixture
+def default_dtype():
+    def use(dtype):
+        torch.set_default_dtype(dtype)
+
+    yield use
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_part_of_a_registration(default_dtype):
+    fn, i = lambda i: i.sin() * 11, torch.arange(5)
+    module = fx.symbolic_trace(fn)
+    early, late = fuser.register_fusion(module), registered(lambda i: i.sin() * 12)
+    assert fuser.run_fusion(early, [i])[0].dtype is torch.float32
+    default_dtype(torch.float64)
+    assert torch.equal(fuser.run_fusion(late, [i])[0], i.sin() * 12)  # not compiled before
+    (reason,) = store_of(late).fallbacks
+    assert "default dtype" in reason
+    again = fuser.register_fusion(module)
+    assert again != early and fuser.run_fusion(again, [i])[0].dtype is torch.float64 and store_of(again).kernels
+    torch.testing.assert_close(fuser.run_fusion(again, [i])[0], fn(i))
+    default_dtype(torch.float32)
+    assert fuser.register_fusion(module) == early and fuser.run_fusion(early, [i])[0].dtype is torch.float32
+
+
 def test_settings_have_names_and_values():
     with pytest.raises(ConfigError, match="unknown setting 'speed': expected one of cache_dir"):
         config.set(speed=3)
