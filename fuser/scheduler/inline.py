@@ -8,7 +8,7 @@ instead, with the reader's index in place of its loop variables. Buffers nobody 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,24 @@ class Producers:
 
     by_buffer: Mapping[str, Node]
     hint: Callable[[Expr], int]
+    stored: Collection[str] = ()  # buffers that are written to memory in any case
 
     def points(self, node: Node) -> int:
         """Points of the loops of `node` in the example."""
         return math.prod(max(self.hint(size), 1) for _, size in node.domain)
 
+    def spares(self, node: Node) -> bool:
+        """Whether who reads the result of `node`, which lies in memory, spares that of another which then need not."""
+        if node.buffer.name not in self.stored:
+            return False
+        behind = [self.by_buffer[b] for b in node.reads if b in self.by_buffer and b not in self.stored]
+        return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
-def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int]) -> None:
+
+def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int], stored: Collection[str] = ()) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
-    producers = Producers({n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}, hint)
+    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    producers = Producers(makers, hint, stored)
     for node in nodes:
         if any(_should_inline(producers, node, r, len(node.rows)) for r in node.rows if r.op == "load"):
             _inline_into(node, producers)
@@ -62,6 +71,8 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
     )
     if whole and used == set(sizes) and not load.args:
         return False  # the scheduler can line the two up
+    if producers.points(reader) * FEW > producers.points(producer) and producers.spares(producer):
+        return False
     if rows + len(producer.rows) > MOST_ROWS:
         return False
     read = {s for e in index for s in symbols(e) if s.kind == LOOP}

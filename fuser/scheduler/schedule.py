@@ -44,7 +44,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     nodes = make_nodes(ctx, _live_buffers(ctx.buffers, roots))
     if ctx.device_type == "cuda":
         unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint)
+    inline_cheap(nodes, ctx.hint, roots)
     nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}

@@ -1,10 +1,15 @@
 """What readers compute themselves: slices, gathered elements, parts read under a mask."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fuser
+from fuser.interface import kernel_spec
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
 
 
 def run(fn, *args):
@@ -49,6 +54,23 @@ def test_joined_parts_of_a_computed_value():
     x, c = torch.randn(2, 5, 16), torch.randn(5, 16)
     out = run(lambda a, b: rope(a + 1, b, b), x, c)
     torch.testing.assert_close(out, rope(x + 1, c, c))
+
+
+def halves(x, weight):
+    y = torch.relu((x - x.mean(-1, keepdim=True)).sin().exp() * weight)
+    return y, y.view(64, -1, 2)[:, :, 0].clone(), y.view(64, -1, 2)[:, ::3].sum(1)
+
+
+def test_what_lies_in_memory_anyway_is_read_there():
+    """A part of a result is read from it: computed again, it would need in memory what the result was made of."""
+    x, weight = torch.randn(64, 96), torch.randn(96)
+    graph = torch.fx.symbolic_trace(halves)
+    key = fuser.register_fusion(graph)
+    torch.testing.assert_close(list(fuser.run_fusion(key, [x, weight])), list(halves(x, weight)))
+    lowered = lower_graph(kernel_spec(key).graph, (x, weight), "fast")
+    results = {name for _, name in lowered.outputs}
+    between = [b for b in schedule(lowered, 256).buffers if b.name not in results]
+    assert all(math.prod(map(lowered.ctx.hint, b.size)) < x.numel() for b in between)
 
 
 def test_a_shifted_and_masked_part():
