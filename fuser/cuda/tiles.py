@@ -39,7 +39,7 @@ SHORTEST_ROW, SHORTEST_COLUMN = 64, 16  # what a program takes for all shorter o
 PERSISTENT: tuple[tuple[int, int, int], ...] = (
     (128, 1024, 4),
     (512, 2048, 4),
-    (1024, 2048, 4),
+    (1024, 1024, 4),
     (2048, 2048, 4),
     (4096, 4096, 8),
     (8192, 8192, 8),
@@ -124,16 +124,17 @@ class Walk:
 
 def walk(n: int, itemsizes: int, values: int, smaller: int) -> Walk | None:
     """How rows of the class of `n` are walked over, where an element takes `itemsizes` bytes of memory in all and
-    `values` registers; None where that is too much. `smaller`: how many times it did not fit."""
+    `values` registers; None where that is too much. `smaller`: how many times it did not fit. Rows whose length 16 does
+    not divide take an address for each element."""
     length = max(power_of_two(n), SHORTEST_ROW)
     found = next((w for w in WALKED if length <= w[0]), None)
     if found is None or values > WALK_MOST or smaller >= WALK_LEVELS:
         return None
     _, elements, warps, each = found
-    if smaller and each == 1:
-        return None
-    if smaller:
+    for _ in range(smaller + (n % 16 != 0)):
         warps, each = 2 * warps, each // 2
+    if warps > 16:
+        return None
     each = min(each, WALK_SHARED // max((WALK_STAGES - 1) * elements * itemsizes, 1))
     return Walk(Tile(max(elements // length, 1), length, warps), each * MULTIPROCESSORS) if each else None
 

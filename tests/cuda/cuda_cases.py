@@ -179,8 +179,8 @@ EXTRA = (
       for n in (768, 4096, 5120)),
     Case("norm_gradients/8200", norm_gradients, lambda i: (
         i.normal(60, 8200, dtype=BF16), i.normal(60, 8200, dtype=BF16), i.uniform(60, 1), i.uniform(8200).to(BF16))),
-    Case("norm_gradients/layer/f32", layer_norm_gradients,
-         lambda i: (i.normal(60, 4000), i.normal(60, 4000), i.uniform(4000))),
+    Case("norm_gradients/f32", norm_gradients,
+         lambda i: (i.normal(60, 4000), i.normal(60, 4000), i.uniform(60, 1), i.uniform(4000))),
     Case("key_gradient", key_gradient, lambda i: (
         i.normal(2, 6, 10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16), i.normal(10, 16, dtype=BF16))),
     Case("random", uniform_sum, lambda i: (i.below(1 << 62), i.normal(33, 70))),
