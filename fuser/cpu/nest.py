@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fuser.cpu.exact import is_exact
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import Row, indirect_rows, row_exprs
@@ -180,7 +181,8 @@ class Nest:
         if row.op == "to_dtype":
             return cpp_convert(row.attr, row.dtype, args[0])
         if row.op == "round_to":
-            return cpp_convert(torch.float32, row.attr, args[0])
+            known = is_exact(self.plan, row.args[0], row.attr)
+            return args[0] if known else cpp_convert(torch.float32, row.attr, args[0])
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
     def declare(self, n: int, target: str | None = None) -> None:
@@ -207,7 +209,14 @@ class Nest:
     def store(self, s: Store) -> None:
         """The statement of a store."""
         place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
-        self.out.add(f"{place} = {cpp_store(self.dtypes[s.buffer], self.ref(s.row))};")
+        self.out.add(f"{place} = {cpp_store(self.dtypes[s.buffer], self.ref(self._unrounded(s)))};")
+
+    def _unrounded(self, s: Store) -> int:
+        """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
+        row = self.plan.rows[s.row]
+        if row.op != "round_to" or row.attr is not self.dtypes[s.buffer] or not self.is_full(row.args[0]):
+            return s.row
+        return row.args[0] if row.args[0] not in self.kept_rows and s.row not in self.kept_rows else s.row
 
     # -- stores past the cache ---------------------------------------------------------------------------------------
     def streams(self, phase: int | None = None) -> list[Store]:

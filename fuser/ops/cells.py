@@ -178,4 +178,4 @@ def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
         text = f"({name} ? {cpp_constant(1.0, compute)} : {cpp_constant(0.0, compute)})"
     elif source is not compute:
         text = f"({CPP_TYPES[compute]}){name}"
-    return f"fuser_load_{LOW[target]}(fuser_store_{LOW[target]}({text}))" if target in LOW else text
+    return f"fuser_round_{LOW[target]}({text})" if target in LOW else text

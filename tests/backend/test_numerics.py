@@ -98,6 +98,37 @@ def test_a_users_cast_rounds_in_every_mode(mode, low):
         assert same_bits(got, want)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_rounding_in_float_is_a_store_and_a_load(low):
+    """Floats of every exponent, ties, denormals of both, overflow, NaN with and without low bits."""
+    bits = torch.arange(-(2**31), 2**31, 4093)
+    ties = (torch.arange(0, 2**16)[:, None] * 2**16 + torch.tensor([0x7FFF, 0x8000, 0x8001, 0x1000, 0x3000])).flatten()
+    x = torch.cat([bits, ties - 2**31]).to(torch.int32).view(torch.float32)
+
+    def fn(x):
+        return x.to(low).to(torch.float32)
+
+    with config.override(numerics="fast"):
+        handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    assert same_bits(handle(x), fn(x))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_what_a_half_holds_is_not_rounded_again(low):
+    def fn(x, y):
+        a = torch.where(x > y, torch.maximum(x, -y), torch.relu(y))
+        return torch.minimum(a, x.abs()), a * y
+
+    with config.override(numerics="eager"):
+        registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn)))
+    x, y = values((300,), low, 1), values((300,), low, 2)
+    for got, want in zip(registration.handle(x, y), fn(x, y)):
+        assert same_bits(got, want)
+    kernel = registration.spec.store.kernels[-1]
+    body = kernel.source[kernel.source.index("#pragma omp simd") :]
+    assert body.count("fuser_round_") == 1  # of the product, for which the store rounds in fact
+
+
 def test_integers_behave_as_eagers():
     """Overflow wraps, shifts beyond the width, division by what is never zero, casts of what does not fit."""
     i = torch.tensor([2**31 - 1, -(2**31), 7, -7, 0, 1], dtype=torch.int32)
