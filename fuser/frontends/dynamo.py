@@ -123,7 +123,17 @@ def _why_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "config.enabled is False"
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         return "the graph has inputs that are containers"
+    if any(map(_resizes_bytes, gm.graph.nodes)):
+        return "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats"
     return None
+
+
+def _resizes_bytes(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype is not torch.uint8:
+        return False
+    name = getattr(node.target, "__name__", "")
+    return name == "interpolate" or "upsample_bi" in name or name == "upsample"
 
 
 def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:

@@ -184,10 +184,7 @@ def _differences(sample: Sample, mine: Any, own: Any, got: list[Any], want: list
     if sample.undefined:
         for t in (*got, *want, *mine, *own):
             t.zero_()
-    low = compare.lowest([*sample.tensors, *want])
-    problems = compare.differences(got, want, lambda: runner.exact_of(sample), low=low)
-    for i, (a, b) in enumerate(zip(mine, own)):
-        problems += [f"input {i} afterwards: {p}" for p in compare.differences([a], [b])]
+    problems = runner.differences(sample, got, want, mine, own)
     aliases = compare.alias_pattern(mine, got), compare.alias_pattern(own, want)
     return problems or ([f"aliasing {aliases[0]} instead of {aliases[1]}"] if aliases[0] != aliases[1] else [])
 

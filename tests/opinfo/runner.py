@@ -11,6 +11,7 @@ Routes:
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -252,13 +253,8 @@ def _compare(
     if sample.undefined:
         for t in (*got_leaves, *want_leaves, *mine, *own):
             t.zero_()
-    exact = None if route == "compile" else lambda: exact_of(sample)
     functional = route in ("copies", "plans")
-    low = compare.lowest([*sample.tensors, *want_leaves])
-    problems = compare.differences(got_leaves, want_leaves, exact, strides=not functional, low=low)
-    for i, (a, b) in enumerate(zip(mine, own)):
-        changed = compare.differences([a], [b])
-        problems += [f"input {i} afterwards: {p}" for p in changed]
+    problems = differences(sample, got_leaves, want_leaves, mine, own, not functional)
     if not functional and not problems:
         aliases = compare.alias_pattern(mine, got_leaves), compare.alias_pattern(own, want_leaves)
         if aliases[0] != aliases[1]:
@@ -267,7 +263,7 @@ def _compare(
 
 
 def exact_of(sample: Sample) -> list[Any]:
-    """The results, computed in float64."""
+    """The results, computed in float64, and after them the sample's tensors as that left them."""
     torch.manual_seed(SEED)
     wide = compare.in_float64(compare.copy_inputs(sample.tensors))
     tensors = iter(wide)
@@ -280,9 +276,22 @@ def exact_of(sample: Sample) -> list[Any]:
     args, kwargs = pytree.tree_map(put, (sample.args, sample.kwargs))
     torch.set_default_dtype(torch.float64)  # what becomes of integers
     try:
-        return compare.leaves(sample.function(*args, **kwargs))
+        return [*compare.leaves(sample.function(*args, **kwargs)), *wide]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def differences(
+    sample: Sample, got: list[Any], want: list[Any], mine: Sequence[Any], own: Sequence[Any], strides: bool = True
+) -> list[str]:  # fmt: skip
+    """What is different in the results, and in what the inputs `mine` and eager's `own` hold afterwards."""
+    exact = functools.cache(lambda: exact_of(sample))
+    low = compare.lowest([*sample.tensors, *want])
+    problems = compare.differences(got, want, lambda: exact()[: len(want)], strides=strides, low=low)
+    for i, (a, b) in enumerate(zip(mine, own)):
+        changed = compare.differences([a], [b], lambda at=i: [exact()[len(want) + at]])
+        problems += [f"input {i} afterwards: {p}" for p in changed]
+    return problems
 
 
 def _compare_errors(error: Exception | None, failure: Exception | None, runner: Any) -> Outcome:
