@@ -68,8 +68,9 @@ SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 
 # Rows in registers whose columns are reduced as well: (longest, elements of a program's step, warps, programs on each
-# multiprocessor). A thread has 16 elements of each tensor, and of each running result.
+# multiprocessor). A thread has 16 elements of each tensor and of each running result, of several short rows 8.
 WALKED: tuple[tuple[int, int, int, int], ...] = (
+    (512, 2048, 8, 2),
     (2048, 2048, 4, 4),
     (4096, 4096, 8, 2),
     (8192, 8192, 16, 1),
@@ -125,16 +126,13 @@ class Walk:
 def walk(n: int, itemsizes: int, values: int, smaller: int) -> Walk | None:
     """How rows of the class of `n` are walked over, where an element takes `itemsizes` bytes of memory in all and
     `values` registers; None where that is too much. `smaller`: how many times it did not fit. Rows whose length 16 does
-    not divide take an address for each element."""
+    not divide are loaded element by element, and not ahead: for these it takes many programs, a kernel each way."""
     length = max(power_of_two(n), SHORTEST_ROW)
     found = next((w for w in WALKED if length <= w[0]), None)
-    if found is None or values > WALK_MOST or smaller >= WALK_LEVELS:
+    if found is None or n % 16 or values > WALK_MOST or smaller >= WALK_LEVELS:
         return None
     _, elements, warps, each = found
-    for _ in range(smaller + (n % 16 != 0)):
-        warps, each = 2 * warps, each // 2
-    if warps > 16:
-        return None
+    warps, each = warps << smaller, each >> smaller
     each = min(each, WALK_SHARED // max((WALK_STAGES - 1) * elements * itemsizes, 1))
     return Walk(Tile(max(elements // length, 1), length, warps), each * MULTIPROCESSORS) if each else None
 

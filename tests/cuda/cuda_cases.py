@@ -169,9 +169,9 @@ EXTRA = (
     Case("norm_gradients/bf16", norm_gradients, lambda i: (
         i.normal(999, 800, dtype=BF16), i.normal(999, 800, dtype=BF16), i.uniform(999, 1), i.uniform(800).to(BF16))),
     Case("norm_gradients/summed", summed_norm_gradients,
-         lambda i: (*(i.normal(3, 7, 90, dtype=BF16) for _ in range(5)), i.uniform(90).to(BF16))),
-    Case("norm_gradients/layer", layer_norm_gradients, lambda i: (i.normal(7, 90), i.normal(7, 90), i.uniform(90))),
-    Case("norm_gradients/softmax", softmax_gradient, lambda i: (i.uniform(20, 70), i.normal(20, 70))),
+         lambda i: (*(i.normal(3, 7, 96, dtype=BF16) for _ in range(5)), i.uniform(96).to(BF16))),
+    Case("norm_gradients/layer", layer_norm_gradients, lambda i: (i.normal(7, 96), i.normal(7, 96), i.uniform(96))),
+    Case("norm_gradients/softmax", softmax_gradient, lambda i: (i.uniform(20, 80), i.normal(20, 80))),
     *(Case(f"norm_gradients/summed/{n}", summed_norm_gradients, lambda i, n=n: (
         *(i.normal(4, 60, n, dtype=BF16) for _ in range(5)), i.uniform(n).to(BF16))) for n in (2048, 4096, 8192)),
     *(Case(f"norm_gradients/layer/{n}", layer_norm_gradients, lambda i, n=n: (

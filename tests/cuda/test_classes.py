@@ -64,9 +64,12 @@ def test_one_kernel_for_each_class_of_rows(fn: Callable[..., Any], shapes: list[
     assert kernels(fn, shapes) == len({tiles.row_class(c) for _, c in shapes})
 
 
-@pytest.mark.parametrize("shapes", ("lengths", "numbers of rows"))
-def test_reductions_along_rows_and_columns_have_the_classes_of_rows(shapes: str) -> None:
-    assert kernels(gradients, SETS[shapes]) == len({tiles.row_class(c) for _, c in SETS[shapes]})
+BY_16 = {"lengths": [(48, 16 * k) for k in range(1, 129)], "rows": [(r, 1008) for r, _ in SETS["numbers of rows"]]}
+
+
+@pytest.mark.parametrize("shapes", BY_16.values(), ids=BY_16)
+def test_reductions_along_rows_and_columns_have_the_classes_of_rows(shapes: list[tuple[int, int]]) -> None:
+    assert kernels(gradients, shapes) == len({tiles.row_class(c) for _, c in shapes})
 
 
 def test_numbers_of_rows_make_no_classes_of_elementwise_kernels() -> None:
