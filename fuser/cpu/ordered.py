@@ -125,6 +125,9 @@ class Scan(OrderedNest):
         source = self.plan.rows[self._value()].dtype
         self.out.add(f"const {CPP_TYPES[kind]} x = {cpp_convert(source, kind, self.ref(self._value()))};")
         place = f"{s.buffer}[{self.index(s.address)}]"
+        if self.vector is None and self.ordered.how in _LOSES:
+            self._put_extreme(s, place)
+            return
         step = cpp_step(self.ordered.how, kind, acc, "x")
         if spec.index:
             where = self.ref(self.plan.rows[s.row].args[1])
@@ -138,5 +141,18 @@ class Scan(OrderedNest):
         if stores:
             self.out.add(f"{place} = {cpp_store(dtype, cpp_convert(kind, dtype, acc))};")
 
+    def _put_extreme(self, s: Store, place: str) -> None:
+        """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
+        how, kind, dtype = self.ordered.how, self._accumulator(), self.dtypes[s.buffer]
+        better = f"!(x {_LOSES[how]} acc)"
+        if kind.is_floating_point:  # NaN stays but for another NaN
+            better += " && (acc == acc || x != x)"
+        index = SCANS[how].index
+        also = f" at = {self.ref(self.plan.rows[s.row].args[1])};" if index else ""
+        self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
+        self.out.add(f"{place} = {'at' if index else cpp_store(dtype, cpp_convert(kind, dtype, 'acc'))};")
+
+
+_LOSES = {"max": "<", "argmax": "<", "min": ">", "argmin": ">"}
 
 __all__ = ["OrderedNest", "Scan", "Scatter"]

@@ -84,6 +84,16 @@ _both(
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
 """,
 )
+_both(  # one after another, libm's own exponential is done sooner than one made for vectors
+    "logaddexp_in_order",
+    "a b",
+    """\
+  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
+  const {T} s = ({T})(m + fuser_log1p_f64(__builtin_exp(d)));
+  const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
+  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
+""",
+)
 _both(
     "logaddexp2",
     "a b",

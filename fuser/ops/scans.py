@@ -33,7 +33,7 @@ ROWS = (
     ScanRow("sum", torch.cumsum, lambda _: 0, ADD, _wide),
     ScanRow("prod", torch.cumprod, lambda _: 1, MUL, _wide),
     ScanRow(
-        "logaddexp", torch.logcumsumexp, lambda _: -math.inf, "fuser_logaddexp_{D}({0}, {1})", _wide, FLOATS
+        "logaddexp", torch.logcumsumexp, lambda _: -math.inf, "fuser_logaddexp_in_order_{D}({0}, {1})", _wide, FLOATS
     ),
     ScanRow("max", lambda x, d: x.cummax(d)[0], smallest, _MAX, _same),
     ScanRow("min", lambda x, d: x.cummin(d)[0], largest, _MIN, _same),
