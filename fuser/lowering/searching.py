@@ -84,6 +84,7 @@ def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, so
     size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(mask)])
     wide = expand_box(ctx, mask, size)
     count, given = ctx.numel(wide), ctx.numel(source)
+    ctx.assume("lt", 0, given)  # nothing can be read of nothing, wherever the mask holds
     load_flat = ctx.loader(reshape_box(ctx, wide, [count]), (count,), torch.bool)
     taken = ctx.scan("sum", (count,), 0, torch.int64, lambda i: ops.to_dtype(load_flat(i), torch.int64))
     holds, load = ctx.loader(wide, size, torch.bool), ctx.loader(x, size, x.dtype)

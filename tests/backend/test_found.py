@@ -273,3 +273,15 @@ def test_a_copy_that_eager_makes_for_some_layouts_only(fn):
         got, want = handle(x)[0], fn(x)
         assert (got.untyped_storage().data_ptr() == own) == (want.untyped_storage().data_ptr() == own)
         torch.testing.assert_close(got, want, rtol=0, atol=0, check_stride=True)
+
+
+def test_a_scatter_of_nothing_where_a_mask_holds():
+    """For the kernel of a source that has elements, too."""
+    mask = torch.tensor([True, False, True])
+    handle = handle_of(lambda x, mask, source: torch.masked_scatter(x, mask, source))
+    assert torch.equal(handle(X[0, :3], mask, X[1]), X[0, :3].masked_scatter(mask, X[1]))
+    assert torch.equal(handle(X[0, :3], ~mask & mask, X[1, :0]), X[0, :3])
+    with pytest.raises(RuntimeError, match="Number of elements"):
+        handle(X[0, :3], mask, X[1, :0])
+    with pytest.raises(RuntimeError, match="Number of elements"):
+        handle(X[0, :3], mask, X[1, :1])
