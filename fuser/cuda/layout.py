@@ -147,7 +147,7 @@ def _passes(plan: KernelPlan, online: bool) -> int:
 
 
 def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layout:
-    """The layout of a plan with reductions; `loop` forbids holding rows in registers."""
+    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers."""
     kept = [a for a in plan.axes if not a.reduced]
     reduced = list(plan.reduced_axes)
     n = product(a.size for a in reduced)
@@ -155,7 +155,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
-        looped, least = tiles.LOOPED_COLUMNS[narrowest(plan)], tiles.SHORTEST_COLUMN
+        looped, least = (tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS)[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))

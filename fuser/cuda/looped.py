@@ -11,7 +11,7 @@ from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import VECTOR
 from fuser.ir.loop_body import indirect_rows
-from fuser.ops import TRITON_TYPES, triton_cell, triton_combine, triton_number
+from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_cell, triton_combine, triton_number
 from fuser.scheduler.plan import Reduce
 
 
@@ -34,7 +34,10 @@ class Looped:
         self.dim: Dim = nest.loop_dim
         self.bounds = bounds
         column = bounds is not None and len(nest.layout.dims) == 2
-        self.ahead = ahead if ahead is not None else tiles.COLUMN_STAGES if column else 0
+        plain = bounds is not None and not any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
+        alone = plain and sum(r.op == "load" for r in self.plan.rows) == 1
+        stages = tiles.COLUMN_STAGES if column else tiles.CHUNK_STAGES if alone else 0
+        self.ahead = ahead if ahead is not None else stages
         # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)

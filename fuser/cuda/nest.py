@@ -16,7 +16,7 @@ from fuser.cuda.layout import (
     pointwise_layout,
     reduction_layout,
 )  # fmt: skip
-from fuser.cuda.random import NEIGHBOURS, find_quads, least_word
+from fuser.cuda.random import DRAWS, NEIGHBOURS, find_quads, least_word
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row
@@ -35,7 +35,7 @@ from fuser.ops import (
 )  # fmt: skip
 from fuser.scheduler.plan import KernelPlan, Reduce, Store
 
-_EXACT = frozenset({"load", "const", "philox_uniform"})  # values that have no error yet
+_EXACT = frozenset({"load", "const", *DRAWS})  # values that have no error yet
 # Ops that turn a small error of a float into a large one of something else.
 _STEEP = frozenset(
     "floor ceil round trunc frac eq ne lt le gt ge sign heaviside floor_div trunc_div remainder fmod nextafter".split()
@@ -191,7 +191,7 @@ class Nest:
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
                 return triton_convert(torch.float32, row.attr, args[0])
-            case "philox_uniform":
+            case "philox_uniform" | "philox_even" | "philox_odd":
                 return f"fuser_unit_float(w{n})"
             case "ge" | "lt" if self.plan.rows[row.args[0]].op == "philox_uniform":
                 least = self.least_word(row)
@@ -203,16 +203,17 @@ class Nest:
     def random_words(self, n: int) -> str:
         """The 32-bit words that the random numbers of row `n` are made of."""
         seed, stream, place = (f"t{a}" for a in self.plan.rows[n].args)
+        pair, own = DRAWS[self.plan.rows[n].op]
         quads = self.quads.get(n)
         if quads is None:
-            return f"fuser_philox_word({seed}, {stream}, {place})"
+            return f"fuser_philox_word({seed}, {stream}, {own.format(place)})"
         d = self.layout.dims[quads.dim]
         block = f"{d.name}q"
         if quads.start != expr(0):
             block = f"(({self.address(quads.start)}) // {NEIGHBOURS} + {block})"
         dims = self.expr_dims(quads.start) | {quads.dim}
         first = len(self.layout.dims) == 2 and quads.dim == 0
-        return f"fuser_philox_quads({seed}, {stream}, {block}, {self.shape(dims)}, {first})"
+        return f"fuser_philox_quads({seed}, {stream}, {block}, {self.shape(dims)}, {first}, {pair})"
 
     def least_word(self, row: Row) -> int | None:
         """The least word whose number is not below what `row` compares it with, if that is a number."""
@@ -225,7 +226,7 @@ class Nest:
         self.emitted.add(n)
         if row.op == "pair":
             return
-        if row.op == "philox_uniform":
+        if row.op in DRAWS:
             self.out.add(f"w{n} = {self.random_words(n)}")
         if row.op != "indirect":
             self.out.add(f"t{n} = {self.value(n)}")

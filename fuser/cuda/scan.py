@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fuser.cuda import tiles
-from fuser.cuda.layout import Context, Dim, Layout, blocks, row_class
+from fuser.cuda.layout import Context, Dim, Layout, blocks, narrowest, row_class
 from fuser.cuda.looped import Looped
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import CHUNK, Partial, result_address
@@ -50,7 +50,13 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
     if plan.vector is not None:
         outer = [a for a in kept if a.sym == plan.vector]
         scalars = [a for a in kept if a.sym != plan.vector]
-        tile, least = tiles.shrunk(tiles.SCANNED_COLUMNS, ctx.smaller), tiles.SPLIT_COLUMN_FROM
+        short = ctx.hint(n) <= tiles.SHORT_COLUMN
+        assert plan.ordered is not None
+        small = short or SCANS[plan.ordered.how].index
+        tile = tiles.SCANNED_SHORT_COLUMNS if small else tiles.SCANNED_COLUMNS[narrowest(plan)]
+        length: Guard = ("le", n, expr(tiles.SHORT_COLUMN)) if short else ("lt", expr(tiles.SHORT_COLUMN), n)
+        below = tiles.SPLIT_BELOW if small else tiles.SCAN_COLUMNS_BELOW
+        tile, least = tiles.shrunk(tile, ctx.smaller), tiles.SPLIT_COLUMN_FROM
         units = product(a.size for a in scalars) * blocks(outer[0].size, tile.outer)
         layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     else:
@@ -64,7 +70,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
             # No more threads than elements: the others would scan the same ones again.
             warps = max(min(whole.warps, elements // 64), 1)
             return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
-        tile, least = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM
+        tile, least, below = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM, tiles.SPLIT_BELOW
         units = product(a.size for a in kept)
         layout = Layout(kept, [Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     guards: list[Guard] = []
@@ -72,15 +78,17 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
         longest = tiles.SCANNED_ROWS[-1][0]
         far = ctx.hint(n) > longest
         guards += [("lt", expr(longest), n)] if far else row_class(n, tiles.power_of_two(ctx.hint(n)), 1, ctx)
-    few = ctx.hint(units) < tiles.SPLIT_BELOW
+    else:
+        guards.append(length)
+    few = ctx.hint(units) < below
     if not few:
-        return layout, [*guards, ("le", expr(tiles.SPLIT_BELOW), units)], None
+        return layout, [*guards, ("le", expr(below), units)], None
     if ctx.hint(n) < least:
         return layout, [*guards, ("lt", n, expr(least))], None
     most = minimum(maximum(floordiv(expr(tiles.SCAN_PROGRAMS), units), ONE), expr(tiles.MOST_CHUNKS))
     chunks = minimum(blocks(n, tile.inner), most)
     each = blocks(floordiv(n + chunks - 1, chunks), tile.inner) * tile.inner
-    return layout, [*guards, ("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(least), n)], (chunks, each)
+    return layout, [*guards, ("lt", units, expr(below)), ("le", expr(least), n)], (chunks, each)
 
 
 def _in_chunks(nest: Scan, name: str, chunks: Expr, each: Expr, guards: list[Guard]) -> Written:
@@ -158,7 +166,8 @@ class Scan(Nest):
 
     def loop(self, bounds: tuple[str, str] | None, stores: bool) -> None:
         """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
-        looped = Looped(self, bounds, tiles.SCAN_STAGES)
+        long = self.axis and self.layout.dims[-1].block > tiles.SCANNED_SHORT_COLUMNS.inner
+        looped = Looped(self, bounds, tiles.COLUMN_SCAN_STAGES if long else tiles.SCAN_STAGES)
         roots = [*self.scanned, *self.indirect(self.goal)]
         looped.outer_rows(0)
         looped.open_loop(False)

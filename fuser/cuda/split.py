@@ -89,7 +89,9 @@ def split(
     inner = layout.dims[-1]
     units = programs(plan)
     n = inner.size
-    most = minimum(maximum(floordiv(expr(tiles.SPLIT_PROGRAMS[narrowest(plan)]), units), ONE), expr(tiles.MOST_CHUNKS))
+    wanted = maximum(floordiv(product(a.size for a in plan.axes), expr(tiles.SPLIT_ELEMENTS)), tiles.FEWEST_PROGRAMS)
+    wanted = minimum(wanted, tiles.SPLIT_PROGRAMS[narrowest(plan)])
+    most = minimum(maximum(floordiv(wanted, units), ONE), expr(tiles.MOST_CHUNKS))
     chunks = minimum(blocks(n, inner.block), most)
     each = floordiv(floordiv(n + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
     nest = Nest(plan, f"{name}_partial", ctx, layout)

@@ -58,10 +58,15 @@ PERSISTENT_COLUMNS: tuple[tuple[int, int, int], ...] = (
 )
 # By the bytes of the narrowest element reduced.
 LOOPED_COLUMNS = {1: Tile(128, 32, 8), 2: Tile(128, 32, 8), 4: Tile(64, 64, 8), 8: Tile(64, 32, 8)}
+# The same of chunks, several tiles of which are under way.
+SPLIT_COLUMNS = {**LOOPED_COLUMNS, 4: Tile(64, 32, 4)}
 COLUMN_STAGES = 3  # tiles of a looped column that are under way through shared memory; 0: one, through registers
+CHUNK_STAGES = 3  # the same of a chunk of a row, where it is of one tensor
 COMBINE_COLUMNS = Tile(32, 32, 4)
 
-# Few results from much: the reduced axes are cut in chunks for about this many programs.
+# Few results from much: the reduced axes are cut in chunks for a program to so many elements, but for no fewer and no
+# more programs than these (the latter by the bytes of the narrowest element).
+SPLIT_ELEMENTS, FEWEST_PROGRAMS = 32768, 528
 SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 2112, 8: 2112}
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
@@ -85,8 +90,11 @@ COMBINE_PROGRAMS = Tile(16, 256, 8)  # of what the programs found
 # Scans: rows that are one tile (longest, elements of a program, warps), and tiles of what is looped over.
 SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
 LOOPED_SCAN = Tile(1, 2048, 8)
-SCANNED_COLUMNS = Tile(32, 32, 4)
-SCAN_STAGES = 3  # tiles that are under way
+SCANNED_SHORT_COLUMNS, SHORT_COLUMN = Tile(32, 32, 4), 64  # up to this long, and all scans that keep places
+# Longer ones, by the bytes of an element: 64 bytes of neighbours, and enough of them to keep memory busy.
+SCANNED_COLUMNS = {1: Tile(32, 128, 8), 2: Tile(32, 128, 8), 4: Tile(16, 256, 8), 8: Tile(16, 128, 8)}
+SCAN_STAGES, COLUMN_SCAN_STAGES = 3, 4  # tiles that are under way
+SCAN_COLUMNS_BELOW = 128  # programs for columns, with fewer of which each column is cut in chunks
 SCAN_PROGRAMS = 1056  # of the chunks that few long rows are cut in
 
 

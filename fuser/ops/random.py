@@ -1,5 +1,5 @@
 """Random numbers that are functions of a seed: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", 2011), and the operator `fuser.uniform_like` by which graphs ask for them.
+1, 2, 3", 2011), and the operators `fuser.uniform_like` and `fuser.normal_like` by which graphs ask for them.
 
 The key is a tensor of one 64-bit seed, the counter a quarter of an element's place and the number of a stream; of the
 four words that this gives, each of four neighbours has its own. So an element's number depends on nothing else: not on
@@ -9,6 +9,7 @@ threads, tiles, strides or device, and what is recomputed is the same.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,44 @@ def philox_uniform(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor
     return (word >> 8).to(torch.float32) * 2.0**-24
 
 
+def philox_even(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The number at the even place of the pair of neighbours in which `index` lies."""
+    return philox_uniform(seed, stream, index & ~1)
+
+
+def philox_odd(seed: torch.Tensor, stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The number at the odd place of the pair of neighbours in which `index` lies."""
+    return philox_uniform(seed, stream, index | 1)
+
+
+# sin(pi v) / v and cos(pi v) as polynomials in v * v, for |v| <= 1/2, to 2e-10.
+SIN_PI = (3.141592653536292, -5.167712764624551, 2.5501633189455406, -0.5992521977943747, 0.08205040162318872,
+          -0.0070283860344466965)  # fmt: skip
+COS_PI = (0.9999999997799046, -4.934802137078827, 4.058709159556141, -1.3352120030478634, 0.23493731379972624,
+          -0.024396324313850033)  # fmt: skip
+
+
+def normal_of(call: Callable[..., Any], first: Any, second: Any, odd: Any) -> Any:
+    """A standard normal number of two uniform ones, by Box and Muller, of which each pair gives two.
+
+    The even one is `r * cos(t)`, the odd one `r * sin(t)`, with `t = 2 pi second`; of `v = second - 1/2` these are
+    `2 sin(pi v)**2 - 1` and `-2 sin(pi v) cos(pi v)`. `call(name, ...)` computes an op of the table.
+    """
+
+    def polynomial(z: Any, coefficients: Sequence[float]) -> Any:
+        value = call("add", call("mul", z, coefficients[-1]), coefficients[-2])
+        for c in reversed(coefficients[:-2]):
+            value = call("add", call("mul", value, z), c)
+        return value
+
+    radius = call("sqrt", call("mul", call("log", call("add", call("mul", first, -1.0), 1.0)), -2.0))
+    v = call("add", second, -0.5)
+    z = call("mul", v, v)
+    s, c = call("mul", polynomial(z, SIN_PI), v), polynomial(z, COS_PI)
+    even = call("add", call("mul", call("mul", s, s), 2.0), -1.0)
+    return call("mul", radius, call("where", odd, call("mul", call("mul", s, c), -2.0), even))
+
+
 def _cpp_helper() -> str:
     """Words stay in 64-bit lanes: packing them for the 32-bit part of a round costs more than half-empty lanes."""
     rounds = []
@@ -63,17 +102,17 @@ def _cpp_helper() -> str:
   const u64 p0 = c0 * {_MULTIPLIERS[0]:#x}ULL, p1 = c2 * {_MULTIPLIERS[1]:#x}ULL; \\
   c0 = (p1 >> 32) ^ c1 ^ (u64)(u32)(k0 + w0), c1 = p1 & 0xffffffffULL; \\
   c2 = (p0 >> 32) ^ c3 ^ (u64)(u32)(k1 + w1), c3 = p0 & 0xffffffffULL; }}
-FUSER_FN float fuser_philox_uniform(i64 seed, i64 stream, i64 index) {{
-  const u64 block = (u64)(index >> 2);
+FUSER_FN float fuser_philox_word(i64 seed, i64 stream, i64 place, i64 word) {{
+  const u64 block = (u64)(place >> 2);
   u64 c0 = (u32)block, c1 = block >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32;
   const u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
-{"".join(rounds)}  const u64 even = index & 2 ? c2 : c0, odd = index & 2 ? c3 : c1;
-  return (float)(i32)((index & 1 ? odd : even) >> 8) * 0x1p-24f;
+{"".join(rounds)}  const u64 even = word & 2 ? c2 : c0, odd = word & 2 ? c3 : c1;
+  return (float)(i32)((word & 1 ? odd : even) >> 8) * 0x1p-24f;
 }}
 """
 
 
-HELPERS = {"fuser_philox_uniform": _cpp_helper()}
+HELPERS = {"fuser_philox_word": _cpp_helper()}
 # `quads` gives the words of four neighbours for each block, along the tile's last dim or the first of two, which makes
 # that four times as long. What a thread has stays with it: tl.join and tl.reshape only name registers anew.
 TRITON_HELPERS = {
@@ -90,8 +129,12 @@ def fuser_philox(seed, stream, block):
 """,
     "fuser_philox_quads": """\
 @triton.jit
-def fuser_philox_quads(seed, stream, block, shape: tl.constexpr, first: tl.constexpr):
+def fuser_philox_quads(seed, stream, block, shape: tl.constexpr, first: tl.constexpr, pair: tl.constexpr):
     a, b, c, d = fuser_philox(seed, stream, block)
+    if pair == 0:
+        b, d = a, c
+    if pair == 1:
+        a, c = b, d
     four = tl.join(tl.join(a, c), tl.join(b, d))
     if first:
         four = tl.permute(four, (0, 2, 3, 1))
@@ -112,10 +155,20 @@ def fuser_unit_float(word):
 }
 ROWS = (
     OpRow(
-        "philox_uniform", 3, philox_uniform, "fuser_philox_uniform({0}, {1}, {2})",
+        "philox_uniform", 3, philox_uniform, "fuser_philox_word({0}, {1}, {2}, {2})",
         "fuser_unit_float(fuser_philox_word({0}, {1}, {2}))", (torch.int64,), result=torch.float32, cost=40,
         notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of a word of Philox4x32-10; a quarter of "
         "the place is the counter.",
+    ),
+    OpRow(
+        "philox_even", 3, philox_even, "fuser_philox_word({0}, {1}, {2}, {2} & 2)",
+        "fuser_unit_float(fuser_philox_word({0}, {1}, {2} & -2))", (torch.int64,), result=torch.float32, cost=40,
+        notes="`philox_uniform` at the even place of the pair of neighbours.",
+    ),
+    OpRow(
+        "philox_odd", 3, philox_odd, "fuser_philox_word({0}, {1}, {2}, {2} | 1)",
+        "fuser_unit_float(fuser_philox_word({0}, {1}, {2} | 1))", (torch.int64,), result=torch.float32, cost=40,
+        notes="`philox_uniform` at the odd place of the pair of neighbours.",
     ),
 )  # fmt: skip
 
@@ -125,12 +178,23 @@ def _uniform_like(seed: torch.Tensor, stream: int, like: torch.Tensor) -> torch.
     return philox_uniform(seed, torch.tensor(stream, device=like.device), index)
 
 
+def _normal_like(seed: torch.Tensor, stream: int, like: torch.Tensor) -> torch.Tensor:
+    index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    first, second = (f(seed, torch.tensor(stream, device=like.device), index) for f in (philox_even, philox_odd))
+    value: torch.Tensor = normal_of(lambda name, *args: getattr(torch, name)(*args), first, second, index & 1 == 1)
+    return value
+
+
 def _uniform_like_meta(seed: torch.Tensor, stream: int, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
-# uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes count.
+# uniform_like(seed, stream, like): float32 in [0, 1) for each element of `like`, of which only the sizes count;
+# normal_like: standard normal ones.
 LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("uniform_like(Tensor seed, int stream, Tensor like) -> Tensor")
 LIBRARY.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
 LIBRARY.impl("uniform_like", _uniform_like_meta, "Meta")
+LIBRARY.define("normal_like(Tensor seed, int stream, Tensor like) -> Tensor")
+LIBRARY.impl("normal_like", _normal_like, "CompositeExplicitAutograd")
+LIBRARY.impl("normal_like", _uniform_like_meta, "Meta")

@@ -8,7 +8,6 @@ region, is the same: seeds are values like any other. The numbers are not those 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,16 +33,13 @@ class _Writer:
         with self.site.graph.inserting_before(self.site), _mode_of(_drawn(self.site)):
             return _call(self.site.graph, self.meta, target, *args, **kwargs)
 
-    def uniform(self, like: fx.Node, stream: int = 0) -> fx.Node:
+    def uniform(self, like: fx.Node) -> fx.Node:
         """float32 in [0, 1) in the sizes of `like`."""
-        return self.call(torch.ops.fuser.uniform_like.default, self.seed, stream, like)
+        return self.call(torch.ops.fuser.uniform_like.default, self.seed, 0, like)
 
     def normal(self, like: fx.Node) -> fx.Node:
-        """Standard normal float32, by Box and Muller."""
-        radius = self.call(aten.sub.Tensor, self.full([], 1.0), self.uniform(like, 0))  # in (0, 1]
-        radius = self.call(aten.sqrt.default, self.call(aten.mul.Tensor, self.call(aten.log.default, radius), -2.0))
-        angle = self.call(aten.mul.Tensor, self.uniform(like, 1), 2 * math.pi)
-        return self.call(aten.mul.Tensor, radius, self.call(aten.cos.default, angle))
+        """Standard normal float32 in the sizes of `like`."""
+        return self.call(torch.ops.fuser.normal_like.default, self.seed, 0, like)
 
     def full(self, size: Any, value: float, dtype: torch.dtype = torch.float32) -> fx.Node:
         """One number everywhere; where only the sizes are asked for a kernel never makes it."""

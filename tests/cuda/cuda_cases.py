@@ -91,12 +91,6 @@ def at_the_edges(seed: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...
     return (*dropped(seed, x, 0.0), *dropped(seed, x, 0.9999999), u < 1.0, u < x, u < -1.0)
 
 
-def normal_like(seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers, by Box and Muller."""
-    radius = torch.sqrt(torch.log(1 - torch.ops.fuser.uniform_like(seed, 0, x)) * -2.0)
-    return radius * torch.cos(torch.ops.fuser.uniform_like(seed, 1, x) * 6.283185307179586)
-
-
 def seeded(*size: int, dtype: torch.dtype = torch.float32) -> Make:
     """A seed, and numbers in a size."""
     return lambda i: (i.below(1 << 62), i.normal(*size, dtype=dtype))
@@ -196,7 +190,10 @@ EXTRA = (
     Case("dropout/channels", lambda s, x: x * dropped(s, x[:, :, :1])[0], seeded(3, 5, 70)),
     Case("dropout/one", lambda s, x: dropped(s, x), seeded(1)),
     Case("dropout/edges", at_the_edges, seeded(66)),
-    Case("normal", normal_like, seeded(17, 65)),
+    Case("normal", lambda s, x: x + torch.ops.fuser.normal_like(s, 1 << 40, x), seeded(17, 65)),
+    Case("normal/odd", lambda s, x: x.softmax(-1) * torch.ops.fuser.normal_like(s, 0, x), seeded(9, 77)),
+    Case("normal/columns", lambda s, x: (x * torch.ops.fuser.normal_like(s, 0, x)).sum(0), seeded(70, 48)),
+    Case("normal/wide", lambda s, x: torch.ops.fuser.normal_like(s, 0, x), seeded(4096, 1024)),
     Case("gather", gather_rows, lambda i: (i.normal(50, 20), i.below(50, 30))),
     Case("gather/along", lambda x, i: x.gather(1, i) + 1, lambda i: (i.normal(50, 20), i.below(20, 50, 33))),
     Case("gather/outer", lambda x, i: x.gather(0, i), lambda i: (i.normal(50, 20, dtype=BF16), i.below(50, 33, 20))),
@@ -375,6 +372,7 @@ INTERPRETED = (
     "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
     "dropout", "dropout/rows", "dropout/odd", "dropout/long", "dropout/columns", "dropout/split", "dropout/all",
     "dropout/transposed", "dropout/channels", "dropout/one", "dropout/edges", "normal",
+    "normal/odd", "normal/columns",
     "norm_gradients", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax", "key_gradient",
     "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS)),

@@ -130,7 +130,8 @@ def check(case: Case) -> str | None:
 def small_scans() -> None:
     """Small tiles: the interpreter scans an element at a time."""
     tiles.SCANNED_ROWS, tiles.SHORTEST_ROW = ((16, 64, 1), (64, 64, 1)), 8
-    tiles.LOOPED_SCAN, tiles.SCANNED_COLUMNS = tiles.Tile(1, 64, 1), tiles.Tile(4, 8, 1)
+    tiles.LOOPED_SCAN, tiles.SCANNED_SHORT_COLUMNS = tiles.Tile(1, 64, 1), tiles.Tile(4, 4, 1)
+    tiles.SCANNED_COLUMNS, tiles.SHORT_COLUMN = dict.fromkeys((1, 2, 4, 8), tiles.Tile(4, 8, 1)), 4
     tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 256, 32, 4
 
 

@@ -23,17 +23,17 @@ from fuser.errors import Unsupported
 pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 
 MOST_REGISTERS = 128
+SCAN_REGISTERS = 192  # of scans along columns, of whose programs few run at a time
 MORE = 16  # registers that another version of Triton may take beyond those that are recorded
 FILE_REGISTERS = 65536  # of a multiprocessor
 RECORD = pathlib.Path(__file__).with_name("registers.json")
-# libdevice's cosine has a few bytes of stack for arguments that are too large for `normal`'s.
-ALL = tuple(name for name in CASES if not name.endswith("/0") and name != "normal")
+ALL = tuple(name for name in CASES if not name.endswith("/0"))
 # Each kind of kernel once.
 PART = (
     "bias_gelu_mul/2", "softmax/2", "softmax_middle/2", "layer_norm/2", "group_norm/2", "cross_entropy/2", "rope/2",
     "adam/2", "transposed_add/2", "column_sum/2", "argmax/split", "mean_var/long", "mixed_dtypes/2", "index_add/bf16",
     "scatter_amin/new", "float8/e5m2/to", "cumsum/columns/long", "cumsum/chunks/long", "dropout/wide", "dropout/odd",
-    "dropout/columns", "norm_gradients/summed/2048",
+    "dropout/columns", "normal/wide", "norm_gradients/summed/2048",
 )  # fmt: skip
 NAMES = ALL if os.environ.get("FUSER_TEST_ALL") else PART
 
@@ -58,6 +58,11 @@ def used(name: str, capability: int) -> list[dict[str, int]]:
     return [{"registers": u.registers, "stack": u.stack, "threads": e.threads} for e, u in found]
 
 
+def bound(name: str) -> int:
+    """How many registers a thread of a case's kernels may take."""
+    return SCAN_REGISTERS if name.startswith("cum") else MOST_REGISTERS
+
+
 @pytest.mark.parametrize("capability", (80, 90))
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_in_as_many_registers_as_are_recorded(name: str, capability: int) -> None:
@@ -66,7 +71,7 @@ def test_compiles_in_as_many_registers_as_are_recorded(name: str, capability: in
     assert len(found) == len(recorded[name]), "another number of kernels than is recorded"
     for u, most in zip(found, recorded[name]):
         assert u["stack"] == 0, u
-        assert 0 < u["registers"] <= min(most + MORE, MOST_REGISTERS), (u, most)
+        assert 0 < u["registers"] <= min(most + MORE, bound(name)), (u, most)
         assert u["registers"] * u["threads"] <= FILE_REGISTERS, u
 
 
@@ -74,7 +79,7 @@ def test_every_case_is_recorded() -> None:
     recorded = json.loads(RECORD.read_text())
     for capability in ("80", "90"):
         assert set(recorded[capability]) == set(ALL), "run python tests/cuda/test_cubins.py"
-        assert max(max(r) for r in recorded[capability].values()) <= MOST_REGISTERS
+        assert all(max(r) <= bound(name) for name, r in recorded[capability].items())
 
 
 @pytest.mark.parametrize("name", ("index_add", "cumsum", "column_sum/odd", "softmax/odd"))

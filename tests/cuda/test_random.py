@@ -50,10 +50,11 @@ def test_eager_numbers_and_missing_kernels_leave_the_operators():
     assert rewritten(fn, 8, 16)[0] == 0
 
 
-SHARED = ("random", "dropout", "dropout/wide", "dropout/rows", "dropout/long", "dropout/columns", "dropout/split")
+SHARED = ("random", "dropout", "dropout/wide", "dropout/rows", "dropout/long", "dropout/columns", "dropout/split",
+          "normal", "normal/columns")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", (*SHARED, "dropout/odd"))
+@pytest.mark.parametrize("name", (*SHARED, "dropout/odd", "normal/odd"))
 def test_four_neighbours_share_a_block(name):
     case = CASES[name]
     text = case.source(case.fake_args()).text
@@ -84,9 +85,10 @@ def test_seeds_share_a_kernel_wherever_they_lie():
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 @pytest.mark.parametrize("capability", (80, 90))
-def test_words_stay_in_their_threads(capability):
+@pytest.mark.parametrize("name", ["dropout/wide", "normal/wide"])
+def test_words_stay_in_their_threads(name, capability):
     """Four words of a block meet their elements without a way through shared memory."""
-    case = CASES["dropout/wide"]
+    case = CASES[name]
     (entry,) = fused_kernel.compile_entries(case.source(case.fake_args()), capability)
     assert entry.shared == 0
 
