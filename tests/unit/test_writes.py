@@ -191,6 +191,17 @@ def test_readers_outside_come_before_the_write(clean):
     compare(f, X[:32], Y[:32])
 
 
+def test_reader_outside_that_also_needs_the_new_value(clean):
+    def f(x):
+        y = (x * 2 + 1).relu()
+        z = x @ y.t()
+        x.copy_(y)
+        return z
+
+    compare(f, X[:32])
+    assert last_compilation().groups
+
+
 def test_result_that_was_written_back_is_no_alias(clean):
     def f(x):
         y = x * 2
