@@ -142,3 +142,16 @@ def test_integers_behave_as_eagers():
     handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
     for n, (got, want) in enumerate(zip(handle(i, b, f), fn(i, b, f))):
         assert got.dtype is want.dtype and torch.equal(got, want), n
+
+
+def test_extremes_with_places_take_the_first_zero():
+    """Of both signs. Without places, eager's choice hangs on the width of its vectors, and is not followed."""
+
+    def fn(x):
+        return *torch.max(x, -1), *torch.min(x, -1)
+
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    for n in (3, 17, 100):
+        x = torch.where(torch.rand(20, n, generator=torch.Generator().manual_seed(n)) < 0.5, 0.0, -0.0)
+        for got, want in zip(handle(x), fn(x)):
+            assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
