@@ -19,7 +19,7 @@ from benchmarks.contestants import fuser_backend  # torch.compile's name for it,
 BF16 = torch.bfloat16
 DRY = not torch.cuda.is_available()  # small and on the CPU: does everything run?
 DEVICE = "cpu" if DRY else "cuda"
-FLUSH_BYTES = 1 << 20 if DRY else 1 << 30  # long enough for Python to come with the next call meanwhile
+FLUSH_BYTES = 1 << 20 if DRY else 4 << 30  # a millisecond: Python comes with the next call meanwhile, a backward too
 Lines = Iterator[dict[str, Any]]
 
 
