@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.child import environment
 from benchmarks.h200_timing import (
@@ -184,7 +186,13 @@ def llama() -> Lines:
     """Inference of 4 x 2048 tokens: own compile time (first call less aot_eager's), steady call."""
     model, ids = llama_model().eval(), _tokens(4, 2048)
     with torch.no_grad():
-        yield from _contest(lambda fn: fn(ids), model, lambda out: out)
+        yield from _contest(lambda fn: fn(ids), model, lambda out: out[:1], lambda: _in_float32(model, ids[:1]))
+
+
+def _in_float32(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What a model in halves would say in float32: eager in halves rounds every angle of a rotation, for one thing."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return deepcopy(model).float()(ids)
 
 
 def llama_training() -> Lines:
@@ -217,8 +225,21 @@ def _off(got: torch.Tensor, want: torch.Tensor) -> dict[str, Any]:
     return {"off eager by": error, "wrong": "" if error < MOST_OFF else f"off eager's by {error:.3g}"}
 
 
-def _contest(run: Callable[[Any], Any], model: nn.Module, read: Callable[[Any], torch.Tensor]) -> Lines:
-    """Each contestant's first call and steady time of `run`; `read` is what of its result is compared with eager's."""
+def _off_float32(results: dict[str, torch.Tensor], name: str, exact: torch.Tensor) -> dict[str, Any]:
+    """How far results are from float32's; more than eager's are is wrong."""
+    error, eager = (float((results[n] - exact).norm() / exact.norm()) for n in (name, "eager"))
+    return {"off float32 by": error, "wrong": "" if error < 1.1 * eager else f"eager is off by {eager:.3g}"}
+
+
+def _contest(
+    run: Callable[[Any], Any], model: nn.Module, read: Callable[[Any], torch.Tensor],
+    in_float32: Callable[[], torch.Tensor] | None = None,
+) -> Lines:  # fmt: skip
+    """Each contestant's first call and steady time of `run`; `read` is what of its result is compared with eager's.
+
+    Where `in_float32` gives the same in float32, eager is as much on trial as the others.
+    """
+    exact = in_float32().float().flatten() if in_float32 is not None else None
     first: dict[str, float] = {}
     steady: dict[str, float] = {}
     warm = compiled("aot_eager", lambda x: torch.relu(x * 2))  # dynamo itself is imported by now
@@ -235,7 +256,8 @@ def _contest(run: Callable[[Any], Any], model: nn.Module, read: Callable[[Any], 
             steady[name] = wall_time(lambda: run(fn), 11)
             line = {"row": name, "first s": first[name], "own compile s": first[name] - first.get("aot_eager", 0.0),
                     "step ms": 1e3 * steady[name]}  # fmt: skip
-            yield {**line, **_off(results[name], results["eager"])}
+            off = _off(results[name], results["eager"]) if exact is None else _off_float32(results, name, exact)
+            yield {**line, **off}
 
         yield from attempt(name, one)
         torch._dynamo.reset()
