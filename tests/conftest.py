@@ -59,6 +59,18 @@ def same_start() -> Iterator[None]:
     yield
 
 
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Nothing compiled through Dynamo, and the same random numbers."""
+    from fuser.frontends.dynamo import forget_compilations
+
+    torch._dynamo.reset()
+    forget_compilations()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def session_cache_dir() -> str:
     """The kernel cache of this pytest process, shared by its tests."""

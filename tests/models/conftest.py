@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-from fuser.frontends.dynamo import forget_compilations
 
 
 @pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+def start(clean: None) -> None:
+    """`clean` of all tests, asked for by each."""
