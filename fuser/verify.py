@@ -131,17 +131,27 @@ class Trials:
 
 def time_ratio(kernel: Callable[..., Any], eager: Callable[..., Any], args: Sequence[Any]) -> float:
     """The kernel's time by eager's: the median of rounds in which either is called for 0.3 ms or more."""
+    return statistics.median(
+        seconds_a_call(kernel, args, _ROUND_SECONDS) / seconds_a_call(eager, args, _ROUND_SECONDS)
+        for _ in range(_ROUNDS)
+    )
+
+
+def seconds_a_call(function: Callable[..., Any], args: Sequence[Any], least: float) -> float:
+    """Seconds that a call takes, over as many as take `least` seconds; on a GPU the device is waited for."""
+    on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+    done: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
+    calls = 0
+    done()
     start = time.perf_counter()
-    eager(*args)
-    repeat = max(1, min(1000, int(_ROUND_SECONDS / max(time.perf_counter() - start, 1e-7))))
-
-    def once(f: Callable[..., Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(repeat):
-            f(*args)
-        return time.perf_counter() - start
-
-    return statistics.median(once(kernel) / once(eager) for _ in range(_ROUNDS))
+    while True:
+        for _ in range(max(1, calls)):
+            function(*args)
+        done()
+        calls += max(1, calls)
+        spent = time.perf_counter() - start
+        if spent >= least:
+            return spent / calls
 
 
 def _wide(a: Any) -> Any:

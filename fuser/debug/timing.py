@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from fuser.debug.reporting import why_unfused
 from fuser.errors import Unsupported
 from fuser.executor import may_repeat
 from fuser.kernel_cache import REGISTRY
+from fuser.verify import seconds_a_call
 
 _ROUNDS, _ROUND_SECONDS = 15, 2e-3
 
@@ -53,26 +53,12 @@ def measure(key: int, inputs: Sequence[Any]) -> Timing:
         raise Unsupported(why_unfused(spec) or next(reversed(spec.store.fallbacks), "no kernel takes these inputs"))
     results = result if isinstance(result, tuple) else (result,)
     count = sum(t.numel() * t.element_size() for t in (*args, *results) if isinstance(t, torch.Tensor))
-    cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
-    pairs = [(_once(handle, args, cuda), _once(spec.fallback, args, cuda)) for _ in range(_ROUNDS)]
+    pairs = [
+        (seconds_a_call(handle, args, _ROUND_SECONDS), seconds_a_call(spec.fallback, args, _ROUND_SECONDS))
+        for _ in range(_ROUNDS)
+    ]
     mine, theirs = (statistics.median(column) for column in zip(*pairs))
     return Timing(mine, theirs, count)
-
-
-def _once(function: Callable[..., Any], args: Sequence[Any], cuda: bool) -> float:
-    """Seconds of a call, over as many as take 2 ms."""
-    done: Callable[[], Any] = torch.cuda.synchronize if cuda else lambda: None
-    calls = 0
-    done()
-    start = time.perf_counter()
-    while True:
-        for _ in range(max(1, calls)):
-            function(*args)
-        done()
-        calls += max(1, calls)
-        spent = time.perf_counter() - start
-        if spent >= _ROUND_SECONDS:
-            return spent / calls
 
 
 __all__ = ["Timing", "measure"]
