@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
 
 aten = torch.ops.aten
@@ -65,8 +66,5 @@ def _add_rows(node: fx.Node, own: Any, scattered: Any) -> None:
         words.meta = {"val": indices.meta["val"].view(-1)}
         rows = graph.call_function(aten.view.default, (grad, [-1, grad.meta["val"].shape[-1]]))
         rows.meta = {"val": grad.meta["val"].view(-1, grad.meta["val"].shape[-1])}
-        added = graph.call_function(aten.index_add_.default, (own, 0, words, rows))
-    added.meta = dict(node.meta)
-    node.replace_all_uses_with(added)
-    graph.erase_node(node)
+    put_for(node, aten.index_add_.default, (own, 0, words, rows))
     graph.erase_node(scattered)
