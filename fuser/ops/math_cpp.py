@@ -74,26 +74,20 @@ for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
     )
 for _d, _i in (("f32", "i32"), ("f64", "i64")):
     HELPERS[f"fuser_nextafter_{_d}"] = HELPERS[f"fuser_nextafter_{_d}"].replace("{I}", _i)
-_both(
-    "logaddexp",
-    "a b",
-    """\
+for _name, _exp in (
+    ("logaddexp", "fuser_exp_f64"),
+    ("logaddexp_in_order", "__builtin_exp"),  # one after another, libm's own is done sooner than one made for vectors
+):
+    _both(
+        _name,
+        "a b",
+        """\
   const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
-  const {T} s = ({T})(m + fuser_log1p_f64(fuser_exp_f64(d)));
+  const {T} s = ({T})(m + fuser_log1p_f64(EXP(d)));
   const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
-""",
-)
-_both(  # one after another, libm's own exponential is done sooner than one made for vectors
-    "logaddexp_in_order",
-    "a b",
-    """\
-  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
-  const {T} s = ({T})(m + fuser_log1p_f64(__builtin_exp(d)));
-  const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
-  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
-""",
-)
+""".replace("EXP", _exp),
+    )
 _both(
     "logaddexp2",
     "a b",
