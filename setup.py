@@ -36,7 +36,9 @@ def extensions() -> list[Extension]:
         return []
     choose_compiler()
     flags = ["-O2", "-std=c++17", "-fvisibility=hidden"]
-    return [Extension("fuser.runtime._launcher", [LAUNCHER], extra_compile_args=flags, language="c++", optional=True)]
+    parts = sorted(str(p.relative_to(HERE)) for p in (HERE / LAUNCHER).parent.glob("native/*.h"))
+    native = {"depends": parts, "extra_compile_args": flags, "language": "c++", "optional": True}
+    return [Extension("fuser.runtime._launcher", [LAUNCHER], **native)]
 
 
 TRITON = "triton>=3.4,<3.8; platform_system == 'Linux'"
@@ -51,7 +53,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
     packages=find_packages(include=["fuser", "fuser.*"]),
-    package_data={"": ["py.typed", "*.cpp", "*.h"]},
+    package_data={"": ["py.typed", "*.cpp", "*.h", "native/*.h"]},
     ext_modules=extensions(),
     install_requires=["torch>=2.11", "numpy", "sympy", "cachetools"],
     extras_require={

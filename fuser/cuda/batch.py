@@ -12,7 +12,7 @@ from dataclasses import replace
 from fuser.cuda.nest import Function
 from fuser.cuda.text import VECTOR, Param
 
-SETS = 128  # to a launch; launcher.cpp has the same number (kMembers)
+SETS = 128  # to a launch; native/batch.h has the same number (kMembers)
 TABLE = Param("table", "pointer", "", "*i64", True)
 _NAMES = {f"*{kind}": name for kind, name in (
     ("fp16", "tl.float16"), ("bf16", "tl.bfloat16"), ("fp32", "tl.float32"), ("fp64", "tl.float64"),

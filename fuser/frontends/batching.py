@@ -1,7 +1,8 @@
 """Horizontal fusion: calls of one fusion that do not depend on each other are made by one call.
 
 An optimiser makes the same group for every parameter. Python then sees one call for a whole step, and the launcher
-runs all of it in one parallel region (`each` in launcher.cpp), so that small parameters keep all threads busy together.
+runs all of it in one parallel region (`handle_each` in native/batch.h), so that small parameters keep all threads busy
+together.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
 
-SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")
+SOURCE = pathlib.Path(__file__).with_name("launcher.cpp")  # includes native/*.h
 MODULE = "fuser.runtime._launcher"
 FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
 
@@ -49,7 +49,7 @@ def compilers() -> list[list[str]]:
 
 @functools.cache
 def _source() -> bytes:
-    return SOURCE.read_bytes()
+    return b"".join(part.read_bytes() for part in (SOURCE, *sorted(SOURCE.parent.glob("native/*.h"))))
 
 
 def _key(compiler: list[str]) -> str:

@@ -1,0 +1,156 @@
+// A call of a handle: the kernel that takes it, else ATen for what is known to be refused, else Python.
+#pragma once
+
+#include "gpu.h"
+
+namespace {
+
+// -- The handle, as Python sees it ------------------------------------------------------------------------------------
+PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t status) {
+  h->misses++;
+  PyObject* tuple = PyTuple_New(n);
+  if (!tuple) return nullptr;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    Py_INCREF(args[i]);
+    PyTuple_SET_ITEM(tuple, i, args[i]);
+  }
+  PyObject* code = PyLong_FromLong(status);
+  PyObject* out = code ? PyObject_CallFunctionObjArgs(h->slow, tuple, code, nullptr) : nullptr;
+  Py_XDECREF(code);
+  Py_DECREF(tuple);
+  return out;
+}
+
+// `device` becomes the number of the tensors' CUDA device, if they are on one.
+bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& device) {
+  bool grad = torch.grad_enabled();
+  uint64_t devices = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (!read_arg(objects[i], grad, args[i], devices)) return false;
+    if (args[i].kind != TENSOR || args[i].tensor.device_type != kCUDA) continue;
+    if (device >= 0 && device != args[i].tensor.device_id) return false;
+    device = args[i].tensor.device_id;
+  }
+  return !((devices ? devices : uint64_t(1) << kCPU) & disabled_devices);
+}
+
+// The most recently used kernel first, then the others in the order they were added.
+Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
+  Py_ssize_t last = h->last;
+  for (Py_ssize_t i = -1; i < h->n_kernels; i++) {
+    if (i == last) continue;
+    Kernel* k = h->kernels[i < 0 ? last : i];
+    f = frame_of(k, words);
+    rest = match(k, args, n, f);
+    if (!rest) continue;
+    if (i >= 0) h->last = i;
+    return k;
+  }
+  return nullptr;
+}
+
+// -- What ATen runs, without asking Python again ----------------------------------------------------------------------
+constexpr size_t kForm = 160;  // words of the longest form that is remembered
+
+// The form of a call; 0 if it is too long.
+size_t form_of(const Arg* args, Py_ssize_t n, int64_t* form) {
+  size_t w = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const DLTensor& t = args[i].tensor;
+    size_t dims = args[i].kind == TENSOR ? size_t(t.ndim) : 0;
+    if (w + 2 + 2 * dims > kForm) return 0;
+    form[w++] = args[i].kind;
+    if (args[i].kind != TENSOR) continue;
+    form[w - 1] |= int64_t(t.ndim) << 8 | int64_t(t.device_type) << 16 | int64_t(t.device_id) << 32;
+    form[w++] = t.dtype;
+    for (size_t d = 0; d < dims; d++) form[w++] = t.shape[d];
+    for (size_t d = 0; d < dims; d++) form[w++] = t.strides[d];
+  }
+  return w;
+}
+
+bool has_form(const Refusal* r, const int64_t* form, size_t words) {
+  return r->words == words && !memcmp(r->form, form, words * sizeof(int64_t));
+}
+
+// What was refused in this form, the most recently used first; else what is refused in all; else null.
+Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
+  int64_t form[kForm];
+  size_t words = h->n_refusals ? form_of(args, n, form) : 0;
+  for (Py_ssize_t i = -1; words && i < h->n_refusals; i++) {
+    Py_ssize_t at = i < 0 ? h->last_refusal : i;
+    if (!has_form(h->refusals[at], form, words)) continue;
+    h->last_refusal = at;
+    return h->refusals[at];
+  }
+  return h->all && n == h->arity ? h->all : nullptr;
+}
+
+PyObject* call_refused(Handle* h, Refusal* r, PyObject* const* objects, Py_ssize_t n) {
+  h->misses++;
+  r->calls++;
+  PyObject* function = r->function;
+  Py_INCREF(function);
+  PyObject* out = PyObject_Vectorcall(function, objects, size_t(n), nullptr);
+  Py_DECREF(function);
+  return out;
+}
+
+bool is_usual(PyObject* o) {
+  PyTypeObject* type = Py_TYPE(o);
+  return type == torch.tensor || type == torch.parameter || type == &PyLong_Type || type == &PyFloat_Type ||
+         type == &PyBool_Type;
+}
+
+bool are_usual(PyObject* const* objects, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (!is_usual(objects[i])) return false;
+  }
+  return true;
+}
+
+PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+  if (names && PyTuple_GET_SIZE(names)) {
+    PyErr_SetString(PyExc_TypeError, "a fusion handle takes its inputs as positional arguments: no keywords");
+    return nullptr;
+  }
+  if (!h->n_kernels && h->all && n == h->arity && are_usual(objects, n)) return call_refused(h, h->all, objects, n);
+  if (!h->n_kernels && !h->n_refusals) return call_slow(h, objects, n, 0);
+  constexpr Py_ssize_t kArgs = 12;
+  constexpr int64_t kWords = 192;
+  Arg few_args[kArgs], *args = few_args;
+  int64_t few_words[kWords], *words = few_words;
+  void* more = nullptr;
+  if (n > kArgs || h->words > kWords) {
+    more = malloc(sizeof(Arg) * n + sizeof(int64_t) * h->words);
+    if (!more) return PyErr_NoMemory();
+    args = (Arg*)more;
+    words = (int64_t*)(args + n);
+  }
+  ThreadState& ts = thread_state;
+  PyObject* out = nullptr;
+  int32_t status = 0;
+  Kernel* k = nullptr;
+  Refusal* refusal = nullptr;
+  int32_t device = -1;
+  if (context_is_plain(ts) && read_args(objects, n, args, device)) {
+    Frame f;
+    const int64_t* rest;
+    k = h->n_kernels ? find_kernel(h, args, n, words, f, rest) : nullptr;
+    if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
+    else refusal = find_refusal(h, args, n);
+  }
+  free(more);
+  if (refusal) return call_refused(h, refusal, objects, n);
+  if (out) {
+    k->hits++;
+    h->hits++;
+    return out;
+  }
+  if (k && !status) return nullptr;
+  return call_slow(h, objects, n, status);
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+// What the launcher uses of torch and of NVIDIA's driver: addresses and objects that `module_setup` was given.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+namespace {
+
+// -- DLPack 1.x, as its specification lays it out ---------------------------------------------------------------------
+struct DLTensor {
+  char* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint32_t dtype;  // code, bits, lanes: compared as one word
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLManaged {
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(DLManaged*);
+  uint64_t flags;
+  DLTensor tensor;
+};
+
+struct DLExchange {
+  uint32_t major, minor;
+  DLExchange* previous;
+  void* allocate;
+  void* to_managed;
+  int (*from_managed)(DLManaged*, void** out);
+  int (*parse)(void* object, DLTensor* out);
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
+};
+
+constexpr int32_t kCPU = 1, kCUDA = 2;
+constexpr int32_t kInt64 = 4;  // torch's number of the dtype
+constexpr int kLayout = 2;  // of the words that encode.py writes: LAYOUT there; both change together
+
+// -- What `setup` was given -------------------------------------------------------------------------------------------
+typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
+typedef PyObject* (*WrapTensor)(void* const& tensor);  // at::TensorBase const&: a reference to one pointer
+
+struct {
+  PyTypeObject *tensor, *parameter;
+  DLExchange* dlpack;
+  // Where a tensor object keeps its TensorImpl, and that its dispatch keys; -1: ask `plain_tensor`.
+  int64_t impl_offset, keys_offset;
+  uint64_t plain_keys[8];
+  int n_plain_keys;
+  bool (*impl_requires_grad)(const char* impl);  // null: Tensor.requires_grad's own getter
+  getter requires_grad;
+  void* requires_grad_closure;
+  // The thread's dispatch keys, as differences from the default; no library: ask `plain_context`.
+  void* c10_library;
+  uint64_t harmless_included, harmful_excluded;
+  bool (*grad_enabled)();
+  bool (*function_mode)();
+  int (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+  int (*delete_tensor)(void*);
+  int (*data_ptr)(void*, void**);
+  WrapTensor wrap;
+  int (*num_threads)();
+  void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+  void (*gomp_barrier)();
+  int (*omp_thread_num)();
+  int (*omp_num_threads)();
+  int (*omp_in_parallel)();
+  PyObject *py_empty_strided, *py_warm, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
+  PyObject *settings, *limit_name, *idle_name;  // config's values by name; null: the pool's own limits
+} torch;
+
+// NVIDIA's driver, as far as a launch needs it; found by the first GPU kernel's library.
+struct {
+  int (*launch)(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                unsigned shared, void* stream, void** params, void** extra);
+  int (*current_device)(int* device);
+  int (*retain)(void** context, int device);
+  int (*release)(int device);
+  int (*push)(void* context);
+  int (*pop)(void** context);
+  int (*is_capturing)(void* stream, int* status);
+  int (*copy_to_device)(void* to, const void* from, size_t bytes, void* stream);
+} cuda;
+
+uint64_t disabled_devices;  // bit d: DLPack device type d is off
+
+}  // namespace

@@ -1,0 +1,295 @@
+// `Handle` as a Python type: kernels and refusals added, counters read, memory given back.
+#pragma once
+
+#include "batch.h"
+
+namespace {
+
+bool add_kernel(Handle* h, Kernel* k) {
+  Kernel** list = (Kernel**)realloc(h->kernels, sizeof(Kernel*) * (h->n_kernels + 1));
+  if (!list) return false;
+  list[h->n_kernels] = k;
+  h->kernels = list;
+  if (k->words > h->words) h->words = k->words;
+  h->last = h->n_kernels++;
+  return true;
+}
+
+void free_kernel(Kernel* k) {
+  Py_XDECREF(k->dtypes);
+  Py_XDECREF(k->library);
+  free(k->entries);
+  free(k->batch);
+  free(k);
+}
+
+// The library stays loaded: other handles, or a launch in another thread, may be using it.
+bool load_entries(Kernel* k, PyObject* names, const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    PyErr_Format(PyExc_OSError, "kernel library %s cannot be loaded: %s", path, dlerror());
+    return false;
+  }
+  for (int64_t i = 0; i < k->n_steps; i++) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+    if (!name) return false;
+    k->entries[i] = (StepEntry)dlsym(library, name);
+    if (!k->entries[i]) {
+      PyErr_Format(PyExc_OSError, "kernel library %s has no entry %s", path, name);
+      return false;
+    }
+  }
+  return true;
+}
+
+// A GPU kernel's library: `entries`, one for each step, and `functions`, in the order of the fields of `cuda`.
+bool take_entries(Kernel* k, PyObject* library) {
+  PyObject* entries = PyObject_GetAttrString(library, "entries");
+  PyObject* functions = entries ? PyObject_GetAttrString(library, "functions") : nullptr;
+  void* found[8] = {};
+  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 8 &&
+            PyTuple_GET_SIZE(entries) == k->n_steps && torch.dlpack->current_stream;
+  for (int i = 0; ok && i < 8; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
+  for (int64_t i = 0; ok && i < k->n_steps; i++) {
+    k->entries[i] = (StepEntry)PyLong_AsVoidPtr(PyTuple_GET_ITEM(entries, i));
+    ok = k->entries[i] != nullptr;
+  }
+  if (ok) {
+    memcpy(&cuda, found, sizeof found);
+    Py_INCREF(library);
+    k->library = library;
+  } else if (!PyErr_Occurred()) {
+    PyErr_SetString(PyExc_OSError, "a GPU kernel's library lacks entries or the driver's functions");
+  }
+  Py_XDECREF(entries);
+  Py_XDECREF(functions);
+  return ok;
+}
+
+bool find_entries(Kernel* k, PyObject* names, PyObject* library) {
+  if (!PyUnicode_Check(library) && !PyBytes_Check(library) && PyObject_HasAttrString(library, "entries")) {
+    return take_entries(k, library);
+  }
+  PyObject* path;
+  if (!PyUnicode_FSConverter(library, &path)) return false;
+  bool ok = load_entries(k, names, PyBytes_AS_STRING(path));
+  Py_DECREF(path);
+  return ok;
+}
+
+PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
+  PyObject *program, *library;
+  if (!PyArg_ParseTuple(arguments, "OO:add_kernel", &program, &library)) return nullptr;
+  PyObject* encoded = PyObject_CallOneArg(torch.encode, program);
+  const char* stream;
+  Py_ssize_t length;
+  PyObject *names, *dtypes;
+  Kernel *k = nullptr, head = {};
+  bool ok = encoded && PyArg_ParseTuple(encoded, "(LLLLLLL)y#O!O!", &head.n_inputs, &head.n_slots, &head.n_floats,
+                                        &head.n_pointers, &head.n_buffers, &head.n_dims, &head.depth, &stream, &length,
+                                        &PyTuple_Type, &names, &PyTuple_Type, &dtypes);
+  if (ok) {
+    k = (Kernel*)calloc(1, sizeof(Kernel) + size_t(length));
+    head.n_steps = PyTuple_GET_SIZE(names);
+    head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 3 * head.n_steps + head.n_dims +
+                 head.depth;
+    if (k) {
+      *k = head;
+      memcpy(k->stream, stream, size_t(length));
+      Py_INCREF(dtypes);
+      k->dtypes = dtypes;
+      k->entries = (StepEntry*)calloc(size_t(head.n_steps) + 1, sizeof(StepEntry));
+    }
+    ok = k && k->entries && find_entries(k, names, library) && add_kernel((Handle*)self, k);
+    if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
+  }
+  Py_XDECREF(encoded);
+  if (!ok) {
+    if (k) free_kernel(k);
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+void free_refusal(Refusal* r) {
+  if (!r) return;
+  Py_DECREF(r->function);
+  Py_DECREF(r->reason);
+  free(r);
+}
+
+bool add_refusal(Handle* h, Refusal* r) {
+  Refusal** list = (Refusal**)realloc(h->refusals, sizeof(Refusal*) * (h->n_refusals + 1));
+  if (!list) return false;
+  list[h->n_refusals] = r;
+  h->refusals = list;
+  h->last_refusal = h->n_refusals++;
+  return true;
+}
+
+// The form of a call with these arguments; false if kernels would not be asked about it, or it is known already.
+bool read_form(Handle* h, PyObject* example, int64_t* form, size_t& words) {
+  Py_ssize_t n = PyTuple_GET_SIZE(example);
+  Arg* args = (Arg*)malloc(sizeof(Arg) * size_t(n + 1));
+  int32_t device = -1;
+  words = args && read_args(((PyTupleObject*)example)->ob_item, n, args, device) ? form_of(args, n, form) : 0;
+  free(args);
+  bool known = false;
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) known |= has_form(h->refusals[i], form, words);
+  return words && !known;
+}
+
+PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
+  Handle* h = (Handle*)self;
+  PyObject *function, *reason, *which;
+  if (!PyArg_ParseTuple(arguments, "OOO:refuse", &function, &reason, &which)) return nullptr;
+  bool all = !PyTuple_Check(which);
+  Py_ssize_t arity = all ? PyNumber_AsSsize_t(which, PyExc_OverflowError) : 0;
+  if (PyErr_Occurred()) return nullptr;
+  int64_t form[kForm];
+  size_t words = 0;
+  if (all ? h->all != nullptr : !read_form(h, which, form, words)) Py_RETURN_FALSE;
+  Refusal* r = (Refusal*)calloc(1, sizeof(Refusal) + words * sizeof(int64_t));
+  if (!r) return PyErr_NoMemory();
+  Py_INCREF(function);
+  Py_INCREF(reason);
+  r->function = function;
+  r->reason = reason;
+  r->words = words;
+  memcpy(r->form, form, words * sizeof(int64_t));
+  if (all) {
+    h->all = r;
+    h->arity = arity;
+  } else if (!add_refusal(h, r)) {
+    free_refusal(r);
+    return PyErr_NoMemory();
+  }
+  Py_RETURN_TRUE;
+}
+
+PyObject* handle_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject* slow;
+  static const char* names[] = {"slow", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O:Handle", (char**)names, &slow)) return nullptr;
+  if (!torch.dlpack) {
+    PyErr_SetString(PyExc_RuntimeError, "the native launcher is not set up: use fuser.runtime.launcher.make_handle");
+    return nullptr;
+  }
+  Handle* h = (Handle*)type->tp_alloc(type, 0);
+  if (!h) return nullptr;
+  Py_INCREF(slow);
+  h->slow = slow;
+  h->vectorcall = handle_call;
+  return (PyObject*)h;
+}
+
+int handle_traverse(PyObject* self, visitproc visit, void* arg) {
+  Handle* h = (Handle*)self;
+  Py_VISIT(h->slow);
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) Py_VISIT(h->refusals[i]->function);
+  if (h->all) Py_VISIT(h->all->function);
+  return 0;
+}
+
+void free_refusals(Handle* h) {
+  Refusal **list = h->refusals, *all = h->all;
+  Py_ssize_t n = h->n_refusals;
+  h->refusals = nullptr;
+  h->all = nullptr;
+  h->n_refusals = 0;
+  for (Py_ssize_t i = 0; i < n; i++) free_refusal(list[i]);
+  free_refusal(all);
+  free(list);
+}
+
+int handle_clear(PyObject* self) {
+  Handle* h = (Handle*)self;
+  PyObject* slow = h->slow;
+  Py_INCREF(Py_None);  // a call while the cycle is being taken apart finds something to call
+  h->slow = Py_None;
+  Py_XDECREF(slow);
+  free_refusals(h);
+  return 0;
+}
+
+void handle_dealloc(PyObject* self) {
+  Handle* h = (Handle*)self;
+  PyObject_GC_UnTrack(self);
+  if (h->weakrefs) PyObject_ClearWeakRefs(self);
+  Py_CLEAR(h->slow);
+  free_refusals(h);
+  for (Py_ssize_t i = 0; i < h->n_kernels; i++) free_kernel(h->kernels[i]);
+  free(h->kernels);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* handle_kernel_hits(PyObject* self, void*) {
+  Handle* h = (Handle*)self;
+  PyObject* out = PyTuple_New(h->n_kernels);
+  for (Py_ssize_t i = 0; out && i < h->n_kernels; i++) {
+    PyObject* n = PyLong_FromUnsignedLongLong(h->kernels[i]->hits);
+    if (!n) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, n);
+  }
+  return out;
+}
+
+PyObject* handle_refused(PyObject* self, void*) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t n = h->n_refusals + (h->all ? 1 : 0);
+  PyObject* out = PyTuple_New(n);
+  for (Py_ssize_t i = 0; out && i < n; i++) {
+    Refusal* r = i < h->n_refusals ? h->refusals[i] : h->all;
+    PyObject* pair = Py_BuildValue("(OK)", r->reason, (unsigned long long)r->calls);
+    if (!pair) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, pair);
+  }
+  return out;
+}
+
+PyMethodDef handle_methods[] = {
+    {"add_kernel", handle_add_kernel, METH_VARARGS,
+     "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
+     "or for a GPU an object with `entries` and `functions`."},
+    {"refuse", handle_refuse, METH_VARARGS,
+     "refuse(function, reason, which): calls that no kernel takes go to function(*args), those with tensors of the "
+     "dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments. False if not so."},
+    {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
+     "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
+     "results as a tuple if `keep`, else None."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef handle_members[] = {
+    {"slow", T_OBJECT, offsetof(Handle, slow), READONLY, "what answers calls that no kernel takes"},
+    {"hits", T_ULONGLONG, offsetof(Handle, hits), READONLY, "calls that a kernel answered"},
+    {"misses", T_ULONGLONG, offsetof(Handle, misses), READONLY, "calls that no kernel answered"},
+    {"kernel_count", T_PYSSIZET, offsetof(Handle, n_kernels), READONLY, "kernels added so far"},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef handle_getset[] = {
+    {"kernel_hits", handle_kernel_hits, nullptr, "calls that each kernel answered, in the order they were added",
+     nullptr},
+    {"refused", handle_refused, nullptr, "what was refused: the reason, and the calls since", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject HandleType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool ready_handle_type() {
+  HandleType.tp_name = "fuser.runtime._launcher.Handle";
+  HandleType.tp_basicsize = sizeof(Handle);
+  HandleType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+  HandleType.tp_doc = "Handle(slow): runs the kernel that takes the call's arguments, or slow(args, status).";
+  HandleType.tp_new = handle_new;
+  HandleType.tp_dealloc = handle_dealloc;
+  HandleType.tp_traverse = handle_traverse;
+  HandleType.tp_clear = handle_clear;
+  HandleType.tp_call = PyVectorcall_Call;
+  HandleType.tp_vectorcall_offset = offsetof(Handle, vectorcall);
+  HandleType.tp_weaklistoffset = offsetof(Handle, weakrefs);
+  HandleType.tp_methods = handle_methods;
+  HandleType.tp_members = handle_members;
+  HandleType.tp_getset = handle_getset;
+  return PyType_Ready(&HandleType) == 0;
+}
+
+}  // namespace

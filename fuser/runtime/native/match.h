@@ -1,0 +1,190 @@
+// Kernels and handles as records; a call's arguments read and compared with what a kernel was made for.
+#pragma once
+
+#include "programs.h"
+
+namespace {
+
+struct Kernel {
+  int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
+  uint64_t hits;
+  StepEntry* entries;  // of a GPU kernel: the driver's handles
+  PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
+  PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
+  int64_t* batch;      // of a GPU kernel, for each step: its form for many argument sets (see BatchForm); null: not asked
+  bool no_batch;       // there is none
+  int64_t stream[1];
+};
+
+// Calls that are left to ATen: of one form (dtypes, sizes and strides of the tensors, kinds of the numbers), or all.
+struct Refusal {
+  PyObject *function, *reason;
+  uint64_t calls;
+  size_t words;
+  int64_t form[1];
+};
+
+struct Handle {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject *slow, *weakrefs;
+  Kernel** kernels;
+  Py_ssize_t n_kernels, last;
+  Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel takes
+  Py_ssize_t n_refusals, last_refusal, arity;
+  int64_t words;  // scratch words that the hungriest kernel needs for a call
+  unsigned long long hits, misses;
+};
+
+enum ArgKind { TENSOR, INT, BOOL, FLOAT };
+
+struct Arg {
+  int kind;
+  double real;
+  int64_t integer;
+  DLTensor tensor;
+};
+
+// One call's numbers, in one piece of memory.
+struct Frame {
+  int64_t *slots, *dims, *stack;
+  double* floats;
+  char** pointers;
+  uintptr_t* outputs;  // a handle of torch's C shim, or a PyObject* with the lowest bit set
+  int64_t* steps;  // units, work, threads for each step
+};
+
+Frame frame_of(const Kernel* k, int64_t* w) {
+  Frame f;
+  f.slots = w, w += k->n_slots;
+  f.floats = (double*)w, w += k->n_floats;
+  f.pointers = (char**)w, w += k->n_pointers;
+  f.outputs = (uintptr_t*)w, w += k->n_buffers;
+  f.steps = w, w += 3 * k->n_steps;
+  f.dims = w, w += k->n_dims;
+  f.stack = w;
+  return f;
+}
+
+bool truth(PyObject* answer) {  // steals; an error counts as no
+  if (!answer) {
+    PyErr_Clear();
+    return false;
+  }
+  bool yes = answer == Py_True;
+  Py_DECREF(answer);
+  return yes;
+}
+
+// Whether no mode, transform, autocast or forward derivative is at work in this thread.
+bool context_is_plain(ThreadState& ts) {
+  if (torch.c10_library && torch.function_mode) {
+    if (!ts.dispatch_keys) {
+      ts.dispatch_keys = (const uint64_t*)dlsym(torch.c10_library, "_ZN3c104impl26raw_local_dispatch_key_setE");
+    }
+    const uint64_t* keys = ts.dispatch_keys;
+    bool usual = keys && !(keys[0] & ~torch.harmless_included) && !(keys[1] & torch.harmful_excluded);
+    if (usual && !torch.function_mode()) {
+      PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level_name);
+      if (level && PyLong_CheckExact(level) && PyLong_AsLong(level) < 0) return true;
+    }
+  }
+  return truth(PyObject_CallNoArgs(torch.plain_context));
+}
+
+bool requires_grad(PyObject* o) {  // an error counts as yes
+  PyObject* answer = torch.requires_grad(o, torch.requires_grad_closure);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);
+  return answer != Py_False;
+}
+
+bool tensor_is_plain(PyObject* o, bool grad) {
+  if (torch.keys_offset < 0) {
+    return !(grad && requires_grad(o)) && truth(PyObject_CallOneArg(torch.plain_tensor, o));
+  }
+  const char* impl = *(const char* const*)((const char*)o + torch.impl_offset);
+  if (grad && (torch.impl_requires_grad ? torch.impl_requires_grad(impl) : requires_grad(o))) return false;
+  uint64_t keys = *(const uint64_t*)(impl + torch.keys_offset);
+  for (int i = 0; i < torch.n_plain_keys; i++) {
+    if (torch.plain_keys[i] == keys) return true;
+  }
+  return false;
+}
+
+bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
+  PyTypeObject* type = Py_TYPE(o);
+  if (type == torch.tensor || type == torch.parameter) {
+    if (!tensor_is_plain(o, grad)) return false;
+    if (torch.dlpack->parse(o, &a.tensor)) {
+      PyErr_Clear();
+      return false;
+    }
+    a.kind = TENSOR;
+    devices |= uint64_t(1) << (a.tensor.device_type & 63);
+    return true;
+  }
+  if (type == &PyBool_Type) {
+    a.kind = BOOL;
+    a.integer = o == Py_True;
+    return true;
+  }
+  if (type == &PyLong_Type) {
+    int overflow = 0;
+    a.kind = INT;
+    a.integer = PyLong_AsLongLongAndOverflow(o, &overflow);
+    return !overflow;
+  }
+  if (PyFloat_Check(o)) {
+    a.kind = FLOAT;
+    a.real = PyFloat_AS_DOUBLE(o);
+    return true;
+  }
+  return false;
+}
+
+bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
+  if (uint32_t(p[0]) != t.dtype || (p[1] & 255) != t.device_type || p[2] != t.ndim) return false;
+  if (p[1] & 256 && ((uintptr_t)t.data + t.byte_offset) % 16) return false;
+  int n = t.ndim;
+  p += 3;
+  bool empty = false;
+  for (int d = 0; d < 2 * n; d++) {
+    int64_t found = d < n ? t.shape[d] : t.strides[d - n];
+    empty |= d < n && found == 0;
+    if (*p == BIND) {
+      f.slots[p[1]] = found;
+      p += 2;
+    } else if (value(p, f.slots, f.stack) != found && (d < n || !(empty || t.shape[d - n] <= 1))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether `k` takes these arguments. Leaves the slots bound and returns the stream's rest, or null.
+const int64_t* match(const Kernel* k, const Arg* args, Py_ssize_t n, const Frame& f) {
+  if (k->n_inputs != n) return nullptr;
+  const int64_t* p = k->stream;
+  char** pointer = f.pointers;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const Arg& a = args[i];
+    int64_t kind = *p++;
+    if (kind == TENSOR) {
+      if (a.kind != TENSOR || !match_tensor(a.tensor, p, f)) return nullptr;
+      *pointer++ = a.tensor.data + a.tensor.byte_offset;
+    } else if (kind == FLOAT) {
+      if (a.kind != FLOAT && a.kind != INT) return nullptr;
+      f.floats[*p++] = a.kind == FLOAT ? a.real : double(a.integer);
+    } else {
+      if (a.kind != kind) return nullptr;
+      f.slots[*p++] = a.integer;
+    }
+  }
+  for (int64_t guards = *p++; guards > 0; guards--) {
+    if (!value(p, f.slots, f.stack)) return nullptr;
+  }
+  return p;
+}
+
+}  // namespace

@@ -1,0 +1,250 @@
+// One run of a kernel on the CPU: outputs and temporaries allocated, its steps run by one thread or by all.
+#pragma once
+
+#include "match.h"
+
+namespace {
+
+// -- Outputs ----------------------------------------------------------------------------------------------------------
+PyObject* int_tuple(const int64_t* v, int64_t n) {
+  PyObject* t = PyTuple_New(n);
+  for (int64_t i = 0; t && i < n; i++) {
+    PyObject* item = PyLong_FromLongLong(v[i]);
+    if (!item) Py_CLEAR(t);
+    else PyTuple_SET_ITEM(t, i, item);
+  }
+  return t;
+}
+
+// `device` is the number of a CUDA device, or negative for the CPU, here and below.
+PyObject* allocate_in_python(PyObject* function, const int64_t* sizes, const int64_t* strides, int64_t n,
+                             PyObject* dtype, int32_t device) {
+  PyObject *a = int_tuple(sizes, n), *b = int_tuple(strides, n), *d = nullptr, *out = nullptr;
+  if (device >= 0) d = PyLong_FromLong(device);
+  if (a && b) out = PyObject_CallFunctionObjArgs(function, a, b, dtype, d, nullptr);
+  Py_XDECREF(a);
+  Py_XDECREF(b);
+  Py_XDECREF(d);
+  return out;
+}
+
+void drop_outputs(const Frame& f, int64_t n_buffers) {
+  for (int64_t i = 0; i < n_buffers; i++) {
+    uintptr_t made = f.outputs[i];
+    if (made & 1) Py_DECREF((PyObject*)(made - 1));
+    else if (made) torch.delete_tensor((void*)made);
+  }
+}
+
+void advise_huge(char* data, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  uintptr_t begin = ((uintptr_t)data + kHuge - 1) & ~(uintptr_t)(kHuge - 1);
+  uintptr_t end = ((uintptr_t)data + bytes) & ~(uintptr_t)(kHuge - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// A new tensor for output buffer `i`: its handle and data pointer. False with a Python error set.
+bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
+                     const int64_t* sizes, const int64_t* strides, int64_t n, int32_t device) {
+  void *made = nullptr, *data = nullptr;
+  size_t bytes = itemsize;
+  for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
+  bool large = device < 0 && bytes >= kWarm;
+  int32_t type = device >= 0, index = device >= 0 ? device : 0;  // torch's numbers: 0 is the CPU, 1 is CUDA
+  if (!large && torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, type, index, &made)) {
+    torch.data_ptr(made, &data);
+    f.outputs[i] = (uintptr_t)made;
+  } else {  // through Python, which also has the right exception for what went wrong above
+    PyObject* function = large ? torch.py_warm : torch.py_empty_strided;
+    PyObject* o = allocate_in_python(function, sizes, strides, n, PyTuple_GET_ITEM(k->dtypes, i), device);
+    DLTensor t;
+    if (!o) return false;
+    f.outputs[i] = (uintptr_t)o | 1;
+    if (torch.dlpack->parse(o, &t)) return false;
+    data = t.data + t.byte_offset;
+  }
+  f.pointers[n_inputs + i] = (char*)data;
+  if (bytes >= kAdvise && device < 0) advise_huge((char*)data, bytes);
+  return true;
+}
+
+// -- Steps ------------------------------------------------------------------------------------------------------------
+constexpr int64_t kParallelWork = 32768;  // element operations that are worth one more thread
+constexpr int64_t kReleaseWork = 32768;   // and those that are worth letting other Python threads run
+
+struct Launch {
+  const Kernel* k;
+  const Frame* f;
+  char* scratch;
+  size_t scratch_size;
+  int32_t status;
+};
+
+int64_t thread_count(int64_t units, int64_t work) {
+  if (work < 2 * kParallelWork || units < 2 || !torch.gomp_parallel || torch.omp_in_parallel()) return 1;
+  int64_t n = torch.num_threads(), most = work / kParallelWork;
+  n = n < most ? n : most;
+  return n < units ? n : units;
+}
+
+// Thread `i`'s part of step `s`, split over `n` threads.
+void run_part(Launch* l, int64_t s, int64_t i, int64_t n) {
+  const Frame* f = l->f;
+  int64_t units = f->steps[3 * s], part = units / n, rest = units % n;
+  int64_t begin = i * part + (i < rest ? i : rest), end = begin + part + (i < rest);
+  int32_t status = 0;
+  if (begin >= end || __atomic_load_n(&l->status, __ATOMIC_RELAXED)) return;
+  l->k->entries[s](f->pointers, f->slots, f->floats, begin, end, l->scratch + i * l->scratch_size, &status);
+  if (status) __atomic_store_n(&l->status, status, __ATOMIC_RELAXED);
+}
+
+// All steps in one parallel region: a barrier between two steps costs half of leaving and entering a region.
+void parallel_body(void* p) {
+  Launch* l = (Launch*)p;
+  int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
+  for (int64_t s = 0; s < l->k->n_steps; s++) {
+    if (s) torch.gomp_barrier();  // by every thread, whatever the status: it may change while others are still waiting
+    int64_t n = l->f->steps[3 * s + 2];
+    if (n > team) n = team;
+    if (i < n) run_part(l, s, i, n);
+  }
+}
+
+int32_t run_steps(const Kernel* k, const Frame& f, int64_t threads, char* scratch, size_t scratch_size) {
+  Launch l = {k, &f, scratch, scratch_size, 0};
+  if (threads > 1) {
+    torch.gomp_parallel(parallel_body, &l, unsigned(threads), 0);
+  } else {
+    for (int64_t s = 0; s < k->n_steps; s++) run_part(&l, s, 0, 1);
+  }
+  return l.status;
+}
+
+// -- One run ----------------------------------------------------------------------------------------------------------
+inline size_t round64(size_t n) { return (n + 63) & ~size_t(63); }
+
+PyObject* wrap_output(uintptr_t made) {
+  if (made & 1) return (PyObject*)(made - 1);
+  PyObject* o = nullptr;
+  try {
+    o = torch.wrap(*(void* const*)made);
+  } catch (...) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch could not make a Python object of an output");
+  }
+  torch.delete_tensor((void*)made);
+  return o;
+}
+
+// One result: an output buffer, the very object of an argument, or an earlier result once more.
+PyObject* take_result(const int64_t*& p, const Frame& f, PyObject* const* args, PyObject* earlier) {
+  int64_t source = *p++, i = *p++;
+  if (source == FROM_BUFFER) {
+    uintptr_t made = f.outputs[i];
+    f.outputs[i] = 0;
+    return wrap_output(made);
+  }
+  PyObject* o = source == FROM_INPUT ? args[i] : PyTuple_GET_ITEM(earlier, i);
+  Py_INCREF(o);
+  return o;
+}
+
+PyObject* results(const int64_t* p, const Frame& f, PyObject* const* args) {
+  int64_t single = *p++, n = *p++;
+  if (single) return take_result(p, f, args, nullptr);
+  PyObject* out = PyTuple_New(n);
+  for (int64_t i = 0; out && i < n; i++) {
+    PyObject* o = take_result(p, f, args, out);
+    if (!o) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, o);
+  }
+  return out;
+}
+
+// What the steps of one call need beside its outputs. Bytes; `scratch` is each thread's.
+struct Needs {
+  size_t temporary, scratch;
+  int64_t work, threads;
+};
+
+// Allocates outputs and sizes the steps. `p`, the stream after the guards, moves to the results. False with a Python
+// error set and the outputs dropped.
+inline bool prepare(const Kernel* k, const int64_t*& p, const Frame& f, Needs& need) {
+  int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
+  need = {0, 0, 0, 1};
+  if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
+  for (int64_t i = 0; i < n_buffers; i++) {
+    int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3];
+    p += 4;
+    for (int64_t d = 0; d < (output ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
+    if (output) {
+      if (!allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, -1)) {
+        drop_outputs(f, n_buffers);
+        return false;
+      }
+      continue;
+    }
+    size_t bytes = itemsize;
+    for (int64_t d = 0; d < n; d++) bytes *= size_t(dims[d]);
+    f.pointers[inputs + i] = (char*)need.temporary;  // an offset until the memory is known
+    need.temporary += round64(bytes);
+  }
+  p++;
+  for (int64_t s = 0; s < k->n_steps; s++) {
+    int64_t* step = f.steps + 3 * s;
+    step[0] = value(p, f.slots, f.stack);
+    step[1] = value(p, f.slots, f.stack);
+    step[2] = thread_count(step[0], step[1]);
+    size_t bytes = size_t(value(p, f.slots, f.stack));
+    p++;  // no GPU
+    need.scratch = bytes > need.scratch ? bytes : need.scratch;
+    need.work += step[1];
+    need.threads = step[2] > need.threads ? step[2] : need.threads;
+  }
+  need.scratch = need.scratch ? round64(need.scratch) + 64 : 0;
+  return true;
+}
+
+// Memory for temporaries and scratch: a block of the pool, to be given back, or this thread's arena. Null: there is none.
+inline char* take_memory(size_t bytes, ThreadState& ts, Block*& block) {
+  block = nullptr;
+  if (bytes < kPoolMin) return arena(ts, bytes);
+  pool_follow_settings();
+  block = pool_take(bytes);
+  return block ? block->data : nullptr;
+}
+
+inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
+  int64_t inputs = k->n_pointers - k->n_buffers;
+  for (int64_t i = 0; i < k->n_buffers; i++) {
+    if (!f.outputs[i]) f.pointers[inputs + i] += (uintptr_t)base;
+  }
+}
+
+// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
+PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
+              int32_t* status) {
+  Needs need;
+  if (!prepare(k, p, f, need)) return nullptr;
+  size_t bytes = need.temporary + need.scratch * size_t(need.threads);
+  Block* block = nullptr;
+  char* base = bytes ? take_memory(bytes, ts, block) : nullptr;
+  if (bytes && !base) {
+    drop_outputs(f, k->n_buffers);
+    return PyErr_NoMemory();
+  }
+  if (need.temporary) place_temporaries(k, f, base);
+  if (need.work >= kReleaseWork) {
+    PyThreadState* state = PyEval_SaveThread();
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
+    PyEval_RestoreThread(state);
+  } else {
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
+  }
+  if (block) pool_give(block);
+  PyObject* out = *status ? nullptr : results(p, f, args);
+  drop_outputs(f, k->n_buffers);
+  return out;
+}
+
+}  // namespace
