@@ -17,7 +17,6 @@ TABLE = Param("table", "pointer", "", "*i64", True)
 _NAMES = {f"*{kind}": name for kind, name in (
     ("fp16", "tl.float16"), ("bf16", "tl.bfloat16"), ("fp32", "tl.float32"), ("fp64", "tl.float64"),
     ("i8", "tl.int8"), ("u8", "tl.uint8"), ("i16", "tl.int16"), ("i32", "tl.int32"), ("i64", "tl.int64"),
-    ("fp8e4nv", "tl.float8e4nv"), ("fp8e5", "tl.float8e5"),
 )}  # fmt: skip
 
 

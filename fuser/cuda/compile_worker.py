@@ -38,7 +38,8 @@ def _triton_compile(r: dict[str, Any]) -> Any:
     from triton.compiler import ASTSource, compile  # type: ignore[import-not-found,unused-ignore]
 
     attrs = {(i,): [["tt.divisibility", 16]] for i in r["aligned"]}
-    source = ASTSource(load_source(r["text"], r["path"])[r["name"]], dict(r["types"]), {}, attrs)
+    names = load_source(r["text"], r["path"], r["capability"])
+    source = ASTSource(names[r["name"]], dict(r["types"]), {}, attrs)
     options = {
         "num_warps": r["warps"], "enable_fp_fusion": r["fused_multiply_add"], "debug": r["checked"],
         "sanitize_overflow": False,
@@ -51,11 +52,13 @@ def _triton_compile(r: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def load_source(text: str, path: str) -> dict[str, Any]:
-    """The functions of a source. Triton reads their text through `linecache`."""
+def load_source(text: str, path: str, capability: int = 0) -> dict[str, Any]:
+    """The functions of a source, for devices of `capability`. Triton reads their text through `linecache`."""
     linecache.cache[path] = (len(text), None, text.splitlines(True), path)
     names: dict[str, Any] = {"__name__": "fuser_kernels"}
     exec(compile(text, path, "exec"), names)
+    if "FUSER_CAPABILITY" in names:
+        names["FUSER_CAPABILITY"] = names["tl"].constexpr(capability)
     return names
 
 

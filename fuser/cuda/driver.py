@@ -91,7 +91,7 @@ class Library:
         self.functions = tuple(
             ctypes.cast(getattr(lib, name), ctypes.c_void_p).value or 0
             for name in (
-                "cuLaunchKernel", "cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
+                "cuLaunchKernelEx", "cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
                 "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamIsCapturing", "cuMemcpyHtoDAsync_v2",
             )
         )  # fmt: skip

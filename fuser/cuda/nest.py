@@ -168,8 +168,7 @@ class Nest:
         if missing:
             text = f"({text} + tl.zeros({self.shape(missing | dims)}, tl.int{self.bits}))"
         mask = self.mask(dims | missing, *(f"t{a}" for a in row.args))
-        zero = "0.0" if self.dtypes[buffer] in FLOAT8 else "0"
-        options = f", {mask}, other={zero}" if mask else ""
+        options = f", {mask}, other=0" if mask else ""
         evict = self.eviction if dims else ""
         pointer = self.params.pointer(buffer)
         return triton_load(self.dtypes[buffer], f"tl.load({pointer} + ({text}){options}{evict})")
@@ -247,9 +246,15 @@ class Nest:
         if self.row_dims(s.row) - dims:
             raise Unsupported(f"{s.buffer} is stored along fewer axes than its value has")
         mask = self.mask(dims)
-        value = triton_store(self.dtypes[s.buffer], f"t{s.row}")
+        value = triton_store(self.dtypes[s.buffer], f"t{self.unrounded(s)}")
         text = f"{self.params.pointer(s.buffer)} + ({self.address(s.address)})"
         self.out.add(f"tl.store({text}, {value}{', ' + mask if mask else ''})")
+
+    def unrounded(self, s: Store) -> int:
+        """The row to store: a store of 8-bit floats rounds, so that one need not be rounded and widened before."""
+        row, dtype = self.plan.rows[s.row], self.dtypes[s.buffer]
+        twice = dtype in FLOAT8 and row.op == "round_to" and row.attr is dtype
+        return row.args[0] if twice and self.loop_dim is None and row.args[0] in self.emitted else s.row
 
     # -- scaffolding -------------------------------------------------------------------------------------------------
     def digits(self) -> list[tuple[str, Expr]]:

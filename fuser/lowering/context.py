@@ -38,7 +38,7 @@ DTYPES = frozenset(
     }
 )  # fmt: skip
 
-GPU_DTYPES = DTYPES | {torch.float8_e5m2}  # float8_e4m3fn came out wrong on a device
+GPU_DTYPES = DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 @dataclass(frozen=True)

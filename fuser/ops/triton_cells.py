@@ -26,11 +26,9 @@ TRITON_TYPES: dict[torch.dtype, str] = {
     torch.bool: "tl.int1",
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
-    torch.float8_e4m3fn: "tl.float8e4nv",
-    torch.float8_e5m2: "tl.float8e5",
 }
 _NARROW = (*LOW, *FLOAT8)
-# What a kernel's signature calls a pointer to the dtype. Bools lie in memory as bytes.
+# What a kernel's signature calls a pointer to the dtype. Bools and 8-bit floats lie in memory as bytes.
 TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -42,8 +40,8 @@ TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.bool: "*u8",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fn: "*u8",
+    torch.float8_e5m2: "*u8",
 }
 # Where all results are rounded to a half, the hardware's own approximations (2 ulp of float32) are exact enough.
 FAST_CELLS = {
@@ -100,7 +98,9 @@ def triton_constant(value: bool | int | float, dtype: torch.dtype) -> str:
 
 def triton_load(dtype: torch.dtype, text: str) -> str:
     """The compute value of `text`, a stored element of `dtype`."""
-    if dtype in _NARROW:
+    if dtype in FLOAT8:
+        return f"fuser_load_{_name(dtype)}({text})"
+    if dtype in LOW:
         return f"{text}.to(tl.float32)"
     if dtype is torch.bool:
         return f"({text} != 0)"
@@ -118,12 +118,15 @@ def triton_store(dtype: torch.dtype, text: str) -> str:
     return text
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _narrowed(dtype: torch.dtype, text: str) -> str:
     """`text`, a float32 value, as eager stores it in a half or less. What overflows 8 bits differs between versions."""
-    if dtype is torch.float8_e5m2:
-        return f"fuser_to_float8_e5m2({text})"
-    if dtype is torch.float8_e4m3fn:
-        return f"fuser_to_float8_e4m3fn{'' if _saturates() else '_or_nan'}({text})"
+    if dtype in FLOAT8:
+        suffix = "_or_nan" if dtype is torch.float8_e4m3fn and not _saturates() else ""
+        return f"fuser_store_{_name(dtype)}{suffix}({text})"
     return f"{text}.to({TRITON_TYPES[dtype]})"
 
 
@@ -147,4 +150,4 @@ def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
         text = f"{name}.to(tl.int32).to({TRITON_TYPES[compute]})"
     elif source is not compute:
         text = f"{name}.to({TRITON_TYPES[compute]})"
-    return f"{_narrowed(target, text)}.to(tl.float32)" if target in _NARROW else text
+    return triton_load(target, _narrowed(target, text)) if target in _NARROW else text

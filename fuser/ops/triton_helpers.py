@@ -12,6 +12,8 @@ from fuser.ops import random
 
 _WORD = re.compile(r"\bfuser_\w+")
 
+_CAPABILITY = "FUSER_CAPABILITY = tl.constexpr(0)  # of the device: compile_worker.py puts it in; 0: any, or none\n"
+
 
 def _function(head: str, body: str) -> str:
     return f"@triton.jit\ndef {head}:\n{body}"
@@ -29,6 +31,42 @@ _SHIFT = """\
     far = (b < 0) | (b >= bits)
     near = tl.where(far, 0, b).to(b.dtype)
 """
+# 8-bit floats lie in memory as bytes. Hopper converts as eager does, but for what is too large; all other devices, and
+# the interpreter, by the bits: a number is loaded as a half whose exponent is 8 too small (0x7f is NaN), ...
+_LOAD_E4M3FN = """\
+    if FUSER_CAPABILITY >= 90:
+        return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        low = q.to(tl.int16) & 127
+        half = (low << 7) | ((q.to(tl.int16) & 128) << 8)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where(low == 127, float('nan'), value)
+"""
+# ... and rounded to nearest, ties to even, by adding to the bits; where fewer bits are left, by adding a float that has
+# none below them.
+_STORE_FLOAT8 = """\
+    if FUSER_CAPABILITY >= 90:
+        rounded = x.to(tl.{type}).to(tl.uint8, bitcast=True)
+        {fixed}
+        return rounded.to(tl.uint8)
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        low = bits & 0x7fffffff
+        small = (low.to(tl.float32, bitcast=True) + {unit}).to(tl.int32, bitcast=True) - {unit_bits}
+        normal = (low - {bias} + {half} + ((low >> {drop}) & 1)) >> {drop}
+        number = tl.where(low < {least}, small, tl.minimum(normal, {top}))
+        return (tl.where(low > 0x7f800000, 127, number) | ((bits >> 24) & 128)).to(tl.uint8)
+"""
+_E4M3FN = {
+    "type": "float8e4nv", "unit": "16384.0", "unit_bits": "0x46800000", "bias": "0x3c000000", "half": "0x7ffff",
+    "drop": 20, "least": "0x3c800000",
+}  # fmt: skip
+_E5M2 = {
+    "type": "float8e5", "unit": "128.0", "unit_bits": "0x43000000", "bias": "0x38000000", "half": "0xfffff",
+    "drop": 21, "least": "0x38800000", "top": 124,
+    "fixed": "rounded = tl.where(x >= 61440.0, 124, tl.where(x <= -61440.0, 252, rounded))",
+}  # fmt: skip
+_OR_NAN = "rounded = tl.where(tl.abs(x) > 464.0, rounded | 127, rounded)"
 # Of up to 128 argument sets, the last one whose first program is not after this one.
 _FIND_MEMBER = """\
     first = tl.load(table + tl.arange(0, 128))
@@ -136,18 +174,17 @@ TRITON_HELPERS: dict[str, str] = {
         "    y = tl.where(x == 0, 0.0, float('-inf'))\n"
         "    return tl.where(x != x, x, tl.where(x > 0, -x * libdevice.log(x), y))\n",
     ),
-    # The hardware makes the largest number of what is larger.
-    "fuser_to_float8_e4m3fn": _function("fuser_to_float8_e4m3fn(x)", "    return x.to(tl.float8e4nv)\n"),
-    "fuser_to_float8_e4m3fn_or_nan": _function(
-        "fuser_to_float8_e4m3fn_or_nan(x)",
-        "    bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)\n"
-        "    return tl.where(tl.abs(x) > 464.0, bits | 127, bits).to(tl.uint8).to(tl.float8e4nv, bitcast=True)\n",
+    "fuser_load_float8_e4m3fn": _function("fuser_load_float8_e4m3fn(q)", _LOAD_E4M3FN),
+    "fuser_store_float8_e4m3fn": _function(
+        "fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, fixed="")
     ),
-    "fuser_to_float8_e5m2": _function(
-        "fuser_to_float8_e5m2(x)",
-        "    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)\n"
-        "    bits = tl.where(x >= 61440.0, 124, tl.where(x <= -61440.0, 252, bits))\n"
-        "    return bits.to(tl.uint8).to(tl.float8e5, bitcast=True)\n",
+    "fuser_store_float8_e4m3fn_or_nan": _function(
+        "fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, fixed=_OR_NAN)
+    ),
+    "fuser_store_float8_e5m2": _function("fuser_store_float8_e5m2(x)", _STORE_FLOAT8.format(**_E5M2)),
+    # The upper byte of a half.
+    "fuser_load_float8_e5m2": _function(
+        "fuser_load_float8_e5m2(q)", "    return (q.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)\n"
     ),
 }  # fmt: skip
 
@@ -197,4 +234,5 @@ def triton_prelude(source: str) -> str:
 
     for name in dict.fromkeys(w for w in _WORD.findall(source) if w in TRITON_HELPERS):
         visit(name)
-    return "".join(f"{TRITON_HELPERS[name]}\n\n" for name in done)
+    text = "".join(f"{TRITON_HELPERS[name]}\n\n" for name in done)
+    return f"{_CAPABILITY}\n\n{text}" if "FUSER_CAPABILITY" in text else text

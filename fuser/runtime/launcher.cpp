@@ -83,6 +83,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "grad_enabled", torch.grad_enabled);
   address(table, "function_mode", torch.function_mode);
   address(table, "empty_strided", torch.empty_strided);
+  address(table, "empty_strided_cuda", torch.empty_strided_cuda);
   address(table, "delete_tensor", torch.delete_tensor);
   address(table, "data_ptr", torch.data_ptr);
   address(table, "wrap", torch.wrap);

@@ -181,6 +181,11 @@ _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
     ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
+# Of builds for CUDA; the launcher declares it as ATen/cuda/EmptyTensor.h does.
+_EMPTY_STRIDED_CUDA = (
+    "libtorch_cuda.so",
+    "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE",
+)
 _DISPATCH_TLS = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 
@@ -279,6 +284,7 @@ def _describe() -> dict[str, Any]:
     for group in _GROUPS:
         if any(table[name] is None for name in group):
             table.update(dict.fromkeys(group))
+    table["empty_strided_cuda"] = symbol(*_EMPTY_STRIDED_CUDA) if table["empty_strided"] is not None else None
     impl, keys = tensor_layout()
     table["impl_requires_grad"] = _impl_requires_grad() if keys >= 0 else None
     c10 = library("libc10.so") if _dispatch_tls_agrees() else None

@@ -344,9 +344,32 @@ def far(inputs: Inputs, *size: int) -> torch.Tensor:
     return x
 
 
+def all_roundings(inputs: Inputs, bits: int) -> torch.Tensor:
+    """float32 about every number that keeps `bits` bits of its mantissa, and about the middle between two of them."""
+    head = torch.arange(1 << (9 + bits), dtype=torch.int64) << (23 - bits)
+    middle = 1 << (22 - bits)
+    tails = torch.tensor([0, 1, middle - 1, middle, middle + 1, 2 * middle - 1])
+    every = (head[:, None] + tails).flatten()
+    return (every - ((every >> 31) << 32)).to(torch.int32).view(torch.float32).to(inputs.device)
+
+
+def stored(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda x: x.to(dtype)
+
+
+# Cases whose results are eager's to the bit.
+EXACT = tuple(
+    case
+    for name, dtype, bits in (("e5m2", torch.float8_e5m2, 2), ("e4m3fn", torch.float8_e4m3fn, 3))
+    for case in (
+        Case(f"exact/{name}/store", stored(dtype), lambda i, b=bits: (all_roundings(i, b),)),
+        Case(f"exact/{name}/load", lambda q: q.float(), lambda i, d=dtype: (
+            torch.arange(256, device=i.device).to(torch.uint8).view(d),)),
+    )
+)  # fmt: skip
 FLOAT8 = tuple(
     case
-    for name, dtype in (("e5m2", torch.float8_e5m2),)
+    for name, dtype in (("e5m2", torch.float8_e5m2), ("e4m3fn", torch.float8_e4m3fn))
     for case in (
         Case(f"float8/{name}/to", quantised(dtype), lambda i: (far(i, 9, 70),)),
         Case(f"float8/{name}/from", rescaled(dtype), lambda i, d=dtype: (
@@ -355,14 +378,23 @@ FLOAT8 = tuple(
 )  # fmt: skip
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers to the bit; of what is not a number eager's sign is not the same
+    everywhere."""
+    if a.dtype is not b.dtype:
+        return False
+    a, b = (t.float().where(~t.isnan(), float("nan")).view(torch.int32) for t in (a.float(), b.float()))
+    return torch.equal(a, b)
+
+
 def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
     """Results with 8-bit floats as float32: torch compares no others."""
     return [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in results]
 
 
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8)}
-# Each kind of kernel once or twice: the interpreter is slow. It rounds to 8-bit floats otherwise than GPUs do.
+CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *EXACT)}
+# Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
     "group_norm/0", "cross_entropy/0", "swiglu/0", "rope/0", "adam/0", "transposed_add/0", "column_sum/0", "full_sum/0",
@@ -375,7 +407,7 @@ INTERPRETED = (
     "normal/odd", "normal/columns",
     "norm_gradients", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax", "key_gradient",
     "gather/along", "gather/outer", "index_select",
-    *(c.name for c in (*SCATTERS, *SCANS)),
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)),
 )  # fmt: skip
 # Of these, also several calls in one launch.
 BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather")

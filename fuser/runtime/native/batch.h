@@ -205,8 +205,7 @@ bool run_gpu_batch(Calls& a) {
   int64_t words = table_words(b.members[0], b.n), one = 1, s = 0;
   int64_t* table = (int64_t*)malloc(8 * size_t(words) + 16 * size_t(k->n_steps));
   void *made = nullptr, *data = nullptr, *stream = nullptr;
-  int32_t type = b.device >= 0, index = b.device >= 0 ? b.device : 0;
-  if (!table || torch.empty_strided(1, &words, &one, kInt64, type, index, &made) || torch.data_ptr(made, &data)) {
+  if (!table || !make_empty(1, &words, &one, kInt64, b.device, &made) || torch.data_ptr(made, &data)) {
     free(table);
     if (made) torch.delete_tensor(made);
     PyErr_NoMemory();

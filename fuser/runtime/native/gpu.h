@@ -57,8 +57,8 @@ inline int64_t argument(const int64_t*& p, const Frame& f) {
 int launch_kernel(StepEntry entry, int64_t units, int64_t threads, int64_t shared, void* stream, void** pointers) {
   if (units > 0x7fffffff) return 1;  // CUDA_ERROR_INVALID_VALUE
   if (units <= 0) return 0;
-  return cuda.launch((void*)entry, unsigned(units), 1, 1, unsigned(threads), 1, 1, unsigned(shared), stream, pointers,
-                     nullptr);
+  LaunchConfig config = {{unsigned(units), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared), stream, nullptr, 0};
+  return cuda.launch(&config, (void*)entry, pointers, nullptr);
 }
 
 // The launch of step `s`, whose words begin at `p`; the driver's error code. `p` moves past them.

@@ -44,6 +44,28 @@ void advise_huge(char* data, size_t bytes) {
 #endif
 }
 
+// A handle of torch's shim for new memory on a CUDA device; null, without an error, if there is none.
+void* empty_on_gpu(int64_t n, const int64_t* sizes, const int64_t* strides, int32_t scalar, int32_t device) {
+  void** handle = (void**)operator new(sizeof(void*), std::nothrow);
+  if (!handle) return nullptr;
+  try {
+    MaybeDevice where = {1, int8_t(device), true};  // torch's number of CUDA
+    IntArrayRef size = {sizes, size_t(n)}, stride = {strides, size_t(n)};
+    return new (handle) NewTensor(torch.empty_strided_cuda(size, stride, int8_t(scalar), where));
+  } catch (...) {
+    operator delete(handle);
+    return nullptr;
+  }
+}
+
+// The shim's handle of a new tensor; false, without a Python error, if there is none.
+bool make_empty(int64_t n, const int64_t* sizes, const int64_t* strides, int32_t scalar, int32_t device, void** made) {
+  if (device >= 0 && torch.empty_strided_cuda) *made = empty_on_gpu(n, sizes, strides, scalar, device);
+  if (*made) return true;
+  int32_t type = device >= 0, index = device >= 0 ? device : 0;  // torch's numbers: 0 is the CPU, 1 is CUDA
+  return !torch.empty_strided(n, sizes, strides, scalar, type, index, made);
+}
+
 // A new tensor for output buffer `i`: its handle and data pointer. False with a Python error set.
 bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int32_t scalar, int64_t itemsize,
                      const int64_t* sizes, const int64_t* strides, int64_t n, int32_t device) {
@@ -51,8 +73,7 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
   size_t bytes = itemsize;
   for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
   bool large = device < 0 && bytes >= kWarm;
-  int32_t type = device >= 0, index = device >= 0 ? device : 0;  // torch's numbers: 0 is the CPU, 1 is CUDA
-  if (!large && torch.wrap && scalar >= 0 && !torch.empty_strided(n, sizes, strides, scalar, type, index, &made)) {
+  if (!large && torch.wrap && scalar >= 0 && make_empty(n, sizes, strides, scalar, device, &made)) {
     torch.data_ptr(made, &data);
     f.outputs[i] = (uintptr_t)made;
   } else {  // through Python, which also has the right exception for what went wrong above
