@@ -332,22 +332,28 @@ class Nest:
                 continue
             wanted.add(n)
             pending += self.deps(n)
+        lanes = []
         for n in sorted(wanted):
             row = self.plan.rows[n]
             if n in self.emitted or self.is_full(n) or self.plan.phases[n] > phase or row.op == "reduced":
                 continue
             self.emitted.add(n)
             if self.is_lane(n) and row.op not in ("const", "pair"):
-                self._lane_row(n)
+                lanes.append(n)
             else:
                 self.declare(n)
+        self._lane_rows(lanes)
 
-    def _lane_row(self, n: int) -> None:
-        self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} t{n}[{self.lanes}];")
-        self.open_lanes()
-        self.declare(n, f"t{n}[l]")
-        self.out.close()
-        self.arrays.add(n)
+    def _lane_rows(self, rows: Sequence[int]) -> None:
+        """Rows with a value for each lane, all in one loop: the compiler takes its time over every loop."""
+        for n in rows:
+            self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} t{n}[{self.lanes}];")
+        if rows:
+            self.arrays.update(rows)
+            self.open_lanes()
+            for n in rows:
+                self.declare(n, f"t{n}[l]")
+            self.out.close()
 
     def pragma(self) -> str:
         """The vectorisation pragma."""

@@ -64,6 +64,7 @@ class ReductionNest(AccumulatingNest):
 
     def emit_results(self, phase: int) -> None:
         """Declare the `reduced` rows of a finished pass."""
+        of_lanes: list[str] = []
         for n, row in enumerate(self.plan.rows):
             if row.op != "reduced" or self.plan.reductions[row.attr].phase != phase:
                 continue
@@ -75,10 +76,12 @@ class ReductionNest(AccumulatingNest):
             self.emitted.add(n)
             if self.is_column:
                 self.out.add(f"{CPP_TYPES[row.dtype]} t{n}[{self.lanes}];")
-                self.out.add(f"for (i64 l = 0; l < count; ++l) t{n}[l] = {text};")
+                of_lanes.append(f"t{n}[l] = {text};")
                 self.arrays.add(n)
             else:
                 self.out.add(f"const {CPP_TYPES[row.dtype]} t{n} = {text};")
+        if of_lanes:
+            self.out.add(f"for (i64 l = 0; l < count; ++l) {{ {' '.join(of_lanes)} }}")
 
     def declare_kept(self) -> Expr:
         """Pointers to the row buffers in scratch memory; returns the bytes of all."""
@@ -157,9 +160,10 @@ class ReductionNest(AccumulatingNest):
         self.out.add(f"i64 r{phase} = {bounds[0]};")
         for rows in (ROWS_TOGETHER, 1):
             self.out.open(f"for (; r{phase} + {rows} <= {bounds[1]}; r{phase} += {rows})")
-            self.out.open(f"for (i64 {a} = r{phase}; {a} < r{phase} + {rows}; ++{a})")
-            self._prefetch_columns(phase, loops)
-            self.out.close()
+            if self._prefetches_columns(phase, loops):
+                self.out.open(f"for (i64 {a} = r{phase}; {a} < r{phase} + {rows}; ++{a})")
+                self._prefetch_columns(phase, loops)
+                self.out.close()
             self.out.add(self.pragma())
             self.out.open("for (i64 l = 0; l < count; ++l)")
             for n in range(rows):
@@ -248,12 +252,15 @@ class ReductionNest(AccumulatingNest):
                 f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
             )
 
+    def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
+        return bool(loops) and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass()))
+
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
         """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
 
         Where there is one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
         """
-        if not loops or phase != (0 if self.n_passes == 1 else max(1, self._costliest_pass())):
+        if not self._prefetches_columns(phase, loops):
             return
         assert self.vector is not None
         v, a = self.vector.sym, loops[-1].sym

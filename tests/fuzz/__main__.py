@@ -159,7 +159,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def run_logged(seeds, at: int, lone: bool, options, folder: Path, out) -> None:
-    level = "-O3" if at // BATCH % OPTIMISED == 0 else "-O0"
+    level = "-O2" if at // BATCH % OPTIMISED == 0 else "-O0"
     print(f"batch {at}", file=out, flush=True)
     for some in [[s] for s in seeds] if lone else [seeds]:
         if lone:

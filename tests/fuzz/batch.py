@@ -1,6 +1,6 @@
 """Kernels of many programs in one run of the compiler, most of them without optimisation: fuzzing in bulk.
 
-A compiler's start costs more than a small kernel, and `-O3` more than all the rest of a program. `collecting()` has the
+A compiler's start costs more than a small kernel, and `-O2` more than all the rest of a program. `collecting()` has the
 kernels that are prepared in its block wait for each other; `flush` compiles what has come. Outside of such a block, and
 where the common source does not compile, a kernel is compiled on its own as ever.
 """
@@ -50,7 +50,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 class BatchBackend(CpuBackend):
-    """Compiles kernels together. `level` is the optimisation: "-O0", or "-O3" as for users."""
+    """Compiles kernels together. `level` is the optimisation: "-O0", or "-O2" as for users."""
 
     def __init__(self) -> None:
         self.level = "-O0"
@@ -131,7 +131,7 @@ class BatchBackend(CpuBackend):
     def _library(self, sources: list[fused_kernel.Source]) -> str:
         compiler = toolchain.find_compiler(os.environ.get("CXX"))
         flags, libraries = toolchain.flags_for(compiler)
-        flags = tuple(self.level if f == "-O3" else f for f in flags)
+        flags = tuple(self.level if f == "-O2" else f for f in flags)
         stem = Path(self._folder.name) / f"batch{time.monotonic_ns()}"
         text = "\n".join(_enclosed(part, n, k) for n, s in enumerate(sources) for k, part in enumerate(s.parts))
         stem.with_suffix(".cpp").write_text(text)
