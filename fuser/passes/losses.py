@@ -14,18 +14,20 @@ from fuser.passes.writing import Writer
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # reductions of a loss
 F32 = torch.float32
+DTYPES = (F32, torch.bfloat16, torch.float16)
 
 
 def keep_logits(module: fx.GraphModule) -> int:
-    """A float32 `log_softmax` with a backward is spelled out: two numbers for each row are saved, and no second matrix.
+    """A `log_softmax` with a backward is spelled out in float32: two numbers a row are saved, and no second matrix.
 
-    The gradient of a cross entropy through it is the probabilities with one class less, without a sum over classes.
+    The gradient of a cross entropy through it is the probabilities with one class less, without a sum over classes. Of
+    halves, it sees logarithms that are not rounded; other gradients see them rounded, as eager's do.
     """
     if config.numerics == "eager":
         return 0
     changed = 0
     for node in list(module.graph.nodes):
-        if node.target is not aten._log_softmax.default or node.kwargs or node.meta["val"].dtype is not F32:
+        if node.target is not aten._log_softmax.default or node.kwargs or node.meta["val"].dtype not in DTYPES:
             continue
         known = _same(node)
         readers = [u for n in known for u in n.users if u.target is aten._log_softmax_backward_data.default]
@@ -35,9 +37,10 @@ def keep_logits(module: fx.GraphModule) -> int:
         for detached in reversed(known[1:]):  # would be saved whole: the cut takes none for what can be computed again
             detached.replace_all_uses_with(node)
             module.graph.erase_node(detached)
+        wide, result = _spell_forward(node)
         for reader in readers:
-            _spell_gradient(reader)
-        _spell_forward(node)
+            _spell_gradient(reader, wide)
+        Writer(node).instead(result)
         changed += 1
     return changed
 
@@ -55,8 +58,11 @@ def _same(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _spell_forward(node: fx.Node) -> None:
-    """x - max - log(sum(exp(x - max))), of which the backward computes all but the two sums over rows again."""
+def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """x - max - log(sum(exp(x - max))), of which the backward computes all but the two sums over rows again.
+
+    In float32, and in the dtype of `node`.
+    """
     arguments: tuple[Any, ...] = node.args
     x, dim, _ = arguments
     write = Writer(node)
@@ -65,23 +71,27 @@ def _spell_forward(node: fx.Node) -> None:
     above = write(aten.sub.Tensor, wide, most)
     total = write(aten.sum.dim_IntList, write(aten.exp.default, above), [dim], True)
     result = write(aten.sub.Tensor, above, write(aten.log.default, total))
-    for again in (above, result):
+    own = node.meta["val"].dtype
+    rounded = result if own is F32 else write(aten._to_copy.default, result, dtype=own)
+    for again in dict.fromkeys((above, result, rounded)):
         again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-    write.instead(result)
+    return result, rounded
 
 
-def _spell_gradient(node: fx.Node) -> None:
-    """(class is the target) * v - exp(out) * v, if a loss hands v to the target of each row."""
+def _spell_gradient(node: fx.Node, logs: fx.Node) -> None:
+    """(class is the target) * v - exp(logs) * v, if a loss hands v to the target of each row."""
     arguments: tuple[Any, ...] = node.args
-    grad, out, dim, dtype = arguments
+    grad, _, dim, dtype = arguments
     if getattr(grad, "target", None) is not aten.nll_loss_backward.default or len(grad.users) != 1 or grad.kwargs:
         return
     from_loss, _, target, weight, reduction, ignored, total = grad.args
-    shape = out.meta["val"].shape
+    shape = logs.meta["val"].shape
     if weight is not None or len(shape) != 2 or dim not in (1, -1) or not isinstance(shape[1], int):
         return
     write = Writer(node)
-    device = out.meta["val"].device
+    device = logs.meta["val"].device
+    if from_loss.meta["val"].dtype is not F32:
+        from_loss, total = (write(aten._to_copy.default, n, dtype=F32) for n in (from_loss, total))
     each = write(aten.div.Tensor, from_loss, total) if reduction == _MEAN else from_loss
     each = write(aten.neg.default, write(aten.unsqueeze.default, each, 1) if reduction == _NONE else each)
     to = write(aten.unsqueeze.default, target, 1)
@@ -89,7 +99,7 @@ def _spell_gradient(node: fx.Node) -> None:
     each = write(aten.where.self, write(aten.ne.Scalar, to, ignored), each, nothing)
     classes = write(aten.arange.default, shape[1], dtype=torch.int64, device=device, pin_memory=False)
     here = write(aten.where.self, write(aten.eq.Tensor, to, classes), each, nothing)
-    result = write(aten.sub.Tensor, here, write(aten.mul.Tensor, write(aten.exp.default, out), each))
+    result = write(aten.sub.Tensor, here, write(aten.mul.Tensor, write(aten.exp.default, logs), each))
     if dtype is not F32:
         result = write(aten._to_copy.default, result, dtype=dtype)
     write.instead(result)

@@ -99,9 +99,9 @@ def layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return F.layer_norm(x, (x.shape[-1],), w, b)
 
 
-def cross_entropy(x: torch.Tensor, **options: Any) -> torch.Tensor:
+def cross_entropy(x: torch.Tensor, cast: bool = True, **options: Any) -> torch.Tensor:
     target = torch.arange(x.shape[0], device=x.device) * 7 % x.shape[1]
-    return F.cross_entropy(x.float(), target, **options)
+    return F.cross_entropy(x.float() if cast and x.dtype is BF16 else x, target, **options)
 
 
 ROWS, COLUMNS = 96, 80
@@ -115,6 +115,9 @@ CASES = {
     "cross_entropy, some ignored": (lambda x: cross_entropy(x, ignore_index=14), 1, 0, 2),
     "cross_entropy, sum": (lambda x: cross_entropy(x, reduction="sum", ignore_index=7), 1, 0, 2),
     "cross_entropy, each": (lambda x: cross_entropy(x, reduction="none", ignore_index=7), 1, 0, 2),
+    "cross_entropy of halves": (lambda x: cross_entropy(x, False), 1, 0, 2),
+    "cross_entropy of halves, each": (lambda x: cross_entropy(x, False, reduction="none", ignore_index=7), 1, 0, 2),
+    "log_softmax of halves": (lambda x: torch.log_softmax(x, -1), 1, 0, 3),
     "log_softmax": (lambda x: torch.log_softmax(x.float(), -1), 1, 0, 3),
 }
 
