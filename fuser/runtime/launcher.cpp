@@ -113,6 +113,13 @@ PyObject* module_pool_trim(PyObject*, PyObject*) {
   return PyLong_FromSize_t(free_chain(chain));
 }
 
+PyObject* module_advise_huge(PyObject*, PyObject* args) {
+  unsigned long long address, bytes;
+  long long slow;
+  if (!PyArg_ParseTuple(args, "KKL", &address, &bytes, &slow)) return nullptr;
+  return PyLong_FromSize_t(advise_huge((char*)address, bytes, slow));
+}
+
 PyObject* module_pool_stats(PyObject*, PyObject*) {
   pool_follow_settings();
   pthread_mutex_lock(&pool.lock);
@@ -178,6 +185,7 @@ PyMethodDef module_methods[] = {
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
+    {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
 

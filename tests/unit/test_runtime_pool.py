@@ -110,6 +110,31 @@ def test_large_blocks_lie_on_huge_pages(clean):
     assert floats(MIB).data_ptr() % (2 * MIB) == 0
 
 
+def advised_mib(t: torch.Tensor) -> float:
+    """How much of a tensor's memory is asked onto huge pages, by the flags of its mappings."""
+    first, last, inside, found = t.data_ptr(), t.data_ptr() + t.nbytes, 0, 0
+    with open("/proc/self/smaps") as f:
+        for line in f:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                begin, end = (int(x, 16) for x in head.split("-"))
+                inside = max(min(end, last) - max(begin, first), 0)
+            elif head == "VmFlags:" and "hg" in line.split():
+                found += inside
+    return found / MIB
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="no flags of mappings here")
+@pytest.mark.parametrize("slow, most", [(1 << 62, 38), (-1, 2)], ids=["fast", "slow"])
+def test_huge_pages_are_asked_for_while_they_are_fast(slow, most):
+    assert launcher.wait(60), launcher.reason()
+    t = torch.empty(10 * MIB)
+    asked = launcher.native().advise_huge(t.data_ptr(), t.nbytes, slow) / MIB
+    assert asked == advised_mib(t) and (asked == 2 if slow < 0 else asked >= most)
+    t.fill_(1)
+    assert float(t.sum()) == t.numel()
+
+
 def test_idle_blocks_go_back_to_the_system(clean):
     config.set(pool_idle_seconds=0.2)
     before = resident_mib()
