@@ -20,6 +20,7 @@ from fuser.errors import Unsupported
 from fuser.frontends import batching
 from fuser.passes.classify import MARK, is_view
 from fuser.passes.extract import GroupPlan, Plan
+from fuser.passes.grouping import is_grown
 
 _SERIAL = [0]
 _INFIX = {
@@ -174,7 +175,8 @@ class Program:
                 each = getattr(function, "each", None) if plan.inputs else None
                 bound = self._bind(function, name)
                 names[id(function)] = bound, self._bind(each, f"{name}_each") if each is not None else None
-            found.append(self._group(plan, *names[id(function)], max(rank[o] for o in plan.outputs)))
+            place = len(rank) if any(map(is_grown, plan.outputs)) else max(rank[o] for o in plan.outputs)
+            found.append(self._group(plan, *names[id(function)], place))
         return self._batched(found)
 
     def _batched(self, statements: list[_Statement]) -> list[_Statement]:

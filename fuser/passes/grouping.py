@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from fuser.passes.classify import MARK, Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
@@ -19,6 +20,8 @@ from fuser.passes.hints import numel_hint
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
 _MAX_READERS = 3  # a group read by more groups than this stays apart: equal readers should stay equal
+_GROWN = 8  # times what it reads
+_LARGE = 1 << 20  # elements
 
 
 @dataclass
@@ -36,6 +39,20 @@ class Grouping:
     kinds: dict[fx.Node, Kind]
     reasons: dict[str, str]
     group_of: dict[fx.Node, int] = field(default_factory=dict)
+
+
+def is_grown(node: fx.Node) -> bool:
+    """Whether a node puts little into a large result of the graph: the gradient of a table of embeddings.
+
+    It makes a group of its own, which runs last: with others it would hold what these read, and what is computed from
+    them later, beside the largest tensor of a step. Nothing else reads it, so groups without it stay convex.
+    """
+    value = node.meta.get("val")
+    if node.target is not torch.ops.aten.embedding_dense_backward.default or not isinstance(value, torch.Tensor):
+        return False
+    most = max(numel_hint(a.meta.get("val")) for a in node.all_input_nodes)
+    large = numel_hint(value) >= max(_LARGE, _GROWN * most) and value.device.type == "cpu"
+    return large and all(user.op == "output" for user in node.users)
 
 
 class _Sets:
@@ -68,6 +85,7 @@ class _Units:
         self.readers: dict[fx.Node, set[int]] = {}  # so far, for writes that must come after them
         for node in graph.nodes:
             self._add(node)
+        self.apart = [is_grown(node) for node in self.heads]
         self.users: list[list[int]] = [[] for _ in self.heads]
         for u, preds in enumerate(self.preds):
             for p in preds:
@@ -135,7 +153,7 @@ def _connect(units: _Units, levels: list[int]) -> _Sets:
     sets = _Sets(len(units.heads))
     main: dict[tuple[int, fx.Node], int] = {}
     for u, preds in enumerate(units.preds):
-        if not units.fusible[u]:
+        if not units.fusible[u] or units.apart[u]:
             continue
         for p in preds:
             if units.fusible[p] and levels[p] == levels[u]:
@@ -164,7 +182,7 @@ def _join_readers(units: _Units, sets: _Sets, levels: list[int]) -> None:
     """
     reads: dict[int, dict[fx.Node, int]] = {}
     for u in range(len(units.heads)):
-        if units.fusible[u]:
+        if units.fusible[u] and not units.apart[u]:
             here = sets.find(u)
             found = reads.setdefault(here, {})
             inside = (s for s in units.sources(u) if not is_number(s))
@@ -245,7 +263,7 @@ def _contract(units: _Units, sets: _Sets, levels: list[int]) -> None:
     for a in sorted(groups, key=lambda g: -levels[g]):
         if sets.find(a) != a:
             continue
-        readers = [b for b in condensed.users[a] if units.fusible[b]]
+        readers = [b for b in condensed.users[a] if units.fusible[b] and not units.apart[b]]
         if len(readers) > _MAX_READERS:
             continue
         for b in sorted(readers):

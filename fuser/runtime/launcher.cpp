@@ -56,6 +56,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.parameter = (PyTypeObject*)object(table, "parameter");
   torch.py_empty_strided = object(table, "py_empty_strided");
   torch.py_warm = object(table, "py_warm");
+  torch.py_scratch = object(table, "py_scratch");
   torch.plain_tensor = object(table, "plain_tensor");
   torch.plain_context = object(table, "plain_context");
   torch.encode = object(table, "encode");

@@ -5,10 +5,11 @@ The two are kept alike step by step (same order of checks, same counters, same e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +171,17 @@ def _round64(n: int) -> int:
     return (n + 63) & ~63
 
 
+@contextlib.contextmanager
+def _memory(nbytes: int) -> Iterator[int]:
+    """The address of memory for temporaries and scratch, for the block's length."""
+    held = warm.scratch(nbytes) if nbytes >= python_pool.POOL_MIN else None
+    if held is not None:
+        yield held.data_ptr()
+        return
+    with python_pool.block(nbytes) as base:
+        yield base
+
+
 @dataclass(eq=False)
 class Kernel:
     """One program with its library's entries."""
@@ -200,7 +212,7 @@ class Kernel:
         scratch = max((s for _, _, s in sizes), default=0)
         scratch = _round64(scratch) + 64 if scratch else 0
         threads = max((thread_count(u, w) for u, w, s in sizes if s), default=1)
-        with python_pool.block(temporary + scratch * threads) as base:
+        with _memory(temporary + scratch * threads) as base:
             pointers = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
             pointers += [
                 outputs[i].data_ptr() if i in outputs else base + offsets[i] for i in range(len(self.program.buffers))

@@ -294,7 +294,7 @@ def _describe() -> dict[str, Any]:
         c10_library=c10._handle if c10 is not None else None, harmless_included=masks["harmless_included"],
         harmful_excluded=masks["harmful_excluded"], plain_tensor=plain_tensor, plain_context=plain_context,
         forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
-        py_warm=warm.empty_strided,
+        py_warm=warm.empty_strided, py_scratch=warm.scratch,
         requires_grad=_C.TensorBase.requires_grad, dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip
     return table

@@ -23,6 +23,7 @@ import torch
 from fuser import config
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
+_MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
 settings: Any = config
 
 
@@ -135,6 +136,17 @@ class WarmOutputs:
             held = list(self._held)
         total = sum(h.nbytes for h in held)
         return {"held_bytes": total, "held": len(held), "hits": self.hits, "misses": self.misses}
+
+
+def scratch(nbytes: int) -> torch.Tensor | None:
+    """Memory of torch's for the temporaries of one kernel; None where the buffer pool gives it.
+
+    Where no results are kept warm, memory is dear: a block of the pool would lie idle beside all that a training step
+    holds. What is below 32 MiB comes from malloc's heap, which stays warm too.
+    """
+    if settings.output_limit_bytes or nbytes >= _MAPPED:
+        return None
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 outputs = WarmOutputs()

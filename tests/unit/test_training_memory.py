@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser.frontends.dynamo import compilations, fuser_backend
-from fuser.runtime import warm
+from fuser.runtime import pool, warm
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -112,3 +112,41 @@ def test_nothing_large_is_kept_warm_in_training():
         f(x)
     assert warm.outputs.stats()["held"] == 1
     warm.outputs.trim()
+
+
+def test_the_gradient_of_a_table_is_made_last_and_alone():
+    torch.manual_seed(0)
+    words, up = nn.Embedding(4096, 256), nn.Linear(256, 256)
+    ids, scale = torch.randint(4096, (2, 32)), torch.rand(256, requires_grad=True)
+
+    def loss(ids):
+        return up(words(ids).sigmoid() * scale).square().sum()
+
+    own = [words.weight, *up.parameters(), scale]
+    eager = torch.autograd.grad(loss(ids), own)
+    got = torch.autograd.grad(compiled(loss)(ids), own)
+    torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
+    (backward,) = (g for g in compilations() if g.stage == "backward")
+    groups = [g.ops for g in backward.groups]
+    assert ("aten.embedding_dense_backward",) in groups, groups
+    lines = [line.strip() for line in backward.source.splitlines() if "= FUSION" in line or "= MM" in line]
+    assert len(lines) > 2 and lines[-1].startswith("embedding_dense_backward = "), lines
+
+
+def test_temporaries_of_a_step_leave_nothing_in_the_pool():
+    torch.manual_seed(0)
+    pool.trim()
+    x = torch.randn(512, 2048, requires_grad=True)
+
+    def loss(x):
+        return (x.sin().sum(0) * torch.softmax(x.exp(), 0).sum(1, keepdim=True)).square().sum()
+
+    f = compiled(loss)
+    f(x).backward()
+    before = pool.stats()["hits"] + pool.stats()["misses"]
+    f(x).backward()
+    assert pool.stats()["hits"] + pool.stats()["misses"] == before
+    with torch.no_grad():
+        f(x)
+        f(x)
+    assert pool.stats()["hits"] + pool.stats()["misses"] > before, "the same kernels, where results are kept warm"

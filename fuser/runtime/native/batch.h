@@ -73,10 +73,11 @@ void batch_body(void* p) {
 bool run_batch(Batch& b, ThreadState& ts) {
   int64_t threads = thread_count(b.work / kMembersWork, b.work);
   size_t bytes = b.temporary + b.scratch * size_t(threads);
-  Block* block = nullptr;
-  b.memory = bytes ? take_memory(bytes, ts, block) : nullptr;
+  Memory held;
+  b.memory = bytes ? take_memory(bytes, ts, held) : nullptr;
   if (bytes && !b.memory) {
-    PyErr_NoMemory();
+    held.release();
+    if (!PyErr_Occurred()) PyErr_NoMemory();
     return false;
   }
   for (Py_ssize_t j = 0; j < b.n; j++) place_temporaries(b.members[j].k, b.members[j].f, b.memory + b.members[j].temporary);
@@ -87,7 +88,7 @@ bool run_batch(Batch& b, ThreadState& ts) {
     for (int64_t s = 0; s < b.steps; s++) batch_part(&b, s, 0, 1);
   }
   if (state) PyEval_RestoreThread(state);
-  if (block) pool_give(block);
+  held.release();
   return true;
 }
 

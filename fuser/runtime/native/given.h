@@ -97,7 +97,7 @@ struct {
   int (*omp_thread_num)();
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
-  PyObject *py_empty_strided, *py_warm, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
+  PyObject *py_empty_strided, *py_warm, *py_scratch, *plain_tensor, *plain_context, *encode, *forward_ad, *level_name;
   PyObject *settings, *limit_name, *idle_name;  // config's values by name; null: the pool's own limits
 } torch;
 

@@ -245,13 +245,31 @@ inline bool prepare(const Kernel* k, const int64_t*& p, const Frame& f, Needs& n
   return true;
 }
 
-// Memory for temporaries and scratch: a block of the pool, to be given back, or this thread's arena. Null: there is none.
-inline char* take_memory(size_t bytes, ThreadState& ts, Block*& block) {
-  block = nullptr;
+// Memory for temporaries and scratch, held until `release`: this thread's arena, a tensor, or a block of the pool.
+struct Memory {
+  PyObject* tensor = nullptr;
+  Block* block = nullptr;
+  void release() {
+    Py_CLEAR(tensor);
+    if (block) pool_give(block);
+    block = nullptr;
+  }
+};
+
+// Its address; null if there is none, where a Python error may be set.
+inline char* take_memory(size_t bytes, ThreadState& ts, Memory& held) {
   if (bytes < kPoolMin) return arena(ts, bytes);
+  PyObject* made = PyObject_CallFunction(torch.py_scratch, "n", Py_ssize_t(bytes));
+  DLTensor t;
+  if (!made) return nullptr;
+  if (made != Py_None) {
+    held.tensor = made;
+    return torch.dlpack->parse(made, &t) ? nullptr : t.data + t.byte_offset;
+  }
+  Py_DECREF(made);
   pool_follow_settings();
-  block = pool_take(bytes);
-  return block ? block->data : nullptr;
+  held.block = pool_take(bytes);
+  return held.block ? held.block->data : nullptr;
 }
 
 inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
@@ -267,11 +285,12 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   Needs need;
   if (!prepare(k, p, f, need)) return nullptr;
   size_t bytes = need.temporary + need.scratch * size_t(need.threads);
-  Block* block = nullptr;
-  char* base = bytes ? take_memory(bytes, ts, block) : nullptr;
+  Memory held;
+  char* base = bytes ? take_memory(bytes, ts, held) : nullptr;
   if (bytes && !base) {
+    held.release();
     drop_outputs(f, k->n_buffers);
-    return PyErr_NoMemory();
+    return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
   }
   if (need.temporary) place_temporaries(k, f, base);
   if (need.work >= kReleaseWork) {
@@ -281,7 +300,7 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
   } else {
     *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
   }
-  if (block) pool_give(block);
+  held.release();
   PyObject* out = *status ? nullptr : results(p, f, args);
   drop_outputs(f, k->n_buffers);
   return out;
