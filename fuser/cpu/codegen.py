@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.chains import ChainedScan
-from fuser.cpu.nest import STREAM_HELPER
 from fuser.cpu.ordered import Scan, Scatter
 from fuser.cpu.pointwise import TRANSPOSE_HELPER, PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.split import SplitNest
+from fuser.cpu.streams import STREAM_HELPER
 from fuser.cpu.text import FLOOR_HELPERS
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
 from fuser.scheduler.plan import KernelPlan

@@ -10,53 +10,13 @@ from fuser.cpu.exact import is_exact
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import Row, indirect_rows, row_exprs
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, substitute, symbol, symbols
+from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
 from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_store
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 TILE_COLUMNS = 128
-STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
-STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
 ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
-MOST_STREAMS = 6  # more would not fit there
-
-# Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
-STREAM_HELPER = """\
-#if defined(__AVX512F__)
-typedef float fuser_line __attribute__((vector_size(64), may_alias));
-#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps512((float*)(to), *(const fuser_line*)(from))
-#define FUSER_LINE 64
-#elif defined(__AVX__)
-typedef float fuser_line __attribute__((vector_size(32), may_alias));
-#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps256((float*)(to), *(const fuser_line*)(from))
-#define FUSER_LINE 32
-#endif
-static void fuser_stream(void* to, const void* from, i64 bytes) {
-  char* t = (char*)to;
-  const char* f = (const char*)from;
-#ifdef FUSER_LINE
-  typedef float unaligned __attribute__((vector_size(FUSER_LINE), aligned(1), may_alias));
-  const i64 before = -(i64)t & 63, head = before < bytes ? before : bytes;
-  __builtin_memcpy(t, f, head);
-  i64 i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    for (int part = 0; part < 64; part += FUSER_LINE) {
-      const fuser_line line = (fuser_line)*(const unaligned*)(f + i + part);
-      FUSER_LINE_TO(t + i + part, &line);
-    }
-  }
-  __builtin_memcpy(t + i, f + i, bytes - i);
-#else
-  __builtin_memcpy(t, f, bytes);
-#endif
-}
-static void fuser_stream_end() {
-#ifdef FUSER_LINE
-  __builtin_ia32_sfence();
-#endif
-}
-"""
 
 
 class Nest:
@@ -83,7 +43,7 @@ class Nest:
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
-        self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it
+        self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
 
     def _choose_lanes(self) -> int:
         if self.vector is None:
@@ -218,42 +178,6 @@ class Nest:
             return s.row
         return row.args[0] if row.args[0] not in self.kept_rows and s.row not in self.kept_rows else s.row
 
-    # -- stores past the cache ---------------------------------------------------------------------------------------
-    def streams(self, phase: int | None = None) -> list[Store]:
-        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
-
-        What is also read lies in cache by then.
-        """
-        if self.vector is None or self.plan.split:
-            return []
-        out = []
-        read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
-        for s in self.plan.stores:
-            plain = s.buffer not in read and not any(x.kind == INDIRECT for x in symbols(s.address))
-            if plain and self.store_is_full(s) and coefficient(s.address, self.vector.sym) == ONE:
-                out.append(s)
-        if len(out) > MOST_STREAMS:
-            return []
-        return [s for s in out if phase is None or s.phase == phase]
-
-    def open_streams(self, phase: int, start: str, place: str, length: int) -> None:
-        """Before a loop of at most `length` elements from `start` on: its results go to memory or to a tile."""
-        assert self.vector is not None
-        for k, s in enumerate(self.streams(phase)):
-            kind = storage_type(self.dtypes[s.buffer])
-            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"{kind} staged{phase}_{k}[{length}] __attribute__((aligned(64)));")
-            self.out.add(f"{kind}* const past{phase}_{k} = {s.buffer} + ({at});")
-            self.out.add(f"{kind}* __restrict to{phase}_{k} = stream ? staged{phase}_{k} : past{phase}_{k};")
-            self.streamed[s] = f"to{phase}_{k}[{place}]"
-
-    def close_streams(self, phase: int, count: str) -> None:
-        """After that loop: tiles are written past the cache."""
-        for k, s in enumerate(self.streams(phase)):
-            size = self.dtypes[s.buffer].itemsize
-            self.out.add(f"if (stream) fuser_stream(past{phase}_{k}, staged{phase}_{k}, ({count}) * {size});")
-            del self.streamed[s]
-
     def open_function(self, suffix: str = "") -> str:
         """The function's head: pointers, sizes, what depends on no axis."""
         self.out = Lines()
@@ -277,11 +201,6 @@ class Nest:
         if self.guarded:
             none = " | ".join(f"(n_{a.sym.name} == 0)" for a in self.red_axes)
             self.out.add(f"const bool empty = {none};")
-        streams = self.streams() if not suffix else []
-        if streams:
-            width = sum(self.dtypes[s.buffer].itemsize for s in streams)
-            total = product(symbol(f"n_{a.sym.name}") for a in self.plan.axes)
-            self.out.add(f"const bool stream = {cpp_expr(total)} >= {STREAM_BYTES // width}LL;")
         if self.has_checks:
             self.out.add("int bad = 0;")
             for row in self.plan.rows:
@@ -299,8 +218,6 @@ class Nest:
         """The function's tail; returns the text."""
         if self.has_checks:
             self.out.add("if (bad) *status = 1;")
-        if any("bool stream" in line for line in self.out.lines):
-            self.out.add("if (stream) fuser_stream_end();")
         self.out.close()
         return self.out.text()
 

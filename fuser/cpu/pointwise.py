@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, TILE_COLUMNS, Nest
+from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS
 from fuser.cpu.records import Function
+from fuser.cpu.streams import STREAM_TILE, StreamingNest
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol, symbols
@@ -45,7 +46,7 @@ static void transpose_band(const u32* in, i64 step, u32* __restrict tile, i64 co
 """
 
 
-class PointwiseNest(Nest):
+class PointwiseNest(StreamingNest):
     """No reduction."""
 
     def whole(self) -> Function:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from fuser.cpu.accumulators import AccumulatingNest
-from fuser.cpu.nest import ROWS_AHEAD, STREAM_TILE, storage_type
+from fuser.cpu.nest import ROWS_AHEAD, storage_type
 from fuser.cpu.records import Function
+from fuser.cpu.streams import STREAM_TILE, StreamingNest
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import (
     INDIRECT,
@@ -39,7 +40,7 @@ TOGETHER_COST = 16  # operations of a row up to which they are
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 
 
-class ReductionNest(AccumulatingNest):
+class ReductionNest(AccumulatingNest, StreamingNest):
     """Row and column nests."""
 
     def choose_kept_rows(self) -> None:

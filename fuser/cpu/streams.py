@@ -1,0 +1,108 @@
+"""Large results are written past the cache: whole lines that are not read first, which saves a third of the traffic.
+
+A piece of each result is computed into a tile in the first level cache and written from there. Whether it pays is
+known at run time alone: `stream` in the function says so, and else the loops write to memory as usual.
+"""
+
+from __future__ import annotations
+
+from fuser.cpu.nest import Nest, storage_type
+from fuser.cpu.text import cpp_expr
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, coefficient, product, substitute, symbol, symbols
+from fuser.scheduler.plan import Store
+
+STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
+STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
+MOST_STREAMS = 6  # more would not fit there
+
+# Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
+STREAM_HELPER = """\
+#if defined(__AVX512F__)
+typedef float fuser_line __attribute__((vector_size(64), may_alias));
+#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps512((float*)(to), *(const fuser_line*)(from))
+#define FUSER_LINE 64
+#elif defined(__AVX__)
+typedef float fuser_line __attribute__((vector_size(32), may_alias));
+#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps256((float*)(to), *(const fuser_line*)(from))
+#define FUSER_LINE 32
+#endif
+static void fuser_stream(void* to, const void* from, i64 bytes) {
+  char* t = (char*)to;
+  const char* f = (const char*)from;
+#ifdef FUSER_LINE
+  typedef float unaligned __attribute__((vector_size(FUSER_LINE), aligned(1), may_alias));
+  const i64 before = -(i64)t & 63, head = before < bytes ? before : bytes;
+  __builtin_memcpy(t, f, head);
+  i64 i = head;
+  for (; i + 64 <= bytes; i += 64) {
+    for (int part = 0; part < 64; part += FUSER_LINE) {
+      const fuser_line line = (fuser_line)*(const unaligned*)(f + i + part);
+      FUSER_LINE_TO(t + i + part, &line);
+    }
+  }
+  __builtin_memcpy(t + i, f + i, bytes - i);
+#else
+  __builtin_memcpy(t, f, bytes);
+#endif
+}
+static void fuser_stream_end() {
+#ifdef FUSER_LINE
+  __builtin_ia32_sfence();
+#endif
+}
+"""
+
+
+class StreamingNest(Nest):
+    """A nest whose results may be written past the cache."""
+
+    def open_function(self, suffix: str = "") -> str:
+        """The function's head, with the decision whether its results are that large."""
+        name = super().open_function(suffix)
+        streams = self.streams() if not suffix else []
+        if streams:
+            width = sum(self.dtypes[s.buffer].itemsize for s in streams)
+            total = product(symbol(f"n_{a.sym.name}") for a in self.plan.axes)
+            self.out.add(f"const bool stream = {cpp_expr(total)} >= {STREAM_BYTES // width}LL;")
+        return name
+
+    def close_function(self) -> str:
+        """The function's tail; returns the text."""
+        if any("bool stream" in line for line in self.out.lines):
+            self.out.add("if (stream) fuser_stream_end();")
+        return super().close_function()
+
+    def streams(self, phase: int | None = None) -> list[Store]:
+        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
+
+        What is also read lies in cache by then.
+        """
+        if self.vector is None or self.plan.split:
+            return []
+        out = []
+        read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
+        for s in self.plan.stores:
+            plain = s.buffer not in read and not any(x.kind == INDIRECT for x in symbols(s.address))
+            if plain and self.store_is_full(s) and coefficient(s.address, self.vector.sym) == ONE:
+                out.append(s)
+        if len(out) > MOST_STREAMS:
+            return []
+        return [s for s in out if phase is None or s.phase == phase]
+
+    def open_streams(self, phase: int, start: str, place: str, length: int) -> None:
+        """Before a loop of at most `length` elements from `start` on: its results go to memory or to a tile."""
+        assert self.vector is not None
+        for k, s in enumerate(self.streams(phase)):
+            kind = storage_type(self.dtypes[s.buffer])
+            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
+            self.out.add(f"{kind} staged{phase}_{k}[{length}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind}* const past{phase}_{k} = {s.buffer} + ({at});")
+            self.out.add(f"{kind}* __restrict to{phase}_{k} = stream ? staged{phase}_{k} : past{phase}_{k};")
+            self.streamed[s] = f"to{phase}_{k}[{place}]"
+
+    def close_streams(self, phase: int, count: str) -> None:
+        """After that loop: tiles are written past the cache."""
+        for k, s in enumerate(self.streams(phase)):
+            size = self.dtypes[s.buffer].itemsize
+            self.out.add(f"if (stream) fuser_stream(past{phase}_{k}, staged{phase}_{k}, ({count}) * {size});")
+            del self.streamed[s]
