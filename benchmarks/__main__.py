@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plot", metavar="FILE.png", help="draw bar charts (needs matplotlib)")
     p.add_argument("--md", metavar="FILE.md", help="write the tables between the marks of a document")
     p.add_argument("--from", dest="sources", nargs="+", default=[], metavar="FILE", help="JSON files of earlier runs")
-    p.add_argument("--caches", default="", metavar="DIR", help="keep Inductor's caches of `kernels` here")
+    p.add_argument("--caches", default="", metavar="DIR", help="keep Inductor's caches here (kernels, optimizers)")
     p.add_argument("--rows", type=_regex, default="", metavar="REGEX", help="only rows whose name matches")
     p.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")

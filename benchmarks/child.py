@@ -30,13 +30,17 @@ def environment(cache: str) -> dict[str, str]:
     return env
 
 
-def spawn(suite: str, params: dict[str, Any], cache: str, timeout: float = 900.0) -> dict[str, Any]:
-    """What the suite's `child(params)` returns, run in a fresh process; {"error": sentence} if it failed."""
+def spawn(
+    suite: str, params: dict[str, Any], cache: str, timeout: float = 900.0, inductor: str = ""
+) -> dict[str, Any]:
+    """What the suite's `child(params)` returns, run in a fresh process; {"error": sentence} if it failed.
+
+    `inductor` is a folder for Inductor's caches that outlives `cache`.
+    """
     command = [sys.executable, "-m", "benchmarks.child", suite, json.dumps(params)]
+    env = environment(cache) | ({"TORCHINDUCTOR_CACHE_DIR": str(pathlib.Path(inductor).absolute())} if inductor else {})
     try:
-        done = subprocess.run(
-            command, env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout
-        )
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"error": f"no result within {timeout:.0f} s"}
     for line in reversed(done.stdout.splitlines()):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Options:
     """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser.
 
-    `caches` is a folder that keeps Inductor's compiler caches between runs of `kernels`, which times steady calls.
+    `caches` is a folder that keeps Inductor's compiler caches between runs of `kernels` and `optimizers`.
     """
 
     device: str = "cpu"

@@ -289,3 +289,23 @@ def test_a_wrong_optimizer_step_is_named():
     wrong.param_groups[0]["lr"] *= 2
     wrong.step()
     assert "is off eager's by up to" in (problem.judge() or "")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_rival_that_compiles_too_long_is_left_out_of_a_row(monkeypatch, slow):
+    asked = []
+
+    def spawn(suite, params, cache, timeout, inductor):
+        asked.append((params["contestants"], params.get("only_first", False), inductor))
+        if params.get("only_first"):
+            return {"error": f"no result within {timeout:.0f} s"} if slow else {"first": {"inductor": 9.0}}
+        names = [*params["contestants"], "copy"]
+        return {"first": dict.fromkeys(params["contestants"], 1.0), "samples": dict.fromkeys(names, [1.0]), "bytes": 8}
+
+    monkeypatch.setattr(optimizers, "spawn", spawn)
+    report = Report("optimizers")
+    result = optimizers.measure(optimizers.ROWS[0], ["inductor", "fuser"], Options(caches="kept"), report)
+    assert asked == [(["inductor"], True, "kept"), (["fuser"] if slow else ["inductor", "fuser"], False, "kept")]
+    assert ("inductor" in result.timings) is not slow and "fuser" in result.timings
+    assert result.first.get("inductor") == (None if slow else 9.0)
+    assert [n for n in report.notes if "left out: no result within 420 s" in n] == report.notes[: int(slow)]
