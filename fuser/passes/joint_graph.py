@@ -7,6 +7,7 @@ from fuser.passes.folding import fold_uniform, merge_casts, merge_views
 from fuser.passes.foreach import split_foreach
 from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
+from fuser.passes.norms import norms_again
 from fuser.passes.randomness import functional_random
 from fuser.passes.runner import Pass
 from fuser.passes.statistics import forget_statistics
@@ -20,6 +21,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("add_to_addmm", add_to_addmm),
     Pass("addmm_to_add", addmm_to_add),
     Pass("forget_statistics", forget_statistics),
+    Pass("norms_again", norms_again),
     Pass("keep_logits", keep_logits),
     Pass("convolutions_channels_last", convolutions_channels_last),
 )

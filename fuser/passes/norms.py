@@ -1,0 +1,165 @@
+"""Batch norms in training: what the backward reads of their results it computes again from their input.
+
+A batch norm's backward needs the norm's input in any case. Eager keeps, beside that, the activation behind it, for the
+next convolution's backward. An activation is a few operations on the input and four numbers of each channel, the
+same operations in the same order as in the norm, so that the backward sees the very bits of the forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fuser import config
+from fuser.passes.writing import Writer
+
+aten = torch.ops.aten
+_NORM = aten._native_batch_norm_legit_functional.default
+AGAIN = "again"  # marks calls that the backward computes again; `apart` gives each reader its own
+_MOST_READERS = 3
+
+
+def norms_again(module: fx.GraphModule) -> int:
+    """What a backward reads of an activation behind a batch norm is computed again from what the norm read."""
+    if config.numerics == "eager":
+        return 0
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    behind = _after_tangents(module.graph)
+    results = set(module.graph.output_node().all_input_nodes)
+    changed = 0
+    for norm in [n for n in order if n.target is _NORM and not n.kwargs]:
+        out, mean, rstd = (_item(norm, i) for i in range(3))
+        if out is None or mean is None or rstd is None or _why_not(norm) or not behind:
+            continue
+        changed += _Again(norm, (mean, rstd), order, behind, results).rewrite(out)
+    return changed
+
+
+def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that need gradients of results: they run in the backward."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _item(node: fx.Node, at: int) -> fx.Node | None:
+    return next((u for u in node.users if u.args == (node, at)), None)
+
+
+def _why_not(norm: fx.Node) -> bool:
+    """Whether a norm is none of float32 images on the CPU in training, whose backward reads its input."""
+    x, weight, bias, _, _, training, *_ = norm.args
+    tensors = [n.meta["val"] for n in (x, weight, bias) if isinstance(n, fx.Node)]
+    plain = all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
+    kept = any(u.target is aten.native_batch_norm_backward.default for u in x.users)  # type: ignore[union-attr]
+    return not (plain and kept and training is True and tensors[0].dim() > 1)
+
+
+class _Again:
+    """One norm: the values that follow from it alone, and their copies for the backward."""
+
+    def __init__(
+        self, norm: fx.Node, statistics: tuple[fx.Node, fx.Node], order: dict[fx.Node, int], behind: set[fx.Node],
+        results: set[fx.Node],
+    ) -> None:  # fmt: skip
+        self.norm, self.statistics, self.order, self.behind, self.results = norm, statistics, order, behind, results
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def rewrite(self, out: fx.Node) -> int:
+        """Have the backward read copies; returns how many readers do."""
+        values = self._values(out)
+        readers = [(v, u) for v in values for u in v.users if u in self.behind and u.target is not aten.detach.default]
+        kept = {_origin(v) for v in values if v in self.results}
+        readers = [(v, u) for v, u in readers if _origin(v) not in kept]
+        if not readers:
+            return 0
+        first = min((u for _, u in readers), key=self.order.__getitem__)
+        write = Writer(first)
+        write.mode = getattr(out.meta["val"], "fake_mode", None)
+        if write.mode is None:
+            return 0
+        for value, reader in readers:
+            source = self._source(value, reader)
+            reader.replace_input_with(value, self._copy(source, write))
+        return len(readers)
+
+    def _values(self, out: fx.Node) -> list[fx.Node]:
+        """The norm's result, activations of it, and what is detached of these."""
+        found = [out]
+        for value in found:
+            for user in value.users:
+                detached = user.target is aten.detach.default
+                if user not in found and (detached or user not in self.behind and _is_activation(user)):
+                    found.append(user)
+        return found
+
+    def _source(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """What a reader may read instead: where a ReLU is zero, its argument tells as well."""
+        origin = _origin(value)
+        mask = reader.target is aten.threshold_backward.default and reader.args[1] is value and reader.args[2] == 0
+        if mask and reader.args[0] is not value and origin.target is aten.relu.default:
+            return origin.args[0]  # type: ignore[return-value]
+        return value
+
+    def _copy(self, value: fx.Node, write: Writer) -> fx.Node:
+        value = _origin(value)
+        found = self.copies.get(value)
+        if found is None:
+            if value.target is not _NORM and value.args[0] is not self.norm:
+                args = fx.node.map_arg(value.args, lambda a: self._copy(a, write))
+                found = _marked(write(value.target, *args, **value.kwargs))
+            else:
+                found = self._spelled(write)
+            self.copies[value] = found
+        return found
+
+    def _spelled(self, write: Writer) -> fx.Node:
+        """(x - mean) * rstd * weight + bias"""
+        value: fx.Node = self.norm.args[0]  # type: ignore[assignment]
+        size = [1, -1, *[1] * (value.meta["val"].dim() - 2)]
+        steps = zip(
+            (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor),
+            (*self.statistics, *self.norm.args[1:3]),
+        )
+        for target, each in steps:
+            if each is not None:
+                value = _marked(write(target, value, write(aten.view.default, each, size)))
+        return value
+
+
+def _marked(node: fx.Node) -> fx.Node:
+    node.meta[AGAIN] = True
+    return node
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    while node.target is aten.detach.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_activation(node: fx.Node) -> bool:
+    """Whether a call is elementwise in its one tensor, draws nothing, and gives what it was given in size and dtype."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    if len(node.all_input_nodes) != 1 or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.shape == given.shape and value.dtype is given.dtype
+
+
+def norms_apart(module: fx.GraphModule) -> int:
+    """What a backward computes again is computed by each reader, whose kernel has read most of what it takes."""
+    changed = 0
+    for node in reversed(list(module.graph.nodes)):
+        if AGAIN not in node.meta or not 1 < len(node.users) <= _MOST_READERS:
+            continue
+        for reader in list(node.users)[1:]:
+            with module.graph.inserting_before(reader):
+                reader.replace_input_with(node, module.graph.node_copy(node))
+            changed += 1
+    return changed
