@@ -52,13 +52,15 @@ class BufferPattern:
     """A tensor to allocate before the first step. Sizes and strides in elements.
 
     `output` buffers become torch tensors from torch's own allocator; the others are temporaries from the buffer
-    pool (on a GPU, from torch's allocator), contiguous, 64-byte aligned, given back after the last step.
+    pool (on a GPU, from torch's allocator), contiguous, 64-byte aligned, given back after the last step. `counters`, on
+    a GPU alone, are int32 temporaries that are 0 before the first step, and that the steps leave 0.
     """
 
     dtype: torch.dtype
     sizes: tuple[Program, ...]
     strides: tuple[Program, ...]
     output: bool
+    counters: bool = False
 
 
 @dataclass(frozen=True)

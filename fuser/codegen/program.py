@@ -87,13 +87,13 @@ class ProgramBuilder:
         return self.slots.setdefault(s, len(self.slots))
 
     def add_buffer(
-        self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool
+        self, name: str, dtype: torch.dtype, size: Sequence[Expr], stride: Sequence[Expr], output: bool,
+        counters: bool = False,
     ) -> None:
         """Memory to allocate for `name`."""
         self.pointers[name] = self.n_inputs + len(self.buffers)
-        self.buffers.append(
-            BufferPattern(dtype, tuple(self.code(s) for s in size), tuple(self.code(s) for s in stride), output)
-        )
+        sizes, strides = (tuple(self.code(s) for s in dims) for dims in (size, stride))
+        self.buffers.append(BufferPattern(dtype, sizes, strides, output, counters))
 
     def add_buffers(self, buffers: Sequence[Buffer]) -> None:
         """Memory for the scheduled buffers; outputs of the graph are torch's, the rest temporaries."""

@@ -61,7 +61,7 @@ def generate_joined(joined: Joined, name: str, ctx: Context) -> Generated | None
 
 def source_text(functions: Iterable[Function], comment: str) -> str:
     """A complete source: imports, the helpers that are called, the kernels."""
-    body = "\n\n".join(f.text for f in functions)
+    body = "\n\n".join(text for f in functions for text in (*f.helpers, f.text))
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     return f"{head}{HEAD}{triton_prelude(body)}{body}"
 

@@ -93,6 +93,7 @@ class Library:
             for name in (
                 "cuLaunchKernelEx", "cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
                 "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamIsCapturing", "cuMemcpyHtoDAsync_v2",
+                "cuMemsetD32Async",
             )
         )  # fmt: skip
 

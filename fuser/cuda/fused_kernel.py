@@ -86,7 +86,7 @@ def generate(
     owners: list[int] = []
     for number, made in _written(plan, context, write, levels):
         for p in made.partials:
-            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
+            builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False, p.counters)
         for relation, a, b in made.guards:
             builder.guard(relation, a, b)
         functions += made.functions
@@ -117,7 +117,8 @@ def _written(
         if both is not None:
             both = None
             continue
-        own = dataclasses.replace(context, smaller=levels.get(number, 0))
+        later = frozenset(name for p in plan.plans[number + 1 :] for name, _ in p.buffers)
+        own = dataclasses.replace(context, smaller=levels.get(number, 0), later=later)
         joined = plan.joined.get(number)
         if joined is not None:
             both = codegen.generate_joined(joined, f"k{number}_{joined.plan.name}", own)

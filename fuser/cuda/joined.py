@@ -8,6 +8,7 @@ has follows from the sizes alone: the same inputs give the same bits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 
@@ -17,6 +18,7 @@ from fuser.cuda.looped import write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import CHUNK, Partial, combine_plan
 from fuser.cuda.text import Guard
+from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, minimum, product
 from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_combine, triton_number
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce
@@ -37,7 +39,8 @@ def fits(joined: Joined, ctx: Context) -> tiles.Walk | None:
     if any(a is torch.bool or a.itemsize > 4 for a in accumulators):
         return None
     n = product(a.size for a in plan.reduced_axes)
-    return tiles.walk(ctx.hint(n), sum(loaded), len(loaded) + len(accumulators), ctx.smaller)
+    held = sum(loaded) + sum(a.itemsize for a in accumulators)
+    return tiles.walk(ctx.hint(n), sum(loaded), len(loaded) + len(accumulators), held, ctx.smaller)
 
 
 def _accumulator(plan: KernelPlan, r: Reduce) -> torch.dtype:
@@ -92,9 +95,17 @@ class _Walking:
             out.add(f"acc{r.number} = tl.full({nest.shape()}, {start}, {TRITON_TYPES[acc]})")
         n = nest.params.number(rows.size, nest.bits, f"n_{rows.name}")
         step = nest.params.number(chunks * rows.block, nest.bits, "step")
-        out.open(f"for x0 in tl.range({CHUNK.name} * {rows.block}, {n}, {step}, num_stages={tiles.WALK_STAGES})")
+        ahead = self.ahead() if self.walk.by_hand else []
+        if ahead:
+            self.load(ahead, f"{CHUNK.name} * {rows.block} + ")
+        stages = 1 if ahead else tiles.WALK_STAGES
+        out.open(f"for x0 in tl.range({CHUNK.name} * {rows.block}, {n}, {step}, num_stages={stages})")
+        for at in ahead:
+            out.add(f"t{at} = next{at}")
+        if ahead:
+            self.load(ahead, f"x0 + {step} + ")
         nest.open_dim(rows, "x0 + ")
-        self.rows(hoisted=False)
+        self.rows(hoisted=False, known=ahead)
         for s in self.plan.stores:
             nest.store(s)
         for r in self.columns:
@@ -105,10 +116,23 @@ class _Walking:
         made = nest.close_function(nest.name, chunks)
         return dataclasses.replace(made, registers=tiles.WALK_REGISTERS)
 
-    def rows(self, hoisted: bool) -> None:
-        """The rows of the plan that are the same for all rows of the tile's walk, or all others."""
+    def ahead(self) -> list[int]:
+        """The loads of whole tiles whose place hangs on no other row: they can be made a step ahead."""
+        both = frozenset((ROWS, COLUMNS))
+        rows = enumerate(self.plan.rows)
+        return [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r) and
+                self.nest.row_dims(n) == both]  # fmt: skip
+
+    def load(self, loads: list[int], start: str) -> None:
+        """The tiles of a step into registers."""
+        self.nest.open_dim(self.nest.layout.dims[ROWS], start)
+        for n in loads:
+            self.out.add(f"next{n} = {self.nest.value(n)}")
+
+    def rows(self, hoisted: bool, known: Collection[int] = ()) -> None:
+        """The rows of the plan that are the same for all rows of the tile's walk, or all others but the `known`."""
         for n, row in enumerate(self.plan.rows):
-            if (ROWS in self.nest.row_dims(n)) is hoisted:
+            if (ROWS in self.nest.row_dims(n)) is hoisted or n in known:
                 continue
             if row.op == "reduced":
                 r = self.plan.reductions[row.attr]

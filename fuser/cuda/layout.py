@@ -20,7 +20,8 @@ class Context:
 
     `hint` is the value of an expression in the example, `aligned` whether a buffer starts at a multiple of 16 bytes,
     `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end. `smaller`: how
-    many times tiles are halved, because a kernel with larger ones did not fit.
+    many times tiles are halved, because a kernel with larger ones did not fit. `later`: buffers that later kernels of
+    the program read or write.
     """
 
     hint: Callable[[Expr], int]
@@ -28,6 +29,7 @@ class Context:
     wide: bool
     rough: bool
     smaller: int = 0
+    later: frozenset[str] = frozenset()
 
 
 def blocks(n: Expr, size: int) -> Expr:
@@ -146,8 +148,9 @@ def _passes(plan: KernelPlan, online: bool) -> int:
     return len(phases) - (len(online_phases(plan)) if online else 0)
 
 
-def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layout:
-    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers."""
+def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, passing: bool = False) -> Layout:
+    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, and
+    `passing` by what lies in the second-level cache."""
     kept = [a for a in plan.axes if not a.reduced]
     reduced = list(plan.reduced_axes)
     n = product(a.size for a in reduced)
@@ -155,12 +158,14 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False) -> Layo
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
-        looped, least = (tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS)[narrowest(plan)], tiles.SHORTEST_COLUMN
+        table = tiles.PASSING_COLUMNS if passing else tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS
+        looped, least = table[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
+        looped = tiles.PASSING_ROWS[narrowest(plan)] if passing else looped
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
     tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(looped, ctx.smaller)

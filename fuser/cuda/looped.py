@@ -18,21 +18,28 @@ from fuser.scheduler.plan import Reduce
 def write_function(nest: Nest) -> Function:
     """The kernel of a nest."""
     nest.open_programs()
+    write_body(nest)
+    return nest.close_function(nest.name, nest.units())
+
+
+def write_body(nest: Nest) -> None:
+    """What a program does."""
     if nest.loop_dim is not None:
         Looped(nest).all_phases()
     else:
         nest.all_at_once()
-    return nest.close_function(nest.name, nest.units())
 
 
 class Looped:
     """Writes the phases of a nest whose reduced axes are looped over."""
 
-    def __init__(self, nest: Nest, bounds: tuple[str, str] | None = None, ahead: int | None = None) -> None:
+    def __init__(
+        self, nest: Nest, bounds: tuple[str, str] | None = None, ahead: int | None = None, eviction: str = ""
+    ) -> None:
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
-        self.bounds = bounds
+        self.bounds, self.eviction = bounds, eviction
         column = bounds is not None and len(nest.layout.dims) == 2
         plain = bounds is not None and not any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
         alone = plain and sum(r.op == "load" for r in self.plan.rows) == 1
@@ -108,6 +115,7 @@ class Looped:
             self.start_online(online)
         passes = self.passes()
         self.open_loop(self.bounds is None and passes.index(phase) % 2 == 1)
+        self.nest.eviction = self.eviction
         if len(passes) > 1:
             policy = "evict_first" if phase == passes[-1] else "evict_last"
             self.nest.eviction = f", eviction_policy='{policy}'"

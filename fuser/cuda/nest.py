@@ -55,6 +55,7 @@ class Function:
     checked: bool  # it asserts that indices are in range
     stages: int = 0  # steps of its loop that are under way at once; 0 leaves that to Triton
     registers: int = 0  # that a thread may take at most; 0: as many as there are
+    helpers: tuple[str, ...] = ()  # texts of functions that it calls
 
 
 class Nest:
@@ -266,12 +267,12 @@ class Nest:
         """How many programs there are."""
         return product(size for _, size in self.digits())
 
-    def open_programs(self, extra: list[tuple[str, Expr]] | None = None) -> None:
+    def open_programs(self, extra: list[tuple[str, Expr]] | None = None, number: str = "tl.program_id(0)") -> None:
         """Take the program's number apart."""
         digits = [*(extra or []), *self.digits()]
         wide = ".to(tl.int64)" if self.bits == 64 else ""
         if digits:
-            self.out.add(f"pid = tl.program_id(0){wide}")
+            self.out.add(f"pid = {number}{wide}")
         for at, (variable, size) in reversed(list(enumerate(digits))):
             if at == 0:
                 self.out.add(f"{variable} = pid")
@@ -306,11 +307,14 @@ class Nest:
             rest = f"{d.name}_{a.sym.name}"
         self.out.add(f"{d.axes[0].sym.name} = {rest}")
 
+    def text(self, name: str, arguments: Iterable[str]) -> str:
+        """The text of a function."""
+        return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(self.out.lines or ["    pass"]) + "\n"
+
     def close_function(self, name: str, units: Expr) -> Function:
         """The finished function."""
         params = tuple(self.params.known.values())
-        head = f"@triton.jit\ndef {name}({', '.join(p.name for p in params)}):\n"
-        text = head + "\n".join(self.out.lines or ["    pass"]) + "\n"
+        text = self.text(name, [p.name for p in params])
         checked = any(r.op == "indirect" and r.attr[1] for r in self.plan.rows)
         work = product(a.size for a in self.plan.axes)
         return Function(name, text, units, work, params, self.layout.warps, checked)

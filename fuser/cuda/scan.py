@@ -47,20 +47,22 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
     """The layout of a scan, what it rests on, and, if it is cut, how many chunks there are and how long they are."""
     kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
     n = product(a.size for a in reduced)
+    assert plan.ordered is not None
+    places = SCANS[plan.ordered.how].index
+    rows = tiles.SCANNED_PLACES if places else tiles.SCANNED_ROWS
     if plan.vector is not None:
         outer = [a for a in kept if a.sym == plan.vector]
         scalars = [a for a in kept if a.sym != plan.vector]
         short = ctx.hint(n) <= tiles.SHORT_COLUMN
-        assert plan.ordered is not None
-        small = short or SCANS[plan.ordered.how].index
-        tile = tiles.SCANNED_SHORT_COLUMNS if small else tiles.SCANNED_COLUMNS[narrowest(plan)]
+        table = tiles.PLACED_COLUMNS if places else tiles.SCANNED_COLUMNS
+        tile = (tiles.SCANNED_SHORT_COLUMNS if short else table)[narrowest(plan)]
         length: Guard = ("le", n, expr(tiles.SHORT_COLUMN)) if short else ("lt", expr(tiles.SHORT_COLUMN), n)
-        below = tiles.SPLIT_BELOW if small else tiles.SCAN_COLUMNS_BELOW
+        below = tiles.SPLIT_BELOW if short else tiles.SCAN_COLUMNS_BELOW
         tile, least = tiles.shrunk(tile, ctx.smaller), tiles.SPLIT_COLUMN_FROM
         units = product(a.size for a in scalars) * blocks(outer[0].size, tile.outer)
         layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     else:
-        whole = tiles.fewer(tiles.scanned_row(ctx.hint(n)), ctx.smaller)
+        whole = tiles.fewer(tiles.scanned_row(ctx.hint(n), rows), ctx.smaller)
         if whole is not None:
             dims = [Dim(reduced, whole.inner, "r", whole=True)]
             if whole.outer > 1 and kept:
@@ -70,12 +72,13 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
             # No more threads than elements: the others would scan the same ones again.
             warps = max(min(whole.warps, elements // 64), 1)
             return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
-        tile, least, below = tiles.shrunk(tiles.LOOPED_SCAN, ctx.smaller), tiles.SPLIT_ROW_FROM, tiles.SPLIT_BELOW
+        tile = tiles.shrunk((tiles.LOOPED_PLACES if places else tiles.LOOPED_SCAN)[narrowest(plan)], ctx.smaller)
+        least, below = tiles.SPLIT_ROW_FROM, tiles.SPLIT_BELOW
         units = product(a.size for a in kept)
         layout = Layout(kept, [Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     guards: list[Guard] = []
     if plan.vector is None:
-        longest = tiles.SCANNED_ROWS[-1][0]
+        longest = rows[-1][0]
         far = ctx.hint(n) > longest
         guards += [("lt", expr(longest), n)] if far else row_class(n, tiles.power_of_two(ctx.hint(n)), 1, ctx)
     else:
@@ -134,7 +137,7 @@ class Scan(Nest):
         self.start = triton_number(spec.identity(self.acc), self.acc)
         if self.acc.itemsize < 4:
             self.acc = torch.int32
-        self.function = f"fuser_combine_{'last_' if spec.index else ''}{self.kind}"
+        self.function = f"fuser_combine_{self.kind.removeprefix('arg')}"
 
     @property
     def dtypes_scanned(self) -> tuple[torch.dtype, ...]:
@@ -145,10 +148,6 @@ class Scan(Nest):
     def parts(self) -> tuple[tuple[str, torch.dtype, str], ...]:
         """Of a value and its place: a letter, the dtype, and what changes nothing."""
         return tuple(zip("vi", self.dtypes_scanned, (self.start, "-1")))
-
-    def names(self, prefix: str) -> str:
-        """The variables of a value and its place, with commas between."""
-        return ", ".join(f"{prefix}{letter}" for letter, _, _ in self.parts)
 
     def of_one(self) -> None:
         """Places of a dim of size 1: each holds its own value."""
@@ -161,13 +160,14 @@ class Scan(Nest):
         for n in range(len(self.plan.rows)):
             self.emit(n)
         self.read_tile()
-        self.out.add(f"{self.names('y')} = {self.scan()}")
+        self.scan(carried=False)
         self.put(f"y{self.parts[-1][0]}", self.dtypes_scanned[-1])
 
     def loop(self, bounds: tuple[str, str] | None, stores: bool) -> None:
         """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
-        long = self.axis and self.layout.dims[-1].block > tiles.SCANNED_SHORT_COLUMNS.inner
-        looped = Looped(self, bounds, tiles.COLUMN_SCAN_STAGES if long else tiles.SCAN_STAGES)
+        long = self.axis and self.layout.dims[-1].block > tiles.SCANNED_SHORT_COLUMNS[4].inner
+        stages = tiles.PLACED_STAGES if len(self.parts) > 1 and not self.axis else tiles.SCAN_STAGES
+        looped = Looped(self, bounds, tiles.COLUMN_SCAN_STAGES if long else stages)
         roots = [*self.scanned, *self.indirect(self.goal)]
         looped.outer_rows(0)
         looped.open_loop(False)
@@ -175,10 +175,9 @@ class Scan(Nest):
             self.emit(n)
         self.read_tile()
         if stores:
-            self.out.add(f"{self.names('y')} = {self.scan()}")
-            self.out.add(f"{self.names('y')} = {self.function}({self.names('carry_')}, {self.names('y')})")
+            self.scan(carried=True)
             self.put(f"y{self.parts[-1][0]}", self.dtypes_scanned[-1])
-        self.add_to_carry("x")
+        self.add_to_carry("x", scanned=stores)
         self.out.close()
 
     def read_tile(self) -> None:
@@ -193,17 +192,36 @@ class Scan(Nest):
         """The tile's dim that is scanned."""
         return len(self.layout.dims) - 1
 
-    def scan(self) -> str:
-        """The tile's scan."""
-        both = self.names("x")
-        return f"tl.associative_scan({f'({both})' if len(self.parts) > 1 else both}, {self.axis}, {self.function})"
+    def scan(self, carried: bool) -> None:
+        """The tile's scan `y`, joined with the carry. A place is the last one up to which its value is the extreme."""
+        for n, (letter, _, _) in enumerate(self.parts):
+            source = f"x{letter}"
+            if n:
+                self.out.add(f"last_{letter} = {self.places('xv', 'yv', source)}")
+                source, function = f"last_{letter}", "fuser_combine_max"
+            else:
+                function = self.function
+            self.out.add(f"y{letter} = tl.associative_scan({source}, {self.axis}, {function})")
+            if carried:
+                self.out.add(f"y{letter} = {function}(carry_{letter}, y{letter})")
 
-    def add_to_carry(self, prefix: str) -> None:
-        """Fold the tile `prefix` into the carry."""
-        both = self.names(prefix)
-        packed = f"({both})" if len(self.parts) > 1 else both
-        self.out.add(f"{self.names('all_')} = tl.reduce({packed}, {self.axis}, {self.function}, keep_dims=True)")
-        self.out.add(f"{self.names('carry_')} = {self.function}({self.names('carry_')}, {self.names('all_')})")
+    def places(self, values: str, extreme: str, places: str) -> str:
+        """The places at which values are the extreme; -1 for all others. NaN is always one."""
+        nan = f"({values} != {values}) | " if self.acc.is_floating_point else ""
+        return f"tl.where({nan}({values} == {extreme}), {places}, -1)"
+
+    def add_to_carry(self, prefix: str, scanned: bool = False) -> None:
+        """Fold the tile `prefix` into the carry. `scanned`: the places in it at which extremes lie are known."""
+        for n, (letter, _, _) in enumerate(self.parts):
+            source = f"{prefix}{letter}"
+            if n and not scanned:
+                self.out.add(f"last_{letter} = {self.places(f'{prefix}v', 'carry_v', source)}")
+            if n:
+                source, function = f"last_{letter}", "fuser_combine_max"
+            else:
+                function = self.function
+            reduced = f"tl.reduce({source}, {self.axis}, {function}, keep_dims=True)"
+            self.out.add(f"carry_{letter} = {function}(carry_{letter}, {reduced})")
 
     @property
     def carry_shape(self) -> str:

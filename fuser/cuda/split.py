@@ -1,7 +1,9 @@
-"""Reductions to few results: chunks of the reduced axes write partial results, a second kernel combines them.
+"""Reductions to few results: chunks of the reduced axes write partial results, the last program combines them.
 
-How many chunks there are follows from sizes alone, and they are combined in a fixed order: the same inputs give the
-same bits.
+The programs of a tile of results count themselves. Which one is the last differs from run to run, but not what it does:
+how many chunks there are follows from sizes alone, and they are combined in the order of their numbers, so the same
+inputs give the same bits. (The counters are zero before and after; see `BufferPattern`.) Where that is not better, a
+second kernel combines.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 
 from fuser.cuda import tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, reduction_layout
-from fuser.cuda.looped import Looped, write_function
+from fuser.cuda.looped import Looped, write_body, write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs
@@ -45,6 +47,7 @@ class Partial:
     name: str
     dtype: torch.dtype
     size: Expr
+    counters: bool = False  # zeros
 
 
 def programs(plan: KernelPlan) -> Expr:
@@ -84,35 +87,84 @@ def split_guards(plan: KernelPlan, ctx: Context) -> list[Guard]:
 def split(
     plan: KernelPlan, name: str, ctx: Context
 ) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
-    """Two functions for `plan`, the temporaries between them, and what the choice rests on."""
-    layout = reduction_layout(plan, ctx, loop=True)
+    """One or two functions for `plan`, the temporaries of all programs, and what the choice rests on."""
+    passing, passing_guards = _passing(plan, ctx)
+    layout = reduction_layout(plan, ctx, True, passing)
     inner = layout.dims[-1]
     units = programs(plan)
     n = inner.size
     wanted = maximum(floordiv(product(a.size for a in plan.axes), expr(tiles.SPLIT_ELEMENTS)), tiles.FEWEST_PROGRAMS)
     wanted = minimum(wanted, tiles.SPLIT_PROGRAMS[narrowest(plan)])
-    most = minimum(maximum(floordiv(wanted, units), ONE), expr(tiles.MOST_CHUNKS))
+    longest = tiles.MOST_CHUNKS
+    if passing:
+        wanted, longest = expr(tiles.PASSING_PROGRAMS), tiles.PASSING_CHUNKS
+    most = minimum(maximum(floordiv(wanted, units), ONE), expr(longest))
     chunks = minimum(blocks(n, inner.block), most)
     each = floordiv(floordiv(n + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
-    nest = Nest(plan, f"{name}_partial", ctx, layout)
+    in_one = tiles.SPLIT_IN_ONE and not any(REDUCTIONS[r.kind].index for r in plan.reductions)
+    nest = Nest(plan, name if in_one else f"{name}_partial", ctx, layout)
     results = product(a.size for a in plan.axes if not a.reduced)
     partials = _partials(plan, nest, name, results * chunks)
     dtypes = {p.name: p.dtype for p in partials}
     nest.dtypes.update(dtypes)
-    first = _partial_function(nest, chunks, each, result_address(plan, results), name)
+    _write_partial(nest, chunks, each, result_address(plan, results), name, passing)
     combined = combine_plan(plan, chunks, results, name, dtypes)
-    rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined))
-    second = write_function(rest)
-    guards = dict.fromkeys([*split_guards(plan, ctx), *nest.params.guards, *rest.params.guards])
-    return (first, second), tuple(partials), tuple(guards)
+    rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined, longest, layout if in_one else None))
+    if in_one:
+        counters = Partial(f"{name}_arrived", torch.int32, nest.units(), counters=True)
+        partials.append(counters)
+        functions: tuple[Function, ...] = (_in_one(nest, rest, chunks, counters),)
+    else:
+        functions = nest.close_function(nest.name, nest.units() * chunks), write_function(rest)
+    guards = dict.fromkeys([*split_guards(plan, ctx), *passing_guards, *nest.params.guards, *rest.params.guards])
+    return functions, tuple(partials), tuple(guards)
 
 
-def _combine_layout(plan: KernelPlan) -> Layout:
-    """All chunks of a row at once; for neighbouring results, a loop over them."""
+def _passing(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
+    """Whether what is read had better leave the second-level cache alone, and the relations that say so."""
+    both = {a.sym for a in plan.axes}
+    read = {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
+    if len(read) != 1 or read & ctx.later:
+        return False, []
+    moved = product(a.size for a in plan.axes) * dict(plan.buffers)[min(read)].itemsize
+    low, high = expr(tiles.PASSING_FROM), expr(tiles.PASSING_BELOW)
+    if ctx.hint(moved) < tiles.PASSING_FROM:
+        return False, [("lt", moved, low)]
+    if ctx.hint(moved) >= tiles.PASSING_BELOW:
+        return False, [("le", high, moved)]
+    return True, [("le", low, moved), ("lt", moved, high)]
+
+
+def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function:
+    """The function of `nest`, the last of whose programs for each tile goes on with `rest`."""
+    assert nest.units() == rest.units()
+    nest.dtypes[counters.name] = counters.dtype
+    rest.params = nest.params
+    rest.open_programs(number="tile")
+    write_body(rest)
+    counter = nest.params.pointer(counters.name)
+    tiles_there, last = (nest.params.number(n, nest.bits) for n in (nest.units(), chunks - 1))
+    names = list(nest.params.known)
+    nest.out.add(f"tile = (tl.program_id(0) - chunk * {tiles_there}).to(tl.int32)")
+    nest.out.add("tl.debug_barrier()  # what all threads stored comes before the count")
+    nest.out.add(f"before = tl.atomic_add({counter} + tile, 1, sem='acq_rel', scope='gpu')")
+    nest.out.open(f"if before == {last}")
+    nest.out.add(f"tl.store({counter} + tile, 0)")
+    nest.out.add(f"{rest.name}({', '.join(['tile', *names])})")
+    nest.out.close()
+    made = nest.close_function(nest.name, nest.units() * chunks)
+    return dataclasses.replace(made, helpers=(rest.text(rest.name, ["tile", *names]),))
+
+
+def _combine_layout(plan: KernelPlan, longest: int, first: Layout | None) -> Layout:
+    """All chunks of a row, at most `longest`, at once; for neighbouring results, a loop over them. `first`: programs
+    have the tiles of that, whose work they go on with."""
     kept, reduced = [a for a in plan.axes if not a.reduced], list(plan.reduced_axes)
     if not is_column(plan):
-        return Layout(kept, [Dim(reduced, tiles.MOST_CHUNKS, "r", whole=True)], 4)
+        return Layout(kept, [Dim(reduced, longest, "r", whole=True)], first.warps if first else 4)
     tile = tiles.COMBINE_COLUMNS
+    if first is not None:
+        tile = tiles.Tile(first.dims[0].block, tiles.COMBINE_IN_ONE, first.warps)
     outer = [a for a in kept if a.sym == plan.vector]
     scalars = [a for a in kept if a.sym != plan.vector]
     return Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
@@ -137,15 +189,15 @@ def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Parti
     return out
 
 
-def _partial_function(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str) -> Function:
-    """The first kernel: a looped pass over a chunk, stored unfinished."""
-    units = nest.units() * chunks
+def _write_partial(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str, passing: bool) -> None:
+    """A looped pass over a chunk, stored unfinished."""
     nest.open_programs([("chunk", chunks)])
     size = nest.params.number(each, nest.bits, "each", True)
     n = nest.params.number(nest.layout.dims[-1].size, nest.bits, "n_r", True)
     nest.out.add(f"low = chunk * {size}")
     nest.out.add(f"high = tl.minimum(low + {size}, {n})")
-    loop = Looped(nest, ("low", "high"))
+    bounds = ("low", "high")
+    loop = Looped(nest, bounds, 0, tiles.PASSING) if passing else Looped(nest, bounds)
     loop.phase(0)
     address = nest.address(at)
     mask = nest.mask(nest.expr_dims(at))
@@ -165,7 +217,6 @@ def _partial_function(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str)
         pointer = nest.params.pointer(f"{name}_p{r.number}")
         value = f"({value}).to(tl.uint8)" if acc is torch.bool else value
         nest.out.add(f"tl.store({pointer} + ({address}), {value}{masked})")
-    return nest.close_function(nest.name, units)
 
 
 def combine_plan(

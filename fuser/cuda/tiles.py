@@ -63,14 +63,24 @@ SPLIT_COLUMNS = {**LOOPED_COLUMNS, 4: Tile(64, 32, 4)}
 COLUMN_STAGES = 3  # tiles of a looped column that are under way through shared memory; 0: one, through registers
 CHUNK_STAGES = 3  # the same of a chunk of a row, where it is of one tensor
 COMBINE_COLUMNS = Tile(32, 32, 4)
+COMBINE_IN_ONE = 16  # chunks that the last program of a column's tile takes at a time
 
 # Few results from much: the reduced axes are cut in chunks for a program to so many elements, but for no fewer and no
 # more programs than these (the latter by the bytes of the narrowest element).
 SPLIT_ELEMENTS, FEWEST_PROGRAMS = 32768, 528
-SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 2112, 8: 2112}
+SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 528, 8: 2112}
+# One tensor of so many bytes, not much larger than the second-level cache, had better leave alone what is there: what
+# others left to be written would be written back meanwhile. Only loads to registers can say so. Chunks of it, by the
+# bytes of an element:
+PASSING_FROM, PASSING_BELOW = 32 << 20, 128 << 20
+PASSING = ", eviction_policy='evict_first'"
+PASSING_ROWS = {1: Tile(1, 4096, 4), 2: Tile(1, 4096, 4), 4: Tile(1, 2048, 4), 8: Tile(1, 1024, 4)}
+PASSING_COLUMNS = {1: Tile(64, 32, 2), 2: Tile(64, 32, 2), 4: Tile(64, 32, 4), 8: Tile(32, 32, 4)}
+PASSING_PROGRAMS, PASSING_CHUNKS = 1056, 2048
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
+SPLIT_IN_ONE = True  # the last program of a tile combines its chunks, not a second kernel; of values, not of places
 
 # Rows in registers whose columns are reduced as well: (longest, elements of a program's step, warps, programs on each
 # multiprocessor). A thread has 16 elements of each tensor and of each running result, of several short rows 8.
@@ -80,20 +90,28 @@ WALKED: tuple[tuple[int, int, int, int], ...] = (
     (4096, 4096, 8, 2),
     (8192, 8192, 16, 1),
 )
+# The same of rows whose length 16 does not divide: they are loaded element by element, a step ahead to registers.
+WALKED_ODD: tuple[tuple[int, int, int, int], ...] = ((2048, 2048, 8, 2), (4096, 4096, 16, 1))
 WALK_STAGES = 3  # steps under way: two wait in shared memory
 WALK_SHARED = 200 << 10  # bytes of shared memory that the programs of a multiprocessor may take
 WALK_REGISTERS = 128  # of a thread: so that as many programs as there are run at once
 WALK_LEVELS = 2  # tries, the second with twice the threads; then rows and columns are apart
 WALK_MOST = 10  # tensors and running results
+WALK_CROWDED = 16  # bytes of both for an element, from which on there are twice the threads, where a block has as many
 COMBINE_PROGRAMS = Tile(16, 256, 8)  # of what the programs found
 
 # Scans: rows that are one tile (longest, elements of a program, warps), and tiles of what is looped over.
 SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
-LOOPED_SCAN = Tile(1, 2048, 8)
-SCANNED_SHORT_COLUMNS, SHORT_COLUMN = Tile(32, 32, 4), 64  # up to this long, and all scans that keep places
-# Longer ones, by the bytes of an element: 64 bytes of neighbours, and enough of them to keep memory busy.
+SCANNED_PLACES = (*SCANNED_ROWS, (4096, 4096, 8))  # the same of scans that find places
+# The others by the bytes of an element. Short columns are up to this long.
+LOOPED_SCAN = {1: Tile(1, 2048, 8), 2: Tile(1, 2048, 8), 4: Tile(1, 2048, 8), 8: Tile(1, 1024, 8)}
+LOOPED_PLACES = {1: Tile(1, 1024, 4), 2: Tile(1, 1024, 4), 4: Tile(1, 1024, 4), 8: Tile(1, 1024, 8)}
+SCANNED_SHORT_COLUMNS = {1: Tile(32, 32, 4), 2: Tile(32, 32, 4), 4: Tile(32, 32, 4), 8: Tile(32, 16, 4)}
+SHORT_COLUMN = 64
+# Longer ones: 64 bytes of neighbours, and enough of them to keep memory busy.
 SCANNED_COLUMNS = {1: Tile(32, 128, 8), 2: Tile(32, 128, 8), 4: Tile(16, 256, 8), 8: Tile(16, 128, 8)}
-SCAN_STAGES, COLUMN_SCAN_STAGES = 3, 4  # tiles that are under way
+PLACED_COLUMNS = {1: Tile(16, 128, 4), 2: Tile(16, 128, 4), 4: Tile(16, 128, 4), 8: Tile(16, 64, 4)}  # with places
+SCAN_STAGES, COLUMN_SCAN_STAGES, PLACED_STAGES = 3, 4, 0  # tiles that are under way; the last along rows, with places
 SCAN_COLUMNS_BELOW = 128  # programs for columns, with fewer of which each column is cut in chunks
 SCAN_PROGRAMS = 1056  # of the chunks that few long rows are cut in
 
@@ -129,20 +147,23 @@ class Walk:
 
     tile: Tile
     programs: int
+    by_hand: bool  # the next step is loaded to registers, not through shared memory
 
 
-def walk(n: int, itemsizes: int, values: int, smaller: int) -> Walk | None:
-    """How rows of the class of `n` are walked over, where an element takes `itemsizes` bytes of memory in all and
-    `values` registers; None where that is too much. `smaller`: how many times it did not fit. Rows whose length 16 does
-    not divide are loaded element by element, and not ahead: for these it takes many programs, a kernel each way."""
+def walk(n: int, itemsizes: int, values: int, held: int, smaller: int) -> Walk | None:
+    """How rows of the class of `n` are walked over, where an element takes `itemsizes` bytes of memory in all, and
+    `values` registers, `held` bytes of which are used; None where it is too
+    much. `smaller`: how many times it did not fit."""
     length = max(power_of_two(n), SHORTEST_ROW)
-    found = next((w for w in WALKED if length <= w[0]), None)
-    if found is None or n % 16 or values > WALK_MOST or smaller >= WALK_LEVELS:
+    odd = n % 16 != 0
+    found = next((w for w in (WALKED_ODD if odd else WALKED) if length <= w[0]), None)
+    if found is None or values > WALK_MOST or smaller >= WALK_LEVELS:
         return None
     _, elements, warps, each = found
+    smaller += not odd and each > 1 and held >= WALK_CROWDED
     warps, each = warps << smaller, each >> smaller
-    each = min(each, WALK_SHARED // max((WALK_STAGES - 1) * elements * itemsizes, 1))
-    return Walk(Tile(max(elements // length, 1), length, warps), each * MULTIPROCESSORS) if each else None
+    each = each if odd else min(each, WALK_SHARED // max((WALK_STAGES - 1) * elements * itemsizes, 1))
+    return Walk(Tile(max(elements // length, 1), length, warps), each * MULTIPROCESSORS, odd) if each else None
 
 
 def fewer(tile: Tile | None, times: int) -> Tile | None:
@@ -162,10 +183,10 @@ def shrunk(tile: Tile, times: int) -> Tile:
     return tile
 
 
-def scanned_row(n: int) -> Tile | None:
-    """The tile that holds whole rows of the class of `n`, if one does."""
+def scanned_row(n: int, rows: Sequence[tuple[int, int, int]]) -> Tile | None:
+    """The tile of the table `rows` that holds whole rows of the class of `n`, if one does."""
     length = max(power_of_two(n), SHORTEST_ROW)
-    found = next(((elements, warps) for longest, elements, warps in SCANNED_ROWS if length <= longest), None)
+    found = next(((elements, warps) for longest, elements, warps in rows if length <= longest), None)
     return Tile(max(found[0] // length, 1), length, found[1]) if found is not None else None
 
 

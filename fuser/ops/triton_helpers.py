@@ -211,15 +211,6 @@ for _name, _sign in (("argmax", ">"), ("argmin", "<")):
         f"    better = fuser_better_{_name}(v, i, w, j)\n    return tl.where(better, w, v), tl.where(better, j, i)\n",
     )
 
-# Better value, or the same value at a higher index.
-for _name, _sign in (("argmax", ">"), ("argmin", "<")):
-    TRITON_HELPERS[f"fuser_combine_last_{_name}"] = _function(
-        f"fuser_combine_last_{_name}(v, i, w, j)",
-        f"    same = (w == v) | ((w != w) & (v != v))\n"
-        f"    better = (w {_sign} v) | ((w != w) & (v == v)) | (same & (j > i))\n"
-        f"    return tl.where(better, w, v), tl.where(better, j, i)\n",
-    )
-
 
 def triton_prelude(source: str) -> str:
     """Text of the helpers that `source` calls and of those that they call, each once, in order of need."""

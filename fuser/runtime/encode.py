@@ -29,6 +29,7 @@ from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 LAYOUT = 2  # of the words below; native/given.h has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
+COUNTERS = 2  # beside 0, a temporary, and 1, an output
 FROM_BUFFER, FROM_INPUT, FROM_RESULT = range(3)
 PARAMS = {"pointer": 0, "int32": 1, "int64": 2, "float64": 3, "null": 4}
 MOST_PARAMS = 512
@@ -108,7 +109,8 @@ class Encoder:
             self.bound.add(pattern.slot)
 
     def buffer(self, b: BufferPattern) -> None:
-        self.words += [int(b.output), scalar_type(b.dtype), b.dtype.itemsize, len(b.sizes)]
+        kind = COUNTERS if b.counters else int(b.output)
+        self.words += [kind, scalar_type(b.dtype), b.dtype.itemsize, len(b.sizes)]
         if b.output and len(b.sizes) != len(b.strides):
             raise BackendError(f"launch program: {len(b.sizes)} sizes but {len(b.strides)} strides")
         for code in (*b.sizes, *b.strides) if b.output else b.sizes:

@@ -257,7 +257,8 @@ class GpuKernel:
         b = self.program.buffers[i]
         sizes = [run_program(code, slots) for code in b.sizes]
         if not b.output:
-            return torch.empty(math.prod(sizes), dtype=b.dtype, device=device)
+            make = torch.zeros if b.counters else torch.empty
+            return make(math.prod(sizes), dtype=b.dtype, device=device)
         strides = [run_program(code, slots) for code in b.strides]
         return torch.empty_strided(sizes, strides, dtype=b.dtype, device=device)
 

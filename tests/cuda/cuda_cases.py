@@ -152,6 +152,10 @@ EXTRA = (
     Case("extremes/bool", lambda x: (x.amax(0), x.amin(1), x.any(1), x.all(0), x.amax()), lambda i: (i.mask(70, 33),)),
     Case("argmax/split", lambda x: x.argmax(), lambda i: (i.normal(300, 130),)),
     Case("sum_and_max/split", sum_and_max, lambda i: (i.normal(5000, 70),)),
+    Case("sum_and_max/passing", sum_and_max, lambda i: (i.normal(600, 70),)),
+    Case("argmax/passing", lambda x: x.argmax() * 2, lambda i: (i.normal(300, 113),)),
+    Case("norm_gradients/odd", norm_gradients,
+         lambda i: (i.normal(37, 117), i.normal(37, 117), i.uniform(37, 1), i.uniform(117))),
     Case("column_sum/odd", lambda x: x.sum(0), lambda i: (i.normal(700, 33),)),
     Case("scalar", scaled, lambda i: (i.normal(33, 3), 0.37)),
     Case("broadcast/odd", lambda x, y: x + y, lambda i: (i.normal(5, 1, 33), i.normal(7, 33))),
@@ -171,6 +175,8 @@ EXTRA = (
     *(Case(f"norm_gradients/layer/{n}", layer_norm_gradients, lambda i, n=n: (
         i.normal(60, n, dtype=BF16), i.normal(60, n, dtype=BF16), i.uniform(n).to(BF16)))
       for n in (768, 4096, 5120)),
+    Case("norm_gradients/layer/f32", layer_norm_gradients,
+         lambda i: (i.normal(60, 4096), i.normal(60, 4096), i.uniform(4096))),
     Case("norm_gradients/8200", norm_gradients, lambda i: (
         i.normal(60, 8200, dtype=BF16), i.normal(60, 8200, dtype=BF16), i.uniform(60, 1), i.uniform(8200).to(BF16))),
     Case("norm_gradients/f32", norm_gradients,
@@ -316,6 +322,8 @@ _SCANS: dict[str, tuple[Callable[..., Any], Make, Make | None]] = {
     "cumprod/double": (lambda x: x.cumprod(1), lambda i: (near_one(i, 4, 20).double(),), None),
     "logcumsumexp": (lambda x: x.logcumsumexp(1), lambda i: (i.normal(4, 20),), lambda i: (i.normal(20, 900),)),
     "cummax/nan": (extremes_along(1), lambda i: (with_nan(i.normal(3, 9)),), lambda i: (with_nan(i.normal(9, 900)),)),
+    "cummax/rows": (extremes_along(1), lambda i: (whole(i, 3, 50),), lambda i: (i.normal(40, 4000),)),
+    "cummax/looped": (extremes_along(1), lambda i: (whole(i, 2, 150),), lambda i: (i.normal(300, 5000),)),
     "cummax/columns": (extremes_along(0), lambda i: (whole(i, 40, 5),), lambda i: (whole(i, 600, 33),)),
     "cummax/chunks": (extremes_along(0), lambda i: (whole(i, 300),), lambda i: (whole(i, 400000),)),
     "cummax/uint8": (extremes_along(1), lambda i: (i.below(200, 2, 20).to(torch.uint8),), None),
@@ -401,13 +409,16 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
-    "sum_and_max/split", "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
+    "sum_and_max/split", "sum_and_max/passing", "argmax/passing",
+    "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
     "dropout", "dropout/rows", "dropout/odd", "dropout/long", "dropout/columns", "dropout/split", "dropout/all",
     "dropout/transposed", "dropout/channels", "dropout/one", "dropout/edges", "normal",
     "normal/odd", "normal/columns",
-    "norm_gradients", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax", "key_gradient",
+    "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
+    "key_gradient",
     "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)),
 )  # fmt: skip
 # Of these, also several calls in one launch.
-BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather")
+BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather",
+           "sum_and_max/passing")

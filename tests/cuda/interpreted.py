@@ -64,7 +64,7 @@ def bind(source: fused_kernel.Source, args: tuple[Any, ...]) -> tuple[Any, Any, 
     for b in program.buffers:
         sizes = [run_program(code, slots) for code in b.sizes]
         strides = [run_program(code, slots) for code in b.strides]
-        made.append(torch.empty_strided(sizes, strides, dtype=b.dtype).fill_(99))
+        made.append(torch.empty_strided(sizes, strides, dtype=b.dtype).fill_(0 if b.counters else 99))
     memory = [*(a for a in args if isinstance(a, torch.Tensor)), *made]
     memory = [t.view(torch.uint8) if t.dtype in BYTES else t for t in memory]
     return slots, floats, memory, [args[i] if kind == "input" else made[i] for kind, i in program.outputs]
@@ -82,6 +82,8 @@ def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
         units = run_program(step.units, slots)
         if units:
             names[step.entry][(units,)](*values)
+    made = zip(reversed(memory), reversed(source.program.buffers))
+    assert not any(t.any() for t, b in made if b.counters), "counters are left behind"
     return out[0] if source.program.single else tuple(out)
 
 
@@ -136,23 +138,35 @@ def check(case: Case) -> str | None:
 
 def small_scans() -> None:
     """Small tiles: the interpreter scans an element at a time."""
-    tiles.SCANNED_ROWS, tiles.SHORTEST_ROW = ((16, 64, 1), (64, 64, 1)), 8
-    tiles.LOOPED_SCAN, tiles.SCANNED_SHORT_COLUMNS = tiles.Tile(1, 64, 1), tiles.Tile(4, 4, 1)
+    tiles.SCANNED_ROWS = tiles.SCANNED_PLACES = ((16, 64, 1), (64, 64, 1))
+    tiles.SHORTEST_ROW = 8
+    tiles.LOOPED_SCAN = tiles.LOOPED_PLACES = dict.fromkeys((1, 2, 4, 8), tiles.Tile(1, 64, 1))
+    tiles.SCANNED_SHORT_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Tile(4, 4, 1))
     tiles.SCANNED_COLUMNS, tiles.SHORT_COLUMN = dict.fromkeys((1, 2, 4, 8), tiles.Tile(4, 8, 1)), 4
+    tiles.PLACED_COLUMNS = tiles.SCANNED_COLUMNS
     tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 256, 32, 4
 
 
 def small_walks() -> None:
     """Few programs that go over many rows, and tiles that take several steps to combine what they find."""
-    tiles.WALKED, tiles.MULTIPROCESSORS = ((64, 64, 1, 2), (128, 256, 1, 1)), 2
+    tiles.WALKED = tiles.WALKED_ODD = ((64, 64, 1, 2), (128, 256, 1, 1))
+    tiles.MULTIPROCESSORS = 2
     tiles.COMBINE_PROGRAMS = tiles.Tile(16, 2, 1)
+
+
+def small_caches() -> None:
+    """All that is read passes by what lies in the cache."""
+    tiles.PASSING_FROM = 0
 
 
 def main() -> None:
     """Check the cases named on the command line."""
     verdicts: dict[str, str | None] = {}
     names = sys.argv[1:]
-    small = {**{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")}}
+    small = {
+        **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
+        **{n: small_caches for n in names if n.endswith("/passing")},
+    }  # fmt: skip
     for name in sorted(names, key=small.__contains__):
         if name in small:
             small[name]()

@@ -88,6 +88,65 @@ def test_graph_capture() -> None:
     torch.testing.assert_close(out, case.fn(*args))
 
 
+def sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sum(0), (x * 2).sum()
+
+
+def sums_of(n: int, rows: int = 3000) -> tuple[Any, list[torch.Tensor], list[list[torch.Tensor]]]:
+    """A handle of sums in one kernel each, `n` inputs, and what it gives for each alone."""
+    key, handle = handle_of(Case("sums", sums, lambda i: ()))
+    generator = torch.Generator("cuda").manual_seed(5)
+    inputs = [torch.randn(rows, 300, device="cuda", generator=generator) for _ in range(n)]
+    alone = [results(handle(x)) for x in inputs]
+    torch.cuda.synchronize()
+    assert handle.hits == n, why_no_kernel(key)
+    assert any(b.counters for b in interface.kernel_spec(key).store.kernels[-1].program.buffers)
+    return handle, inputs, alone
+
+
+def same(found: list[list[torch.Tensor]], alone: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(found, alone, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_programs_of_several_streams_count_apart() -> None:
+    handle, inputs, alone = sums_of(4)
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(100):
+        found = []
+        for stream, x in zip(streams, inputs):
+            with torch.cuda.stream(stream):
+                found.append(results(handle(x)))
+        torch.cuda.synchronize()
+        assert same(found, alone)
+
+
+def test_programs_of_several_recordings_count_apart() -> None:
+    handle, inputs, alone = sums_of(3)
+    graphs, found = [], []
+    for x in inputs:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            found.append(results((handle(x), handle(x))))
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(50):
+        for results_ in found:
+            for t in results_:
+                t.zero_()
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert same(found, [[*a, *a] for a in alone])
+
+
+def test_programs_of_many_sets_count_apart() -> None:
+    handle, inputs, alone = sums_of(140)
+    for _ in range(3):
+        found = handle.each(1, True, *inputs)
+        assert same([results(out) for out in found], alone)
+
+
 def test_other_sizes_share_a_kernel() -> None:
     case = CASES["layer_norm/0"]
     key, handle = handle_of(case)

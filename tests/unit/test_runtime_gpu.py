@@ -23,7 +23,7 @@ DRIVER = r"""
 #include <string.h>
 typedef int64_t N;
 extern "C" {
-N launches, copies, capturing, fails;
+N launches, copies, capturing, fails, sets, n_places, places[1000];
 typedef void (*Kernel)(unsigned units, void** params);
 struct Config { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned n; };  // as cuda.h has it
 int launch(const Config* c, Kernel k, void** params, void**) {
@@ -46,6 +46,26 @@ static void part(float* x, float* o, double a, int n, unsigned unit) {
 void scale(unsigned units, void** p) {
   for (unsigned u = 0; u < units; u++) part(*(float**)p[1], *(float**)p[3], *(double*)p[2], *(int*)p[0], u);
 }
+int set_words(int* to, unsigned value, size_t n, void*) {
+  sets++;
+  for (size_t i = 0; i < n; i++) to[i] = int(value);
+  return 0;
+}
+// Writes down where its counters are, and leaves them zero; -1 for any that was not.
+void count(unsigned units, void** p) {
+  int *own = *(int**)p[1], ok = 1;
+  for (unsigned u = 0; u < units; u++) ok &= ++own[u] == 1;
+  for (unsigned u = 0; u < units; u++) own[u] = 0;
+  places[n_places++ % 1000] = ok ? N(own) : -1;
+}
+void count_each(unsigned units, void** p) {
+  N* table = *(N**)p[0];
+  for (int j = 0; j < 128 && table[j] < units; j++) {
+    N end = j < 127 && table[j + 1] < units ? table[j + 1] : units;
+    void* own[] = {table + 128 + 2 * j, table + 128 + 2 * j + 1};
+    count(unsigned(end - table[j]), own);
+  }
+}
 void scale_each(unsigned units, void** p) {
   N* table = *(N**)p[0];
   for (unsigned u = 0; u < units; u++) {
@@ -59,20 +79,21 @@ void scale_each(unsigned units, void** p) {
 }
 }
 """
-FUNCTIONS = ("launch", "current_device", "retain", "release", "push", "pop", "is_capturing", "copy_to_device")
+FUNCTIONS = ("launch", "current_device", "retain", "release", "push", "pop", "is_capturing", "copy_to_device",
+             "set_words")
 N = (SLOT, 0)
 
 
 class Library:
     """What `fuser.cuda.driver.Library` is to the launcher."""
 
-    def __init__(self, lib, steps=1, batch=True):
+    def __init__(self, lib, steps=1, batch=True, name="scale"):
         def address(name):
             return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
 
-        self.entries = (address("scale"),) * steps
+        self.entries = (address(name),) * steps
         self.functions = tuple(address(name) for name in FUNCTIONS)
-        self.form = (address("scale_each"), 128, 0, 1) * steps if batch else ()
+        self.form = (address(f"{name}_each"), 128, 0, 1) * steps if batch else ()
         self.asked = 0
 
     def batch(self):
@@ -95,7 +116,8 @@ def driver(tmp_path_factory):
 
 @pytest.fixture
 def counters(driver):
-    values = {n: ctypes.c_int64.in_dll(driver, n) for n in ("launches", "copies", "capturing", "fails")}
+    names = ("launches", "copies", "capturing", "fails", "sets", "n_places")
+    values = {n: ctypes.c_int64.in_dll(driver, n) for n in names}
     for v in values.values():
         v.value = 0
     yield values
@@ -221,3 +243,43 @@ def test_an_input_written_in_place_is_the_result(driver, counters):
     out = handle.each(2, True, *args)
     assert all(a is b for a, b in zip(out, args[::2]))
     check(out, before)
+
+
+def counting(units):
+    """A kernel of a counter for each element of its input."""
+    counted = dataclasses.replace(support.output(N, is_output=False), dtype=torch.int32, counters=True)
+    params = (("pointer", 0), ("pointer", 1), ("null", 0))
+    step = Step("count", units, N, support.ZERO, GpuLaunch(128, 0, params))
+    return support.program([support.vector(Bind(0))], 1, [counted], [step], [("input", 0)])
+
+
+def places(driver, counters):
+    n = counters["n_places"].value
+    counters["n_places"].value = 0
+    return list((ctypes.c_int64 * 1000).in_dll(driver, "places"))[:n]
+
+
+def test_counters_are_zero_and_one_stream_has_its_own(driver, counters):
+    handle = make(Library(driver, name="count"), counting(N))
+    for n in (5, 100, 1):
+        handle(torch.zeros(n))
+    first, *others = places(driver, counters)
+    assert first != -1 and others == [first, first] and counters["sets"].value <= 1
+    handle(torch.zeros(20000))  # more than there are
+    before = counters["sets"].value
+    counters["capturing"].value = 1
+    handle(torch.zeros(5))
+    (large, recorded) = places(driver, counters)
+    assert -1 not in (large, recorded) and first not in (large, recorded) and counters["sets"].value == before + 1
+
+
+def test_counters_of_a_batch_are_apart(driver, counters):
+    handle = make(Library(driver, name="count"), counting(N))
+    sizes = [1 + 7 * i % 50 for i in range(SETS)]
+    handle.each(1, False, *(torch.zeros(n) for n in sizes))
+    found = places(driver, counters)
+    assert counters["launches"].value == 1 and len(found) == SETS and -1 not in found
+    assert all(a + 4 * n <= b for a, n, b in zip(found, sizes, found[1:])) and all(a % 16 == 0 for a in found)
+    handle.each(1, False, *(torch.zeros(300) for _ in range(SETS)))  # more than there are: some have their own
+    found = sorted(places(driver, counters))
+    assert len(found) == SETS and found[0] != -1 and all(a + 1200 <= b for a, b in zip(found, found[1:]))

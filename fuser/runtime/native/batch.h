@@ -30,6 +30,7 @@ struct Batch {
   int64_t steps, work;
   char* memory;
   int32_t device;  // of a GPU's batch
+  int64_t counters;  // of the stream's that it uses
 };
 
 inline int64_t step_work(const Member& m, int64_t s) {
@@ -110,6 +111,7 @@ void drop_batch(Batch& b) {
   for (Py_ssize_t j = 0; j < b.n; j++) drop_outputs(b.members[j].f, b.members[j].k->n_buffers);
   b.n = b.steps = b.work = 0;
   b.temporary = b.scratch = 0;
+  b.counters = 0;
 }
 
 // -- Several calls at once on a GPU: one launch for each step, whose programs find their arguments in a table ----------
@@ -236,7 +238,7 @@ bool collect_on_gpu(Calls& a, Py_ssize_t c, Member& m, const int64_t* p, int32_t
     return true;
   }
   if (!b.n && (a.n < 2 || !torch.wrap || !torch.empty_strided || !has_batch_form(m.k) || !may_batch(device))) return true;
-  if (!allocate_on_gpu(m.k, p, m.f, device)) return false;
+  if (!allocate_on_gpu(m.k, p, m.f, device, b.counters)) return false;
   m.rest = p;
   m.call = c;
   b.device = device;

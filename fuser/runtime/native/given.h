@@ -47,7 +47,7 @@ struct DLExchange {
 };
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
-constexpr int32_t kInt64 = 4;  // torch's number of the dtype
+constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
 constexpr int kLayout = 2;  // of the words that encode.py writes: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
@@ -118,6 +118,7 @@ struct {
   int (*pop)(void** context);
   int (*is_capturing)(void* stream, int* status);
   int (*copy_to_device)(void* to, const void* from, size_t bytes, void* stream);
+  int (*set_words)(void* to, unsigned value, size_t words, void* stream);
 } cuda;
 
 uint64_t disabled_devices;  // bit d: DLPack device type d is off

@@ -94,18 +94,72 @@ PyObject* fail_launch(const Kernel* k, int64_t s, int code, PyObject* const* arg
   return nullptr;
 }
 
+int current_stream(int32_t device, void** stream) {
+  *stream = nullptr;
+  return device < 0 ? 0 : torch.dlpack->current_stream(kCUDA, device, stream);
+}
+
+// Zeros that kernels count in and leave zero: of each stream its own, since its kernels run one after the other.
+struct Counters {
+  int32_t device;
+  void *stream, *data;
+  Counters* next;
+} *all_counters;
+constexpr int64_t kCounters = 16384;
+
+Counters* counters_of(int32_t device, void* stream) {
+  for (Counters* c = all_counters; c; c = c->next) {
+    if (c->stream == stream && c->device == device) return c;
+  }
+  int64_t size = kCounters, one = 1;
+  void* made = nullptr;
+  Counters* c = (Counters*)malloc(sizeof(Counters));
+  if (!c) return nullptr;
+  *c = {device, stream, nullptr, all_counters};
+  if (!make_empty(1, &size, &one, kInt32, device, &made) || torch.data_ptr(made, &c->data) ||
+      cuda.set_words(c->data, 0, size_t(size), stream)) {
+    if (made) torch.delete_tensor(made);
+    free(c);
+    return nullptr;
+  }
+  return all_counters = c;  // and the tensor stays
+}
+
+// Buffer `i`, of `count` counters. `taken` of its stream's are in use by calls that will run beside this one. What is
+// being recorded may run beside anything: it has its own, which it sets to zero each time. False with a Python error.
+bool take_counters(const Kernel* k, const Frame& f, int64_t i, int64_t n_inputs, int64_t count, int32_t device,
+                   int64_t& taken) {
+  void* stream = nullptr;
+  int64_t one = 1;
+  int status = 0, code = 0;
+  if (current_stream(device, &stream)) return false;
+  OnDevice on(device);
+  bool own = cuda.is_capturing(stream, &status) || status || taken + count > kCounters || !torch.wrap;
+  Counters* c = own ? nullptr : counters_of(device, stream);
+  if (c) {
+    f.pointers[n_inputs + i] = (char*)c->data + 4 * taken;
+    taken += (count + 3) & ~int64_t(3);  // 16 bytes divide each address
+    return true;
+  }
+  if (!allocate_output(k, f, i, n_inputs, kInt32, 4, &count, &one, 1, device)) return false;
+  code = count ? cuda.set_words(f.pointers[n_inputs + i], 0, size_t(count), stream) : 0;
+  if (code) PyErr_Format(PyExc_RuntimeError, "counters of a kernel could not be set to zero: CUDA error %d", code);
+  return !code;
+}
+
 // Outputs and temporaries from torch's allocator. `p`, the stream after the guards, moves to the steps. False with a
-// Python error set and what was made dropped.
-bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device) {
+// Python error set and what was made dropped. `taken`: counters in use (see `take_counters`).
+bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device, int64_t& taken) {
   int64_t n_buffers = *p++, inputs = k->n_pointers - n_buffers, *dims = f.dims;
   if (n_buffers) memset(f.outputs, 0, sizeof(uintptr_t) * n_buffers);
   for (int64_t i = 0; i < n_buffers; i++) {
     int64_t output = p[0], scalar = p[1], itemsize = p[2], n = p[3], count = 1, one = 1;
     p += 4;
-    for (int64_t d = 0; d < (output ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
+    for (int64_t d = 0; d < (output == 1 ? 2 * n : n); d++) dims[d] = value(p, f.slots, f.stack);
     for (int64_t d = 0; d < n; d++) count *= dims[d];
-    bool made = output ? allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, device)
-                       : allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, &count, &one, 1, device);
+    bool made = output == 2 ? take_counters(k, f, i, inputs, count, device, taken)
+                : output    ? allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, dims, dims + n, n, device)
+                            : allocate_output(k, f, i, inputs, int32_t(scalar), itemsize, &count, &one, 1, device);
     if (!made) {
       drop_outputs(f, n_buffers);
       return false;
@@ -115,14 +169,10 @@ bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t
   return true;
 }
 
-int current_stream(int32_t device, void** stream) {
-  *stream = nullptr;
-  return device < 0 ? 0 : torch.dlpack->current_stream(kCUDA, device, stream);
-}
-
 // Launches on the current stream and wraps. Null with a Python error.
 PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
-  if (!allocate_on_gpu(k, p, f, device)) return nullptr;
+  int64_t taken = 0;
+  if (!allocate_on_gpu(k, p, f, device, taken)) return nullptr;
   void* stream = nullptr;
   int code = current_stream(device, &stream);
   int64_t s = 0;

@@ -46,10 +46,10 @@ bool load_entries(Kernel* k, PyObject* names, const char* path) {
 bool take_entries(Kernel* k, PyObject* library) {
   PyObject* entries = PyObject_GetAttrString(library, "entries");
   PyObject* functions = entries ? PyObject_GetAttrString(library, "functions") : nullptr;
-  void* found[8] = {};
-  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 8 &&
+  void* found[9] = {};
+  bool ok = functions && PyTuple_Check(entries) && PyTuple_Check(functions) && PyTuple_GET_SIZE(functions) == 9 &&
             PyTuple_GET_SIZE(entries) == k->n_steps && torch.dlpack->current_stream;
-  for (int i = 0; ok && i < 8; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
+  for (int i = 0; ok && i < 9; i++) ok = (found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(functions, i))) != nullptr;
   for (int64_t i = 0; ok && i < k->n_steps; i++) {
     k->entries[i] = (StepEntry)PyLong_AsVoidPtr(PyTuple_GET_ITEM(entries, i));
     ok = k->entries[i] != nullptr;
