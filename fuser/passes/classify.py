@@ -21,6 +21,8 @@ aten = torch.ops.aten
 
 # In the meta of a node that writes an input midway: whoever reads what the input held at first comes before it.
 MARK = "writes_input"
+# In the meta of a node between others' operators that is a kernel of its own: with what makes its input it is slower.
+APART = "apart"
 
 
 class Kind(enum.Enum):

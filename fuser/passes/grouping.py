@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fuser.passes.classify import MARK, Kind, Verdict, classify, is_number, is_size_arithmetic, op_name, tensors_of
+from fuser.passes.classify import (
+    APART,
+    MARK,
+    Kind,
+    Verdict,
+    classify,
+    is_number,
+    is_size_arithmetic,
+    op_name,
+    tensors_of,
+)
 from fuser.passes.hints import numel_hint
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
@@ -85,7 +95,7 @@ class _Units:
         self.readers: dict[fx.Node, set[int]] = {}  # so far, for writes that must come after them
         for node in graph.nodes:
             self._add(node)
-        self.apart = [is_grown(node) for node in self.heads]
+        self.apart = [is_grown(node) or APART in node.meta for node in self.heads]
         self.users: list[list[int]] = [[] for _ in self.heads]
         for u, preds in enumerate(self.preds):
             for p in preds:

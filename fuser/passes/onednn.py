@@ -4,8 +4,9 @@
 AVX-512 cores: 12 % faster than `addmm` at GPT-2's sizes, 30 % for its last layer, `op` nearly free; below about eight
 million multiplications the call costs more than it gains. oneDNN adds up a row in order where MKL splits it, so its
 rounding errors are up to twice MKL's, of the same order. A transposed left operand, as in the gradient of weights, is
-copied: of 512 tokens that takes 0.81 of MKL's time for a gradient of 512 x 2,048, 0.95 for 768 x 768, 0.96 for 3,072 x
-1,024, but 1.07 for 3,072 x 768, 1.12 for 2,048 x 512, 1.3 for 512 x 512, and 1.08 for a vocabulary of 30,000 words.
+copied by a kernel first. Of 512 tokens, with the copy: 0.95 of MKL's time for a gradient of 512 x 512, 0.85 for 768 x
+768, 0.9 for 3,072 x 768 or 512 x 2,048, 0.96 for 2,048 x 512, 0.98 for 2,304 x 768; with
+oneDNN's own copy 0.83 to 1.16. A gradient of a whole vocabulary is left to MKL.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from torch import fx
 
 from fuser import config
 from fuser.passes.calls import put_for
-from fuser.passes.classify import is_view
+from fuser.passes.classify import APART, is_view
 from fuser.passes.hints import size_hint
 
 aten = torch.ops.aten
 _LEAST_WORK = 1 << 23  # multiplications
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
-_FEW_COLUMNS = 512  # of a product whose left operand is transposed: the copy costs more than is gained
-_TALL = (768, 2)  # nor does it pay up to so many columns, where there are so many times more rows
 
 
 def linear_op() -> Any:
@@ -65,21 +64,15 @@ def _same(a: Any, b: Any) -> bool:
 
 def _pays(x: torch.Tensor, w: torch.Tensor) -> bool:
     inner, columns = w.shape
-    if _is_transposed(x) and not _pays_copy(size_hint(x.shape[0]), size_hint(inner), size_hint(columns)):
+    if _is_transposed(x) and size_hint(x.shape[0]) * size_hint(inner) > _MOST_COPIED:
         return False
     if not isinstance(inner, int) or not isinstance(columns, int) or inner == 0 or columns == 0:
         return False  # oneDNN refuses empty products
     return size_hint(x.shape[0]) * inner * columns >= _LEAST_WORK
 
 
-def _pays_copy(rows: int, inner: int, columns: int) -> bool:
-    most, times = _TALL
-    tall = columns <= _FEW_COLUMNS or (columns <= most and rows > times * columns)
-    return rows * inner <= _MOST_COPIED and not tall
-
-
 def _is_transposed(x: torch.Tensor) -> bool:
-    """Whether rows are not in one piece each: oneDNN's linear then makes a copy, where MKL reads as it is."""
+    """Whether rows are not in one piece each: oneDNN's linear then needs a copy, where MKL reads as it is."""
     return x.stride(0) == 1 and not x.is_contiguous()
 
 
@@ -91,6 +84,16 @@ def _transposed(graph: fx.Graph, w: fx.Node) -> fx.Node:
         return base
     new = graph.call_function(aten.t.default, (w,))
     new.meta = {"val": w.meta["val"].t()}
+    return new
+
+
+def _copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """A transposed left operand with its rows in one piece each: a kernel copies it faster than oneDNN does.
+
+    The kernel that makes the operand would write it both ways at half the speed.
+    """
+    new = graph.call_function(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+    new.meta = {"val": x.meta["val"].clone(memory_format=torch.contiguous_format), APART: True}
     return new
 
 
@@ -110,6 +113,8 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
             continue
         with module.graph.inserting_before(node):
             transposed = _transposed(module.graph, w)
+            if _is_transposed(values[0]):
+                x = _copied(module.graph, x)
         put_for(node, op, (x, transposed, bias, "none", [], ""))
         changed += 1
     return changed

@@ -111,12 +111,31 @@ def test_left_alone(f, args):
     torch.testing.assert_close(module(*args), f(*args))
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "taken"), [(2048, 512, 0), (1600, 768, 0), (1500, 768, 1), (600, 1024, 1)]
-)
-def test_a_transposed_left_operand_is_copied_where_that_pays(rows, columns, taken):
+@pytest.mark.parametrize(("rows", "columns", "taken"), [(2048, 512, 1), (600, 1024, 1), (66000, 16, 0)])
+def test_a_transposed_left_operand_is_copied_unless_it_is_large(rows, columns, taken):
+    torch.manual_seed(0)
     x, w = torch.randn(64, rows).t(), torch.randn(64, columns)
-    assert rewrite(lambda x, w: x.mm(w), x, w)[1] == (taken, 0)
+    module, changed = rewrite(lambda x, w: x.mm(w), x, w)
+    assert changed == (taken, 0)
+    copies = [n for n in module.graph.nodes if n.target is torch.ops.aten.clone.default]
+    assert [n.meta["val"].is_contiguous() for n in copies] == [True] * taken
+    close(module(x, w), x.mm(w), x.double().mm(w.double()))
+
+
+def test_the_copy_of_an_operand_is_a_kernel_of_its_own():
+    from fuser.frontends.dynamo import compilations, fuser_backend
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = torch.randn(512, 256), torch.randn(512, 256, requires_grad=True)
+
+    def f(x, w):
+        return (x * w.exp()).t().mm(torch.sigmoid(x))
+
+    got = torch.compile(f, backend=fuser_backend)(x, w.detach())
+    close(got, f(x, w.detach()), f(x.double(), w.detach().double()))
+    groups = [g.ops for g in compilations()[-1].groups]
+    assert ("aten.t", "aten.clone") in groups, groups
 
 
 def test_settings_switch_it_off():
