@@ -29,6 +29,9 @@ _TRITON_MUL = ("({0} * {1})", "({0} * {1})", "({0} & {1})")
 _TRITON_MAX = ("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum({0}, {1})", "({0} | {1})")
 _TRITON_MIN = ("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum({0}, {1})", "({0} & {1})")
 
+_TRITON_DIV = by_width("tl.div_rn({0}, {1})", "({0} / {1})")  # Triton's / of float32 is 2 ulps off
+_TRITON_NEG = "({0} * -1.0)"  # Triton's own minus is 0 - x, which has another zero
+
 
 def _wrap(sign: str) -> str:
     return f"({{T}})(({{U}}){{0}} {sign} ({{U}}){{1}})"
@@ -41,16 +44,17 @@ ARITHMETIC = (
     OpRow("add", 2, torch.add, by("{0} + {1}", _wrap("+"), "{0} | {1}"), by(*_TRITON_ADD)),
     OpRow("sub", 2, torch.sub, by("{0} - {1}", _wrap("-")), "({0} - {1})", NUMBERS),
     OpRow("mul", 2, torch.mul, by("{0} * {1}", _wrap("*"), "{0} & {1}"), by(*_TRITON_MUL)),
-    OpRow("div", 2, torch.div, "{0} / {1}", by_width("tl.div_rn({0}, {1})", "({0} / {1})"), FLOATS, cost=4),
+    OpRow("div", 2, torch.div, "{0} / {1}", _TRITON_DIV, FLOATS, cost=4),
     OpRow(
         "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})",
-        by("fuser_floor_div_float({0}, {1})", "fuser_floor_div_int({0}, {1})"), NUMBERS,
+        lambda d: f"fuser_floor_div_{'int' if d in INTS else d.itemsize * 8}({{0}}, {{1}})", NUMBERS,
         cost=30, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow(
         "trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         by("__builtin_trunc{f}({0} / {1})", "fuser_trunc_div_{D}({0}, {1})"),
-        by("fuser_trunc({0} / {1})", "fuser_trunc_div_int({0}, {1})"), NUMBERS, cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
+        lambda d: "fuser_trunc_div_int({0}, {1})" if d in INTS else f"fuser_trunc({_TRITON_DIV(d)})", NUMBERS,
+        cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
     OpRow(
         "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})",
@@ -62,7 +66,7 @@ ARITHMETIC = (
         by("libdevice.fmod({0}, {1})", "fuser_fmod_int({0}, {1})"), NUMBERS,
         cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
     ),
-    OpRow("neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), "(-{0})", NUMBERS),
+    OpRow("neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), by(_TRITON_NEG, "(-{0})"), NUMBERS),
     OpRow(
         "abs", 1, torch.abs,
         lambda d: "{0}" if d is torch.uint8 else by("__builtin_fabs{f}({0})", "fuser_abs_{D}({0})")(d),

@@ -93,6 +93,8 @@ def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
 
 def triton_constant(value: bool | int | float, dtype: torch.dtype) -> str:
     """`value` as a scalar tensor of compute dtype `dtype`."""
+    if dtype.is_floating_point and value == 0 and math.copysign(1.0, value) < 0:  # a constant -0.0 becomes 0.0
+        return f"(tl.full([], 0.0, {TRITON_TYPES[dtype]}) * -1.0)"
     return f"tl.full([], {triton_number(value, dtype)}, {TRITON_TYPES[dtype]})"
 
 

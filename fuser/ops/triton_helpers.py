@@ -113,6 +113,16 @@ _NORMAL_CDF_FAST = """\
     return tl.where(x < 0, tail, 1.0 - tail)
 """
 
+# A quotient of zero has the sign that the division has: Triton makes a zero of the constant -0.0.
+_FLOOR_DIV = """\
+    r = libdevice.fmod(a, b)
+    q = {quotient}
+    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1, q)
+    low = tl.floor(q)
+    near = tl.where(q - low > 0.5, low + 1, low)
+    exact = a / b
+    return tl.where(b == 0, exact, tl.where(q != 0, near, libdevice.copysign(q, exact)))
+"""
 _INTEGER = {
     "floor_div_int": (_FLOOR, "tl.where(b == 0, 0, q - off.to(q.dtype))"),
     "remainder_int": (_FLOOR, "tl.where(b == 0, 0, tl.where(off, r + d, r))"),
@@ -129,17 +139,10 @@ TRITON_HELPERS: dict[str, str] = {
         for name, (body, result) in _INTEGER.items()
     },
     "fuser_trunc": _function("fuser_trunc(x)", "    return tl.where(x < 0, tl.ceil(x), tl.floor(x))\n"),
-    "fuser_floor_div_float": _function(
-        "fuser_floor_div_float(a, b)",
-        "    r = libdevice.fmod(a, b)\n"
-        "    q = (a - r) / b\n"
-        "    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1, q)\n"
-        "    low = tl.floor(q)\n"
-        "    near = tl.where(q - low > 0.5, low + 1, low)\n"
-        "    exact = a / b\n"
-        "    zero = tl.where((a < 0) != (b < 0), -0.0, 0.0).to(a.dtype)\n"
-        "    return tl.where(b == 0, exact, tl.where(q != 0, near, zero))\n",
-    ),
+    **{
+        f"fuser_floor_div_{bits}": _function(f"fuser_floor_div_{bits}(a, b)", _FLOOR_DIV.format(quotient=quotient))
+        for bits, quotient in ((32, "tl.div_rn(a - r, b)"), (64, "(a - r) / b"))
+    },
     "fuser_remainder_float": _function(
         "fuser_remainder_float(a, b)",
         "    r = libdevice.fmod(a, b)\n    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -365,8 +366,26 @@ def stored(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda x: x.to(dtype)
 
 
+def signs_of_zeros(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Negation and divisions that keep or make a zero below zero."""
+    divided = (torch.div(x, d, rounding_mode=how) for d in (3.0, -2.0, y) for how in ("floor", "trunc"))
+    below = torch.where(y < 0, -0.0, x)
+    return -x, torch.sub(x, y, alpha=2.0), torch.rsub(x, 1.0), *divided, torch.fmod(x, y), torch.remainder(x, y), below
+
+
+def signed_pairs(inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Every pair of some numbers; zeros, infinities and NaN are among them."""
+    some = torch.tensor([0.0, 1.0, 0.5, 2.0, 3.0, 49.0, 1e-30, math.inf, math.nan], dtype=torch.float64).to(dtype)
+    some = torch.cat((some, -some)).to(inputs.device)
+    return tuple(t.contiguous() for t in torch.meshgrid(some, some, indexing="ij"))
+
+
+SIGNS = tuple(
+    Case(f"exact/signs/{str(d).removeprefix('torch.')}", signs_of_zeros, lambda i, d=d: signed_pairs(i, d))
+    for d in (torch.float32, torch.float64)
+)
 # Cases whose results are eager's to the bit.
-EXACT = tuple(
+EXACT = SIGNS + tuple(
     case
     for name, dtype, bits in (("e5m2", torch.float8_e5m2, 2), ("e4m3fn", torch.float8_e4m3fn, 3))
     for case in (

@@ -30,6 +30,7 @@ NUMPY = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
     "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "fmod": np.fmod, "pow": np.power,
     "nearbyint": np.rint, "fast_dividef": np.divide,
+    "copysign": np.copysign,
     "erf": lambda x: torch.erf(torch.from_numpy(np.atleast_1d(x))).numpy().reshape(x.shape),
 }  # fmt: skip
 
