@@ -176,12 +176,27 @@ def _past_first_check(function: Function) -> Function:
 
 
 def _prepare(keys: Sequence[int], groups: Sequence[GroupPlan]) -> None:
-    """Have the kernels of all groups compiled at once, for the arguments seen while tracing."""
+    """Have the kernels of all groups compiled at once, for the arguments seen while tracing; equal calls ask once."""
+    asked = set()
     for key, group in zip(keys, groups, strict=True):
+        examples = [n.meta.get("val") for n in group.inputs]
+        call = key, _sizes_of(examples)
+        if call in asked:
+            continue
+        if call[1] is not None:
+            asked.add(call)
         try:
-            interface.prepare(key, [n.meta.get("val") for n in group.inputs])
+            interface.prepare(key, examples)
         except FuserError as error:
             _log.debug("fusion %d is not compiled ahead: %s", key, error)
+
+
+def _sizes_of(examples: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that tells apart calls with these arguments, if they are tensors without symbolic sizes; else None."""
+    if not all(isinstance(t, torch.Tensor) for t in examples):
+        return None
+    found = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in examples)
+    return found if all(type(n) is int for shape, stride, *_ in found for n in (*shape, *stride)) else None
 
 
 def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:

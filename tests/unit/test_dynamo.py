@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import config
+from fuser import config, interface
 from fuser.errors import ConfigError
 from fuser.frontends.dynamo import compilations, fuser_backend, last_compilation
 
@@ -336,3 +336,18 @@ def test_values_die_early():
         if line.startswith(("mm", "relu")) and f"return ({name}" not in lines[-1]:
             assert name in lines[i + 2], "deleted right after the one statement that reads it"
     assert sum(line.startswith("del") for line in lines) >= 3
+
+
+def test_equal_groups_are_compiled_ahead_once(monkeypatch):
+    asked = []
+    prepare = interface.prepare
+    monkeypatch.setattr(interface, "prepare", lambda key, args: asked.append(key) or prepare(key, args))
+    x = torch.randn(8, 8)
+
+    def f(x):
+        for _ in range(4):
+            x = (x @ x).sigmoid() * 0.5
+        return x
+
+    record = check(f, x)
+    assert len(record.groups) == 4 and len(asked) == 1
