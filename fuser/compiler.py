@@ -20,6 +20,7 @@ from fuser.cpu import fused_kernel, toolchain
 from fuser.cuda import driver as cuda_driver
 from fuser.cuda import fused_kernel as cuda_kernel
 from fuser.cuda import toolchain as cuda_toolchain
+from fuser.cuda import tuning as cuda_tuning
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
@@ -98,6 +99,11 @@ class CudaBackend:
 
     def compile(self, source: cuda_kernel.Source) -> FusedKernel:
         return cuda_kernel.compile_source(source)
+
+    @staticmethod
+    def tune(source: cuda_kernel.Source, args: Sequence[Any]) -> cuda_kernel.Source:
+        """The source with measured tiles, under `max_autotune`."""
+        return cuda_tuning.tuned(source, args)
 
 
 BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
@@ -231,7 +237,10 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     backend = find_backend(device_type)
     if backend is None:
         raise Unsupported(f"no fusion backend for {device_type}")
-    return backend.compile(generate(spec, args, backend))
+    source = generate(spec, args, backend)
+    if config.max_autotune and isinstance(backend, CudaBackend):
+        source = backend.tune(source, args)
+    return backend.compile(source)
 
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:

@@ -91,7 +91,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dump_passes", "", "'log', or a folder for what each pass changes"),
     Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
-    Setting("max_autotune", False, "CUDA: matmuls with what follows race ATen's", choices=(True, False)),
+    Setting("max_autotune", False, "CUDA: races decide about tiles and matmuls", key=True, choices=(True, False)),
     Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
 )  # fmt: skip
 _BY_NAME = {s.name: s for s in SETTINGS}

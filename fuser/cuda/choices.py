@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Choice:
         return f"{self.what}: {self.winner} ({self.reason}{'; ' if times else ''}{times})"
 
 
+_racing = threading.Lock()  # kernels are compiled in many threads, and race alone
 _made: dict[str, Choice] = {}  # by name, in this process
 
 
@@ -93,6 +95,11 @@ def decide(times: Mapping[str, float], incumbent: str, failed: Sequence[tuple[st
 
 def race(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequence[tuple[str, str]] = ()) -> Choice:
     """Time `runs` on the current device, turn by turn, each with the cache flushed before."""
+    with _racing:
+        return _timed(runs, incumbent, failed)
+
+
+def _timed(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequence[tuple[str, str]]) -> Choice:
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     found: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():

@@ -57,7 +57,8 @@ class Source:
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
     owners: tuple[int, ...] = ()  # for each function, the number of its plan
-    again: Callable[[Levels], Source] | None = field(default=None, compare=False)  # with smaller tiles
+    # With smaller tiles, or others than the tables'; None: there are no others.
+    again: Callable[[Levels, tiles.Variant | None], Source] | None = field(default=None, compare=False)
 
 
 Levels = Mapping[int, int]  # how many times the tiles of a plan are halved
@@ -66,7 +67,7 @@ Write = Callable[[KernelPlan, str, codegen.Context], codegen.Generated]
 
 def generate(
     lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate,
-    levels: Levels = MappingProxyType({}),
+    levels: Levels = MappingProxyType({}), variant: tiles.Variant = tiles.Variant(),
 ) -> Source:  # fmt: skip
     """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
     ctx = lowered.ctx
@@ -81,7 +82,7 @@ def generate(
         for e in spans:
             if e.as_int() is None:
                 builder.guard("lt", e, expr(INT32))
-    context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered))
+    context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered), variant=variant)
     functions: list[codegen.Function] = []
     owners: list[int] = []
     for number, made in _written(plan, context, write, levels):
@@ -100,8 +101,8 @@ def generate(
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
     program = builder.finish(steps, plan.buffers, single)
 
-    def again(levels: Levels) -> Source:
-        return generate(lowered, plan, single, comment, write, levels)
+    def again(levels: Levels, other: tiles.Variant | None = None) -> Source:
+        return generate(lowered, plan, single, comment, write, levels, variant if other is None else other)
 
     return Source(
         name, text, tuple(functions), program, ctx.numerics, len(plan.plans), plan.reasons, tuple(owners), again
@@ -219,7 +220,7 @@ def fitting(source: Source, capability: int) -> tuple[Source, tuple[driver.Entry
         for name, why in bad.values():
             _log_once(f"kernel {name} of {source.name} {why}: smaller tiles are tried")
         levels = {**levels, **{n: levels.get(n, 0) + 1 for n in bad}}
-        source = source.again(levels)
+        source = source.again(levels, None)
     (over, _), source, entries = min(tried, key=lambda t: t[0])
     if over:
         name, why = next((e.name, w) for e in entries if (w := why_unfit(e, capability)) is not None)

@@ -98,7 +98,7 @@ class _Walking:
         ahead = self.ahead() if self.walk.by_hand else []
         if ahead:
             self.load(ahead, f"{CHUNK.name} * {rows.block} + ")
-        stages = 1 if ahead else tiles.WALK_STAGES
+        stages = 1 if ahead else nest.ctx.variant.stages or tiles.WALK_STAGES
         out.open(f"for x0 in tl.range({CHUNK.name} * {rows.block}, {n}, {step}, num_stages={stages})")
         for at in ahead:
             out.add(f"t{at} = next{at}")

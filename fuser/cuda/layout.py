@@ -11,6 +11,7 @@ from fuser.cuda import tiles
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
+from fuser.ops import REDUCTIONS
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce
 
 
@@ -21,7 +22,8 @@ class Context:
     `hint` is the value of an expression in the example, `aligned` whether a buffer starts at a multiple of 16 bytes,
     `wide` whether addresses need 64 bits, `rough` whether every result is rounded to a half in the end. `smaller`: how
     many times tiles are halved, because a kernel with larger ones did not fit. `later`: buffers that later kernels of
-    the program read or write.
+    the program read or write. `variant`: how tiles differ from the
+    tables' otherwise.
     """
 
     hint: Callable[[Expr], int]
@@ -30,6 +32,7 @@ class Context:
     rough: bool
     smaller: int = 0
     later: frozenset[str] = frozenset()
+    variant: tiles.Variant = tiles.Variant()
 
 
 def blocks(n: Expr, size: int) -> Expr:
@@ -148,6 +151,16 @@ def _passes(plan: KernelPlan, online: bool) -> int:
     return len(phases) - (len(online_phases(plan)) if online else 0)
 
 
+def adds_floats(plan: KernelPlan) -> bool:
+    """Whether a reduction's result hangs on the order in which it takes its values."""
+    for r in plan.reductions:
+        row, spec = plan.rows[r.row], REDUCTIONS[r.kind]
+        value = plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
+        if spec.accumulate(value).is_floating_point and not spec.index and r.kind not in ("max", "min"):
+            return True
+    return False
+
+
 def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, passing: bool = False) -> Layout:
     """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, and
     `passing` by what lies in the second-level cache."""
@@ -169,6 +182,10 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, passing
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
     tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(looped, ctx.smaller)
+    # The order in which floats are added up hangs on the number of warps, and in columns on that of neighbours.
+    free = not adds_floats(plan)
+    if tile is not None and not loop and (free or not column):
+        tile = tiles.varied(tile, ctx.variant, free)
     guards: list[Guard] = []
     if tile is None or loop:
         if tile is None and not loop and ctx.hint(n) > longest:
@@ -199,7 +216,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     others = [a for a in axes if a is not vector]
     across = _transposed_axis(plan, vector, others)
     if across is not None:
-        tile = tiles.shrunk(tiles.TRANSPOSED, ctx.smaller)
+        tile = tiles.varied(tiles.shrunk(tiles.TRANSPOSED, ctx.smaller), ctx.variant, True)
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)
@@ -209,14 +226,16 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
+    elements = min(max(tiles.scaled(elements, ctx.variant.outer), 128), tiles.MOST_ELEMENTS)
+    warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
     short = vector.hint < tiles.SHORT_VECTOR
     if not others or short:
-        return Layout([], [Dim(axes, elements, "x")], tiles.POINTWISE_WARPS, guards)
+        return Layout([], [Dim(axes, elements, "x")], warps, guards)
     tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements)
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
-        return Layout(others, [inner], tile.warps, guards)
-    return Layout([], [Dim(others, tile.outer, "y"), inner], tile.warps, guards)
+        return Layout(others, [inner], warps, guards)
+    return Layout([], [Dim(others, tile.outer, "y"), inner], warps, guards)
 
 
 def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx: Context) -> tuple[int, list[Guard]]:

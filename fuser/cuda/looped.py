@@ -44,7 +44,7 @@ class Looped:
         plain = bounds is not None and not any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
         alone = plain and sum(r.op == "load" for r in self.plan.rows) == 1
         stages = tiles.COLUMN_STAGES if column else tiles.CHUNK_STAGES if alone else 0
-        self.ahead = ahead if ahead is not None else stages
+        self.ahead = nest.ctx.variant.stages or (ahead if ahead is not None else stages)
         # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)

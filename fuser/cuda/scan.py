@@ -63,6 +63,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
         layout = Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
     else:
         whole = tiles.fewer(tiles.scanned_row(ctx.hint(n), rows), ctx.smaller)
+        whole = tiles.varied(whole, ctx.variant, False) if whole is not None else None
         if whole is not None:
             dims = [Dim(reduced, whole.inner, "r", whole=True)]
             if whole.outer > 1 and kept:

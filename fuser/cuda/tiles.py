@@ -21,6 +21,37 @@ class Tile:
     warps: int
 
 
+@dataclass(frozen=True)
+class Variant:
+    """How a kernel's tiles differ from the tables': the size of the dim that is not reduced, and the warps, by powers
+    of two; the stages of its loops (0: the tables'). Only what changes no result is varied: see `reduction_layout`."""
+
+    outer: int = 0
+    warps: int = 0
+    stages: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"tile x{2.0**self.outer:g}"] if self.outer else []
+        parts += [f"warps x{2.0**self.warps:g}"] if self.warps else []
+        parts += [f"{self.stages} stages"] if self.stages else []
+        return ", ".join(parts) or "table"
+
+
+def scaled(n: int, by: int) -> int:
+    """`n` times two to the power of `by`, rounded down."""
+    return n << by if by >= 0 else n >> -by
+
+
+MOST_ELEMENTS, MOST_WARPS = 16384, 16  # of a program with a tile that is not the tables'
+
+
+def varied(tile: Tile, v: Variant, warps: bool) -> Tile:
+    """The tile as `v` has it, if it can be; `warps`: their number may differ too."""
+    outer = min(max(scaled(tile.outer, v.outer), 1), max(MOST_ELEMENTS // tile.inner, tile.outer))
+    number = min(max(scaled(tile.warps, v.warps), 1), max(MOST_WARPS, tile.warps)) if warps else tile.warps
+    return Tile(outer, tile.inner, number)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` (and 1)."""
     return 1 << max(n - 1, 0).bit_length()

@@ -438,6 +438,11 @@ INTERPRETED = (
     "gather/along", "gather/outer", "index_select",
     *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)),
 )  # fmt: skip
+# Of these, also with the tiles that races are about: the bits are the same.
+TUNED = (
+    "relu_mul_add/0", "transposed_add/0", "swiglu/0", "dropout", "softmax/odd", "softmax/bf16", "extremes/odd",
+    "column_sum/0", "full_sum/0", "layer_norm/0", "norm_gradients", "cumsum", "cumsum/columns", "argmax/0",
+)  # fmt: skip
 # Of these, also several calls in one launch.
 BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather",
            "sum_and_max/passing")

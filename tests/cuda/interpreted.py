@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from cuda_cases import BATCHED, CASES, SCANS, Case, readable, same_bits
+from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits
 from matmul_cases import MATMULS, MatmulCase
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
 from benchmarks import checks
-from fuser.cuda import batch, fused_kernel, tiles, toolchain
+from fuser.cuda import batch, fused_kernel, tiles, toolchain, tuning
 from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
 from fuser.runtime.python_launcher import match
@@ -118,6 +118,15 @@ def batched_problem(case: Case, source: fused_kernel.Source, args: tuple[Any, ..
     return None if same else "many sets in one launch give something else than each alone"
 
 
+def tuned_problem(source: fused_kernel.Source, args: tuple[Any, ...]) -> str | None:
+    """None, or which other tiles give other bits."""
+    expected = checks.tensors(run_source(source, args))
+    for label, other in tuning.variants(source).items():
+        if not all(map(same_bits, checks.tensors(run_source(other, args)), expected)):
+            return f"other bits with {label}"
+    return None
+
+
 def check(case: Case) -> str | None:
     """None, or what is wrong with a case's kernels."""
     args = case.args("cpu")
@@ -125,6 +134,8 @@ def check(case: Case) -> str | None:
     if isinstance(case, MatmulCase):
         return case.problem(run_source(source, args), args)
     problem = batched_problem(case, source, args) if case.name in BATCHED else None
+    if problem is None and case.name in TUNED:
+        problem = tuned_problem(source, args)
     if problem is not None:
         return problem
     out = checks.tensors(run_source(source, args))

@@ -243,6 +243,32 @@ def test_training(keep: bool, set_to_none: bool) -> None:
     assert alive("forward") and alive("backward")
 
 
+def test_replays_draw_new_random_numbers_that_the_seed_repeats() -> None:
+    run = compiled(lambda x: torch.nn.functional.dropout(x * 2, 0.25, True))
+    x = torch.ones(64, 96, device=DEVICE, requires_grad=True)
+
+    def masks(n: int) -> list[torch.Tensor]:
+        found = []
+        for _ in range(n):
+            y = run(x)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            kept = y.detach() != 0
+            torch.testing.assert_close(grad, kept * (2 / 0.75))  # the backward's mask is the forward's
+            found.append(kept.clone())
+            del y
+        return found
+
+    masks(3)
+    torch.manual_seed(5)
+    first = masks(4)
+    torch.manual_seed(5)
+    again = masks(4)
+    assert all(map(torch.equal, first, again))
+    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+    assert all(0.7 < kept.float().mean() < 0.8 for kept in first)
+    assert alive("forward") and alive("backward")
+
+
 def test_gradients_that_add_up() -> None:
     torch.manual_seed(1)
     model = Block().to(DEVICE)
