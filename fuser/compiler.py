@@ -101,8 +101,8 @@ class CudaBackend:
         return cuda_kernel.compile_source(source)
 
     @staticmethod
-    def tune(source: cuda_kernel.Source, args: Sequence[Any]) -> cuda_kernel.Source:
-        """The source with measured tiles, under `max_autotune`."""
+    def tune(source: Any, args: Sequence[Any]) -> Any:
+        """The source with the tiles that races chose."""
         return cuda_tuning.tuned(source, args)
 
 
@@ -237,7 +237,7 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     backend = find_backend(device_type)
     if backend is None:
         raise Unsupported(f"no fusion backend for {device_type}")
-    source = generate(spec, args, backend)
+    source: Any = generate(spec, args, backend)
     if config.max_autotune and isinstance(backend, CudaBackend):
         source = backend.tune(source, args)
     return backend.compile(source)

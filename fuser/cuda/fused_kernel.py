@@ -61,13 +61,14 @@ class Source:
     again: Callable[[Levels, tiles.Variant | None], Source] | None = field(default=None, compare=False)
 
 
+TABLES = tiles.Variant()
 Levels = Mapping[int, int]  # how many times the tiles of a plan are halved
 Write = Callable[[KernelPlan, str, codegen.Context], codegen.Generated]
 
 
 def generate(
     lowered: Lowered, plan: Schedule, single: bool, comment: str = "", write: Write = codegen.generate,
-    levels: Levels = MappingProxyType({}), variant: tiles.Variant = tiles.Variant(),
+    levels: Levels = MappingProxyType({}), variant: tiles.Variant = TABLES,
 ) -> Source:  # fmt: skip
     """Triton for all kernels of a schedule; `write` makes the functions of one plan."""
     ctx = lowered.ctx

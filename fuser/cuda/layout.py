@@ -226,6 +226,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
+    if any(r.op.startswith("philox_") for r in plan.rows) and sizes and min(sizes) == 1 < max(sizes):
+        elements = min(elements, tiles.DRAWN_ELEMENTS)
     elements = min(max(tiles.scaled(elements, ctx.variant.outer), 128), tiles.MOST_ELEMENTS)
     warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
     short = vector.hint < tiles.SHORT_VECTOR

@@ -190,6 +190,8 @@ class Nest:
             case "to_dtype":
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
+                if row.attr is torch.float8_e4m3fn and any(n in r.args for r in self.plan.rows):
+                    raise Unsupported("what is rounded to torch.float8_e4m3fn is used by the kernel that rounds it")
                 return triton_convert(torch.float32, row.attr, args[0])
             case "philox_uniform" | "philox_even" | "philox_odd":
                 return f"fuser_unit_float(w{n})"

@@ -60,6 +60,9 @@ def power_of_two(n: int) -> int:
 # Elements of one pointwise program by the bytes of its narrowest element.
 POINTWISE_WARPS = 4
 POINTWISE_ELEMENTS = {1: 2048, 2: 2048, 4: 1024, 8: 512}
+# The same of random numbers beside bytes: threads with more than 16 bytes of a half would pass values on to others, for
+# which all wait. Dropout's forward in training: 0.235 ms, with 2048 elements 0.324.
+DRAWN_ELEMENTS = 1024
 TRANSPOSED = Tile(64, 64, 8)
 
 SMALL_ELEMENTS = 256  # of a pointwise program where there is too little work to fill the device twice with larger ones

@@ -59,7 +59,8 @@ def _kernels(source: Source) -> Any:
 
 def size_class(source: Source, args: Sequence[Any]) -> tuple[int, ...]:
     """For each kernel the power of two that holds its work for `args`. Unsupported if the source does not take them."""
-    bound = python_launcher.match(source.program, args)
+    inputs = tuple(dataclasses.replace(p, aligned=False) for p in source.program.inputs)  # there may be no memory yet
+    bound = python_launcher.match(dataclasses.replace(source.program, inputs=inputs), args)
     if bound is None:
         raise Unsupported("the kernel does not take the arguments that it was made for")
     return tuple(run_program(step.work, bound[0]).bit_length() for step in source.program.steps)

@@ -7,7 +7,7 @@ from importlib import util
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_cases import CASES
+from cuda_cases import CASES, Case, dropped, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -90,6 +90,14 @@ def test_words_stay_in_their_threads(name, capability):
     """Four words of a block meet their elements without a way through shared memory."""
     case = CASES[name]
     (entry,) = fused_kernel.compile_entries(case.source(case.fake_args()), capability)
+    assert entry.shared == 0
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
+def test_a_mask_that_is_kept_changes_no_threads():
+    """16384 × 8192: with tiles of 2048 elements values went through shared memory, and all threads waited for it."""
+    case = Case("", lambda s, x: dropped(s, F.gelu(x)), seeded(16384, 8192, dtype=torch.bfloat16))
+    (entry,) = fused_kernel.compile_entries(case.source(case.fake_args()), 90)
     assert entry.shared == 0
 
 
