@@ -23,6 +23,7 @@ from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
+from fuser.ops import SCANS
 from fuser.scheduler.plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
@@ -119,6 +120,8 @@ def _written(
         if both is not None:
             both = None
             continue
+        if _does_nothing(kernel):
+            continue
         later = frozenset(name for p in plan.plans[number + 1 :] for name, _ in p.buffers)
         own = dataclasses.replace(context, smaller=levels.get(number, 0), later=later)
         joined = plan.joined.get(number)
@@ -126,6 +129,12 @@ def _written(
             both = codegen.generate_joined(joined, f"k{number}_{joined.plan.name}", own)
             own = dataclasses.replace(own, smaller=max(own.smaller - tiles.WALK_LEVELS, 0))
         yield number, both or write(kernel, f"k{number}_{kernel.name}", own)
+
+
+def _does_nothing(plan: KernelPlan) -> bool:
+    """Whether a kernel makes no element, whatever the sizes are. Addresses along an extent of 0 vary along no axis."""
+    scanned = plan.ordered is not None and plan.ordered.how in SCANS
+    return any(a.size.as_int() == 0 for a in plan.axes if scanned or not a.reduced)
 
 
 def _is_rough(lowered: Lowered) -> bool:

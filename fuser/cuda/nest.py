@@ -234,7 +234,9 @@ class Nest:
             self.out.add(f"t{n} = {self.value(n)}")
             return
         size, checked = row.attr
-        self.out.add(f"w{n} = t{row.args[0]}")
+        spread = self.row_dims(n) - self.row_dims(row.args[0])  # along which only the condition of its use varies
+        wider = f" + tl.zeros({self.shape(self.row_dims(n))}, tl.int64)" if spread else ""
+        self.out.add(f"w{n} = t{row.args[0]}{wider}")
         bound = self.value_index(size)
         self.out.add(f"w{n} = tl.where(w{n} < 0, w{n} + {bound}, w{n})")
         if checked:

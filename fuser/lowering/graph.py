@@ -142,6 +142,8 @@ def _stride(ctx: LoweringContext, number: int, d: int, size: int, stride: int) -
 def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], metas: list[Any]) -> tuple[Any, Any]:
     if node.op == "getitem":
         source, at = node.args
+        if not -len(values[source.index]) <= at < len(values[source.index]):
+            raise Unsupported(f"there are {len(values[source.index])} results, and none at {at}: eager raises", node.op)
         return values[source.index][at], metas[source.index][at]
     args = map_refs(node.args, lambda r: values[r.index])
     meta_args = map_refs(node.args, lambda r: metas[r.index])

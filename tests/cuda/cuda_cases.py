@@ -142,8 +142,15 @@ def key_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return (both * cos + turned).transpose(1, 2).contiguous()
 
 
+def padded_search(x: torch.Tensor) -> torch.Tensor:
+    """Places of the same number for all elements, read where no padding is: seed 601540 of the random programs."""
+    found = torch.count_nonzero(x, 0)
+    return F.pad(torch.bucketize(found, found), (1, -1), "constant", 1)
+
+
 BF16 = torch.bfloat16
 EXTRA = (
+    Case("padded_search", padded_search, lambda i: (i.normal(33, 40),)),
     Case("softmax/long", long_softmax, lambda i: (i.normal(3, 20000),)),
     Case("softmax/odd", long_softmax, lambda i: (i.normal(7, 77),)),
     Case("softmax/bf16", long_softmax, lambda i: (i.normal(5, 3000, dtype=BF16),)),
@@ -442,7 +449,7 @@ INTERPRETED = (
     "normal/odd", "normal/columns",
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
-    "gather/along", "gather/outer", "index_select",
+    "gather/along", "gather/outer", "index_select", "padded_search",
     *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)),
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.

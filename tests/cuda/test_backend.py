@@ -173,3 +173,28 @@ def test_what_no_atomic_operation_combines() -> None:
     case = Case("product", reduced_into("prod"), CASES["scatter_amax"].make)
     with pytest.raises(Unsupported, match="no atomic operation combines torch.float32 by 'prod'"):
         case.source(case.fake_args())
+
+
+def test_no_kernels_are_no_error() -> None:
+    assert toolchain.compile_all(()) == ()
+
+
+def of_nothing(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Elements, scans and reductions with an extent of 0 in each place, and two sums over it."""
+    return x.exp() + y, x.cummax(0)[1], x.cumsum(1), y.cummax(1)[0], x.sum(1), x.expand(3, 5, 33, 0) * y
+
+
+def test_kernels_that_make_no_element_are_left_out() -> None:
+    """Found by random programs: an address along an extent of 0 varies along no axis, and its mask does."""
+    case = Case("", of_nothing, lambda i: (i.normal(5, 33, 0), i.normal(5, 33, 1)))
+    functions = case.source(case.fake_args()).functions
+    assert len(functions) == 1 and "scan_max" in functions[0].name
+    case = Case("", lambda x: (x.diagonal(40).exp(), x.diagonal(40).cumsum(0)), lambda i: (i.normal(5, 33),))
+    assert not case.source(case.fake_args()).functions
+
+
+def test_an_output_that_is_not_there_is_left_to_eager() -> None:
+    """Found by random programs: a chunk of a shorter tensor has fewer parts."""
+    case = Case("", lambda x: x.chunk(3)[2] * 2, lambda i: (i.normal(2),))
+    with pytest.raises(Unsupported, match="there are 2 results, and none at 2"):
+        case.source(case.fake_args())

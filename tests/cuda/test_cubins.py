@@ -34,7 +34,7 @@ PART = (
     "adam/2", "transposed_add/2", "column_sum/2", "argmax/split", "mean_var/long", "mixed_dtypes/2", "index_add/bf16",
     "scatter_amin/new", "float8/e5m2/to", "cumsum/columns/long", "cumsum/chunks/long", "dropout/wide", "dropout/odd",
     "dropout/columns", "normal/wide", "norm_gradients/summed/2048", "norm_gradients/layer/f32", "cumsum/inner",
-    "cummax/int64/long", "cummax/rows/long", "full_sum/2",
+    "cummax/int64/long", "cummax/rows/long", "full_sum/2", "padded_search",
 )  # fmt: skip
 NAMES = ALL if os.environ.get("FUSER_TEST_ALL") else PART
 
