@@ -1,7 +1,8 @@
 """How large the tiles of a kernel are: tables, and the few rules that read them.
 
-A tile never changes a pointwise result. A reduction's bits depend on how its row is cut, so everything that cuts a row
-is a function of what the kernel's guards check (a class of row lengths), never of the example alone.
+A tile changes a pointwise result at most where it lets the compiler join other multiplications with additions. A
+reduction's bits depend on how its row is cut, so everything that cuts a row is a function of what the kernel's guards
+check (a class of row lengths), never of the example alone.
 """
 
 from __future__ import annotations
