@@ -247,6 +247,8 @@ def _outputs(
         shared = seen.get(_memory(meta))
         whole = value.view is None
         if whole and buffer.input_number >= 0 and (shared is meta or graph.functional):
+            if o.index >= graph.n_inputs and not graph.functional:
+                _keep_choice(ctx, value, meta)
             out.append(("input", buffer.input_number))
         elif shared is not None and not graph.functional and not (whole and shared is value):
             raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
@@ -258,6 +260,16 @@ def _outputs(
                 _keep_dense(ctx, value, meta, plain, memories[_memory(meta)] > 1)
             out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
     return out
+
+
+def _keep_choice(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:
+    """Guards, so that an operator which gives its argument itself does so in every call.
+
+    `x.contiguous(memory_format=...)` does where dims of 0 or 1 elements make an order as good as another.
+    """
+    for e, n in zip(ctx.size_of(value), meta.shape):
+        if n <= 1:
+            ctx.specialise(e)
 
 
 def _hangs_on_layout(graph: CanonicalGraph, values: list[Any], metas: list[Any]) -> bool:

@@ -25,6 +25,9 @@ def normal_dims(dims: Dims, rank: int) -> list[int]:
     if dims is None:
         return list(range(rank))
     dims = [dims] if isinstance(dims, int) else list(dims)
+    for d in dims:
+        if not -max(rank, 1) <= d < max(rank, 1):  # torch's own shape function of softmax takes any
+            raise Unsupported(f"dim {d} of a tensor with {rank} dims")
     return sorted({d % rank for d in dims}) if dims and rank else list(range(rank))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from fuser import lowering
 from fuser.passes.classify import LIBRARY, op_name
@@ -38,4 +40,28 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     import torch._decomp as decomp
 
     core = getattr(decomp, "_core_aten_decompositions_post_autograd", None) or decomp.core_aten_decompositions
-    return {op: f for op, f in dict(core()).items() if not _is_kept(op_name(op))}
+    table = {op: f for op, f in dict(core()).items() if not _is_kept(op_name(op))}
+    unfold_backward = torch.ops.aten.unfold_backward.default
+    if unfold_backward in table:
+        table[unfold_backward] = functools.partial(_unfold_backward, table[unfold_backward])
+    return table
+
+
+def _unfold_backward(
+    general: Callable[..., Any], grad: Any, input_size: Sequence[Any], dim: int, size: Any, step: Any
+) -> Any:  # fmt: skip
+    """Windows that do not overlap lie side by side, with zeros between: nothing is added, so -0 stays -0 as in eager.
+
+    `general`: torch's own, for all others.
+    """
+    d = dim % max(len(input_size), 1)
+    numbers = (*input_size, *grad.shape, size, step)
+    if not input_size or not all(type(n) is int for n in numbers) or step < size:
+        return general(grad, input_size, dim, size, step)
+    windows = (input_size[d] - size) // step + 1
+    if list(grad.shape) != [*input_size[:d], windows, *input_size[d + 1 :], size]:
+        return general(grad, input_size, dim, size, step)
+    pad = torch.ops.aten.constant_pad_nd.default
+    rows = pad(grad, [0, step - size]).movedim(-1, d + 1).flatten(d, d + 1)
+    missing = input_size[d] - windows * step  # of the last window's zeros there may be too many, or too few
+    return pad(rows, [0, 0] * (len(input_size) - 1 - d) + [0, missing]).contiguous()

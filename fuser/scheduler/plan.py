@@ -312,7 +312,8 @@ def _finish(
     reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype],
 ) -> KernelPlan:  # fmt: skip
     phases, varies = passes(axes, rows, [r for _, r, _ in reductions])
-    final = tuple(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores)
+    # Two parts of a result that are both empty, or the same, may come to be one store.
+    final = tuple(dict.fromkeys(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores))
     done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
     full = {n for n, along in enumerate(varies) if along & {a.sym for a in axes if a.reduced}}
     final = _late(final, rows, done, full)

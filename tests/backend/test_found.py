@@ -11,6 +11,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from fuser import register_fusion
+from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
 
 
@@ -285,3 +286,52 @@ def test_a_scatter_of_nothing_where_a_mask_holds():
         handle(X[0, :3], mask, X[1, :0])
     with pytest.raises(RuntimeError, match="Number of elements"):
         handle(X[0, :3], mask, X[1, :1])
+
+
+def test_a_layout_that_eager_makes_for_some_sizes_only():
+    """The kernel for sizes of 0 and 1, which have every layout, does not serve those that have not."""
+    handle = handle_of(lambda x, y: (x.contiguous(memory_format=torch.channels_last), y + 1))
+    for size in ((1, 1, 1, 0), (2, 2, 2, 4), (3, 1, 2, 4), (3, 3, 1, 1), (1, 2, 3, 4), (1, 1, 1, 1)):
+        x = torch.randn(size)
+        got, want = handle(x, X)[0], x.contiguous(memory_format=torch.channels_last)
+        assert (got is x) == (want is x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, check_stride=True)
+
+
+@pytest.mark.parametrize("fn", [torch.softmax, torch.log_softmax])
+def test_a_softmax_along_a_dim_that_is_not_there(fn):
+    handle = handle_of(lambda x: fn((x * x).squeeze(1), 1, dtype=torch.float32))
+    handle(X)
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        handle(X[:, :1])
+
+
+def test_a_part_that_is_not_there(recwarn):
+    """An error as in eager, and no defect of a kernel."""
+    handle = handle_of(lambda x: x.unbind(0)[2] * 2)
+    assert torch.equal(handle(X), X[2] * 2)
+    with pytest.raises(IndexError):
+        handle(X[:2])
+    assert not recwarn.list
+
+
+def test_an_empty_result_of_several_parts(recwarn):
+    """Both parts are stored at the same place."""
+    handle = handle_of(lambda x: torch.cat((x.t().contiguous(), x.t(), x.t()), 0))
+    assert handle(X[:, :0]).shape == (0, 3)
+    assert handle(X[:0]).shape == (12, 0)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("size, step", [(1, 2), (2, 2), (2, 3), (1, 5), (5, 5)])
+def test_a_write_through_windows_keeps_the_signs_of_zeros(size, step):
+    def fn(x):
+        y = x * 0
+        y.unfold(1, size, step).neg_()
+        return y
+
+    for dim in (5, 7):
+        x = torch.ones(2, dim)
+        got, want = torch.compile(fn, backend=fuser_backend)(x), fn(x)
+        assert torch.equal(torch.signbit(got), torch.signbit(want))
+        assert got.stride() == want.stride()

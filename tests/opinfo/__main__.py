@@ -10,8 +10,10 @@ all dtypes of an operator, and it goes through the operators in rounds: a few sa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,11 +26,15 @@ from typing import Any
 from tests.device import use_device
 
 CRASHED = "crashed"
-BATCH, BATCHED = "batch", 24  # that route, and how many samples of it are one graph
-GO_ON = 75  # a worker's exit code when it has loaded so many kernels that a fresh process should go on
-KERNELS = 4000  # each loaded library takes some of the 65,530 mappings that a process may have
+BATCH = "batch"  # that route
+GO_ON = 75  # a worker's exit code when it has loaded so much that a fresh process should go on
+MAPPINGS = 30_000  # of the 65,530 that a process may have: each loaded library takes some
+LARGEST = 4 << 20  # KiB of memory after which a fresh process goes on: what it compiled stays loaded
 ROUTES = ["functional", "call:3", "compile:2"]
+COLLECT = 200  # samples after which garbage is collected
 ROUNDS = (2, 8, 32, 128, None)  # how many samples of each dtype have run after each round of the route `batch`
+BATCHED = (24, 24, 96, 96, 96)  # samples that are one graph, in each round
+PLAIN = 2  # from this round on kernels are compiled without optimisation, which takes less than half the time
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,36 +63,57 @@ def work(options: argparse.Namespace) -> int:
 
     from fuser import config
     from fuser.compiler import register_backend
-    from fuser.cpu import toolchain
-    from tests.opinfo.batches import Together
+
+    optimise("-O1")  # takes less time
+    from tests.opinfo.batches import Together  # imports the frontend, which asks the compiler what flags it takes
 
     number, folder = int(options.worker[0]), Path(options.worker[1])
     torch.set_num_threads(1)
-    toolchain.FLAGS = tuple("-O1" if f == "-O2" else f for f in toolchain.FLAGS)  # takes less time
     done, crashes, complete = ended(folder)
-    kernels = 0
+    gc.disable()
     with (folder / f"worker{number}.jsonl").open("a") as out:
         if BATCH in options.routes:
             register_backend("cpu", Together())
-            config.set(compile_workers=2 * BATCHED)  # they wait for one compiler
+            config.set(compile_workers=2 * max(BATCHED))  # they wait for one compiler
         for at, (op, dtype, route, most) in enumerate(blocks(options)):
             name = block_name(op, dtype, route)
             if at % options.workers != number or name in done or (dtype is None and name[0] in complete):
                 continue
             say(out, {"begin": name})
             if dtype is None:
+                optimise("-O1" if int(route.partition(":")[2]) < PLAIN else "-O0")
                 made = run_rounds(op, route, crashes, lambda ids: say(out, {"batch": ids}))
             else:
                 made = run_block(op, dtype, route, most, options.seconds)
-            for record in made:
+            for n, record in enumerate(made):
                 if "complete" in record:
                     complete.add(record["complete"])
-                kernels += record.get("status") in ("native", "partly") and route != "plans"
                 say(out, record)
+                if n % COLLECT == 0:
+                    gc.collect()
+                    gc.freeze()  # what has been compiled stays: no later collection needs to look at it
             say(out, {"end": name})
-            if kernels > KERNELS:
+            if full():
                 return GO_ON
     return 0
+
+
+def optimise(level: str) -> None:
+    """From now on kernels are compiled at this level, such as "-O1"."""
+    from fuser.cpu import toolchain
+
+    flags = tuple(level if f.startswith("-O") else f for f in toolchain.FLAGS)
+    if flags != toolchain.FLAGS:
+        toolchain.FLAGS = flags
+        toolchain._probe.cache_clear()
+
+
+def full() -> bool:
+    """Whether this process has loaded as much as one should."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        return True
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > LARGEST
 
 
 def say(out: Any, record: dict[str, Any]) -> None:
@@ -162,7 +189,7 @@ def run_rounds(
             continue
         most = max(most, len(made))
         waiting += [([name, name_of(dtype), n], made[n]) for n in of_round(len(made), number)]
-    size = BATCHED
+    size = BATCHED[number]
     while waiting:
         ids = [i for i, _ in waiting[:size]]
         while len(ids) > 1 and ids in crashes:

@@ -29,8 +29,12 @@ def operators() -> list[Any]:
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         sys.modules["expecttest"] = types.ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
+    # For each sample it walks the stack, with all source files, to find torch's own test: most of a sample's time.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     if not torch.cuda.is_available():
         torch.cuda._lazy_call = lambda *args, **kwargs: None  # each seed would be kept with a stack trace, for later
     return list(op_db)
