@@ -59,10 +59,11 @@ def _of_graphs(graphs: list[CompiledGraph], others: list[tuple[KernelSpec, int]]
     uses = Counter(group.key for g in graphs for group in g.groups)
     groups = [(REGISTRY.find(key).spec, count) for key, count in uses.items()]
     outside = [op.reason for g in graphs for op in g.unfused]
-    return _sum(groups + (others or []), outside)
+    by_eager: Counter[str] = sum((g.by_eager for g in graphs), Counter())
+    return _sum(groups + (others or []), outside, by_eager)
 
 
-def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str]) -> Report:
+def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str], by_eager: Counter[str] | None = None) -> Report:
     fused = 0
     unfused = Counter(outside)
     specs = list(dict.fromkeys(spec for spec, _ in groups))
@@ -73,7 +74,7 @@ def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str]) -> Report
             fused += ops
         elif ops:
             unfused[reason] += ops
-    calls: Counter[str] = Counter()
+    calls = Counter(by_eager or {})
     for spec in specs:
         calls.update(spec.store.fallbacks)
     return Report(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from fuser.compiler import CpuBackend
 from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError
 from fuser.frontends import training
-from fuser.frontends.functional import compile_functional
+from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.overlaps import REASON as OVERLAP
+from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.registry import run_stage
@@ -156,15 +159,38 @@ class _GraphCompiler:
         self.options = options
         self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
         self.direct: Function | None = None
+        self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
+        self.by_eager: Counter[str] = Counter()
         self.passes: tuple[PassRecord, ...] = ()
 
     def compile(self) -> Function:
-        from torch._functorch.aot_autograd import aot_module_simplified
-
         self.passes = run_stage("pre_grad", self.gm)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
-        steps = training.Training(self.options, self.passes, self.recorded)
+        steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
+        try:
+            wrapped = self._trace(steps)
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException
+
+            if isinstance(error, TorchDynamoException) or not overlap_of_examples(self.example_inputs, None):
+                raise
+            return _run_eager(self.gm, OVERLAP, self.options)  # AOTAutograd cannot do it
+        if self.direct is not None:
+            return self.direct
+        written = self._written_inputs()
+        if overlap_of_examples(self.example_inputs, written):
+            return _run_eager(self.gm, OVERLAP, self.options)
+        written = frozenset(range(len(self.example_inputs))) if written is None else written
+        if steps.cut and self._may_run_again(steps):
+            wrapped = differentiable_twice(wrapped, self.gm)
+        if not written or len(self.example_inputs) == 1:
+            return wrapped
+        return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
+
+    def _trace(self, steps: training.Training) -> Function:
+        from torch._functorch.aot_autograd import aot_module_simplified
+
         wrapped: Function = aot_module_simplified(
             self.gm,
             self.example_inputs,
@@ -175,9 +201,15 @@ class _GraphCompiler:
             decompositions=decomposition_table(),
             keep_inference_input_mutations=True,
         )
-        if self.direct is not None:
-            return self.direct
-        return differentiable_twice(wrapped, self.gm) if steps.cut and self._may_run_again(steps) else wrapped
+        return wrapped
+
+    def _written_inputs(self) -> frozenset[int] | None:
+        """The numbers of the inputs that AOTAutograd found to be written; None if nobody knows."""
+        meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        found = getattr(meta, "input_info", None)
+        if found is None or len(found) != len(self.example_inputs):
+            return self.written
+        return frozenset(i for i, info in enumerate(found) if info.mutates_data or info.mutates_metadata)
 
     def _may_run_again(self, steps: training.Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
@@ -188,13 +220,16 @@ class _GraphCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
+        if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
+            self.written = written_inputs(gm.graph)
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
         if compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function
             if self.recorded:
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
-        compiled.remember("direct" if wrapper_reason is None else "wrapped", wrapper_reason or "", self.options)
+        route = "direct" if wrapper_reason is None else "wrapped"
+        compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
         return compiled.recorded("inference") if self.recorded else compiled.boxed
 
     def _why_wrapped(self, module: fx.GraphModule) -> str | None:

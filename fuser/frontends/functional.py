@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,10 @@ class Compiled:
         (handle,) = self.handles.values()
         return handle
 
-    def remember(self, route: str, reason: str, options: dict[str, Any], stage: str = "inference") -> None:
+    def remember(
+        self, route: str, reason: str, options: dict[str, Any], stage: str = "inference",
+        by_eager: Counter[str] | None = None,
+    ) -> None:  # fmt: skip
         """Add this graph to the history that reports read; one that runs by ATen under the route "eager"."""
         if self.program is None:
             _log.warning("a graph runs unfused: %s", self.reason)
@@ -96,6 +100,7 @@ class Compiled:
                 seconds=self.seconds,
                 options=options,
                 stage=stage,
+                by_eager=Counter() if by_eager is None else by_eager,
             )
         )
 

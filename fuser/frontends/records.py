@@ -34,6 +34,7 @@ class CompiledGraph:
 
     `route` is "direct" (the program is called as is), "wrapped" (inside AOTAutograd's runtime wrapper) or "eager" (not
     compiled: `reason` says why). `seconds` leaves out tracing. `stage` is "inference", "forward" or "backward".
+    `by_eager` counts later calls that ran by eager nevertheless, by reason.
     """
 
     route: str
@@ -45,6 +46,7 @@ class CompiledGraph:
     seconds: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     stage: str = "inference"
+    by_eager: collections.Counter[str] = field(default_factory=collections.Counter)
 
     @property
     def ops_fused(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,12 @@ class Training:
     `recorded`: forward and backward run under CUDA graphs, one for each.
     """
 
-    def __init__(self, options: dict[str, Any], earlier: tuple[PassRecord, ...], recorded: bool = False) -> None:
+    def __init__(
+        self, options: dict[str, Any], earlier: tuple[PassRecord, ...], recorded: bool = False,
+        by_eager: Counter[str] | None = None,
+    ) -> None:  # fmt: skip
         self.options = options
+        self.by_eager = by_eager  # calls of the whole graph that do not reach the forward
         self.recorded = recorded
         self.forward: Recorded | None = None
         self.passes = earlier  # of the joint graph and before; told with the forward
@@ -42,7 +47,8 @@ class Training:
         def compile_stage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
             with config.override(**self.options):
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
-            compiled.remember("wrapped", "gradients are needed", self.options, stage)
+            by_eager = self.by_eager if stage == "forward" else None
+            compiled.remember("wrapped", "gradients are needed", self.options, stage, by_eager)
             boxed = compiled.boxed
             if self.recorded:
                 boxed = compiled.recorded(stage, self.forward)

@@ -58,6 +58,8 @@ def _may_write(grouping: Grouping, group: GroupPlan, copy: fx.Node, target: fx.N
         return False
     if not _alike(target.meta.get("val"), value.meta.get("val")):
         return False
+    if len(value.users) > 1 and not _same_order(target.meta["val"], value.meta["val"]):
+        return False  # others read the input in its place, and an operator's result may lie as its argument does
     number = grouping.group_of.get(value)
     stack = [u for u in target.users if u is not copy]
     while stack:
@@ -76,6 +78,10 @@ def _alike(a: Any, b: Any) -> bool:
         return False
     plain = a.layout is torch.strided and a.device == b.device and a.dtype == b.dtype
     return plain and list(map(str, a.shape)) == list(map(str, b.shape))
+
+
+def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return list(map(str, a.stride())) == list(map(str, b.stride()))
 
 
 def _with_write(group: GroupPlan, target: fx.Node, value: fx.Node) -> GroupPlan:

@@ -335,3 +335,18 @@ def test_a_write_through_windows_keeps_the_signs_of_zeros(size, step):
         got, want = torch.compile(fn, backend=fuser_backend)(x), fn(x)
         assert torch.equal(torch.signbit(got), torch.signbit(want))
         assert got.stride() == want.stride()
+
+
+@torch.no_grad()
+def test_a_written_input_is_read_for_its_value_in_the_same_layout_only():
+    """The index's result lies as its arguments do: the transposed input, not the input before it was transposed."""
+
+    def fn(x, y):
+        x.transpose_(0, 1)
+        x.select(0, -1).fill_(1)
+        return x.movedim(2, 0)[(x,)], torch.maximum(x, y)
+
+    mine, own = (torch.arange(16).remainder(4).reshape(2, 2, 4) for _ in range(2))
+    got = fuser_backend(torch.fx.symbolic_trace(fn), [mine, X[0].long()])(mine, X[0].long())
+    torch.testing.assert_close(got[0], fn(own, X[0].long())[0], rtol=0, atol=0, check_stride=True)
+    torch.testing.assert_close(mine, own, rtol=0, atol=0)

@@ -1,0 +1,155 @@
+"""Inputs of a graph that writes some of them: where these overlap others in memory, the graph runs by eager.
+
+AOTAutograd makes a graph functional for the memory of its example inputs and looks at no later call's; and what it
+makes of examples that overlap is often wrong. So it is looked at here, in every call of a graph that writes inputs:
+first ranges of bytes, which is quick, and for ranges that overlap whether any element is in both.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+REASON = "an input that is written overlaps another one in memory"
+Function = Callable[..., Any]
+Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
+
+_log = logging.getLogger(__name__)
+_said = False
+
+
+class Watched:
+    """`compiled` where no written input overlaps another one, else `eager`, which is counted in `calls`.
+
+    `written`: the numbers of the inputs that the graph may write to. `examples` are its inputs, which may be fake.
+    """
+
+    def __init__(
+        self, compiled: Function, eager: Function, examples: Sequence[Any], written: frozenset[int],
+        calls: Counter[str],
+    ) -> None:  # fmt: skip
+        self.compiled, self.eager, self.calls = compiled, eager, calls
+        self.tensors = [i for i, x in enumerate(examples) if _is_strided(x)]
+        self.written = frozenset(at for at, i in enumerate(self.tensors) if i in written)
+        self.sizes = _fixed_lengths([examples[i] for i in self.tensors])
+        self.all = len(self.tensors) == len(examples)
+        self.known: list[int] = []  # addresses of the last call that was found right; its sizes are all calls'
+
+    def call(self, *args: Any) -> Any:
+        """The graph on `args`."""
+        tensors = args if self.all else [args[i] for i in self.tensors]
+        try:
+            addresses = [t.data_ptr() for t in tensors]
+        except (RuntimeError, AttributeError):  # no memory of its own: somebody is tracing
+            return self.compiled(*args)
+        if addresses == self.known or self._fits(tensors, addresses):
+            return self.compiled(*args)
+        _tell()
+        self.calls[REASON] += 1
+        return self.eager(*args)
+
+    def _fits(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> bool:
+        lengths = self.sizes or [length_of(t) for t in tensors]
+        if not _are_apart(addresses, lengths):
+            spans = [(a, a + n, at) for at, (a, n) in enumerate(zip(addresses, lengths)) if a and n]
+            if overlap(tensors, spans, self.written):
+                return False
+        if self.sizes:
+            self.known = addresses
+        return True
+
+
+def overlap_of_examples(examples: Sequence[Any], written: frozenset[int] | None) -> bool:
+    """Whether a written input overlaps another one. Fake tensors have no addresses, but storages in common.
+
+    None: AOTAutograd does not say what is written, as it merges inputs, those too that only lie interleaved.
+    """
+    storages: dict[int, int] = {}
+    spans = []
+    for i, t in enumerate(examples):
+        if _is_strided(t) and (length := length_of(t)):
+            base = storages.setdefault(t.untyped_storage()._cdata, len(storages) << 48)
+            start = base + int(t.storage_offset()) * t.element_size()
+            spans.append((start, start + length, i))
+    every = frozenset(range(len(examples)))
+    return overlap(examples, spans, every if written is None else written, exact=written is not None)
+
+
+def overlap(tensors: Sequence[Any], spans: Sequence[Span], written: frozenset[int], exact: bool = True) -> bool:
+    """Whether two tensors have elements in common, or (not `exact`) lie between each other; one of them `written`."""
+    near: list[Span] = []  # earlier ones that reach into the next
+    for span in sorted(spans):
+        start, _, i = span
+        near = [s for s in near if s[1] > start]
+        for first, _, j in near:
+            if i not in written and j not in written:
+                continue
+            if not exact or not _interleaved(tensors[j], tensors[i], start - first):
+                return True
+        near.append(span)
+    return False
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _are_apart(addresses: list[int], lengths: list[int]) -> bool:
+    """Whether before each range begins, as many have ended as have begun: hundreds of tensors in 0.1 ms."""
+    starts = sorted(addresses)
+    return all(map(operator.le, sorted(map(operator.add, addresses, lengths)), starts[1:]))
+
+
+def _interleaved(a: torch.Tensor, b: torch.Tensor, distance: int) -> bool:
+    """Whether two tensors, `b` beginning `distance` bytes after `a`, certainly have no byte in common.
+
+    So it is with columns of one matrix: modulo its row length, or another step of both, they lie at other places.
+    """
+    steps = [{s * t.element_size() for n, s in zip(t.shape, t.stride()) if n > 1} for t in (a, b)]
+    common = math.gcd(*steps[0], *steps[1])
+    if common and _apart_modulo(common, distance, a.element_size(), b.element_size()):
+        return True
+    for step in steps[0] & steps[1]:
+        lengths = [_length_below(t, step) for t in (a, b)]
+        if all(s % step == 0 for own in steps for s in own if s > step) and _apart_modulo(step, distance, *lengths):
+            return True
+    return False
+
+
+def _apart_modulo(step: int, distance: int, a: int, b: int) -> bool:
+    """Whether `a` bytes from 0 on and `b` bytes from `distance` on are apart on a circle of `step` bytes."""
+    return a <= distance % step and distance % step + b <= step
+
+
+def _length_below(t: torch.Tensor, step: int) -> int:
+    """The bytes from the first to the last element along the dims with a smaller stride than `step` bytes."""
+    size = t.element_size()
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()) if s * size < step)) * size
+
+
+def length_of(t: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last one; 0 if it has none."""
+    if t.is_contiguous():
+        return int(t.numel()) * t.element_size()
+    if not t.numel():
+        return 0
+    return int(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))) * t.element_size()
+
+
+def _fixed_lengths(examples: Sequence[torch.Tensor]) -> list[int]:
+    """The lengths in bytes, where every size and stride is a number, which later calls have too; else nothing."""
+    symbolic = any(type(n) is not int for t in examples for n in (*t.shape, *t.stride()))
+    return [] if symbolic else [length_of(t) for t in examples]
+
+
+def _tell() -> None:
+    global _said
+    if not _said:
+        _said = True
+        _log.warning("a call runs by eager: %s", REASON)
