@@ -266,7 +266,8 @@ def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
 
 def _may_read_nothing(program: Program, sizes: dict[int, int]) -> bool:
     """Whether a wrong index may lead to no element: eager looks at all, a kernel at those that it reads."""
-    constant = any(s.fn.endswith("_like") or s.fn == ".new_zeros" for s in program.steps)
+    # What `isinf` gives for booleans is a constant, too.
+    constant = any(s.fn.endswith(("_like", ".new_zeros", "isinf", "isnan", "isfinite")) for s in program.steps)
     return constant or any(0 in x.shape for x in make_inputs(program, sizes))
 
 
