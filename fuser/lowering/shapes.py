@@ -208,7 +208,13 @@ def _index(meta: Any, device: str, x: torch.Tensor, indices: Sequence[torch.Tens
     return torch.empty_strided(size, result_strides(size, [source, *spread]), dtype=meta.dtype, device="meta")
 
 
+def _zero(meta: Any, device: str, x: torch.Tensor) -> Any:
+    """As a clone of `x` lies in memory: torch 2.11 says that it is contiguous."""
+    return torch.empty_like(x)
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "aten.zero": _zero,
     "aten.roll": _roll,
     "aten.index": _index,
     "aten._unsafe_index": _index,

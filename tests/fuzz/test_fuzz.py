@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
+from tests.fuzz import check as check_module
 from tests.fuzz.__main__ import run_batch, run_seed
 from tests.fuzz.check import check
 from tests.fuzz.generate import generate
@@ -83,3 +85,30 @@ def test_a_wrong_kernel_is_seen_and_its_program_shrunk(monkeypatch):
     small = shrink(program, lambda p: bool(check(p, "plans")))
     assert [s.fn for s in small.steps] == ["torch.relu"] and len(small.inputs) == 1
     assert small.inputs[0].layout == "dense"
+
+
+def test_a_result_of_a_gpu_may_be_as_far_off_as_eagers_on_the_cpu(monkeypatch):
+    """Seed 603435: divided by a sum that is nearly nothing."""
+    summed, divided = Step("torch.sum", (Ref(0), (0, 1))), Step("torch.div", (Ref(0), Ref(1)))
+    program = Program((Input((33, 40), torch.float32, "offset", "normal", 90548020),), (summed, divided), (2,))
+    (exact,), _, _, _ = check_module._wide_run(program, None)
+    monkeypatch.setattr(check_module, "test_device", lambda: "cuda")
+    monkeypatch.setattr(check_module, "run", lambda p, inputs: ((exact * (1 + 6e-5)).float(),))
+    near, far = (exact * (1 - 3e-5)).float(), (exact * (1 + 3e-4)).float()
+    assert check_module._as_on_cpu(program, 0, near, exact, None)
+    assert not check_module._as_on_cpu(program, 0, far, exact, None)
+    monkeypatch.setattr(check_module, "test_device", lambda: "cpu")
+    assert not check_module._as_on_cpu(program, 0, near, exact, None)
+
+
+def test_what_an_input_holds_afterwards_may_be_nearer_than_eagers():
+    """Seed 600881: a long sum of halves, which eager on a GPU adds up in halves."""
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(302437494)).half()
+    exact = x.double().cumsum(0)
+    near, far = exact.half(), torch.from_numpy(numpy.cumsum(x.numpy(), dtype=numpy.float16))
+
+    def problems(mine, eager):
+        return check_module._compare_memory([mine], [eager], (), (), False, lambda: [exact])
+
+    assert not problems(near, far)
+    assert "input 0 afterwards" in problems(far, near)[0]

@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
+from fuser.frontends.dynamo import fuser_backend
 from fuser.lowering.graph import run_meta
 from fuser.lowering.known_shapes import known_meta
+from fuser.lowering.shapes import corrected
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
@@ -123,3 +125,15 @@ def test_a_first_kernel_imports_neither_dynamo_nor_sympy() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
     assert out.stdout.splitlines() == ["[]", "[]", "[2.0, 3.0]"], out.stderr[-2000:]
+
+
+def test_what_is_set_to_zero_lies_in_memory_as_before() -> None:
+    """Seed 603424 of the random programs, with torch 2.11: its shape function says that zeros are contiguous."""
+
+    def magnitudes(x: torch.Tensor) -> torch.Tensor:
+        return torch.abs(x.zero_())
+
+    x = torch.ones(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    got = torch.compile(magnitudes, backend=fuser_backend)(x.clone())
+    assert got.stride() == magnitudes(x).stride() == (48, 1, 12, 3)
+    assert corrected("aten.zero.default", "cpu", torch.empty(x.shape, device="meta"), [x]).stride() == x.stride()
