@@ -166,7 +166,7 @@ def run_block(op: Any, dtype: Any, route: str, most: int | None, seconds: float)
         if time.monotonic() - began > seconds:
             yield {**base, "sample": n, "status": "skipped", "reason": "out of time"}
             return
-        made = runner.make_sample(op.op, sample, database.is_undefined(op))
+        made = runner.make_sample(op.op, sample, database.undefined(op, sample))
         outcome = runner.run(made, route)
         record = {**base, "sample": n, "status": outcome.status, "reason": outcome.reason[:200]}
         yield {**record, "problems": outcome.problems} if outcome.problems else record
@@ -200,7 +200,7 @@ def run_rounds(
             outcomes, broken = [runner.Outcome(CRASHED, "the process died")], False
         else:
             outcomes, broken = batches.run_batch(
-                [runner.make_sample(op.op, s, database.is_undefined(op)) for _, s in now]
+                [runner.make_sample(op.op, s, database.undefined(op, s)) for _, s in now]
             )
         size = 1 if broken else size  # each break is a graph more, and makes the rest's code anew
         for (_, dtype, n), outcome in zip(ids, outcomes):

@@ -181,9 +181,7 @@ def _run(samples: list[Sample]) -> tuple[list[Outcome], bool]:
 
 
 def _differences(sample: Sample, mine: Any, own: Any, got: list[Any], want: list[Any]) -> list[str]:
-    if sample.undefined:
-        for t in (*got, *want, *mine, *own):
-            t.zero_()
+    runner.forget_undefined(sample, (got, want), (mine, own))
     problems = runner.differences(sample, got, want, mine, own)
     aliases = compare.alias_pattern(mine, got), compare.alias_pattern(own, want)
     return problems or ([f"aliasing {aliases[0]} instead of {aliases[1]}"] if aliases[0] != aliases[1] else [])

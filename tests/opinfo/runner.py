@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +41,14 @@ SEED = 42  # what the database itself uses for operators that draw random number
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator's call: `call(*tensors)` makes it. `undefined`: its values are whatever was in memory."""
+    """An operator's call: `call(*tensors)` makes it. `undefined`: results that nothing has written; None: all."""
 
     call: Callable[..., Any]
     tensors: tuple[torch.Tensor, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    undefined: bool = False
+    undefined: tuple[int, ...] | None = ()
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def make_sample(function: Callable[..., Any], sample: Any, undefined: bool = False) -> Sample:
+def make_sample(function: Callable[..., Any], sample: Any, undefined: tuple[int, ...] | None = ()) -> Sample:
     """The call `function(sample.input, *sample.args, **sample.kwargs)`, its tensors apart."""
     flat, spec = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
     at = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
@@ -250,9 +250,7 @@ def _compare(
         return _compare_errors(error, failure, runner)
     outcome: Outcome = runner.outcome()
     got_leaves, want_leaves = compare.leaves(got), compare.leaves(want)
-    if sample.undefined:
-        for t in (*got_leaves, *want_leaves, *mine, *own):
-            t.zero_()
+    forget_undefined(sample, (got_leaves, want_leaves), (mine, own))
     functional = route in ("copies", "plans")
     problems = differences(sample, got_leaves, want_leaves, mine, own, not functional)
     if not functional and not problems:
@@ -260,6 +258,16 @@ def _compare(
         if aliases[0] != aliases[1]:
             problems.append(f"aliasing {aliases[0]} instead of {aliases[1]}")
     return Outcome(WRONG, outcome.status, problems) if problems else outcome
+
+
+def forget_undefined(sample: Sample, results: Iterable[list[Any]], inputs: Iterable[Sequence[Any]]) -> None:
+    """Set what holds whatever was in memory to zero, in lists of results and, where all does, of inputs."""
+    everything = sample.undefined is None
+    for own in results:
+        for t in own if everything else [own[i] for i in sample.undefined or ()]:
+            t.zero_()
+    for t in (t for own in inputs for t in own if everything):
+        t.zero_()
 
 
 def exact_of(sample: Sample) -> list[Any]:
