@@ -42,11 +42,15 @@ def _is_plain(v: Any) -> bool:
 
 
 def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any], identity: bool = True) -> list[Any]:
-    """For each output: the first input or earlier output whose memory it shares, and where; which input it is."""
-    seen: dict[int, str] = {}
+    """For each output: the first input or earlier output whose memory it shares, and where; which input it is.
+
+    Where: elements from the start of the input's memory, or from the earlier output. Where a new result begins in its
+    own memory is nobody's business: eager's copy of a tensor that starts late in its memory may do so too.
+    """
+    seen: dict[int, tuple[str, int]] = {}
     for i, v in enumerate(inputs):
         if _is_plain(v) and v.numel():
-            seen.setdefault(v.untyped_storage()._cdata, f"input {i}")
+            seen.setdefault(v.untyped_storage()._cdata, (f"input {i}", 0))
     pattern: list[Any] = []
     for o, v in enumerate(outputs):
         if not _is_plain(v) or not v.numel():
@@ -54,8 +58,8 @@ def alias_pattern(inputs: Sequence[Any], outputs: Sequence[Any], identity: bool 
             continue
         same = next((f"is input {i}" for i, x in enumerate(inputs) if identity and x is v), "")
         known = seen.get(v.untyped_storage()._cdata)
-        pattern.append((known, v.storage_offset(), same) if known else None)
-        seen.setdefault(v.untyped_storage()._cdata, f"output {o}")
+        pattern.append((known[0], v.storage_offset() - known[1], same) if known else None)
+        seen.setdefault(v.untyped_storage()._cdata, (f"output {o}", v.storage_offset()))
     return pattern
 
 

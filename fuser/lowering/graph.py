@@ -16,7 +16,7 @@ import torch
 
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, Unsupported
-from fuser.ir.nodes import TensorBox, strides_of
+from fuser.ir.nodes import StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
@@ -167,7 +167,16 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
         raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
     _agree(ctx, node, value, meta)
-    return value, meta
+    return value if _may_share(node.op) else _apart(value, meta, _memories(tuple(_leaves(meta_args)))), meta
+
+
+def _apart(value: Any, meta: Any, given: set[int]) -> Any:
+    """What eager copies keeps the content that an input had: a later write does not reach storage of its own."""
+    if isinstance(value, (tuple, list)) and isinstance(meta, (tuple, list)):
+        return [_apart(v, m, given) for v, m in zip(value, meta)]
+    if isinstance(value, TensorBox) and value.storage.buffer.input_number >= 0 and _memory(meta) not in given:
+        return TensorBox(StorageBox(value.storage.buffer), value.view)
+    return value
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:

@@ -350,3 +350,27 @@ def test_a_written_input_is_read_for_its_value_in_the_same_layout_only():
     got = fuser_backend(torch.fx.symbolic_trace(fn), [mine, X[0].long()])(mine, X[0].long())
     torch.testing.assert_close(got[0], fn(own, X[0].long())[0], rtol=0, atol=0, check_stride=True)
     torch.testing.assert_close(mine, own, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda x: torch.flip(x, (-1,)), lambda x: torch.rot90(x, 1), lambda x: torch.fliplr(x).t(),
+        lambda x: torch.ops.aten.permute_copy(x, [1, 0]), lambda x: torch.roll(x, 3, 0), lambda x: x.repeat(2, 1),
+        lambda x: x.t().contiguous(), lambda x: x.t().reshape(12), lambda x: x.view(3, 4),
+    ],
+    ids=["flip", "rot90", "fliplr", "permute_copy", "roll", "repeat", "contiguous", "reshape", "view"],
+)  # fmt: skip
+def test_what_eager_copies_of_an_input_does_not_see_a_later_write(copied):
+    """The last is a view, and does."""
+
+    def fn(x):
+        before, sines = copied(x), x.sin()
+        x.add_(1)
+        return before, sines
+
+    mine, own = X[:3].clone(), X[:3].clone()
+    got, want = fuser_backend(torch.fx.symbolic_trace(fn), [mine])(mine), fn(own)
+    for a, b in (*zip(got, want), (mine, own)):
+        torch.testing.assert_close(a, b)
