@@ -94,7 +94,13 @@ def decide(times: Mapping[str, float], incumbent: str, failed: Sequence[tuple[st
 
 
 def race(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequence[tuple[str, str]] = ()) -> Choice:
-    """Time `runs` on the current device, turn by turn, each with the cache flushed before."""
+    """Time `runs` on the current device, turn by turn, each with the cache flushed before.
+
+    All run once before that, while others may race: a first call compiles kernels, which may have races of their own.
+    """
+    with torch.no_grad():
+        for fn in runs.values():
+            fn()
     with _racing:
         return _timed(runs, incumbent, failed)
 
@@ -103,8 +109,6 @@ def _timed(runs: Mapping[str, Callable[[], Any]], incumbent: str, failed: Sequen
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     found: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
-        for fn in runs.values():
-            fn()
         for _ in range(ROUNDS):
             for name, fn in runs.items():
                 begin, end = _event(), _event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from importlib import util
 from typing import Any
@@ -150,3 +151,18 @@ def test_only_max_autotune_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     with config.override(max_autotune=True):
         compiler.compile_runtime(spec, case.fake_args())
     assert len(asked) == 1
+
+
+def test_what_races_may_race_for_its_own_kernels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call compiles kernels, in other threads, and these may have races of their own."""
+    monkeypatch.setattr(choices, "_timed", lambda runs, incumbent, failed: Choice(incumbent, "", ()))
+    within: list[Choice] = []
+
+    def first_call() -> None:
+        if not within:
+            inner = threading.Thread(target=lambda: within.append(choices.race({"b": lambda: None}, "b")), daemon=True)
+            inner.start()
+            inner.join(20)
+
+    assert choices.race({"a": first_call}, "a").winner == "a"
+    assert [c.winner for c in within] == ["b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import threading
 import time
@@ -110,9 +111,9 @@ def test_large_blocks_lie_on_huge_pages(clean):
     assert floats(MIB).data_ptr() % (2 * MIB) == 0
 
 
-def advised_mib(t: torch.Tensor) -> float:
-    """How much of a tensor's memory is asked onto huge pages, by the flags of its mappings."""
-    first, last, inside, found = t.data_ptr(), t.data_ptr() + t.nbytes, 0, 0
+def advised_mib(first: int, nbytes: int) -> float:
+    """How much of some memory is asked onto huge pages, by the flags of its mappings."""
+    last, inside, found = first + nbytes, 0, 0
     with open("/proc/self/smaps") as f:
         for line in f:
             head = line.split()[0]
@@ -128,9 +129,10 @@ def advised_mib(t: torch.Tensor) -> float:
 @pytest.mark.parametrize("slow, most", [(1 << 62, 38), (-1, 2)], ids=["fast", "slow"])
 def test_huge_pages_are_asked_for_while_they_are_fast(slow, most):
     assert launcher.wait(60), launcher.reason()
-    t = torch.empty(10 * MIB)
+    memory = mmap.mmap(-1, 40 * MIB)  # malloc's may have been asked onto huge pages before
+    t = torch.frombuffer(memory, dtype=torch.float32)
     asked = launcher.native().advise_huge(t.data_ptr(), t.nbytes, slow) / MIB
-    assert asked == advised_mib(t) and (asked == 2 if slow < 0 else asked >= most)
+    assert asked == advised_mib(t.data_ptr(), t.nbytes) and (asked == 2 if slow < 0 else asked >= most)
     t.fill_(1)
     assert float(t.sum()) == t.numel()
 
