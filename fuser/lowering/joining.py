@@ -20,6 +20,7 @@ from fuser.lowering.context import LoweringContext, Operand, as_expr
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower, refuse
 from fuser.lowering.reshape import reshape_box
+from fuser.lowering.shapes import copies_overlap
 from fuser.lowering.views import Int, Ints, place_in, slice_range, transpose_box, unsqueeze_box, with_dim, wrap_dim
 
 Load = Callable[[Index], Value]
@@ -412,12 +413,19 @@ def lower_channel_shuffle(ctx: LoweringContext, x: TensorBox, groups: int) -> Te
 
 
 # -- a part of a tensor replaced ---------------------------------------------------------------------------------------
+def _has_places(ctx: LoweringContext) -> None:
+    """Unsupported where elements share memory: they do in eager's copy too, where a write then shows in all of them."""
+    if copies_overlap(ctx.arg_metas[0]):
+        raise Unsupported("a part is replaced of a tensor whose elements overlap in memory")
+
+
 @lower("aten.slice_scatter")
 def lower_slice_scatter(
     ctx: LoweringContext, x: TensorBox, src: TensorBox, dim: int = 0, start: Int | None = None, end: Int | None = None,
     step: Int = 1,
 ) -> TensorBox:  # fmt: skip
     """`x` with x[start:end:step] along `dim` replaced by `src`."""
+    _has_places(ctx)
     size, d = ctx.size_of(x), wrap_dim(dim, len(x.size))
     stride = ctx.specialise(step)
     first, last, count = slice_range(ctx, size[d], start, end, stride)
@@ -447,6 +455,7 @@ def _same_size(ctx: LoweringContext, src: TensorBox, size: Sequence[Expr]) -> No
 @lower("aten.select_scatter")
 def lower_select_scatter(ctx: LoweringContext, x: TensorBox, src: TensorBox, dim: int, index: Int) -> TensorBox:
     """`x` with x[index] along `dim` replaced by `src`."""
+    _has_places(ctx)
     size, d = ctx.size_of(x), wrap_dim(dim, len(x.size))
     at = place_in(ctx, index, size[d])
     _same_size(ctx, src, (*size[:d], *size[d + 1 :]))
@@ -461,6 +470,7 @@ def lower_diagonal_scatter(
     ctx: LoweringContext, x: TensorBox, src: TensorBox, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> TensorBox:  # fmt: skip
     """`x` with a diagonal of two dims replaced by `src`."""
+    _has_places(ctx)
     size = ctx.size_of(x)
     a, b = wrap_dim(dim1, len(size)), wrap_dim(dim2, len(size))
     rest = [d for d in range(len(size)) if d not in (a, b)]

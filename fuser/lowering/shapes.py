@@ -138,6 +138,20 @@ def _is_dense(t: torch.Tensor) -> bool:
     return True
 
 
+def copies_overlap(x: torch.Tensor) -> bool:
+    """Whether elements share memory in eager's copy of a tensor for `select_scatter` and the like, as windows do that
+    overlap. It is a dense one of a tensor that is expanded. Strides interlaced without overlapping count as well."""
+    reach = 0
+    places = sorted((s, n) for n, s in zip(x.shape, x.stride()) if n > 1)
+    if not x.numel() or not places or not places[0][0]:
+        return False
+    for stride, n in places:
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
 def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
     """Dense strides with the dims of `order` from outermost to innermost, sizes of 0 counted as 1 as torch does."""
     out = [0] * len(size)
@@ -213,7 +227,17 @@ def _zero(meta: Any, device: str, x: torch.Tensor) -> Any:
     return torch.empty_like(x)
 
 
+def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
+    """The CPU's kernel gives contiguous results, whatever its argument's layout."""
+    if device != "cpu":
+        return meta
+    both = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (meta if isinstance(meta, tuple) else (meta,))]
+    return tuple(both) if isinstance(meta, tuple) else both[0]
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
+    "aten.log_sigmoid": _log_sigmoid,
+    "aten.log_sigmoid_forward": _log_sigmoid,
     "aten.zero": _zero,
     "aten.roll": _roll,
     "aten.index": _index,

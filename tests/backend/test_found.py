@@ -374,3 +374,20 @@ def test_what_eager_copies_of_an_input_does_not_see_a_later_write(copied):
     got, want = fuser_backend(torch.fx.symbolic_trace(fn), [mine])(mine), fn(own)
     for a, b in (*zip(got, want), (mine, own)):
         torch.testing.assert_close(a, b)
+
+
+def test_a_part_replaced_in_windows_that_overlap():
+    """Eager's copy has the same strides: what is written to one window shows in its neighbour."""
+    x = torch.arange(9.0)
+
+    def fn(x):
+        return torch.select_scatter(x.unfold(0, 3, 2), torch.tensor([-1.0, -2.0, -3.0]), 0, 1)
+
+    torch.testing.assert_close(handle_of(fn)(x), fn(x), rtol=0, atol=0)
+    same(lambda x, y: torch.select_scatter(x.expand(2, 4), y, 0, 1) + 1, X[:1], X[1])
+
+
+@pytest.mark.parametrize("x", [X.t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), X])
+def test_a_log_sigmoid_is_contiguous(x):
+    assert handle_of(lambda x: F.logsigmoid(x))(x).stride() == F.logsigmoid(x).stride()
+    torch.testing.assert_close(handle_of(lambda x: F.logsigmoid(x))(x), F.logsigmoid(x))
