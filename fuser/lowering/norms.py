@@ -10,7 +10,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ONE, ZERO, Expr, product
+from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
 from fuser.lowering.context import LoweringContext, Operand, memory_order
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import moments, reduce
@@ -370,6 +370,7 @@ def lower_group_norm(
     eps: Operand = 1e-5, cudnn_enabled: bool = True,
 ) -> TensorBox:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias, statistics over each group of channels of each sample"""
+    ctx.assume("ne", ctx.numel(x), expr(groups))  # torch.nn.functional refuses one sample with one value in each group
     return group_norm(ctx, x, groups, weight, bias, eps, result_dtype(ctx), channels_last(ctx))[0]
 
 

@@ -391,3 +391,11 @@ def test_a_part_replaced_in_windows_that_overlap():
 def test_a_log_sigmoid_is_contiguous(x):
     assert handle_of(lambda x: F.logsigmoid(x))(x).stride() == F.logsigmoid(x).stride()
     torch.testing.assert_close(handle_of(lambda x: F.logsigmoid(x))(x), F.logsigmoid(x))
+
+
+def test_groups_of_one_value_are_refused_after_others():
+    handle = handle_of(lambda x: F.group_norm(x, 2))
+    x = torch.randn(3, 4, 5, 5)
+    torch.testing.assert_close(handle(x), F.group_norm(x, 2))
+    with pytest.raises(ValueError, match="more than 1 value"):
+        handle(torch.randn(1, 2, 1, 1))
