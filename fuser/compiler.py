@@ -20,7 +20,6 @@ from fuser.cpu import fused_kernel, toolchain
 from fuser.cuda import driver as cuda_driver
 from fuser.cuda import fused_kernel as cuda_kernel
 from fuser.cuda import toolchain as cuda_toolchain
-from fuser.cuda import tuning as cuda_tuning
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
@@ -103,7 +102,9 @@ class CudaBackend:
     @staticmethod
     def tune(source: Any, args: Sequence[Any]) -> Any:
         """The source with the tiles that races chose."""
-        return cuda_tuning.tuned(source, args)
+        from fuser.cuda import tuning  # what races need costs an import that most processes never use
+
+        return tuning.tuned(source, args)
 
 
 BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
