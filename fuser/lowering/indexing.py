@@ -169,7 +169,7 @@ def lower_take_along_dim(
 
     def inner(i: Index) -> Value:
         at = ops.remainder(where(i), ops.index_expr(own[d]))
-        return load((*i[:d], place(at, own[d]), *i[d + 1 :]))
+        return load((*i[:d], place(at, own[d], checked=False), *i[d + 1 :]))
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 

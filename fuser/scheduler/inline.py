@@ -60,6 +60,8 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
         return False
     if not producer.reads:
         return True
+    if not reads_all_checked(producer, load, reader.sizes()):
+        return False
     if reader.ordered is not None:  # it shares its loops with nobody
         return rows + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
@@ -80,6 +82,28 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
     hoisted = innermost not in read
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or producer.cost() <= CHEAP
+
+
+def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> bool:
+    """Whether a reader with loops of `sizes` reads, by `load`, at all places where `producer` checks an index.
+
+    Eager checks each of them, so whoever reads only some must leave the others' checks to the producer.
+    """
+    checked = [n for n, r in enumerate(producer.rows) if r.op == "indirect" and r.attr[1]]
+    if not checked:
+        return True
+    rows = prune_with(producer.rows, checked[0], [indirect_symbol(n) for n in checked])[0].rows
+    deciding = {s for r in rows for e in row_exprs(r) for s in symbols(e) if s.kind == LOOP}
+    index: tuple[Expr, ...] = load.attr[1]
+    seen: list[Sym] = []
+    for store, e, n in zip(producer.store_index, index, producer.buffer.size, strict=True):
+        if deciding.isdisjoint(symbols(store)):
+            continue
+        digits = digits_of(e, sizes)
+        if digits is None or product(s for _, s in digits) != n:
+            return False
+        seen += [v for v, _ in digits]
+    return not load.args and len(seen) == len(set(seen))
 
 
 def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
@@ -169,4 +193,4 @@ def _solve(store: Expr, e: Expr, sizes: Mapping[Sym, Expr]) -> dict[Sym, Expr]:
     return out
 
 
-__all__ = ["inline_buffers", "inline_cheap", "copy_rows", "row_cost", "expr"]
+__all__ = ["copy_rows", "expr", "inline_buffers", "inline_cheap", "reads_all_checked", "row_cost"]

@@ -54,6 +54,8 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
         if cost >= sizes[b][0] * (terms.write + len(kernels)) or sum(n.cost() for n in inner.values()) > terms.cost:
             continue
         rows = sum(len(n.rows) for n in inner.values())
+        if any(r.op == "indirect" and r.attr[1] for n in inner.values() for r in n.rows):
+            continue  # who reads a part would check that part's places alone
         for node in (n for k in kernels for n in k.nodes if b in n.reads):
             if node.ordered is None and len(node.rows) + rows <= MOST_ROWS:
                 inline_buffers(node, inner)

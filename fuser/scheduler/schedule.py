@@ -41,7 +41,10 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     ctx = lowered.ctx
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
     roots = outputs | {name for name, _ in ctx.writes}
-    nodes = make_nodes(ctx, _live_buffers(ctx.buffers, roots))
+    live = _live_buffers(ctx.buffers, roots)
+    if any(_is_checking(b) for b in ctx.buffers if b not in live):
+        raise Unsupported("an index is read for its size alone: no kernel would look at its places")
+    nodes = make_nodes(ctx, live)
     if ctx.device_type == "cuda":
         unroll_short(nodes)
     inline_cheap(nodes, ctx.hint, roots)
@@ -94,6 +97,11 @@ def _add_inputs(
             for s in record.size:
                 n *= ctx.hint(s)
             sizes[name] = (n * record.dtype.itemsize, n)
+
+
+def _is_checking(buffer: Buffer) -> bool:
+    """Whether its loops report an index that is out of range."""
+    return any(r.op == "indirect" and r.attr[1] for loops in buffer.loops for r in loops.body.rows)
 
 
 def _live_buffers(buffers: list[Buffer], outputs: set[str]) -> list[Buffer]:

@@ -399,3 +399,26 @@ def test_groups_of_one_value_are_refused_after_others():
     torch.testing.assert_close(handle(x), F.group_norm(x, 2))
     with pytest.raises(ValueError, match="more than 1 value"):
         handle(torch.randn(1, 2, 1, 1))
+
+
+PARTS = {
+    "one": (lambda x, i: torch.sin(x[i])[1, 2:3] + 0, True),
+    "rows": (lambda x, i: x[i][:2] + 1, True),
+    "columns": (lambda x, i: x[i][:, :2] + 1, True),
+    "transposed": (lambda x, i: x[i].sin().t().contiguous() + 1, True),
+    "repeated": (lambda x, i: x[i][:, None].expand(3, 2, 4) + 1, True),
+    "diagonal": (lambda x, i: torch.diagonal(x[i][:, :3]) + 1, True),
+    "padded": (lambda x, i: F.pad(x[i], (0, 0, 1, -1)), True),
+    "by another index": (lambda x, i: x[i][i % 2], True),
+    "size alone": (lambda x, i: torch.zeros_like(x[i]), False),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_index_out_of_range_is_an_error_where_only_a_part_is_read(name):
+    fn, native = PARTS[name]
+    good, bad = torch.tensor([2, 0, 1]), torch.tensor([0, 1, 3])
+    same(fn, X, good, native=native)
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    with pytest.raises(IndexError):
+        handle(X, bad)
