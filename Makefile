@@ -12,7 +12,7 @@ N ?= 100000
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cpp fuser/runtime/*.h)
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cpp fuser/runtime/native/*.h)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
