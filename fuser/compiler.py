@@ -54,6 +54,13 @@ class FusionBackend(Protocol):
     def compile(self, source: Any) -> FusedKernel: ...
 
 
+@runtime_checkable
+class TuningBackend(FusionBackend, Protocol):
+    """One that can time tiles beside each other: `tune` gives the source with those that won, for `args`' sizes."""
+
+    def tune(self, source: Any, args: Sequence[Any]) -> Any: ...
+
+
 class CpuBackend:
     """C++, by the compiler of the machine."""
 
@@ -99,9 +106,7 @@ class CudaBackend:
     def compile(self, source: cuda_kernel.Source) -> FusedKernel:
         return cuda_kernel.compile_source(source)
 
-    @staticmethod
-    def tune(source: Any, args: Sequence[Any]) -> Any:
-        """The source with the tiles that races chose."""
+    def tune(self, source: Any, args: Sequence[Any]) -> Any:
         from fuser.cuda import tuning  # what races need costs an import that most processes never use
 
         return tuning.tuned(source, args)
@@ -239,7 +244,7 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     if backend is None:
         raise Unsupported(f"no fusion backend for {device_type}")
     source: Any = generate(spec, args, backend)
-    if config.max_autotune and isinstance(backend, CudaBackend):
+    if config.max_autotune and isinstance(backend, TuningBackend):
         source = backend.tune(source, args)
     return backend.compile(source)
 
