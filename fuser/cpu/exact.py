@@ -1,30 +1,88 @@
-"""Which values a half holds already, so that rounding them again changes nothing."""
+"""What is known of a plan's float32 rows before they are rounded: which a half holds already, which NaNs they can be."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from fuser.ir.loop_body import Row
 from fuser.scheduler.plan import KernelPlan
 
 # Operators whose result is one of their arguments, zero, or one with another sign.
-KEEPING = frozenset({"maximum", "minimum", "fmax", "fmin", "where", "neg", "abs", "relu", "copysign"})
-DEEP = 16  # rows looked through
+KEEPING = frozenset({"maximum", "minimum", "fmax", "fmin", "where", "neg", "abs", "relu", "copysign", "identity"})
+# Operators whose NaN is an argument's, made quiet, or the machine's own, of which one bit below the exponent is set.
+COMPUTING = frozenset({"add", "sub", "mul", "div", "reciprocal", "sqrt", "fma"})
+SMALL = frozenset({torch.bool, torch.int8, torch.uint8})  # whole numbers of at most eight bits
+WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}
 
 
-def is_exact(plan: KernelPlan, n: int, dtype: torch.dtype, depth: int = DEEP) -> bool:
-    """Whether row `n` of a plan, a float32 value, is sure to be one that `dtype` has."""
-    row = plan.rows[n]
+def exact_rows(plan: KernelPlan, dtype: torch.dtype) -> frozenset[int]:
+    """The float32 rows of a plan that are sure to be values that `dtype`, a half, has: rounding leaves them alone."""
+    found: set[int] = set()
+    for n, row in enumerate(plan.rows):
+        if row.dtype is torch.float32 and _is_exact(plan, row, dtype, found):
+            found.add(n)
+    return frozenset(found)
+
+
+def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -> bool:
     if row.op == "load":
-        return dict(plan.buffers)[row.attr[0]] is dtype and not row.args
+        return dict(plan.buffers)[row.attr[0]] is dtype
     if row.op == "round_to":
-        return row.attr is dtype
+        # Not the other way round: the largest half, rounded to bfloat16, is none any more.
+        narrower = dtype is torch.bfloat16 and row.attr is torch.float16
+        return row.attr is dtype or (narrower and row.args[0] in found)
+    if row.op == "to_dtype":
+        return row.attr in SMALL
     if row.op == "const":
         value = torch.tensor(float(row.attr), dtype=torch.float64)
-        return row.dtype is torch.float32 and bool((value.to(dtype).double() == value).item())
-    if row.op not in KEEPING or not depth:
-        return False
-    args = row.args[1:] if row.op == "where" else row.args[:1] if row.op == "copysign" else row.args
-    return all(plan.rows[a].dtype is torch.float32 and is_exact(plan, a, dtype, depth - 1) for a in args)
+        return bool((value.to(dtype).double() == value).item())
+    if row.op == "mul" and dtype is torch.bfloat16:
+        a, b = row.args
+        return (_doubles(plan.rows[a]) and b in found) or (_doubles(plan.rows[b]) and a in found)
+    return row.op in KEEPING and found.issuperset(_chosen(row))
 
 
-__all__ = ["is_exact"]
+def _doubles(row: Row) -> bool:
+    """Whether a row is 1, 2, 4, ... or one of them negated: products with bfloat16 have no more bits, and as float32
+    has the same exponents, they overflow in both; smaller powers would push bits below the smallest number.
+    """
+    return row.op == "const" and abs(float(row.attr)) >= 1 and math.frexp(abs(float(row.attr)))[0] == 0.5
+
+
+def _chosen(row: Row) -> tuple[int, ...]:
+    """The arguments of a keeping operator of which one is its result."""
+    return row.args[1:] if row.op == "where" else row.args[:1] if row.op == "copysign" else row.args
+
+
+def tame_rows(plan: KernelPlan) -> frozenset[int]:
+    """The float32 rows of a plan whose NaNs, if any, have zeros in their low 16 bits.
+
+    Adding up to 0x8000 to such a NaN's bits does not carry: rounded to bfloat16 like a number, it stays that NaN. NaNs
+    of bfloat16 are such, as are those that processors make of no NaN (0x7fc00000 or 0xffc00000), and an operator
+    with a NaN for an argument gives that one with its quiet bit set. NaNs of float32, of half (whose ten bits reach
+    down to bit 13), of float64 and of approximated functions may have any bits.
+    """
+    found: set[int] = set()
+    for n, row in enumerate(plan.rows):
+        if row.dtype is torch.float32 and _is_tame(plan, row, found):
+            found.add(n)
+    return frozenset(found)
+
+
+def _is_tame(plan: KernelPlan, row: Row, found: set[int]) -> bool:
+    if row.op == "load":
+        return dict(plan.buffers)[row.attr[0]] is torch.bfloat16
+    if row.op == "const":
+        return True
+    if row.op == "round_to":
+        return row.attr is torch.bfloat16 or row.args[0] in found
+    if row.op == "to_dtype":
+        return row.attr in WHOLE
+    if row.op in KEEPING:
+        return found.issuperset(_chosen(row))
+    return row.op in COMPUTING and found.issuperset(row.args)
+
+
+__all__ = ["exact_rows", "tame_rows"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from fuser.cpu.exact import is_exact
+from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
-from fuser.ir.loop_body import Row, indirect_rows, row_exprs
+from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, row_exprs
 from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
-from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_store
+from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_round, cpp_store
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
@@ -43,6 +44,7 @@ class Nest:
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
+        self._exact: dict[torch.dtype, frozenset[int]] = {}
         self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
 
     def _choose_lanes(self) -> int:
@@ -52,6 +54,17 @@ class Nest:
             most = 256 if self.n_passes == 1 or self.plan.split else 128
             return next((n for n in (256, 128) if n <= min(most, self.vector.hint)), 64)
         return 64 if self.vector.hint >= 64 else 16
+
+    def is_exact(self, n: int, dtype: torch.dtype) -> bool:
+        """Whether row `n` is sure to be a value that `dtype` has, which is a half."""
+        if dtype not in self._exact:
+            self._exact[dtype] = exact_rows(self.plan, dtype) if dtype in LOW_PRECISION else frozenset()
+        return n in self._exact[dtype]
+
+    @functools.cached_property
+    def tame(self) -> frozenset[int]:
+        """Rows whose NaNs have zeros in their low bits."""
+        return tame_rows(self.plan)
 
     def is_full(self, n: int) -> bool:
         """Whether row `n` lives inside the innermost loops."""
@@ -141,8 +154,8 @@ class Nest:
         if row.op == "to_dtype":
             return cpp_convert(row.attr, row.dtype, args[0])
         if row.op == "round_to":
-            known = is_exact(self.plan, row.args[0], row.attr)
-            return args[0] if known else cpp_convert(torch.float32, row.attr, args[0])
+            tame = row.args[0] in self.tame
+            return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
     def declare(self, n: int, target: str | None = None) -> None:
@@ -169,9 +182,10 @@ class Nest:
     def store(self, s: Store) -> None:
         """The statement of a store."""
         place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
-        self.out.add(f"{place} = {cpp_store(self.dtypes[s.buffer], self.ref(self._unrounded(s)))};")
+        dtype, n = self.dtypes[s.buffer], self.unrounded(s)
+        self.out.add(f"{place} = {cpp_store(dtype, self.ref(n), self.is_exact(n, dtype))};")
 
-    def _unrounded(self, s: Store) -> int:
+    def unrounded(self, s: Store) -> int:
         """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
         row = self.plan.rows[s.row]
         if row.op != "round_to" or row.attr is not self.dtypes[s.buffer] or not self.is_full(row.args[0]):

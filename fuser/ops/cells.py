@@ -152,12 +152,20 @@ def cpp_load(dtype: torch.dtype, text: str) -> str:
     return text
 
 
-def cpp_store(dtype: torch.dtype, text: str) -> str:
-    """What to store for the compute value `text` of a tensor of `dtype`."""
+def cpp_store(dtype: torch.dtype, text: str, exact: bool = False) -> str:
+    """What to store for the compute value `text` of a tensor of `dtype`, which has that very value if `exact`."""
+    if exact and dtype is torch.bfloat16:
+        return f"fuser_store_exact_bfloat16({text})"
     if dtype in LOW:
         return f"fuser_store_{LOW[dtype]}({text})"
     compute_dtype(dtype)
     return text
+
+
+def cpp_round(dtype: torch.dtype, text: str, tame: bool = False) -> str:
+    """The float32 value `text` rounded to the half `dtype`; `tame`: a NaN has zeros in its low 16 bits."""
+    kind = "tame_bfloat16" if tame and dtype is torch.bfloat16 else LOW[dtype]
+    return f"fuser_round_{kind}({text})"
 
 
 def cpp_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:

@@ -6,7 +6,7 @@ HELPERS: dict[str, str] = {
     "fuser_load_bfloat16": """\
 FUSER_FN float fuser_load_bfloat16(u16 h) { return FUSER_BITS(float, (u32)h << 16); }
 """,
-    # Round to nearest even; a NaN becomes the quiet one.
+    # Round to nearest even; a NaN becomes the quiet one, as eager's.
     "fuser_store_bfloat16": """\
 FUSER_FN u16 fuser_store_bfloat16(float x) {
   const u32 b = FUSER_BITS(u32, x);
@@ -14,14 +14,28 @@ FUSER_FN u16 fuser_store_bfloat16(float x) {
   return (u16)(x != x ? 0x7fc0u : r);
 }
 """,
+    # For what a bfloat16 holds already.
+    "fuser_store_exact_bfloat16": """\
+FUSER_FN u16 fuser_store_exact_bfloat16(float x) {
+  return (u16)(x != x ? 0x7fc0u : FUSER_BITS(u32, x) >> 16);
+}
+""",
     # The value nearest to x that a bfloat16 or a half has, in float: what a store and a load give, in fewer steps.
     "fuser_round_bfloat16": """\
 FUSER_FN float fuser_round_bfloat16(float x) {
   const u32 b = FUSER_BITS(u32, x);
   const u32 r = (b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u;
-  return x != x ? x : FUSER_BITS(float, r);
+  return FUSER_BITS(float, x != x ? 0x7fc00000u : r);
 }
 """,
+    # For an x that is no NaN, or one with zeros in its low 16 bits, which the sum does not carry out of.
+    "fuser_round_tame_bfloat16": """\
+FUSER_FN float fuser_round_tame_bfloat16(float x) {
+  const u32 b = FUSER_BITS(u32, x);
+  return FUSER_BITS(float, (b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u);
+}
+""",
+    # A NaN keeps its sign and upper bits and becomes quiet, as processors with instructions for halves convert it.
     "fuser_round_half": """\
 FUSER_FN float fuser_round_half(float x) {
   const u32 all = FUSER_BITS(u32, x), b = all & 0x7fffffffu, sign = all & 0x80000000u;
@@ -29,7 +43,7 @@ FUSER_FN float fuser_round_half(float x) {
   const u32 normal = (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
   const u32 finite = b < 0x38800000u ? FUSER_BITS(u32, tiny) : normal;
   const u32 r = (normal >= 0x47800000u ? 0x7f800000u : finite) | sign;
-  return x != x ? x : FUSER_BITS(float, r);
+  return FUSER_BITS(float, x != x ? (all | 0x400000u) & 0xffffe000u : r);
 }
 """,
     # Shift the fields in place and re-bias the exponent; the subtraction normalises denormals exactly.
@@ -50,7 +64,7 @@ FUSER_FN u16 fuser_store_half(float x) {
   const u32 tiny = FUSER_BITS(u32, shifted) - 0x3f000000u;
   const u32 normal = (b - 0x38000000u + 0xfffu + ((b >> 13) & 1u)) >> 13;
   const u32 finite = b < 0x38800000u ? tiny : normal;
-  const u32 large = b > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const u32 large = b > 0x7f800000u ? 0x7e00u | ((b >> 13) & 0x3ffu) : 0x7c00u;
   return (u16)((b >= 0x47800000u ? large : finite) | sign);
 }
 """,

@@ -1,0 +1,113 @@
+"""numerics="eager" on float16 and bfloat16: every value, pairs of special ones, and what is known of rows beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.fx
+
+from fuser import config, register_fusion
+from fuser.kernel_cache import REGISTRY
+from tests.backend.test_numerics import same_bits
+
+HALVES = (torch.bfloat16, torch.float16)
+# Zeros, ones, smallest and largest denormals and normals, infinities, quiet and signalling NaNs of both halves, ties.
+SPECIAL = (
+    0x0000, 0x0001, 0x0002, 0x0003, 0x007F, 0x0080, 0x0081, 0x03FF, 0x0400, 0x0401, 0x0800, 0x1000, 0x2E66, 0x3800,
+    0x3C00, 0x3C01, 0x3DCD, 0x3F00, 0x3F80, 0x3F81, 0x4000, 0x4248, 0x5640, 0x6400, 0x77FF, 0x7800, 0x7BFE, 0x7BFF,
+    0x7C00, 0x7C01, 0x7DFF, 0x7E00, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFF,
+)  # fmt: skip
+
+
+def pattern(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values with these bits, integers from 0 to 0xffff."""
+    return (bits - (bits >= 0x8000).long() * 0x10000).to(torch.int16).view(dtype)
+
+
+def both_signs() -> torch.Tensor:
+    return torch.cat([torch.tensor(SPECIAL), torch.tensor(SPECIAL) + 0x8000])
+
+
+def handle_of(fn, mode="eager"):
+    with config.override(numerics=mode):
+        return REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+
+
+def chain(x, y):
+    """Each result after two to four roundings, and some of what needs none."""
+    a, b = x * y, x + y
+    c, d = a - b * 0.5, x / y
+    e = torch.where(a > b, torch.maximum(c, x), torch.minimum(y, -d))
+    return a, b, c * d + x, e, e.abs() * 4, (d - y) * 0.25, torch.relu(x) - torch.where(x < y, a, 1.5)
+
+
+def crossing(x, y):
+    """From float32 to halves and back, and from one half to the other: the largest half is none of bfloat16."""
+    p, q = x.to(torch.bfloat16), y.to(torch.float16)
+    a, b = q.to(torch.bfloat16), p.to(torch.float16)
+    return a.to(torch.float16), b.to(torch.bfloat16), p * 2 + a, q * 2 - b, p.float() + q.float(), a.float() * y
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_value_has_eagers_bits(dtype):
+    """All 65,536, each beside others of all kinds, in a number that leaves a rest in every loop."""
+    every = torch.arange(0x10000)
+    others = torch.cat([(every * 40503 + 977) % 0x10000, every.flip(0)])
+    special = both_signs()
+    x = pattern(torch.cat([every, every, every, special[:3]]), dtype)
+    y = pattern(torch.cat([others, special[every % len(special)], special[:3]]), dtype)
+    for got, want in zip(handle_of(chain)(x, y), chain(x, y)):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 31, 33, 63, 65, 76 * 76])
+def test_pairs_of_special_values_have_eagers_bits(dtype, n):
+    special = both_signs()
+    x, y = (pattern(t.reshape(-1)[-n:], dtype) for t in torch.meshgrid(special, special, indexing="ij"))
+    for got, want in zip(handle_of(chain)(x, y), chain(x, y)):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("mode", ["fast", "eager"])
+def test_casts_between_halves_round_as_eagers(mode):
+    """NaNs with any bits, of which rounding like a number would make a zero; numbers around what a half can hold."""
+    high = torch.cat([torch.arange(0, 0x10000, 61), both_signs()])
+    bits = (high[:, None] * 0x10000 + torch.tensor([0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).reshape(-1)
+    x = (bits - (bits >= 2**31).long() * 2**32).to(torch.int32).view(torch.float32)
+    y = x.flip(0)
+    casts = handle_of(lambda x, y: crossing(x, y)[:2] + crossing(x, y)[4:5], mode)
+    want = crossing(x, y)
+    for got, expected in zip(casts(x, y), (*want[:2], want[4])):
+        assert same_bits(got, expected)
+    if mode == "eager":
+        for got, expected in zip(handle_of(crossing)(x, y), want):
+            assert same_bits(got, expected)
+
+
+def test_the_largest_half_is_not_exact_after_bfloat16():
+    x = torch.tensor([65504.0, 65280.0, -65504.0], dtype=torch.float16)
+
+    def fn(x):
+        return x.to(torch.bfloat16).to(torch.float16)
+
+    assert torch.equal(handle_of(fn)(x), torch.tensor([torch.inf, 65280.0, -torch.inf], dtype=torch.float16))
+
+
+def test_sums_of_bfloat16_are_rounded_without_a_look_at_nan():
+    """But not where a NaN may have come from float32."""
+
+    def fn(x, y):
+        return (x * y + x) * y - x
+
+    def cast(x, y):
+        return x.to(torch.bfloat16) * y.to(torch.bfloat16) + 1
+
+    for body, dtype, kind in ((fn, torch.bfloat16, "tame_"), (cast, torch.float32, "")):
+        with config.override(numerics="eager"):
+            registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(body)))
+        x = torch.tensor([1.5, -2.25, torch.nan], dtype=dtype)
+        assert same_bits(registration.handle(x, x), body(x, x))
+        source = registration.spec.store.kernels[-1].source
+        assert f"= fuser_round_{kind}bfloat16(" in source
+        assert kind or "= fuser_round_tame_bfloat16(t" in source  # of the product, whose arguments were rounded
