@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS
 from fuser.cpu.records import Function
 from fuser.cpu.streams import STREAM_TILE, StreamingNest
@@ -143,10 +144,18 @@ class PointwiseNest(StreamingNest):
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
+        lanes = LaneLoop(self)
+        explicit = lanes.fits()
+        if explicit:
+            self.out.add("#if FUSER_LANES")
+            lanes.emit(low, high)
+            self.out.add("#else")
         self.out.add(self.pragma())
         self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
         self.emit_inner(0)
         self.out.close()
+        if explicit:
+            self.out.add("#endif")
         if streams:
             self.close_streams(0, "w1 - w0")
             self.out.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import pointwise, random, reductions, scans, special
+from fuser.ops import lanes_cpp, pointwise, random, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
     FLOAT8,
+    LOW,
+    atom,
     compute_dtype,
     cpp_constant,
     cpp_convert,
@@ -52,6 +54,17 @@ def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
     if len(args) != row.arity:
         raise TypeError(f"{name} takes {row.arity} arguments, not {len(args)}")
     return expand(template(row, dtype), dtype, args)
+
+
+def cpp_lanes(name: str, dtype: torch.dtype, *args: str) -> str | None:
+    """The C++ expression of op `name` on explicit vectors of float32, or of flags for bools; None if there is none.
+
+    Arguments should be names of vectors; a source with such expressions has `#if FUSER_LANES` around them.
+    """
+    own = lanes_cpp.OWN.get(dtype, {}).get(name)
+    if own is not None:
+        return own.format(*args)
+    return cpp_cell(name, dtype, *args) if name in lanes_cpp.SAME.get(dtype, ()) else None
 
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
@@ -103,6 +116,7 @@ __all__ = [
     "FLOAT8",
     "FLOATS",
     "INTS",
+    "LOW",
     "NO_INDEX",
     "OPS",
     "PRELUDE",
@@ -116,6 +130,7 @@ __all__ = [
     "cpp_combine",
     "cpp_constant",
     "cpp_convert",
+    "cpp_lanes",
     "cpp_load",
     "cpp_overtakes",
     "cpp_step",

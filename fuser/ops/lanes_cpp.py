@@ -1,0 +1,114 @@
+"""C++ for explicit vectors of float32 lanes, in which halves cost one instruction to load, to store and to round.
+
+g++ makes vectors of loops, but not of conversions between half and float: as integers, a load takes eight instructions
+and a rounding thirteen, where machines with F16C and AVX-512 have one and two. Where `FUSER_LANES` is 0 there are no
+such vectors, and kernels have a plain loop instead. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
+# two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
+_TEXT = """\
+#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#define FUSER_LANES 16
+#elif defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && defined(__F16C__)
+#define FUSER_LANES 8
+#else
+#define FUSER_LANES 0
+#endif
+#if FUSER_LANES
+typedef float lanes_f __attribute__((vector_size(4 * FUSER_LANES)));
+typedef u32 lanes_u __attribute__((vector_size(4 * FUSER_LANES)));
+typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
+typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
+typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
+#define FUSER_AT(T, p) T at; __builtin_memcpy(&at, p, sizeof at)
+#if FUSER_LANES == 16
+#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph512_mask(x, 0, (lanes_h){}, (u16)-1))
+#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps512_mask(h, (lanes_f){}, (u16)-1, 4)
+#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
+#define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
+#else
+#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
+#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps256(h)
+#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
+#define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
+#endif
+FUSER_FN lanes_f fuser_lanes_all(float x) { return x - (lanes_f){}; }
+FUSER_FN lanes_i fuser_lanes_all_flags(bool x) { return (lanes_i){} - (i32)x; }
+FUSER_FN lanes_f fuser_lanes_load_float(const float* p) { FUSER_AT(lanes_f, p); return at; }
+FUSER_FN lanes_f fuser_lanes_load_half(const u16* p) { FUSER_AT(lanes_h, p); return FUSER_FROM_HALF(at); }
+FUSER_FN lanes_f fuser_lanes_load_bfloat16(const u16* p) {
+  FUSER_AT(lanes_h, p);
+  return (lanes_f)(FUSER_WIDEN(at) << 16);
+}
+FUSER_FN lanes_i fuser_lanes_load_bool(const u8* p) {
+  FUSER_AT(lanes_b, p);
+  return __builtin_convertvector(at, lanes_i) != 0;
+}
+FUSER_FN lanes_u fuser_lanes_load_pairs(const u16* p) { FUSER_AT(lanes_u, p); return at; }
+FUSER_FN lanes_f fuser_lanes_even(lanes_u pairs) { return (lanes_f)(pairs << 16); }
+FUSER_FN lanes_f fuser_lanes_odd(lanes_u pairs) { return (lanes_f)(pairs & 0xffff0000u); }
+FUSER_FN lanes_f fuser_lanes_round_half(lanes_f x) { return FUSER_FROM_HALF(FUSER_TO_HALF(x)); }
+FUSER_FN lanes_f fuser_lanes_round_tame_bfloat16(lanes_f x) {
+  const lanes_u b = (lanes_u)x;
+  return (lanes_f)((b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u);
+}
+FUSER_FN lanes_f fuser_lanes_no_nan(lanes_f x, lanes_f y) {
+  return x != x ? (lanes_f)((lanes_u){} + 0x7fc00000u) : y;
+}
+FUSER_FN lanes_f fuser_lanes_round_bfloat16(lanes_f x) {
+  return fuser_lanes_no_nan(x, fuser_lanes_round_tame_bfloat16(x));
+}
+FUSER_FN lanes_f fuser_lanes_exact_bfloat16(lanes_f x) { return fuser_lanes_no_nan(x, x); }
+FUSER_FN void fuser_lanes_store_float(float* p, lanes_f x) { __builtin_memcpy(p, &x, sizeof x); }
+FUSER_FN void fuser_lanes_store_half(u16* p, lanes_f x) {
+  const lanes_h h = FUSER_TO_HALF(x);
+  __builtin_memcpy(p, &h, sizeof h);
+}
+FUSER_FN void fuser_lanes_store_bfloat16(u16* p, lanes_f rounded) {
+  const lanes_h h = FUSER_NARROW((lanes_u)rounded >> 16);
+  __builtin_memcpy(p, &h, sizeof h);
+}
+FUSER_FN void fuser_lanes_store_pairs(u16* p, lanes_f even, lanes_f odd) {
+  const lanes_u pairs = ((lanes_u)even >> 16) | (lanes_u)odd;
+  __builtin_memcpy(p, &pairs, sizeof pairs);
+}
+FUSER_FN void fuser_lanes_store_bool(u8* p, lanes_i x) {
+  const lanes_b b = __builtin_convertvector(-x, lanes_b);
+  __builtin_memcpy(p, &b, sizeof b);
+}
+FUSER_FN lanes_f fuser_lanes_abs(lanes_f x) { return (lanes_f)((lanes_u)x & 0x7fffffffu); }
+FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) {
+  const lanes_f m = a > b ? a : b;
+  return (a != a) | (b != b) ? a + b : m;
+}
+FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) {
+  const lanes_f m = a < b ? a : b;
+  return (a != a) | (b != b) ? a + b : m;
+}
+#endif
+"""
+HELPERS = {"FUSER_LANES": _TEXT}
+
+# Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
+SAME = {
+    torch.float32: frozenset(
+        "add sub mul div neg fmax fmin isnan eq ne lt le gt ge logical_and logical_or logical_xor where identity".split()
+    ),
+    torch.bool: frozenset("logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where identity".split()),
+}
+OWN = {
+    torch.float32: {
+        "abs": "fuser_lanes_abs({0})",
+        "maximum": "fuser_lanes_maximum({0}, {1})",
+        "minimum": "fuser_lanes_minimum({0}, {1})",
+        "relu": "{0} < 0.0f ? (lanes_f){{}} : {0}",
+        "reciprocal": "1.0f / {0}",
+        "logical_not": "{0} == 0.0f",
+    },
+    torch.bool: {"logical_not": "{0} == 0", "bitwise_not": "{0} == 0"},
+}
