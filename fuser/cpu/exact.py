@@ -1,4 +1,4 @@
-"""What is known of a plan's float32 rows before they are rounded: which a half holds already, which NaNs they can be."""
+"""What is known of float32 rows before they are rounded: which a half holds already, and what NaNs they can be."""
 
 from __future__ import annotations
 

@@ -106,9 +106,8 @@ class LaneLoop:
             out.add(f"{stream.kind} rest_{stream.name}[{self.vectors} * FUSER_LANES];")
         out.open("if (left)")
         for r in reads:
-            out.add(f"__builtin_memset(rest_{r.name}, 0, sizeof rest_{r.name});")
-            out.add(f"__builtin_memcpy(rest_{r.name}, {r.name}, left * sizeof({r.kind}));")
-            out.add(f"{r.name} = rest_{r.name};")
+            rest = f"fuser_lanes_rest(rest_{r.name}, sizeof rest_{r.name}, {r.name}, left * sizeof({r.kind}))"
+            out.add(f"{r.name} = (const {r.kind}*){rest};")
         for w in writes:
             out.add(f"{w.name} = rest_{w.name};")
         out.close()
@@ -129,17 +128,19 @@ class LaneLoop:
         return Stream(f"into{k}", self.nest.dtypes[s.buffer], place)
 
     def _body(self) -> None:
-        for n in sorted({d for n in [*self.rows, *self.stored] for d in (n, *self.nest.deps(n))} - set(self.rows)):
+        needed = {m for n in (*self.rows, *self.stored) for m in (n, *self.nest.deps(n))}
+        for n in sorted(needed - set(self.rows)):
             flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
-            self.out.add(f"const {TYPES[self.plan.rows[n].dtype]} x{n} = fuser_lanes_all{flags}({self.nest.ref(n)});")
+            kind = TYPES[self.plan.rows[n].dtype]
+            self.out.add(f"const {kind} t{n}_all = fuser_lanes_all{flags}({self.nest.ref(n)});")
         for n in self.rows:
             for at, text in enumerate(self._values(n)):
-                self.out.add(f"const {TYPES[self.plan.rows[n].dtype]} x{n}_{at} = {text};")
+                self.out.add(f"const {TYPES[self.plan.rows[n].dtype]} t{n}_{at} = {text};")
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
             self._store(f"into{k} + k", self.nest.dtypes[s.buffer], n)
 
     def _name(self, n: int, at: int) -> str:
-        return f"x{n}_{at}" if self.nest.is_full(n) else f"x{n}"
+        return f"t{n}_{at}" if self.nest.is_full(n) else f"t{n}_all"
 
     def _values(self, n: int) -> Iterator[str]:
         """The right-hand sides of row `n`, one for each vector of the group."""

@@ -37,6 +37,10 @@ typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
 #define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
 #endif
+static __attribute__((noinline, unused)) const void* fuser_lanes_rest(void* to, i64 all, const void* from, i64 some) {
+  __builtin_memset(to, 0, all);
+  return __builtin_memcpy(to, from, some);
+}
 FUSER_FN lanes_f fuser_lanes_all(float x) { return x - (lanes_f){}; }
 FUSER_FN lanes_i fuser_lanes_all_flags(bool x) { return (lanes_i){} - (i32)x; }
 FUSER_FN lanes_f fuser_lanes_load_float(const float* p) { FUSER_AT(lanes_f, p); return at; }
@@ -94,12 +98,11 @@ FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) {
 """
 HELPERS = {"FUSER_LANES": _TEXT}
 
+_ON_FLAGS = "logical_and logical_or logical_xor where identity"
 # Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
 SAME = {
-    torch.float32: frozenset(
-        "add sub mul div neg fmax fmin isnan eq ne lt le gt ge logical_and logical_or logical_xor where identity".split()
-    ),
-    torch.bool: frozenset("logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where identity".split()),
+    torch.float32: frozenset(f"add sub mul div neg fmax fmin isnan eq ne lt le gt ge {_ON_FLAGS}".split()),
+    torch.bool: frozenset(f"bitwise_and bitwise_or bitwise_xor {_ON_FLAGS}".split()),
 }
 OWN = {
     torch.float32: {

@@ -1,4 +1,4 @@
-"""numerics="eager" on float16 and bfloat16: every value, pairs of special ones, and what is known of rows beforehand."""
+"""numerics="eager" on float16 and bfloat16: every value, pairs of special ones, what is known of rows beforehand."""
 
 from __future__ import annotations
 
