@@ -201,6 +201,9 @@ class _GraphCompiler:
             decompositions=decomposition_table(),
             keep_inference_input_mutations=True,
         )
+        meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may write: none, unless it asks then
+            meta.bw_donated_idxs = []  # AOTAutograd would refuse `retain_graph=True` after a backward without it
         return wrapped
 
     def _written_inputs(self) -> frozenset[int] | None:

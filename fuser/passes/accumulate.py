@@ -10,8 +10,11 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
+from fuser.runtime import untouched
 
 aten = torch.ops.aten
+_MAPPED = 32 << 20  # bytes; memory for smaller results stays warm in malloc's heap, where filling costs little
+_SPARSE = 4  # of so many pages of a table's gradient one is written at most
 
 
 def add_rows_in_place(module: fx.GraphModule) -> int:
@@ -34,9 +37,47 @@ def add_rows_in_place(module: fx.GraphModule) -> int:
     return changed
 
 
+def add_rows_to_zeros(module: fx.GraphModule) -> int:
+    """The gradient of a large table of embeddings, of which few rows are read, begins as pages that nobody has written.
+
+    On the CPU; it comes last, when what its rows are computed from is gone. Rows are added in the order of the words.
+    """
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if not _is_gradient(node) or any(user.op != "output" for user in node.users) or not _is_sparse(node):
+            continue
+        value = node.meta["val"]
+        with module.graph.inserting_before(module.graph.output_node()):
+            words, rows = _words_and_rows(module.graph, node)
+            zeros = module.graph.call_function(untouched.zeros, (list(value.shape), value.dtype, words))
+            zeros.meta = {"val": value}
+            added = module.graph.call_function(aten.index_add_.default, (zeros, 0, words, rows))
+        added.meta = dict(node.meta)
+        node.replace_all_uses_with(added)
+        module.graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+def _is_sparse(node: fx.Node) -> bool:
+    """Whether an embedding's gradient is mapped anew, and few of its pages are written."""
+    value, rows = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    row = value.shape[1] * value.dtype.itemsize
+    nbytes = value.shape[0] * row
+    written = rows.numel() // max(value.shape[1], 1) * (row + untouched.PAGE)
+    return _is_plain(node) and nbytes >= _MAPPED and bool(written * _SPARSE <= nbytes)
+
+
 def _is_scattered(node: Any, reader: fx.Node) -> bool:
-    """Whether a node is an embedding's gradient without a padding word, in plain float32, for this reader alone."""
-    if getattr(node, "target", None) is not aten.embedding_dense_backward.default or list(node.users) != [reader]:
+    """Whether a node is an embedding's gradient for this reader alone."""
+    return list(getattr(node, "users", ())) == [reader] and _is_gradient(node)
+
+
+def _is_gradient(node: Any) -> bool:
+    """Whether a node is an embedding's gradient without a padding word, in plain float32."""
+    if getattr(node, "target", None) is not aten.embedding_dense_backward.default:
         return False
     grad, indices, _, padding, by_frequency = node.args
     whole = _is_plain(grad) and indices.meta["val"].is_contiguous()
@@ -60,11 +101,17 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _add_rows(node: fx.Node, own: Any, scattered: Any) -> None:
     graph = node.graph
-    grad, indices = scattered.args[:2]
     with graph.inserting_before(node):
-        words = graph.call_function(aten.view.default, (indices, [-1]))
-        words.meta = {"val": indices.meta["val"].view(-1)}
-        rows = graph.call_function(aten.view.default, (grad, [-1, grad.meta["val"].shape[-1]]))
-        rows.meta = {"val": grad.meta["val"].view(-1, grad.meta["val"].shape[-1])}
+        words, rows = _words_and_rows(graph, scattered)
     put_for(node, aten.index_add_.default, (own, 0, words, rows))
     graph.erase_node(scattered)
+
+
+def _words_and_rows(graph: fx.Graph, scattered: Any) -> tuple[fx.Node, fx.Node]:
+    """An embedding's words in one dimension, and the gradient's rows, at the graph's insertion point."""
+    grad, indices = scattered.args[:2]
+    words = graph.call_function(aten.view.default, (indices, [-1]))
+    words.meta = {"val": indices.meta["val"].view(-1)}
+    rows = graph.call_function(aten.view.default, (grad, [-1, grad.meta["val"].shape[-1]]))
+    rows.meta = {"val": grad.meta["val"].view(-1, grad.meta["val"].shape[-1])}
+    return words, rows

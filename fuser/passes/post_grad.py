@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.passes.accumulate import add_rows_in_place
+from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
@@ -21,6 +21,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("fold_epilogues", fold_epilogues),
     Pass("fold_into_cublas", fold_into_cublas),
     Pass("add_rows_in_place", add_rows_in_place),
+    Pass("add_rows_to_zeros", add_rows_to_zeros),
     Pass("drop_dead", drop_dead),
     Pass("scatters_in_place", scatters_in_place),
 )

@@ -138,9 +138,14 @@ def test_gradients_accumulate():
     torch.testing.assert_close(got, grads(model))
 
 
-def test_retained_graph_runs_backward_twice():
+@pytest.mark.parametrize("used_before", [False, True])
+def test_retained_graph_runs_backward_twice(used_before):
     model, loss, x = mlp()
-    value = compiled(loss)(model, x)
+    f = compiled(loss)
+    if used_before:
+        f(model, x).backward()
+        model.zero_grad()
+    value = f(model, x)
     value.backward(retain_graph=True)
     once = grads(model)
     value.backward()

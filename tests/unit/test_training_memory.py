@@ -101,6 +101,27 @@ def test_rows_of_an_embedding_are_added_in_place(padding, in_place):
     assert ("INDEX_ADD_" in compilations()[1].source) is in_place
 
 
+@pytest.mark.parametrize(("rows", "padding", "few"), [(16384, None, True), (16384, 3, False), (4096, None, False)])
+def test_the_gradient_of_a_sparse_table_begins_as_untouched_pages(rows, padding, few):
+    torch.manual_seed(0)
+    words = nn.Embedding(rows, 512, padding_idx=padding)
+    ids = torch.randint(rows, (2, 40)) // 64 * 64  # some words come twice
+
+    def loss(ids):
+        return words(ids).sin().square().sum()
+
+    (eager,) = torch.autograd.grad(loss(ids), words.weight)
+    f = compiled(loss)
+    for _ in range(2):
+        (got,) = torch.autograd.grad(f(ids), words.weight)
+        torch.testing.assert_close(got, eager)
+    (backward,) = (g for g in compilations() if g.stage == "backward")
+    assert ("ZEROS" in backward.source) is few
+    f(ids).backward()
+    f(ids).backward()
+    torch.testing.assert_close(words.weight.grad, 2 * eager)
+
+
 def test_nothing_large_is_kept_warm_in_training():
     torch.manual_seed(0)
     warm.outputs.trim()

@@ -1,0 +1,56 @@
+"""Zeros in pages that nobody has written: memory is taken up page by page, where something is added to it.
+
+The gradient of a large table of embeddings is zero in all rows but a few. The system gives new pages as zeros, and a
+page that is only read is one page of zeros, shared; so nothing is filled. Of 62 MiB, of which 512 rows are then
+written, 0.7 ms instead of 15 to 25.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PAGE = mmap.PAGESIZE
+_FORGET = getattr(mmap, "MADV_DONTNEED", None)
+_MARK = 0xA5
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    """The system's call, of (address, bytes, advice), which gives 0 where it was followed; None where there is none."""
+    if _FORGET is None:
+        return None
+    call: Any = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    found: Callable[..., int] | None = call
+    return found
+
+
+def zeros(size: list[int], dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of zeros, contiguous, in memory of torch's own; `rows`, to which something is added, are written.
+
+    A page that is read before it is written is given twice, six times as slowly.
+    """
+    out = torch.empty(size, dtype=dtype, device="cpu")
+    begin = out.data_ptr()
+    end = begin + out.numel() * out.element_size()
+    first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
+    if last <= first or not _forget(first, last - first):
+        return out.zero_()
+    ctypes.memset(begin, 0, first - begin)
+    ctypes.memset(last, 0, end - last)
+    return out.index_fill_(0, rows, 0)
+
+
+def _forget(address: int, nbytes: int) -> bool:
+    """Have whole pages be zeros again; False where they are not, as of locked memory or of memory shared with others."""
+    madvise = _madvise()
+    byte = ctypes.c_ubyte.from_address(address)
+    byte.value = _MARK
+    return madvise is not None and madvise(address, nbytes, _FORGET) == 0 and byte.value == 0
