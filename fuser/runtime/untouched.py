@@ -49,7 +49,7 @@ def zeros(size: list[int], dtype: torch.dtype, rows: torch.Tensor) -> torch.Tens
 
 
 def _forget(address: int, nbytes: int) -> bool:
-    """Have whole pages be zeros again; False where they are not, as of locked memory or of memory shared with others."""
+    """Have whole pages be zeros again; False where they are not, as of locked memory, or of memory that is shared."""
     madvise = _madvise()
     byte = ctypes.c_ubyte.from_address(address)
     byte.value = _MARK
