@@ -10,7 +10,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
-from fuser.runtime import untouched
+from fuser.runtime import products, untouched
 
 aten = torch.ops.aten
 _MAPPED = 32 << 20  # bytes; memory for smaller results stays warm in malloc's heap, where filling costs little
@@ -86,7 +86,9 @@ def _is_gradient(node: Any) -> bool:
 
 def _is_fresh(node: Any, reader: fx.Node) -> bool:
     """Whether a node is a product's result in memory of its own, of the size of the sum, which nobody else reads."""
-    if getattr(node, "op", "") != "call_function" or op_name(node.target) not in LIBRARY:
+    if getattr(node, "op", "") != "call_function":
+        return False
+    if op_name(node.target) not in LIBRARY and node.target is not products.product:
         return False
     same = _is_plain(node) and node.meta["val"].shape == reader.meta["val"].shape
     return same and list(node.users) == [reader]

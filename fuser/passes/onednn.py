@@ -6,7 +6,7 @@ million multiplications the call costs more than it gains. oneDNN adds up a row 
 rounding errors are up to twice MKL's, of the same order. A transposed left operand, as in the gradient of weights, is
 copied by a kernel first. Of 512 tokens, with the copy: 0.95 of MKL's time for a gradient of 512 x 512, 0.85 for 768 x
 768, 0.9 for 3,072 x 768 or 512 x 2,048, 0.96 for 2,048 x 512, 0.98 for 2,304 x 768; with
-oneDNN's own copy 0.83 to 1.16. A gradient of a whole vocabulary is left to MKL.
+oneDNN's own copy 0.83 to 1.16. Results of 32 MiB or more go another way (`runtime.products`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, is_view
 from fuser.passes.hints import size_hint
+from fuser.runtime import products
 
 aten = torch.ops.aten
 _LEAST_WORK = 1 << 23  # multiplications
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
+_MAPPED = 32 << 20  # bytes of a result that malloc maps anew
 
 
 def linear_op() -> Any:
@@ -118,6 +120,28 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
         put_for(node, op, (x, transposed, bias, "none", [], ""))
         changed += 1
     return changed
+
+
+def large_products(module: fx.GraphModule) -> int:
+    """A product whose result malloc would map anew is written by oneDNN into warm memory, or into huge pages."""
+    if config.linear_backend != "onednn" or config.numerics == "eager" or linear_op() is None:
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.mm.default or node.kwargs or not _is_mapped(node.meta["val"]):
+            continue
+        reader = only_reader(node)
+        if reader is not None and reader.target in _EPILOGUES or not products.are_possible():
+            continue
+        if all(v is not None and all(type(s) is int and s > 0 for s in v.shape) for v in map(_matrix, node.args)):
+            put_for(node, products.product, node.args)
+            changed += 1
+    return changed
+
+
+def _is_mapped(value: torch.Tensor) -> bool:
+    rows, columns = value.shape
+    return type(rows) is int and type(columns) is int and rows * columns * value.dtype.itemsize >= _MAPPED
 
 
 def _gelu(node: fx.Node) -> tuple[str, str] | None:

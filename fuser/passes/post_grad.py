@@ -7,7 +7,7 @@ from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
 from fuser.passes.norms import norms_apart
-from fuser.passes.onednn import fold_epilogues, linear_to_onednn
+from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
 from fuser.passes.runner import Pass
 from fuser.passes.scatters import scatters_in_place
 
@@ -17,6 +17,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("join_pieces", join_pieces),
     Pass("merge_equal", merge_equal),
     Pass("norms_apart", norms_apart),
+    Pass("large_products", large_products),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),
     Pass("fold_into_cublas", fold_into_cublas),

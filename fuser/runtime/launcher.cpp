@@ -121,6 +121,26 @@ PyObject* module_advise_huge(PyObject*, PyObject* args) {
   return PyLong_FromSize_t(advise_huge((char*)address, bytes, slow));
 }
 
+// product(function, x, w, out): torch's `mkldnn_matmul` at an address; the others are TensorImpls that the caller holds,
+// to which a reference to a tensor is a pointer to a pointer.
+PyObject* module_product(PyObject*, PyObject* args) {
+  typedef void (*Product)(void* const* x, void* const* w, void* const* out, float beta, float alpha);
+  unsigned long long function, x, w, out;
+  if (!PyArg_ParseTuple(args, "KKKK:product", &function, &x, &w, &out)) return nullptr;
+  void *left = (void*)x, *right = (void*)w, *result = (void*)out;
+  bool done = true;
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    ((Product)function)(&left, &right, &result, 0.0f, 1.0f);
+  } catch (...) {
+    done = false;
+  }
+  PyEval_RestoreThread(state);
+  if (done) Py_RETURN_NONE;
+  PyErr_SetString(PyExc_RuntimeError, "oneDNN could not multiply two matrices");
+  return nullptr;
+}
+
 PyObject* module_pool_stats(PyObject*, PyObject*) {
   pool_follow_settings();
   pthread_mutex_lock(&pool.lock);
@@ -187,6 +207,7 @@ PyMethodDef module_methods[] = {
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},
+    {"product", module_product, METH_VARARGS, "product(function, x, w, out): a matrix product into `out`"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
 

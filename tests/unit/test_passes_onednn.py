@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config
 from fuser.passes.onednn import fold_epilogues, linear_op, linear_to_onednn
+from fuser.runtime import products
 
 pytestmark = pytest.mark.skipif(linear_op() is None, reason="this torch has no oneDNN")
 
@@ -168,3 +169,23 @@ def test_through_compile(dynamic):
             torch.testing.assert_close(f(x), model(x), rtol=1e-4, atol=1e-5)
             if rows == 96:
                 assert "LINEAR_POINTWISE" in last_compilation().source and "'gelu'" in last_compilation().source
+
+
+@pytest.mark.parametrize("columns", [65536, 1024])
+def test_results_that_malloc_would_map_anew(columns):
+    from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+
+    torch._dynamo.reset()
+    forget_compilations()
+    torch.manual_seed(0)
+    x, w = torch.randn(128, 16, requires_grad=True), torch.randn(columns, 16, requires_grad=True)
+
+    def f(x, w):
+        return F.linear(x.sin(), w).exp().sum(1).log().sum()
+
+    exact = torch.autograd.grad(f(x.double(), w.double()), (x, w))
+    compiled = torch.compile(f, backend=fuser_backend)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), exact, rtol=1e-4, atol=1e-4)
+    source = "".join(c.source for c in compilations())
+    assert ("PRODUCT" in source) is (columns == 65536 and products.are_possible())
