@@ -17,8 +17,11 @@ FLUSH = 256  # float32 additions per lane of a row nest before they go to a floa
 COLUMN_FLUSH = 32  # the same for the lanes of a column nest
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
+LONG_ROW = 128  # elements of a row from which accumulators take two registers
+REGISTER = 64
 _VALUE_OF = {"argmax": "max", "argmin": "min"}
 _INDEX_OF = {value: index for index, value in _VALUE_OF.items()}
+_COUNTS = ("sum", "prod")  # what takes a value twice is wrong
 _WRAPPING = {"sum": "+", "prod": "*"}
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
@@ -32,6 +35,18 @@ SHUFFLE_HELPER = """\
 
 class AccumulatingNest(Nest):
     """What row and column nests do with accumulators."""
+
+    overlaps = False  # the last lanes of a row were taken before in part, in the pass that is being written
+
+    def _choose_lanes(self) -> int:
+        """In row nests arrays of lanes are a register of what is read or two of what adds up: so they stay there."""
+        if not self.is_row or self.vector is None:
+            return super()._choose_lanes()
+        loads = [r.attr[0] for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
+        read = max((REGISTER // self.dtypes[b].itemsize for b in loads), default=0)
+        least = max(16, read if read <= self.vector.hint else 0)
+        widest = max((self.spec(r)[2].itemsize for r in self.plan.reductions), default=4)
+        return least if self.vector.hint < LONG_ROW else max(least, 2 * REGISTER // widest)
 
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
         """The table's row of a reduction, the dtype of its values and of its accumulator."""
@@ -59,7 +74,7 @@ class AccumulatingNest(Nest):
         return index.op == "index" and index.attr == expr(self.red_axes[0].sym)
 
     def counts_turns(self, r: Reduce) -> bool:
-        """Whether lanes remember the turn of the loop they took their value in, and not its index."""
+        """Whether lanes remember where the turn of the loop began in which they took their value, and not its index."""
         return not self.is_column and self.in_order(r)
 
     def holder(self, r: Reduce) -> Reduce:
@@ -108,11 +123,14 @@ class AccumulatingNest(Nest):
         spec, value, acc = self.spec(r)
         k = r.number
         if not spec.index:
-            self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(r.row))};")
+            now = cpp_convert(value, acc, self.ref(r.row))
+            if self.overlaps and r.kind in _COUNTS:
+                now = f"l < skip ? {cpp_constant(spec.identity(acc), acc)} : {now}"
+            self.out.add(f"const {CPP_TYPES[acc]} x{k} = {now};")
             self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
             return
         v, i = self.plan.rows[r.row].args
-        now = f"turn{r.phase}" if self.counts_turns(r) else f"now{k}"
+        now = f"start{r.phase}" if self.counts_turns(r) else f"now{k}"
         if now == f"now{k}":
             self.out.add(f"const i32 {now} = (i32){self.ref(i)};")
         self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(v))};")
@@ -124,8 +142,8 @@ class AccumulatingNest(Nest):
         self.out.add(f"acc{k}[l] = better{k} ? x{k} : acc{k}[l];")
         self.out.add(f"at{k}[l] = better{k} ? {now} : at{k}[l];")
 
-    def emit_flush(self, phase: int, turns: int) -> None:
-        """Move float32 partial sums on: in the loop, after each so many `turns` of it; at its end (0), what is left.
+    def emit_flush(self, phase: int, when: str = "") -> None:
+        """Move float32 partial sums on: in the loop `when` that holds; at its end, without, what is left.
 
         Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
         sum has more than a few terms, and from time to time the sum over these to the total.
@@ -135,30 +153,31 @@ class AccumulatingNest(Nest):
             return
         each = f"for (i64 l = 0; l < {self.lanes}; ++l)"
         if self.is_column:
-            if turns:
-                self.out.open(f"if ((turns += {turns}) >= {COLUMN_FLUSH})")
+            if when:
+                self.out.open(f"if ({when})")
                 self.out.add("turns = 0;")
             for r in mine:
                 k = r.number
                 self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            if turns:
+            if when:
                 self.out.close()
             return
-        if turns:
-            self.out.open(f"if (++turns % {SHORT_FLUSH} == 0)")
+        if when:
+            self.out.open(f"if ({when})")
+            self.out.add("turns = 0;")
             for r in mine:
                 k = r.number
                 self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            self.out.open(f"if (turns == {FLUSH})")
-            self.out.add("turns = 0;")
+            self.out.open(f"if (++groups == {FLUSH // SHORT_FLUSH})")
+            self.out.add("groups = 0;")
         for r in mine:
             k = r.number
             self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
             self.fold_lanes(r)
             self.out.add(f"tot{k} += (double)acc{k}[0];")
-            if turns:
+            if when:
                 self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
-        if turns:
+        if when:
             self.out.close()
             self.out.close()
 
@@ -221,7 +240,7 @@ class AccumulatingNest(Nest):
         self.fold_lanes(r)
         best, index = f"acc{k}[0]", f"at{k}[l]"
         if self.counts_turns(r):
-            index = f"at{k}[l] * {self.lanes} + (i32)l"
+            index = f"at{k}[l] + (i32)l"
         same = f"lane{k}[l] == {best}"
         if acc.is_floating_point:
             same = f"({same}) | ((lane{k}[l] != lane{k}[l]) & ({best} != {best}))"
@@ -232,6 +251,10 @@ class AccumulatingNest(Nest):
         self.out.add(f"least{k} = mine < least{k} ? mine : least{k};")
         self.out.close()
         if self.counts_turns(r):
-            self.out.add(f"{best} = lane{k}[least{k} % {self.lanes}];")  # of zeros of both signs, the first
+            lane = f"least{k} % {self.lanes}"
+            if self.overlaps:
+                p, last = f"p{r.phase} - ({low})", f"last{r.phase} - ({low})"
+                lane = f"least{k} < {p} ? {lane} : least{k} - ({last})"
+            self.out.add(f"{best} = lane{k}[{lane}];")  # of zeros of both signs, the first
             self.out.add(f"least{k} += (i32)({low});")
         self.out.add(f"at{k}[0] = least{k};")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cpu.accumulators import AccumulatingNest
+from fuser.cpu.accumulators import COLUMN_FLUSH, SHORT_FLUSH, AccumulatingNest
 from fuser.cpu.nest import ROWS_AHEAD, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.streams import STREAM_TILE, StreamingNest
@@ -106,7 +106,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self.declare_accumulators(phase, low)
         flush = any(self.flushes(r) for r in reductions)
         if flush:
-            self.out.add("i64 turns = 0;") if not self._turns_declared() else self.out.add("turns = 0;")
+            counters = "turns = 0;" if self.is_column else "turns = 0, groups = 0;"
+            self.out.add(counters if self._turns_declared() else f"i64 {counters}")
         loops = [a for a in self.red_axes if a is not self.vector]
         each_row = self.is_column and self._takes_rows_together(phase, loops)
         for a in loops[:-1] if each_row else loops:
@@ -121,7 +122,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         for _ in loops[:-1] if each_row else loops:
             self.out.close()
         if flush:
-            self.emit_flush(phase, 0)
+            self.emit_flush(phase)
 
     def _column_pass(self, phase: int, loops: Sequence[Axis], flush: bool) -> None:
         """One row of a block of columns."""
@@ -135,7 +136,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.close_streams(phase, "count")
         if flush:
-            self.emit_flush(phase, 1)
+            self.emit_flush(phase, f"++turns == {COLUMN_FLUSH}")
 
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
         """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
@@ -170,7 +171,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             for n in range(rows):
                 self.out.add(f"point{phase}(l, r{phase} + {n});")
             self.out.close()
-            self.emit_flush(phase, rows)
+            self.emit_flush(phase, f"(turns += {rows}) >= {COLUMN_FLUSH}")
             self.out.close()
 
     def _turns_declared(self) -> bool:
@@ -198,11 +199,13 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 self.out.close()
             return
         ahead = self._look_ahead(phase)
-        self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count) __attribute__((always_inline))")
+        self.overlaps = self._takes_some_twice(phase)
+        skip = ", const i64 skip" if self.overlaps else ""
+        self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count{skip}) __attribute__((always_inline))")
         for k, step in enumerate(ahead):
             self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch(ahead{k} + v0 + q);")
         if any(self.counts_turns(r) for r in self.accumulators(phase)):
-            self.out.add(f"const i32 turn{phase} = (i32)((v0 - ({lo})) / {self.lanes});")
+            self.out.add(f"const i32 start{phase} = (i32)(v0 - ({lo}));")
         self._prefetch(phase)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
@@ -215,14 +218,37 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             self.close_streams(phase, "count")
         self.out.close("};")
         self.out.add(f"i64 p{phase} = {lo};")
-        self.out.open(f"for (; p{phase} + {self.lanes} <= {hi}; p{phase} += {self.lanes})")
-        self.out.add(f"pass{phase}(p{phase}, {self.lanes});")
-        if flush:
-            self.emit_flush(phase, 1)
+        none = ", 0" if skip else ""
+        stop = hi
+        if flush:  # around the loop, not in it: so the accumulators stay in registers
+            stop, turns = f"stop{phase}", "turns" if len(self.red_axes) > 1 else "0"
+            self.out.open(f"while (p{phase} + {self.lanes} <= {hi})")
+            self.out.add(f"const i64 begun = p{phase}, room = begun + ({SHORT_FLUSH} - {turns}) * {self.lanes};")
+            self.out.add(f"const i64 {stop} = room < {hi} ? room : {hi};")
+        self.out.open(f"for (; p{phase} + {self.lanes} <= {stop}; p{phase} += {self.lanes})")
+        self.out.add(f"pass{phase}(p{phase}, {self.lanes}{none});")
         self.out.close()
-        self.out.add(f"if (p{phase} < {hi}) pass{phase}(p{phase}, {hi} - p{phase});")
+        if flush:
+            full = f"(turns += (p{phase} - begun) / {self.lanes}) == {SHORT_FLUSH}"
+            self.emit_flush(phase, full if len(self.red_axes) > 1 else f"p{phase} + {self.lanes} <= {hi}")
+            self.out.close()
+        rest = f"pass{phase}(p{phase}, {hi} - p{phase}{none});"
+        if skip:
+            last = f"last{phase}"
+            self.out.add(f"const i64 {last} = {hi} - {lo} < {self.lanes} ? p{phase} : {hi} - {self.lanes};")
+            rest = f"{{ if ({last} == p{phase}) {rest} else pass{phase}({last}, {self.lanes}, p{phase} - {last}); }}"
+        self.out.add(f"if (p{phase} < {hi}) {rest}")
         if flush and len(self.red_axes) > 1:
-            self.emit_flush(phase, 1)
+            self.emit_flush(phase, f"++turns == {SHORT_FLUSH}")
+
+    def _takes_some_twice(self, phase: int) -> bool:
+        """Whether a row that fills no whole number of lane arrays ends with a full one, some of which it took before.
+
+        Those lanes are left out or, of extremes, do no harm. Nothing is stored twice: it may go into what is read.
+        """
+        assert self.vector is not None
+        whole = self.vector.hint % self.lanes == 0 or self.vector.hint < self.lanes
+        return not whole and not any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase)
 
     def _prefetch(self, phase: int) -> None:
         """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.

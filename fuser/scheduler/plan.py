@@ -165,7 +165,8 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
-    vector = _choose_vector(axes, rows, stores)
+    short = _short_row(rows, dtypes) if ctx.device_type == "cpu" else 0
+    vector = _choose_vector(axes, rows, stores, short)
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
     return _finish(kernel, axes, vector, rows, stores, reductions, dtypes)
@@ -273,8 +274,13 @@ def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
     return cx is not None and cy is not None and cx == cy * y.size
 
 
-def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]]) -> Sym | None:
-    """The axis with most neighbouring accesses, each counted for as much as it reads or writes."""
+def _choose_vector(
+    axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], short: int
+) -> Sym | None:
+    """The axis with most neighbouring accesses, each counted for as much as it reads or writes.
+
+    A reduced axis of fewer elements than `short` gives way to a kept one.
+    """
     if not axes:
         return None
     points = math.prod(max(a.hint, 1) for a in axes)
@@ -298,7 +304,21 @@ def _choose_vector(axes: list[Axis], rows: list[Row], stores: list[tuple[str, Ex
             total /= 8
         return (total, at)
 
-    return max(enumerate(axes), key=score)[1].sym
+    best = max(enumerate(axes), key=score)
+    if best[1].reduced and (best[1].hint < short or (short and score(best)[0] == 0.0 and best[1].hint < LONG_ROW)):
+        across = [item for item in enumerate(axes) if not item[1].reduced and item[1].hint >= LEAST_ACROSS]
+        best = max(across, key=lambda item: (score(item)[0], item[1].hint), default=best)
+    return best[1].sym
+
+
+LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
+LEAST_ACROSS = 8  # rows that are worth lanes
+REGISTER = 64
+
+
+def _short_row(rows: list[Row], dtypes: dict[str, torch.dtype]) -> int:
+    """Up to here several rows go into lanes on the CPU: one would not fill a register, yet its lanes need folding."""
+    return max(16, REGISTER // min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4))
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import debug, register_fusion, run_fusion
-from tests.backend.support import DTYPES, FLOATS, INTS, check_all, fused, graph_of, values
+from tests.backend.support import DTYPES, FLOATS, INTS, check, check_all, flat, fused, graph_of, values
 
 Functions = dict[str, Callable[..., Any]]
 ANY: Functions = {
@@ -162,6 +162,29 @@ def test_integers_wrap(dtype):
     x = values(dtype, 120).view(4, 30)
     functions = [lambda x: x.sum(1), lambda x: x.prod(1), lambda x: x.sum(0, dtype=dtype), lambda x: x.argmax(1)]
     check_all(["sum", "prod", "sum in its dtype", "argmax"], functions, x)
+
+
+ROWS: Functions = {
+    "sum": lambda x: x.sum(-1), "prod": lambda x: x.prod(-1), "amax": lambda x: x.amax(-1), "any": lambda x: x.any(-1),
+    "min": lambda x: both(x.min(-1)), "argmax": lambda x: x.argmax(-1), "strided": lambda x: x[:, ::3].sum(1),
+}  # fmt: skip
+OF_FLOAT_ROWS: Functions = {"softmax": lambda x: x.softmax(-1), "var": lambda x: x.var(-1, correction=0)}
+LENGTHS = (1, 3, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 200, 257, 300, 1000)
+
+
+@pytest.mark.parametrize("first", [3, 40, 100, 300], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8], ids=str)
+def test_rows_of_any_length(dtype, first):
+    """Kernels made for rows of one length take those of any: shorter than the lanes, and no multiple of them."""
+    functions = {**ROWS, **(OF_FLOAT_ROWS if dtype.is_floating_point else {})}
+    functions["other"] = lambda x: x.sum(-1) * first  # another graph: kernels of the same one are shared
+    graph = graph_of(list(functions.values()), 1)
+    names = [name for name in functions for _ in range(2 if name == "min" else 1)]
+    for n in (first, *LENGTHS):
+        x = few_values(dtype, 9, n)
+        exact = flat(graph(x.double())) if dtype.is_floating_point else [None] * len(names)
+        for name, out, eager, wide in zip(names, flat(fused(graph, [x])), flat(graph(x)), exact, strict=True):
+            check(out, eager, wide, f"{name} of {n}", zeros=False, floor=True, slack=4 if name in OF_FLOAT_ROWS else 2)
 
 
 def test_nothing_to_reduce():
