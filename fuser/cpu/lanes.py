@@ -1,5 +1,6 @@
-"""Pointwise loops in explicit vectors, where halves are rounded or float16 is read or written (`ops/lanes_cpp.py`).
+"""Pointwise loops in explicit vectors: where halves are rounded, float16 is read or written, or all is bfloat16.
 
+The instructions are those of `ops/lanes_cpp.py`.
 A group of elements is computed at a time, in several vectors, so that processors find work while one waits. What is
 left in the end goes by way of the stack, through the same instructions.
 """
@@ -56,7 +57,7 @@ class LaneLoop:
         nest = self.nest
         if nest.vector is None or nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
             return False
-        if torch.float16 not in self.dtypes and not any(self._rounds(n) for n in self.rows):
+        if not (self.pairs or torch.float16 in self.dtypes or any(map(self._rounds, self.rows))):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 
@@ -167,8 +168,7 @@ class LaneLoop:
     def _store(self, to: str, dtype: torch.dtype, n: int) -> None:
         values = [self._name(n, at) for at in range(self.vectors)]
         if dtype is torch.bfloat16:
-            how = "exact" if self.nest.is_exact(n, dtype) else "round"
-            values = [f"fuser_lanes_{how}_bfloat16({v})" for v in values]
+            values = [self._bits(n, dtype, v) for v in values]
         if self.pairs:
             for at in range(0, self.vectors, 2):
                 pair = f"{values[at]}, {values[at + 1]}"
@@ -176,6 +176,14 @@ class LaneLoop:
             return
         for at, value in enumerate(values):
             self.out.add(f"fuser_lanes_store_{NAMES[dtype]}({to} + {at} * FUSER_LANES, {value});")
+
+    def _bits(self, n: int, dtype: torch.dtype, value: str) -> str:
+        """Row `n` as the bits of a float whose upper half is the bfloat16 to store, or a NaN."""
+        if self.nest.is_exact(n, dtype):
+            return f"(lanes_u){value}"
+        if n in self.nest.tame:
+            return f"fuser_lanes_nearest_bfloat16({value})"
+        return f"(lanes_u)fuser_lanes_round_bfloat16({value})"
 
 
 def _rounding(dtype: torch.dtype, tame: bool) -> str:

@@ -23,6 +23,7 @@ _TEXT = """\
 typedef float lanes_f __attribute__((vector_size(4 * FUSER_LANES)));
 typedef u32 lanes_u __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
+typedef i16 lanes_w __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
 typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 #define FUSER_AT(T, p) T at; __builtin_memcpy(&at, p, sizeof at)
@@ -57,9 +58,19 @@ FUSER_FN lanes_u fuser_lanes_load_pairs(const u16* p) { FUSER_AT(lanes_u, p); re
 FUSER_FN lanes_f fuser_lanes_even(lanes_u pairs) { return (lanes_f)(pairs << 16); }
 FUSER_FN lanes_f fuser_lanes_odd(lanes_u pairs) { return (lanes_f)(pairs & 0xffff0000u); }
 FUSER_FN lanes_f fuser_lanes_round_half(lanes_f x) { return FUSER_FROM_HALF(FUSER_TO_HALF(x)); }
-FUSER_FN lanes_f fuser_lanes_round_tame_bfloat16(lanes_f x) {
+#if FUSER_LANES == 16 && defined(__AVX512VNNI__) && __GNUC__ < 15
+FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {
+  const lanes_i last = (lanes_i)((lanes_u)x & 0x10000u), one = (lanes_i){} + 0x10000;
+  return (lanes_u)__builtin_ia32_vpdpbusd_v16si((lanes_i)((lanes_u)x + 0x7fffu), last, one);
+}
+#else
+FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {
   const lanes_u b = (lanes_u)x;
-  return (lanes_f)((b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u);
+  return b + 0x7fffu + ((b >> 16) & 1u);
+}
+#endif
+FUSER_FN lanes_f fuser_lanes_round_tame_bfloat16(lanes_f x) {
+  return (lanes_f)(fuser_lanes_nearest_bfloat16(x) & 0xffff0000u);
 }
 FUSER_FN lanes_f fuser_lanes_no_nan(lanes_f x, lanes_f y) {
   return x != x ? (lanes_f)((lanes_u){} + 0x7fc00000u) : y;
@@ -67,19 +78,20 @@ FUSER_FN lanes_f fuser_lanes_no_nan(lanes_f x, lanes_f y) {
 FUSER_FN lanes_f fuser_lanes_round_bfloat16(lanes_f x) {
   return fuser_lanes_no_nan(x, fuser_lanes_round_tame_bfloat16(x));
 }
-FUSER_FN lanes_f fuser_lanes_exact_bfloat16(lanes_f x) { return fuser_lanes_no_nan(x, x); }
 FUSER_FN void fuser_lanes_store_float(float* p, lanes_f x) { __builtin_memcpy(p, &x, sizeof x); }
 FUSER_FN void fuser_lanes_store_half(u16* p, lanes_f x) {
   const lanes_h h = FUSER_TO_HALF(x);
   __builtin_memcpy(p, &h, sizeof h);
 }
-FUSER_FN void fuser_lanes_store_bfloat16(u16* p, lanes_f rounded) {
-  const lanes_h h = FUSER_NARROW((lanes_u)rounded >> 16);
+// Stores to bfloat16 take a float's bits, rounded, of which the low half may be anything, and make each NaN the same.
+FUSER_FN void fuser_lanes_store_bfloat16(u16* p, lanes_u x) {
+  const lanes_h n = FUSER_NARROW(x >> 16), h = (n & 0x7fff) > 0x7f80 ? (lanes_h){} + 0x7fc0 : n;
   __builtin_memcpy(p, &h, sizeof h);
 }
-FUSER_FN void fuser_lanes_store_pairs(u16* p, lanes_f even, lanes_f odd) {
-  const lanes_u pairs = ((lanes_u)even >> 16) | (lanes_u)odd;
-  __builtin_memcpy(p, &pairs, sizeof pairs);
+FUSER_FN void fuser_lanes_store_pairs(u16* p, lanes_u even, lanes_u odd) {
+  const lanes_w pairs = (lanes_w)((even >> 16) | (odd & 0xffff0000u));
+  const lanes_w out = (pairs & 0x7fff) > 0x7f80 ? (lanes_w){} + 0x7fc0 : pairs;
+  __builtin_memcpy(p, &out, sizeof out);
 }
 FUSER_FN void fuser_lanes_store_bool(u8* p, lanes_i x) {
   const lanes_b b = __builtin_convertvector(-x, lanes_b);
