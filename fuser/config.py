@@ -67,6 +67,10 @@ SETTINGS: tuple[Setting, ...] = (
         "most bytes of large outputs kept warm for later ones; a training step keeps those that its options ask for",
         least=0,
     ),
+    Setting(
+        "product_limit_bytes", 256 << 20,
+        "most bytes of large products that are kept warm for later ones, in training steps too", least=0,
+    ),
     Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long", least=0),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),

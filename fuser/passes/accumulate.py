@@ -51,7 +51,7 @@ def add_rows_to_zeros(module: fx.GraphModule) -> int:
         value = node.meta["val"]
         with module.graph.inserting_before(module.graph.output_node()):
             words, rows = _words_and_rows(module.graph, node)
-            zeros = module.graph.call_function(untouched.zeros, (list(value.shape), value.dtype, words))
+            zeros = module.graph.call_function(untouched.zeros, (tuple(value.shape), value.dtype, words))
             zeros.meta = {"val": value}
             added = module.graph.call_function(aten.index_add_.default, (zeros, 0, words, rows))
         added.meta = dict(node.meta)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from fuser import config
 from fuser.runtime import launcher, torch_abi, warm
 
 _MATMUL = ("libtorch_cpu.so", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")  # (x, w, result, beta, alpha)
 _SLOW_NS = 1_000_000  # of a first huge page, after which small ones are taken
+settings: Any = config
 Function = Callable[..., Any]
 
 
@@ -51,7 +53,8 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if into is None:
         return torch.mm(x, w)
     rows, columns = x.shape[0], w.shape[1]
-    out = warm.empty_strided((rows, columns), (columns, 1), x.dtype)
+    limit = int(settings.product_limit_bytes)
+    out = warm.empty_strided((rows, columns), (columns, 1), x.dtype, limit)
     native: Any = launcher.native()
     native.advise_huge(out.data_ptr(), out.nbytes, _SLOW_NS)
     into(x._cdata, w._cdata, out._cdata)

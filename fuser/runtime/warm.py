@@ -5,7 +5,8 @@ results of 16 MiB took 20 ms in place of 1.2 ms in every other call. Writing a p
 the arithmetic on it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this
 keeps a second reference to the storages of large results: when a later result needs the same number of bytes and the
 reference is the only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes` are
-held in all, and nothing after `config.pool_idle_seconds` without a call; in training steps none (`frontends.training`).
+held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the time between the last two calls.
+In training steps none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fuser import config
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
 _MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
+_STEADY = 4  # times `pool_idle_seconds` between two calls that may be steps of one loop
 settings: Any = config
 
 
@@ -55,6 +57,12 @@ def _tensors(storage: torch.UntypedStorage) -> int:
     return count
 
 
+def _tensor_in(held: _Held, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(0, dtype=dtype, device="cpu")
+    out.set_(held.storage, 0, tuple(size), tuple(stride))
+    return out
+
+
 class WarmOutputs:
     """The storages that are held. Thread-safe."""
 
@@ -67,22 +75,41 @@ class WarmOutputs:
         self._lock = threading.Lock()
         self._held: list[_Held] = []  # least recently used first
         self._timer: threading.Timer | None = None
-        self._last = 0.0
+        self._last = self._between = 0.0
         self.hits = self.misses = 0
 
-    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor of `size` and `stride` elements, in warm memory if there is some."""
+    def empty_strided(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, limit: int | None = None
+    ) -> torch.Tensor:
+        """An uninitialised CPU tensor of `size` and `stride` elements, in warm memory if there is some.
+
+        `limit`: of the bytes held, in place of `config.output_limit_bytes`. Where none are to be held, what a product
+        left is taken: a gradient of logits needs as much as these, and would lie beside it.
+        """
         nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)))
-        limit = int(settings.output_limit_bytes)
+        limit = int(settings.output_limit_bytes) if limit is None else limit
+        if limit == 0 and nbytes >= _MAPPED:
+            found = self.held_already(size, stride, dtype, nbytes)
+            if found is not None:
+                return found
         if min(size, default=1) < 1 or not WARM_MIN <= nbytes <= limit:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         with self._lock:
             held = self._take(nbytes) or self._make(nbytes, limit)
-            self._last = time.monotonic()
+            now = time.monotonic()
+            self._between, self._last = now - self._last, now
             self._watch()
-            out = torch.empty(0, dtype=dtype, device="cpu")
-            out.set_(held.storage, 0, tuple(size), tuple(stride))
-        return out
+            return _tensor_in(held, size, stride, dtype)
+
+    def held_already(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, nbytes: int
+    ) -> torch.Tensor | None:
+        """An uninitialised tensor in memory that is held and free; None if there is none of just so many bytes."""
+        if not self._held:
+            return None
+        with self._lock:
+            held = self._take(nbytes)
+            return None if held is None else _tensor_in(held, size, stride, dtype)
 
     def _take(self, nbytes: int) -> _Held | None:
         for held in reversed(self._held):
@@ -118,7 +145,10 @@ class WarmOutputs:
     def _on_timer(self) -> None:
         with self._lock:
             self._timer = None
-            if time.monotonic() - self._last >= float(settings.pool_idle_seconds):
+            idle = float(settings.pool_idle_seconds)
+            if self._between < _STEADY * idle:  # the steps of a loop that takes longer are calls of late, too
+                idle = max(idle, 2 * self._between)
+            if time.monotonic() - self._last >= idle:
                 self._held.clear()
             elif self._held:
                 self._watch()

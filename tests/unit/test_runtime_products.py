@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fuser import config
-from fuser.runtime import launcher, products, warm
+from fuser.runtime import launcher, products, untouched, warm
 
 pytestmark = pytest.mark.skipif(not products.are_possible(), reason="this torch has no such call of oneDNN")
 SIZES = [(1, 1, 1), (2, 3, 5), (64, 33, 129), (300, 70, 4000)]
@@ -60,6 +60,30 @@ def test_warm_memory_is_used_again(native):
     assert products.product(x, w).data_ptr() != address
     with config.override(output_limit_bytes=0):
         torch.testing.assert_close(products.product(x, w), second)
+    warm.outputs.trim()
+
+
+def test_a_step_keeps_what_products_left_and_nothing_else(native):
+    warm.outputs.trim()
+    with config.override(output_limit_bytes=0):
+        x, w = torch.randn(4096, 8), torch.randn(8, 2048)  # 32 MiB
+        first = products.product(x, w)
+        address = first.data_ptr()
+        assert warm.outputs.stats()["held_bytes"] == first.nbytes
+        other = warm.empty_strided((4096, 2048), (2048, 1), torch.float32)
+        assert other.data_ptr() != address, "somebody reads it"
+        del first, other
+        again = warm.empty_strided((2048, 4096), (4096, 1), torch.float32)
+        assert again.data_ptr() == address, "another result of as many bytes"
+        del again
+        warm.empty_strided((4096, 2049), (2049, 1), torch.float32)
+        assert warm.outputs.stats()["held"] == 1
+        rows = torch.tensor([0])
+        zeros = untouched.zeros((4096, 2048), torch.float32, rows)
+        assert zeros.data_ptr() == address and not zeros.any()
+        del zeros
+    with config.override(product_limit_bytes=0):
+        products.product(x, w)
     warm.outputs.trim()
 
 

@@ -12,7 +12,7 @@ ROWS, WIDTH = 16384, 512  # 32 MiB, which malloc maps anew
 
 
 def zeros(rows, size=(ROWS, WIDTH), dtype=torch.float32):
-    return untouched.zeros(list(size), dtype, torch.tensor(rows))
+    return untouched.zeros(size, dtype, torch.tensor(rows))
 
 
 @pytest.mark.parametrize("size", [(ROWS, WIDTH), (1000, 300), (3, 5), (1, 1), (7, 0)])

@@ -100,3 +100,17 @@ def test_size_stride_and_copies_are_those_of_an_ordinary_tensor(pool):
     with torch.inference_mode():
         assert make(pool).is_inference()
     assert not make(pool).is_inference()
+
+
+def test_steps_that_take_long_find_what_they_left(pool):
+    with config.override(pool_idle_seconds=0.2):
+        pool._watch = lambda: None
+        make(pool)
+        pool._last -= 0.5  # the call before was so long ago
+        make(pool)
+        pool._last -= 0.7
+        pool._on_timer()
+        assert pool.stats()["held"] == 1
+        pool._last -= 0.7
+        pool._on_timer()
+        assert pool.stats()["held"] == 0
