@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fuser.cpu import transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.chains import ChainedScan
 from fuser.cpu.ordered import Scan, Scatter
-from fuser.cpu.pointwise import TRANSPOSE_HELPER, PointwiseNest
+from fuser.cpu.pointwise import PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.split import SplitNest
@@ -48,10 +49,9 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     body = "\n".join(f.text for f in functions)
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
     head = "".join(f"// {line}\n" for line in comment.splitlines())
-    tiles = TRANSPOSE_HELPER if "transpose_band(" in body else ""
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
     shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
-    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{tiles}{shuffles}\n{body}"
+    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{transposes.helpers(body)}{shuffles}\n{body}"
 
 
 PART = 12_000  # characters of functions from which a source is compiled in several parts at the same time

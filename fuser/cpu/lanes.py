@@ -20,6 +20,7 @@ from fuser.scheduler.plan import Store
 
 VECTORS, FEWER = 4, 2  # in a group; and where there are many rows, which would not stay in registers
 MANY_ROWS = 60
+SHORTEST = 64  # elements of a row: what is left of a group costs more than a few elements by themselves
 NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 
@@ -55,7 +56,7 @@ class LaneLoop:
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
         nest = self.nest
-        if nest.vector is None or nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
+        if nest.vector is None or nest.vector.hint < SHORTEST or nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
             return False
         if not (self.pairs or torch.float16 in self.dtypes or any(map(self._rounds, self.rows))):
             return False

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fuser.cpu.exact import exact_rows, tame_rows
+from fuser.cpu.moves import bits_of
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, row_exprs
@@ -17,6 +18,7 @@ from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 TILE_COLUMNS = 128
+TILE_STRIDE = TILE_COLUMNS + 16  # so that the rows of a tile do not all lie in the same sets of the cache
 ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
 
 
@@ -45,6 +47,7 @@ class Nest:
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
         self._exact: dict[torch.dtype, frozenset[int]] = {}
+        self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
         self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
 
     def _choose_lanes(self) -> int:
@@ -129,6 +132,16 @@ class Nest:
             return constant_text(row)
         return f"t{n}[l]" if n in self.arrays else f"t{n}"
 
+    def kind(self, n: int) -> str:
+        """The C++ type of row `n`."""
+        return storage_type(self.moved[n]) if n in self.moved else CPP_TYPES[self.plan.rows[n].dtype]
+
+    def loaded(self, n: int) -> str:
+        """What the load `n` reads, as a value."""
+        buffer, (address,) = self.plan.rows[n].attr
+        text = f"{buffer}[{self.index(address)}]"
+        return text if n in self.moved else cpp_load(self.dtypes[buffer], text)
+
     def index(self, e: Expr) -> str:
         """An index expression, lane arrays subscripted."""
         return cpp_expr(e, lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s))
@@ -140,13 +153,16 @@ class Nest:
         if n in self.staged:
             assert self.tile_axis is not None and self.vector is not None
             t, v = self.tile_axis.sym.name, self.vector.sym.name
-            return f"tile{self.staged[n]}[({t} - r0) * {TILE_COLUMNS} + {v} - v0]"
+            return f"tile{self.staged[n]}[({t} - r0) * {TILE_STRIDE} + {v} - v0]"
         if row.op == "load":
-            buffer, (address,) = row.attr
-            text = cpp_load(self.dtypes[buffer], f"{buffer}[{self.index(address)}]")
+            text = self.loaded(n)
             if n in self.guarded:
                 args = [f"(!empty & {args[0]})" if args else "!empty"]
-            return f"{args[0]} ? {text} : {cpp_constant(0, row.dtype)}" if args else text
+            zero = f"({self.kind(n)})0" if n in self.moved else cpp_constant(0, row.dtype)
+            return f"{args[0]} ? {text} : {zero}" if args else text
+        if n in self.moved:
+            args = [self._bits(a, self.moved[n]) for a in row.args]
+            return f"{args[0]} ? {args[1]} : {args[2]}" if row.op == "where" else args[0]
         if row.op == "scalar":
             return f"f[{self.bindings.floats[row.attr]}]"
         if row.op == "index":
@@ -158,12 +174,16 @@ class Nest:
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
+    def _bits(self, n: int, dtype: torch.dtype) -> str:
+        row = self.plan.rows[n]
+        return f"(u16){bits_of(float(row.attr), dtype)}" if row.op == "const" else self.ref(n)
+
     def declare(self, n: int, target: str | None = None) -> None:
         """Statements that compute row `n` into `t<n>` (or assign to `target`)."""
         row = self.plan.rows[n]
         if row.op in ("const", "pair"):
             return
-        left = target or f"const {CPP_TYPES[row.dtype]} t{n}"
+        left = target or f"const {self.kind(n)} t{n}"
         if row.op == "indirect":
             self._declare_indirect(n, row, left)
             return
@@ -182,8 +202,9 @@ class Nest:
     def store(self, s: Store) -> None:
         """The statement of a store."""
         place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
-        dtype, n = self.dtypes[s.buffer], self.unrounded(s)
-        self.out.add(f"{place} = {cpp_store(dtype, self.ref(n), self.is_exact(n, dtype))};")
+        dtype, n = self.dtypes[s.buffer], s.row if s.row in self.moved else self.unrounded(s)
+        value = self.ref(n) if n in self.moved else cpp_store(dtype, self.ref(n), self.is_exact(n, dtype))
+        self.out.add(f"{place} = {value};")
 
     def unrounded(self, s: Store) -> int:
         """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
@@ -323,7 +344,7 @@ class Nest:
         for n in self.closure(self.roots(phase), available):
             if n in available:
                 kept = self.hoisted.get(n) or f"kept{self.kept_rows[n]}[{self.kept_at()}]"
-                self.out.add(f"const {CPP_TYPES[self.plan.rows[n].dtype]} t{n} = {kept};")
+                self.out.add(f"const {self.kind(n)} t{n} = {kept};")
                 continue
             self.declare(n)
             if n in self.kept_rows and self.first_pass(n) == phase:

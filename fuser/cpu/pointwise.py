@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 from fuser.cpu.lanes import LaneLoop
-from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS
+from fuser.cpu.moves import moved_rows
+from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.streams import STREAM_TILE, StreamingNest
 from fuser.cpu.text import cpp_expr
+from fuser.cpu.transposes import EDGES, WORDS
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol, symbols
-from fuser.ops import CPP_TYPES, cpp_load
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis
 
@@ -21,41 +22,23 @@ LEAST_TURNS, MOST_HOISTED = 8, 4  # of these loops; and rows, each of which take
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
 
-# A block of 16 by 16 words is transposed by four rounds of interleaving row i with row i + 8.
-TRANSPOSE_HELPER = f"""\
-typedef u32 words __attribute__((vector_size(64), aligned(4)));
-#if defined(__clang__) || __GNUC__ >= 12
-#define LOW_HALVES(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define HIGH_HALVES(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#else
-#define LOW_HALVES(a, b) __builtin_shuffle(a, b, (words){{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}})
-#define HIGH_HALVES(a, b) \\
-  __builtin_shuffle(a, b, (words){{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}})
-#endif
-static void transpose_band(const u32* in, i64 step, u32* __restrict tile, i64 columns) {{
-  for (i64 c = 0; c < columns; c += 16) for (i64 r = 0; r < {TILE_ROWS}; r += 16) {{
-    words a[16], b[16];
-    for (int i = 16; i < 32; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);
-    for (int i = 0; i < 16; ++i) a[i] = *(const words*)(in + (c + i) * step + r);
-    for (int i = 0; i < 8; ++i) {{ b[2 * i] = LOW_HALVES(a[i], a[i + 8]); b[2 * i + 1] = HIGH_HALVES(a[i], a[i + 8]); }}
-    for (int i = 0; i < 8; ++i) {{ a[2 * i] = LOW_HALVES(b[i], b[i + 8]); a[2 * i + 1] = HIGH_HALVES(b[i], b[i + 8]); }}
-    for (int i = 0; i < 8; ++i) {{ b[2 * i] = LOW_HALVES(a[i], a[i + 8]); b[2 * i + 1] = HIGH_HALVES(a[i], a[i + 8]); }}
-    for (int i = 0; i < 8; ++i) {{ a[2 * i] = LOW_HALVES(b[i], b[i + 8]); a[2 * i + 1] = HIGH_HALVES(b[i], b[i + 8]); }}
-    for (int i = 0; i < 16; ++i) *(words*)(tile + (r + i) * {TILE_COLUMNS} + c) = a[i];
-  }}
-}}
-"""
-
 
 class PointwiseNest(StreamingNest):
-    """No reduction."""
+    """No reduction. `explicit`: its innermost loop is written in vectors (lanes.py)."""
+
+    explicit = False
 
     def whole(self) -> Function:
         """The single function of the plan."""
         self.find_transposed()
-        name = self.open_function()
         tiled = self.tile_axis
         outer = [a for a in self.kept if a is not self.vector and a is not tiled]
+        hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
+        moved = moved_rows(self.plan)
+        computed = any(self.is_full(n) and n not in moved for n, r in enumerate(self.plan.rows) if r.op != "const")
+        self.explicit = computed and not hoisted and LaneLoop(self).fits()
+        self.moved = {} if self.explicit else moved
+        name = self.open_function()
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
         units = product(a.size for a in outer)
         if tiled is not None:
@@ -66,9 +49,8 @@ class PointwiseNest(StreamingNest):
             digits.append(("block", f"(n_{self.vector.sym.name} + {block - 1}) / {block}"))
             units = units * floordiv(self.vector.size + (block - 1), expr(block))
         self.emit_constants()
-        hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
         for n in hoisted:
-            self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} lane{n}[{block}];")
+            self.out.add(f"{self.kind(n)} lane{n}[{block}];")
         self.out.add("i64 ready = -1;") if hoisted else None
         self.open_units(digits)
         if self.vector is not None:
@@ -144,17 +126,15 @@ class PointwiseNest(StreamingNest):
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
-        lanes = LaneLoop(self)
-        explicit = lanes.fits()
-        if explicit:
+        if self.explicit:
             self.out.add("#if FUSER_LANES")
-            lanes.emit(low, high)
+            LaneLoop(self).emit(low, high)
             self.out.add("#else")
         self.out.add(self.pragma())
         self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
         self.emit_inner(0)
         self.out.close()
-        if explicit:
+        if self.explicit:
             self.out.add("#endif")
         if streams:
             self.close_streams(0, "w1 - w0")
@@ -186,23 +166,22 @@ class PointwiseNest(StreamingNest):
         t, v = tiled.sym.name, self.vector.sym.name
         self.out.add(f"const i64 r0 = band * {TILE_ROWS}, r1 = r0 + {TILE_ROWS} < n_{t} ? r0 + {TILE_ROWS} : n_{t};")
         for n, k in self.staged.items():
-            row = self.plan.rows[n]
-            buffer, (address,) = row.attr
-            text = cpp_load(self.dtypes[buffer], f"{buffer}[{self.index(address)}]")
-            kind = CPP_TYPES[row.dtype]
-            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_COLUMNS}] __attribute__((aligned(64)));")
-            fast = CPP_TYPES[self.dtypes[buffer]] == kind and row.dtype.itemsize == 4
-            ahead = "v0"
-            if fast:
-                ahead = f"done{k}"
-                full = f"(r1 - r0 == {TILE_ROWS} ? (v1 - v0) / 16 * 16 : 0)"
+            buffer, (address,) = self.plan.rows[n].attr
+            kind, size = self.kind(n), self.dtypes[buffer].itemsize
+            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_STRIDE}] __attribute__((aligned(64)));")
+            first = "r0"
+            if storage_type(self.dtypes[buffer]) == kind:
+                edge = EDGES[size]
+                rows, columns = f"(r1 - r0) / {edge} * {edge}", f"(v1 - v0) / {edge} * {edge}"
+                self.out.add(f"const i64 rows{k} = {rows}, columns{k} = {columns};")
                 step = cpp_expr(coefficient(address, self.vector.sym) or expr(0))
                 origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
                 corner = self.index(substitute(address, origin))
-                self.out.add(f"const i64 {ahead} = v0 + {full};")
-                self.out.add(f"transpose_band((const u32*){buffer} + {corner}, {step}, (u32*)tile{k}, {ahead} - v0);")
-            self.out.open(f"for (i64 {v} = {ahead}; {v} < v1; ++{v})")
-            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
-            self.out.add(f"tile{k}[({t} - r0) * {TILE_COLUMNS} + {v} - v0] = {text};")
+                to = f"tile{k}, rows{k}, columns{k}"
+                self.out.add(f"transpose_{WORDS[size]}({buffer} + ({corner}), {step}, {to});")
+                first = f"r0 + ({v} - v0 < columns{k} ? rows{k} : 0)"
+            self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
+            self.out.open(f"for (i64 {t} = {first}; {t} < r1; ++{t})")
+            self.out.add(f"tile{k}[({t} - r0) * {TILE_STRIDE} + {v} - v0] = {self.loaded(n)};")
             self.out.close()
             self.out.close()

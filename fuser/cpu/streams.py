@@ -12,6 +12,7 @@ from fuser.ir.sizes import INDIRECT, LOOP, ONE, coefficient, product, substitute
 from fuser.scheduler.plan import Store
 
 STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
+STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
 STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
 MOST_STREAMS = 6  # more would not fit there
 
@@ -77,7 +78,7 @@ class StreamingNest(Nest):
 
         What is also read lies in cache by then.
         """
-        if self.vector is None or self.plan.split:
+        if self.vector is None or self.plan.split or self.vector.hint < STREAM_SHORTEST:
             return []
         out = []
         read = {row.attr[0] for row in self.plan.rows if row.op == "load"}

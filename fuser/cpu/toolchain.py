@@ -25,7 +25,8 @@ FLAGS = (
     "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fvisibility=default",
     "-w",
 )  # fmt: skip
-_GCC_FLAGS = ("-fvect-cost-model=dynamic", "-mprefer-vector-width=512")
+# A loop under a condition that does not change in it becomes two loops: vectors are made of neither otherwise.
+_GCC_FLAGS = ("-fvect-cost-model=dynamic", "-mprefer-vector-width=512", "-funswitch-loops")
 _lock = threading.Lock()
 
 
@@ -72,7 +73,7 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
 
 @functools.lru_cache(maxsize=8)
 def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    identity = hashlib.sha256(f"{compiler}{FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{compiler}{FLAGS}{_GCC_FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
     remembered = _remembered(known)
     if remembered is not None:

@@ -65,6 +65,8 @@ def reduce_to_result(
     wide = compute_dtype(meta.dtype)
     if kind in ("sum", "prod") and not wide.is_floating_point:
         wide = torch.int64  # integers add up in it, whatever eager returns
+    if kind == "prod" and wide is torch.float32 and ctx.device_type == "cpu":
+        wide = compute = torch.float64  # whether a product overflows on its way to 0 hangs on the order: here none does
     if finish is None and not rounds and wide is compute_dtype(meta.dtype):
         return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
     total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)

@@ -93,7 +93,7 @@ def result_strides(size: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tu
     Source: `TensorIteratorBase::reorder_dimensions` and its fast paths (aten/src/ATen/TensorIterator.cpp).
     """
     same_size = all(tuple(t.shape) == size for t in tensors)
-    if all(t.is_contiguous() for t in tensors):
+    if same_size and all(t.is_contiguous() for t in tensors):
         return dense_strides(size, list(range(len(size))))
     if same_size and len({t.stride() for t in tensors}) == 1 and _is_dense(tensors[0]):
         return tuple(tensors[0].stride())
@@ -235,7 +235,29 @@ def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
     return tuple(both) if isinstance(meta, tuple) else both[0]
 
 
+def _after_casts(meta: Any, device: str, *args: Any) -> Any:
+    """The CPU casts operands of another dtype than the common one first: a copy of an expanded tensor is dense.
+
+    Source: `compute_types` in aten/src/ATen/TensorIterator.cpp.
+    """
+    tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+    if device != "cpu" or len(tensors) < 2:
+        return meta
+    common = promoted(args[:2]) if meta.dtype is torch.bool else meta.dtype
+    if all(t.dtype is common or _is_dense(t) for t in tensors):
+        return meta
+    read = [t if t.dtype is common or _is_dense(t) else _dense_copy(t) for t in tensors]
+    size = tuple(meta.shape)
+    return torch.empty_strided(size, result_strides(size, read), dtype=meta.dtype, device="meta")
+
+
+def _dense_copy(t: torch.Tensor) -> torch.Tensor:
+    size = tuple(t.shape)
+    return torch.empty_strided(size, result_strides(size, [t]), dtype=t.dtype, device="meta")
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(KINDS, _after_casts),
     "aten.log_sigmoid": _log_sigmoid,
     "aten.log_sigmoid_forward": _log_sigmoid,
     "aten.zero": _zero,

@@ -163,7 +163,22 @@ def lower_view(ctx: LoweringContext, x: TensorBox, shape: Any, stride: Any = Non
     """The same elements, in row-major order, in another shape."""
     if isinstance(shape, torch.dtype):
         raise Unsupported("a view of the bits in another dtype")
+    if ctx.op == "aten.view":
+        _keep_ones(ctx, x)
     return reshape_box(ctx, x, shape)
+
+
+def _keep_ones(ctx: LoweringContext, x: TensorBox) -> None:
+    """Fix the dims of size 1 of a tensor that is not contiguous: eager may refuse a view of others."""
+    meta = ctx.arg_metas[0]
+    expected = 1
+    strict = True
+    for n, stride in zip(reversed(meta.shape), reversed(meta.stride())):
+        strict = strict and stride == expected
+        expected *= n
+    for size in () if strict else ctx.size_of(x):
+        if ctx.hint(size) == 1:
+            ctx.specialise(size)
 
 
 @lower("aten.view_as", "aten.reshape_as", view=True)

@@ -1,0 +1,60 @@
+"""Square blocks of elements, transposed in registers."""
+
+from __future__ import annotations
+
+from fuser.cpu.nest import TILE_STRIDE
+
+WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
+EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # rows and columns of a block of them: a row is one register at most
+
+_SHUFFLE = """\
+#if defined(__clang__) || __GNUC__ >= 12
+#define FUSER_INTERLEAVE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FUSER_INTERLEAVE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
+"""
+
+_FUNCTION = """\
+typedef WORD lines_WORD __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
+static void transpose_WORD(const void* from, i64 step, void* to, i64 rows, i64 columns) {
+  const WORD* in = (const WORD*)from;
+  WORD* tile = (WORD*)to;
+  for (i64 c = 0; c < columns; c += EDGE) for (i64 r = 0; r < rows; r += EDGE) {
+    lines_WORD a[EDGE], b[EDGE];
+    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);
+    for (int i = 0; i < EDGE; ++i) a[i] = *(const lines_WORD*)(in + (c + i) * step + r);
+ROUNDS
+    for (int i = 0; i < EDGE; ++i) *(lines_WORD*)(tile + (r + i) * STRIDE + c) = RESULT[i];
+  }
+}
+"""
+
+_ROUND = """\
+    for (int i = 0; i < HALF; ++i) {
+      TO[2 * i] = FUSER_INTERLEAVE(lines_WORD, OF[i], OF[i + HALF], LOW);
+      TO[2 * i + 1] = FUSER_INTERLEAVE(lines_WORD, OF[i], OF[i + HALF], HIGH);
+    }"""
+
+
+def helpers(body: str) -> str:
+    """The functions `transpose_u8` … `transpose_u64` that `body` calls."""
+    out = "".join(_function(size) for size, word in WORDS.items() if f"transpose_{word}(" in body)
+    return _SHUFFLE + out if out else ""
+
+
+def _function(size: int) -> str:
+    """One of them: rounds of interleaving row i with the row half a block below, one for each bit of a row's number."""
+    edge = EDGES[size]
+    order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
+    rounds, of, to = [], "a", "b"
+    for _ in range(edge.bit_length() - 1):
+        rounds.append(_ROUND.replace("OF", of).replace("TO", to))
+        of, to = to, of
+    text = _FUNCTION.replace("ROUNDS", "\n".join(rounds)).replace("RESULT", of)
+    text = text.replace("LOW", ", ".join(order[:edge])).replace("HIGH", ", ".join(order[edge:]))
+    text = text.replace("HALF", str(edge // 2)).replace("EDGE", str(edge)).replace("BYTES", str(edge * size))
+    return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
+
+
+__all__ = ["EDGES", "WORDS", "helpers"]
