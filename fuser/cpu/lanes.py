@@ -56,7 +56,9 @@ class LaneLoop:
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
         nest = self.nest
-        if nest.vector is None or nest.vector.hint < SHORTEST or nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
+        if nest.vector is None or nest.vector.hint < SHORTEST:
+            return False
+        if nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
             return False
         if not (self.pairs or torch.float16 in self.dtypes or any(map(self._rounds, self.rows))):
             return False

@@ -13,7 +13,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, product
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.losses import MEAN
-from fuser.lowering.norms import Loader, channels_last, inverse_root, over_channels
+from fuser.lowering.norms import Loader, inverse_root, over_channels
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.reductions import number_of, reduce, reduce_to_result
 from fuser.lowering.registry import lower
@@ -28,9 +28,7 @@ def sum_over(ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: 
     return reduce_to_result(ctx, "sum", like, dims, False, lambda _, i: value(i), result=result)
 
 
-def mean_over(
-    ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: Loader, wide: torch.dtype
-) -> Loader:
+def mean_over(ctx: LoweringContext, like: TensorBox, dims: Sequence[int], value: Loader, wide: torch.dtype) -> Loader:
     """A loader, over the size of `like`, of the mean of `value` over `dims`."""
     size = ctx.size_of(like)
     load = ctx.loader(reduce(ctx, "sum", like, dims, True, wide, lambda _, i: value(i)), size, wide)
@@ -138,7 +136,7 @@ def lower_batch_norm_backward(
             return ops.mul(ops.sub(ops.sub(g(i), mean_grad), ops.mul(unit(i), mean_both)), factor(i))
 
         value = inner if train else times(g, factor)
-        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, value, channels_last(ctx, 1))
+        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, value, ctx.order_of_meta(0))
     for result, load_sum in ((1, loads[1]), (2, loads[0])):
         if mask[result]:
             out[result] = ctx.pointwise(size[1:2], ctx.meta[result].dtype, load_sum)
@@ -174,7 +172,7 @@ def lower_group_norm_backward(
             m, both = (load((i[0], i[1] // each)) for load in means)
             return ops.mul(load_rstd(i), ops.sub(ops.sub(v, m), ops.mul(unit(i), both)))
 
-        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, inner, channels_last(ctx, 1))
+        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, inner, ctx.order_of_meta(0))
     for result, value in ((1, loads[1]), (2, loads[0])):
         if mask[result]:
             out[result] = sum_over(ctx, sums[0], [0], value, result)

@@ -11,7 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
-from fuser.lowering.context import LoweringContext, Operand, memory_order
+from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import moments, reduce
 from fuser.lowering.registry import lower
@@ -354,16 +354,6 @@ def group_norm(
     return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
 
 
-def channels_last(ctx: LoweringContext, argument: int = 0) -> Order:
-    """Eager's kernels keep an argument's channels-last memory; its shape function does not say so."""
-    x = ctx.arg_metas[argument]
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        if x.dim() == (4 if layout is torch.channels_last else 5) and not x.is_contiguous():
-            if x.is_contiguous(memory_format=layout):
-                return memory_order(x.size(), x.stride())
-    return None
-
-
 @lower("aten.group_norm")
 def lower_group_norm(
     ctx: LoweringContext, x: TensorBox, groups: int, weight: TensorBox | None = None, bias: TensorBox | None = None,
@@ -371,7 +361,7 @@ def lower_group_norm(
 ) -> TensorBox:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias, statistics over each group of channels of each sample"""
     ctx.assume("ne", ctx.numel(x), expr(groups))  # torch.nn.functional refuses one sample with one value in each group
-    return group_norm(ctx, x, groups, weight, bias, eps, result_dtype(ctx), channels_last(ctx))[0]
+    return group_norm(ctx, x, groups, weight, bias, eps, result_dtype(ctx), ctx.order_of_meta())[0]
 
 
 @lower("aten.native_group_norm")
@@ -380,6 +370,6 @@ def lower_native_group_norm(
     groups: int, eps: Operand,
 ) -> Statistics:  # fmt: skip
     """The same with mean and rstd of size (samples, groups)."""
-    out, mean, rstd = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, channels_last(ctx))
+    out, mean, rstd = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
     size = (ctx.size_of(x)[0], ctx.canon(groups))
     return out, in_dtype(ctx, mean, ctx.meta[1].dtype, size), in_dtype(ctx, rstd, ctx.meta[2].dtype, size)

@@ -176,6 +176,28 @@ def _layer_norm(meta: Any, device: str, x: torch.Tensor, shape: Any, *params: An
     return _statistics(meta, device, x, *params)
 
 
+def _kept_layout(meta: Any, x: torch.Tensor) -> Any:
+    """A first result in the channels-last memory that `x` has."""
+    layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d if x.dim() == 5 else None
+    first = meta[0] if isinstance(meta, (tuple, list)) else meta
+    if first is None or layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
+        return meta
+    first = torch.empty_strided(first.shape, x.stride(), dtype=first.dtype, device="meta")
+    return (first, *meta[1:]) if isinstance(meta, (tuple, list)) else first
+
+
+def _group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    return _kept_layout(meta, x)
+
+
+def _native_group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    return _kept_layout(_statistics(meta, device, x, *args), x)
+
+
+def _norm_backward(meta: Any, device: str, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+    return _kept_layout(meta, x)
+
+
 def _batch_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
     """Outside of training the CPU's kernels return empty statistics, others those used."""
     meta = _statistics(meta, device, x, *args)
@@ -265,7 +287,10 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
     "aten.index": _index,
     "aten._unsafe_index": _index,
     "aten.native_layer_norm": _layer_norm,
-    "aten.native_group_norm": _statistics,
+    "aten.group_norm": _group_norm,
+    "aten.native_group_norm": _native_group_norm,
+    "aten.native_group_norm_backward": _norm_backward,
+    "aten.native_batch_norm_backward": _norm_backward,
     "aten.native_batch_norm": _batch_norm,
     "aten._native_batch_norm_legit": _batch_norm,
     "aten._native_batch_norm_legit_no_training": _batch_norm,

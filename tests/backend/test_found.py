@@ -422,3 +422,38 @@ def test_an_index_out_of_range_is_an_error_where_only_a_part_is_read(name):
     handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
     with pytest.raises(IndexError):
         handle(X, bad)
+
+
+def test_a_view_that_other_sizes_refuse():
+    fn = lambda x: x.chunk(2, -1)[1].view((1, 1, -1)) + 0  # noqa: E731
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    for size in ((17, 3), (1, 6), (5, 3)):
+        x = torch.randn(size)
+        assert torch.equal(handle(x), fn(x))
+    for size in ((18, 4), (5, 6)):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            handle(torch.randn(size))
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.lt, torch.div, torch.maximum, torch.atan2])
+def test_layouts_after_casts_of_expanded_tensors(op):
+    halves = torch.randn(120).as_strided((2, 4, 3, 5), (1, 2, 8, 24)).to(torch.float16)
+    for dtype in (torch.int32, torch.float16, torch.float64):
+        other = torch.arange(60).to(dtype).as_strided((2, 4, 3, 5), (0, 15, 5, 1))
+        for a, b in ((other, halves), (halves, other), (other[:1], halves), (other[:, 1:2], halves)):
+            got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x, y: op(x, y)))).handle(a, b)
+            assert got.stride() == op(a, b).stride()
+
+
+def test_what_follows_a_group_norm_has_its_layout():
+    x = torch.randn(2, 4, 3, 5).to(memory_format=torch.channels_last)
+    fn = lambda x: F.avg_pool2d(F.group_norm(x, 2), 2, 1)  # noqa: E731
+    got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(x)
+    assert got.stride() == fn(x).stride()
+
+
+def test_a_product_does_not_overflow_on_its_way_to_zero():
+    x = torch.full((3, 70), 200.0)
+    x[0, 69] = x[1, 0] = 0.0
+    got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x: x.prod(1)), functional=True)).handle(x)
+    assert got[0] == 0 and got[1] == 0 and got[2] == float("inf")

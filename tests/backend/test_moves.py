@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from fuser import register_fusion
 from fuser.kernel_cache import REGISTRY
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 SIZES = ((1, 1), (16, 16), (17, 15), (8, 24), (130, 33), (128, 128), (300, 40), (3, 257))
 
 
