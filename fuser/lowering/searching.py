@@ -30,6 +30,8 @@ def searched(
     dtype = bounds.dtype
     if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
         raise Unsupported("a search for values of another dtype than the sorted ones")
+    if dtype is torch.bool:
+        raise Unsupported("a search among masks, which eager refuses unless there are none")
     own, size, wide = ctx.size_of(bounds), ctx.size_of(x), compute_dtype(dtype)
     n = own[-1]
     steps = ctx.hint(n).bit_length()

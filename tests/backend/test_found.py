@@ -457,3 +457,10 @@ def test_a_product_does_not_overflow_on_its_way_to_zero():
     x[0, 69] = x[1, 0] = 0.0
     got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x: x.prod(1)), functional=True)).handle(x)
     assert got[0] == 0 and got[1] == 0 and got[2] == float("inf")
+
+
+def test_eager_searches_among_no_masks():
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(lambda x, y: torch.bucketize(x, y)))).handle
+    assert handle(torch.zeros(0, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)).shape == (0,)
+    with pytest.raises((RuntimeError, NotImplementedError), match="Bool"):
+        handle(torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool))
