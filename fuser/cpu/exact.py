@@ -7,12 +7,14 @@ import math
 import torch
 
 from fuser.ir.loop_body import Row
+from fuser.ops import ELEMENTARY
 from fuser.scheduler.plan import KernelPlan
 
 # Operators whose result is one of their arguments, zero, or one with another sign.
 KEEPING = frozenset({"maximum", "minimum", "fmax", "fmin", "where", "neg", "abs", "relu", "copysign", "identity"})
 # Operators whose NaN is an argument's, made quiet, or the machine's own, of which one bit below the exponent is set.
-COMPUTING = frozenset({"add", "sub", "mul", "div", "reciprocal", "sqrt", "fma"})
+# So is that of the package's elementary functions: powers of two, by which they scale, are made with a mantissa of 0.
+COMPUTING = frozenset({"add", "sub", "mul", "div", "reciprocal", "sqrt", "fma"}) | ELEMENTARY
 SMALL = frozenset({torch.bool, torch.int8, torch.uint8})  # whole numbers of at most eight bits
 WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}
 

@@ -18,7 +18,7 @@ from fuser.ir.sizes import INDIRECT, ONE, coefficient, symbols
 from fuser.ops import LOW, cpp_lanes
 from fuser.scheduler.plan import Store
 
-VECTORS, FEWER = 4, 2  # in a group; and where there are many rows, which would not stay in registers
+VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
 SHORTEST = 64  # elements of a row: what is left of a group costs more than a few elements by themselves
 NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}

@@ -38,6 +38,7 @@ from fuser.ops.triton_helpers import triton_prelude
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS, *random.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
+ELEMENTARY = lanes_cpp.FUNCTIONS  # functions of float32 that are inline and exist for scalars and for vectors
 SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 
 
@@ -112,6 +113,7 @@ __all__ = [
     "BOOL",
     "CPP_TYPEDEFS",
     "CPP_TYPES",
+    "ELEMENTARY",
     "FLOAT8",
     "FLOATS",
     "INTS",

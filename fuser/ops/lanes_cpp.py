@@ -7,14 +7,18 @@ such vectors, and kernels have a plain loop instead. Both give the same bits.
 
 from __future__ import annotations
 
+import re
+
 import torch
+
+from fuser.ops import float_cpp
 
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
 # two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
 _TEXT = """\
 #if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__)
 #define FUSER_LANES 16
-#elif defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && defined(__F16C__)
+#elif defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FUSER_LANES 8
 #else
 #define FUSER_LANES 0
@@ -32,12 +36,15 @@ typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 #define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps512_mask(h, (lanes_f){}, (u16)-1, 4)
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
 #define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
+#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
 #else
 #define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
 #define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps256(h)
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
 #define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
+#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
 #endif
+#define FUSER_L(x) ((x) - (lanes_f){})
 static __attribute__((noinline, unused)) const void* fuser_lanes_rest(void* to, i64 all, const void* from, i64 some) {
   __builtin_memset(to, 0, all);
   return __builtin_memcpy(to, from, some);
@@ -98,6 +105,10 @@ FUSER_FN void fuser_lanes_store_bool(u8* p, lanes_i x) {
   __builtin_memcpy(p, &b, sizeof b);
 }
 FUSER_FN lanes_f fuser_lanes_abs(lanes_f x) { return (lanes_f)((lanes_u)x & 0x7fffffffu); }
+FUSER_FN lanes_f fuser_lanes_copysign(lanes_f x, lanes_f y) {
+  return (lanes_f)(((lanes_u)x & 0x7fffffffu) | ((lanes_u)y & 0x80000000u));
+}
+FUSER_FN lanes_f fuser_lanes_number(lanes_i x) { return __builtin_convertvector(x, lanes_f); }
 FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) {
   const lanes_f m = a > b ? a : b;
   return (a != a) | (b != b) ? a + b : m;
@@ -109,6 +120,31 @@ FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) {
 #endif
 """
 HELPERS = {"FUSER_LANES": _TEXT}
+
+# Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
+FUNCTIONS = frozenset("exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf".split())
+_INSIDE = ("exp_near", "exp_below", "log_edges")
+_FOR_VECTORS = (
+    (r"\bfuser_(\w+)", r"fuser_lanes_\1"),
+    (r"\bFUSER_FMAF\b", "FUSER_LANES_FMA"),
+    (r"\bFUSER_BITS\((\w+), ", r"(\1)("),
+    (r"\(float\)(\(\(i32\)b >> 23\)|k\b)", r"fuser_lanes_number(\1)"),
+    (r"\b__builtin_fabsf\b", "fuser_lanes_abs"),
+    (r"\b__builtin_copysignf\b", "fuser_lanes_copysign"),
+    (r"\bfloat\b", "lanes_f"),
+    (r"\bu32\b", "lanes_u"),
+    (r"\b(?:i32|bool)\b", "lanes_i"),
+)
+
+
+def _for_vectors(text: str) -> str:
+    for pattern, to in _FOR_VECTORS:
+        text = re.sub(pattern, to, text)
+    return f"#if FUSER_LANES\n{text}#endif\n"
+
+
+for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE)), "fuser_pow2_of", "fuser_scale_f32"):
+    HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(float_cpp.HELPERS[_name])
 
 _ON_FLAGS = "logical_and logical_or logical_xor where identity"
 # Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
@@ -123,6 +159,8 @@ OWN = {
         "minimum": "fuser_lanes_minimum({0}, {1})",
         "relu": "{0} < 0.0f ? (lanes_f){{}} : {0}",
         "reciprocal": "1.0f / {0}",
+        "fma": "FUSER_LANES_FMA({0}, {1}, {2})",
+        **{name: f"fuser_lanes_{name}_f32({{0}})" for name in FUNCTIONS},
         "logical_not": "{0} == 0.0f",
     },
     torch.bool: {"logical_not": "{0} == 0", "bitwise_not": "{0} == 0"},

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+
 import pytest
 import torch
 import torch.fx
 
 from fuser import config, register_fusion
+from fuser.cpu import toolchain
 from fuser.kernel_cache import REGISTRY
 from tests.backend.test_numerics import same_bits
 
@@ -26,6 +30,14 @@ def pattern(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def both_signs() -> torch.Tensor:
     return torch.cat([torch.tensor(SPECIAL), torch.tensor(SPECIAL) + 0x8000])
+
+
+def run(library: str, name: str, tensors: list[torch.Tensor], n: int) -> None:
+    """Call a pointwise kernel of one dim over all its units."""
+    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes, status = (ctypes.c_longlong * 1)(n), ctypes.c_int(0)
+    units = (ctypes.c_longlong(0), ctypes.c_longlong(-(-n // 4096)))
+    getattr(ctypes.CDLL(library), name)(pointers, sizes, (ctypes.c_double * 1)(), *units, None, ctypes.byref(status))
 
 
 def handle_of(fn, mode="eager"):
@@ -111,3 +123,32 @@ def test_sums_of_bfloat16_are_rounded_without_a_look_at_nan():
         source = registration.spec.store.kernels[-1].source
         assert f"= fuser_round_{kind}bfloat16(" in source
         assert kind or "= fuser_round_tame_bfloat16(t" in source  # of the product, whose arguments were rounded
+
+
+def elementary(x):
+    """The functions that kernels compute in explicit vectors where the machine has them."""
+    logs = x.log(), x.log2(), x.log10(), x.log1p()
+    return *logs, x.exp(), x.exp2(), x.expm1(), x.tanh(), x.sigmoid(), x.erf(), torch.nn.functional.gelu(x)
+
+
+def arithmetic(x):
+    y = torch.where(x > 2, x * 1.3 + x, torch.minimum(x.abs(), x - 0.7) / x)
+    return y, y.float() * x, x.to(torch.float32), torch.isnan(y) | (y < x), torch.maximum(-y, torch.relu(x))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fn", [elementary, arithmetic])
+def test_explicit_vectors_and_plain_loops_give_the_same_bits(fn, dtype):
+    """So that results do not hang on the machine: the plain loop is what others run."""
+    with config.override(numerics="eager"):
+        registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn)))
+    x = pattern(torch.arange(0x10000 + 37) % 0x10000, dtype)
+    results = registration.handle(x)
+    source = registration.spec.store.kernels[-1].source
+    plain, count = re.subn(r"#define FUSER_LANES \d+", "#define FUSER_LANES 0", source)
+    assert count == 3 and re.search(r"#if FUSER_LANES\s+for", source)
+    (name,) = re.findall(r'extern "C" void (k\w+)\(char', plain)
+    outs = [torch.full_like(r, 7) for r in results]
+    run(toolchain.compile_library((plain,)), name, [x, *outs], len(x))
+    for got, want in zip(outs, results):
+        assert torch.equal(got, want) if got.dtype is torch.bool else same_bits(got, want)
