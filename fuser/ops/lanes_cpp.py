@@ -109,14 +109,15 @@ FUSER_FN lanes_f fuser_lanes_copysign(lanes_f x, lanes_f y) {
   return (lanes_f)(((lanes_u)x & 0x7fffffffu) | ((lanes_u)y & 0x80000000u));
 }
 FUSER_FN lanes_f fuser_lanes_number(lanes_i x) { return __builtin_convertvector(x, lanes_f); }
-FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) {
-  const lanes_f m = a > b ? a : b;
-  return (a != a) | (b != b) ? a + b : m;
+#if FUSER_LANES == 16
+FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
+  return __builtin_ia32_addps512_mask(a, b, y, __builtin_ia32_cmpps512_mask(a, b, 3, (u16)-1, 4), 4);
 }
-FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) {
-  const lanes_f m = a < b ? a : b;
-  return (a != a) | (b != b) ? a + b : m;
-}
+#else
+FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) { return (a != a) | (b != b) ? a + b : y; }
+#endif
+FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a > b ? a : b); }
+FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a < b ? a : b); }
 #endif
 """
 HELPERS = {"FUSER_LANES": _TEXT}
