@@ -2,7 +2,8 @@
 
 Three shapes of loop nest, told apart by which axis runs over vector lanes: pointwise (`pointwise.py`), row and column
 reductions (`reduction.py`); few long reductions are split (`split.py`). Loops carry `#pragma omp simd` and cells are
-scalar expressions: the compiler vectorises them for its widest unit.
+scalar expressions: the compiler vectorises them for its widest unit. Pointwise loops over halves, whose conversions it
+does not vectorise well, are spelled in explicit vectors too (`lanes.py`).
 """
 
 from __future__ import annotations
