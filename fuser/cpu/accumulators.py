@@ -56,7 +56,13 @@ class AccumulatingNest(Nest):
         acc = spec.accumulate(value)
         if self.plan.split and not self.is_column and r.kind == "sum" and acc is torch.float32:
             acc = torch.float64  # one long sum waits for memory, not for arithmetic
-        return spec, value, acc
+        return spec, value, self._truth() if acc is torch.bool else acc
+
+    def _truth(self) -> torch.dtype:
+        """What any and all keep in a lane, as wide as what is compared: g++ makes no vectors of bools that add up."""
+        rows = [r for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
+        wide = max((r.dtype.itemsize for r in rows), default=1)
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wide]
 
     def flushes(self, r: Reduce) -> bool:
         """Whether partial sums go to float64 totals."""

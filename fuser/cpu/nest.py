@@ -139,7 +139,7 @@ class Nest:
     def loaded(self, n: int) -> str:
         """What the load `n` reads, as a value."""
         buffer, (address,) = self.plan.rows[n].attr
-        text = f"{buffer}[{self.index(address)}]"
+        text = self._element(buffer, address)
         return text if n in self.moved else cpp_load(self.dtypes[buffer], text)
 
     def index(self, e: Expr) -> str:
@@ -158,6 +158,8 @@ class Nest:
             text = self.loaded(n)
             if n in self.guarded:
                 args = [f"(!empty & {args[0]})" if args else "!empty"]
+            if args and row.dtype is torch.bool:  # g++ makes vectors of a choice between numbers, not between bools
+                return f"({args[0]} ? (u8){text} : (u8)0) != 0"
             zero = f"({self.kind(n)})0" if n in self.moved else cpp_constant(0, row.dtype)
             return f"{args[0]} ? {text} : {zero}" if args else text
         if n in self.moved:
@@ -177,6 +179,13 @@ class Nest:
     def _bits(self, n: int, dtype: torch.dtype) -> str:
         row = self.plan.rows[n]
         return f"(u16){bits_of(float(row.attr), dtype)}" if row.op == "const" else self.ref(n)
+
+    def _element(self, buffer: str, address: Expr) -> str:
+        """An element in memory. One of less than a word that lanes look up is gathered."""
+        at, dtype = self.index(address), self.dtypes[buffer]
+        if dtype.itemsize >= 4 or not any(self.is_full(m) for m in _indirects(address)):
+            return f"{buffer}[{at}]"
+        return f"fuser_gather_{storage_type(dtype)}({buffer}, {at})"
 
     def declare(self, n: int, target: str | None = None) -> None:
         """Statements that compute row `n` into `t<n>` (or assign to `target`)."""

@@ -9,7 +9,7 @@ cross over to it at the frontends, where sizes come from `torch.fx`'s shape envi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -386,6 +386,28 @@ def _simplify_call(a: Call, sizes: Mapping[Sym, Expr]) -> Expr:
         nested = Call("floordiv", (inner.args[0], inner.args[1] * d))
         return quotient + _simplify_call(nested, sizes)
     return quotient + floordiv(rest, d)
+
+
+def recombined(e: Expr) -> Expr:
+    """`e` with `d * (x // d) + x % d` put together to `x` wherever such a pair has a common factor."""
+    while True:
+        found = next((new for m, c in e.terms for new in _joined(e, m, c)), None)
+        if found is None:
+            return e
+        e = found
+
+
+def _joined(e: Expr, m: tuple[Atom, ...], c: int) -> Iterator[Expr]:
+    """`e` without the term `c * m`, whose remainder finds its quotient among the other terms."""
+    for n, a in enumerate(m):
+        if not isinstance(a, Call) or a.fn != "mod":
+            continue
+        factor = Expr({(*m[:n], *m[n + 1 :]): c})
+        x, d = a.args
+        quotient = factor * d * _simplify_call(Call("floordiv", (x, d)), {})
+        terms = dict(e.terms)
+        if all(terms.get(k) == v for k, v in quotient.terms):
+            yield e - Expr({m: c}) - quotient + factor * x
 
 
 # -- programs: expressions for the launcher's stack machine ------------------------------------------------------------

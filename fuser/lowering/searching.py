@@ -83,6 +83,8 @@ def lower_bucketize(
 @lower("aten.masked_scatter")
 def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, source: TensorBox) -> TensorBox:
     """`x` with the elements where mask holds replaced by those of `source`, one after the other."""
+    if not ctx.arg_metas[2].is_contiguous():
+        raise Unsupported("masked_scatter of elements that do not lie in row-major order: eager copies them first")
     size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(mask)])
     wide = expand_box(ctx, mask, size)
     count, given = ctx.numel(wide), ctx.numel(source)
@@ -98,8 +100,8 @@ def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, so
         for i, s in zip(index, size):
             along = along * s + i
         mine = holds(index)
-        next_one = ops.sub(number((along,)), 1)
-        return ops.masked(mine, lambda: new((place(next_one, given),)), load(index))
+        next_one = ops.where(mine, ops.sub(number((along,)), 1), ops.constant(0, torch.int64))
+        return ops.where(mine, new((place(next_one, given),)), load(index))
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 

@@ -206,7 +206,11 @@ LOGICAL = (
 )  # fmt: skip
 
 SELECTION = (
-    OpRow("where", 3, torch.where, "{0} ? {1} : {2}", "tl.where({0}, {1}, {2})", signature="btt"),
+    # g++ makes vectors of logic, but not of a choice between bools.
+    OpRow(
+        "where", 3, torch.where, by("{0} ? {1} : {2}", "{0} ? {1} : {2}", "({0} & {1}) | (!{0} & {2})"),
+        "tl.where({0}, {1}, {2})", signature="btt",
+    ),
     OpRow("identity", 1, torch.clone, "{0}", "{0}", cost=0),
 )
 

@@ -26,6 +26,7 @@ from fuser.ir.sizes import (
     Sym,
     coefficient,
     product,
+    recombined,
     simplify_divmod,
     substitute,
     symbols,
@@ -114,7 +115,7 @@ class _Builder:
 
         def moved(e: Expr) -> Expr:
             indirect = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
-            return simplify_divmod(substitute(substitute(e, mapping), indirect), sizes)
+            return recombined(simplify_divmod(substitute(substitute(e, mapping), indirect), sizes))
 
         for n, row in enumerate(node.rows):
             if row.op == "load":

@@ -52,6 +52,20 @@ def test_dtypes(dtype):
     check(lambda x, i: (x[i], x.gather(1, i[:, None]), F.embedding(i, x), x.take(i)), x, I)
 
 
+NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_elements_of_less_than_a_word(dtype):
+    """Taken by number from any address: each at every place of the word around it, first and last ones included."""
+    base = (torch.arange(203) * 37 % 251).to(dtype)
+    i = torch.cat([torch.arange(200), torch.arange(-200, 0)])
+    for n in range(4):
+        check(lambda x, i: (x[i], torch.take(x, i), x[i] != 0), base[n : n + 200], i)
+    check(lambda x, i: torch.take(x, i), base[:200].view(4, 5, 10), i.view(20, 20))
+    check(lambda x, m, s: x.masked_scatter(m, s), base, base[1:2].expand(203) != base, base.flip(0))
+
+
 def test_small_sizes():
     number, one = torch.tensor(3.0), torch.tensor([7.0])
     zeros = torch.tensor([0, 0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.backend.fused import check, compare, fuse, no_fallback, values
+from tests.backend.fused import check, check_falls_back, compare, fuse, no_fallback, values
 
 SORTED = torch.tensor([-1.5, -1.0, 0.0, 0.0, 0.25, 2.0, 7.0])
 X = torch.tensor([[-3.0, -1.0, 0.0], [0.1, 7.0, float("nan")], [float("inf"), 2.0, -1.5]])
@@ -46,9 +46,11 @@ def test_elements_where_a_mask_holds():
     fn = lambda x, m, s: x.masked_scatter(m, s) + 1  # noqa: E731
     check(fn, x, mask, values(30))
     check(fn, x, mask[0], values(5, 4))
+    check(fn, x, mask & False, values(1))
     handle, spec = fuse(fn)
     with pytest.raises(RuntimeError):
         handle(x, mask | True, values(3))  # fewer than the mask takes: eager's own error
+    check_falls_back(fn, x, mask, values(5, 4).t(), reason="row-major order")
 
 
 def test_bools():
