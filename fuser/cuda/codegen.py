@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 from fuser.cuda.joined import fits, write_joined
 from fuser.cuda.layout import Context
-from fuser.cuda.looped import write_function
-from fuser.cuda.nest import Function, Nest
+from fuser.cuda.nest import Function
 from fuser.cuda.scan import write_scan
 from fuser.cuda.scatter import write_scatter
-from fuser.cuda.split import Partial, split, split_guards, wants_split
+from fuser.cuda.split import Partial, cut, split, unsplit
 from fuser.cuda.text import Guard
 from fuser.ops import triton_prelude
 from fuser.scheduler.plan import KernelPlan
@@ -46,11 +45,10 @@ def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
     if plan.ordered is not None:
         write = write_scan if plan.ordered.kind == "scan" else write_scatter
         return Generated(*write(plan, name, ctx))
-    if wants_split(plan, ctx):
+    if cut(plan, ctx).split:
         return Generated(*split(plan, name, ctx))
-    nest = Nest(plan, name, ctx)
-    function = write_function(nest)
-    return Generated((function,), (), tuple(dict.fromkeys([*split_guards(plan, ctx), *nest.guards])))
+    function, guards = unsplit(plan, name, ctx)
+    return Generated((function,), (), guards)
 
 
 def generate_joined(joined: Joined, name: str, ctx: Context) -> Generated | None:

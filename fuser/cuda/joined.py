@@ -101,7 +101,7 @@ class _Walking:
         stages = 1 if ahead else nest.ctx.variant.stages or tiles.WALK_STAGES
         out.open(f"for x0 in tl.range({CHUNK.name} * {rows.block}, {n}, {step}, num_stages={stages})")
         for at in ahead:
-            out.add(f"t{at} = next{at}")
+            out.add(f"t{at} = {nest.loaded(self.plan.rows[at], f'next{at}')}")
         if ahead:
             self.load(ahead, f"x0 + {step} + ")
         nest.open_dim(rows, "x0 + ")
@@ -127,7 +127,7 @@ class _Walking:
         """The tiles of a step into registers."""
         self.nest.open_dim(self.nest.layout.dims[ROWS], start)
         for n in loads:
-            self.out.add(f"next{n} = {self.nest.value(n)}")
+            self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
 
     def rows(self, hoisted: bool, known: Collection[int] = ()) -> None:
         """The rows of the plan that are the same for all rows of the tile's walk, or all others but the `known`."""

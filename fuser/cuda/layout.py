@@ -161,9 +161,9 @@ def adds_floats(plan: KernelPlan) -> bool:
     return False
 
 
-def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, passing: bool = False) -> Layout:
-    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, and
-    `passing` by what lies in the second-level cache."""
+def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: tiles.Tile | None = None) -> Layout:
+    """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, with the
+    tile `ahead` if that is loaded ahead."""
     kept = [a for a in plan.axes if not a.reduced]
     reduced = list(plan.reduced_axes)
     n = product(a.size for a in reduced)
@@ -171,17 +171,16 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, passing
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
-        table = tiles.PASSING_COLUMNS if passing else tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS
+        table = tiles.SPLIT_COLUMNS if loop else tiles.LOOPED_COLUMNS
         looped, least = table[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
         tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
-        looped = tiles.PASSING_ROWS[narrowest(plan)] if passing else looped
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
-    tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(looped, ctx.smaller)
+    tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(ahead or looped, ctx.smaller)
     # The order in which floats are added up hangs on the number of warps, and in columns on that of neighbours.
     free = not adds_floats(plan)
     if tile is not None and not loop and (free or not column):

@@ -34,17 +34,22 @@ class Looped:
     """Writes the phases of a nest whose reduced axes are looped over."""
 
     def __init__(
-        self, nest: Nest, bounds: tuple[str, str] | None = None, ahead: int | None = None, eviction: str = ""
-    ) -> None:
+        self, nest: Nest, bounds: tuple[str, str, str] | None = None, eviction: str | None = None,
+        stages: int | None = None,
+    ) -> None:  # fmt: skip
+        """`bounds`: of a chunk, from where to where and by how much. `eviction`: tiles are loaded to registers, each a
+        step before its use, with this policy; else so many `stages` are on their way through shared memory."""
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         assert nest.loop_dim is not None
         self.dim: Dim = nest.loop_dim
-        self.bounds, self.eviction = bounds, eviction
+        self.bounds, self.eviction = bounds, eviction or ""
+        self.by_hand = eviction is not None and not nest.ctx.variant.stages
         column = bounds is not None and len(nest.layout.dims) == 2
         plain = bounds is not None and not any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
         alone = plain and sum(r.op == "load" for r in self.plan.rows) == 1
-        stages = tiles.COLUMN_STAGES if column else tiles.CHUNK_STAGES if alone else 0
-        self.ahead = nest.ctx.variant.stages or (ahead if ahead is not None else stages)
+        if stages is None:
+            stages = tiles.COLUMN_STAGES if column else tiles.CHUNK_STAGES if alone else 0
+        self.ahead = nest.ctx.variant.stages or (stages if eviction is None else 0)
         # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
@@ -114,13 +119,17 @@ class Looped:
         if online is not None:
             self.start_online(online)
         passes = self.passes()
-        self.open_loop(self.bounds is None and passes.index(phase) % 2 == 1)
         self.nest.eviction = self.eviction
         if len(passes) > 1:
             policy = "evict_first" if phase == passes[-1] else "evict_last"
             self.nest.eviction = f", eviction_policy='{policy}'"
+        ahead = self.load_first(roots) if self.by_hand else []
+        self.open_loop(self.bounds is None and passes.index(phase) % 2 == 1)
+        if ahead:
+            self.load_next(ahead)
         for n in self.closure(roots):
-            self.nest.emit(n)
+            if n not in ahead:
+                self.nest.emit(n)
         self.nest.eviction = ""
         for s in self.plan.stores:
             if s.phase == phase and self.nest.store_is_full(s):
@@ -131,6 +140,31 @@ class Looped:
             self.accumulate_online(online)
         self.out.close()
 
+    def load_first(self, roots: list[int]) -> list[int]:
+        """Load the first tiles of what the loop reads, and say by which rows of the plan."""
+        rows = [(n, self.plan.rows[n]) for n in self.closure(roots)]
+        found = [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r)]
+        low, _, _ = self.range()
+        self.nest.open_dim(self.dim, f"{low} + ")
+        for n in found:
+            self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
+        return found
+
+    def load_next(self, ahead: list[int]) -> None:
+        """Take the tiles that were loaded, and load the next ones."""
+        name, (_, _, step) = self.dim.name, self.range()
+        for n in ahead:
+            self.out.add(f"t{n} = {self.nest.loaded(self.plan.rows[n], f'next{n}')}")
+            self.nest.emitted.add(n)
+        self.nest.open_dim(self.dim, f"{name}0 + {step} + ")
+        for n in ahead:
+            self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
+        self.nest.open_dim(self.dim, f"{name}0 + ")
+
+    def range(self) -> tuple[str, str, str]:
+        """From where to where the loop goes, and by how much."""
+        return self.bounds or ("0", self.size(), str(self.dim.block))
+
     def size(self) -> str:
         """How much there is to loop over."""
         nest, d = self.nest, self.dim
@@ -139,13 +173,13 @@ class Looped:
     def open_loop(self, backwards: bool) -> None:
         """The loop over blocks of the reduced axes; `backwards`, so that what was read last is found in the cache."""
         d = self.dim
-        low, high = self.bounds or ("0", self.size())
+        low, high, step = self.range()
         if backwards:
             self.out.open(f"for back in range(0, {high}, {d.block})")
             self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")
         else:
             kind, more = ("tl.range", f", num_stages={self.ahead}") if self.ahead else ("range", "")
-            self.out.open(f"for {d.name}0 in {kind}({low}, {high}, {d.block}{more})")
+            self.out.open(f"for {d.name}0 in {kind}({low}, {high}, {step}{more})")
         self.nest.open_dim(d, f"{d.name}0 + ")
 
     def start(self, r: Reduce) -> None:

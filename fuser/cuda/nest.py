@@ -36,6 +36,7 @@ from fuser.ops import (
 from fuser.scheduler.plan import KernelPlan, Reduce, Store
 
 _EXACT = frozenset({"load", "const", *DRAWS})  # values that have no error yet
+_ZERO_OF_ZEROS = frozenset({"to_dtype", "mul", "add", "abs"})
 # Ops that turn a small error of a float into a large one of something else.
 _STEEP = frozenset(
     "floor ceil round trunc frac eq ne lt le gt ge sign heaviside floor_div trunc_div remainder fmod nextafter".split()
@@ -163,6 +164,14 @@ class Nest:
 
     def load(self, row: Row) -> str:
         """The right-hand side of a load."""
+        return self.loaded(row, self.load_stored(row))
+
+    def loaded(self, row: Row, text: str) -> str:
+        """The value of what a load found in memory."""
+        return triton_load(self.dtypes[row.attr[0]], text)
+
+    def load_stored(self, row: Row) -> str:
+        """A load of what is in memory, not yet converted to the dtype that it is computed in."""
         buffer, (address,) = row.attr
         dims, text = self.expr_dims(address), self.address(address)
         missing = self.row_dims(row.args[0]) - dims if row.args else frozenset()
@@ -172,7 +181,7 @@ class Nest:
         options = f", {mask}, other=0" if mask else ""
         evict = self.eviction if dims else ""
         pointer = self.params.pointer(buffer)
-        return triton_load(self.dtypes[buffer], f"tl.load({pointer} + ({text}){options}{evict})")
+        return f"tl.load({pointer} + ({text}){options}{evict})"
 
     def value(self, n: int) -> str:
         """The right-hand side of row `n`."""
@@ -190,8 +199,6 @@ class Nest:
             case "to_dtype":
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
-                if row.attr is torch.float8_e4m3fn and any(n in r.args for r in self.plan.rows):
-                    raise Unsupported("what is rounded to torch.float8_e4m3fn is used by the kernel that rounds it")
                 return triton_convert(torch.float32, row.attr, args[0])
             case "philox_uniform" | "philox_even" | "philox_odd":
                 return f"fuser_unit_float(w{n})"
@@ -354,7 +361,9 @@ class Nest:
         row = self.plan.rows[r.row]
         own = row.args[0] if spec.index else r.row
         inner = self.layout.dims[-1].name
-        text = f"tl.where(m{inner}, {triton_convert(value, acc, f't{own}')}, {triton_number(spec.identity(acc), acc)})"
+        text = triton_convert(value, acc, f"t{own}")
+        if spec.index or not self.is_zero_outside(own) or spec.identity(acc) != 0:
+            text = f"tl.where(m{inner}, {text}, {triton_number(spec.identity(acc), acc)})"
         if acc is torch.bool:
             text = f"{text} != 0"
         elif acc.itemsize < 4:
@@ -366,6 +375,13 @@ class Nest:
         index = triton_convert(torch.int64, self.index_dtype, f"t{row.args[1]}")
         last = torch.iinfo(self.index_dtype).max
         return text, f"tl.broadcast_to(tl.where(m{inner}, {index}, {last}), {self.shape()})"
+
+    def is_zero_outside(self, n: int) -> bool:
+        """Whether row `n` is zero where the tile reaches beyond the reduced axes: a load is, which is masked there."""
+        row, inner = self.plan.rows[n], len(self.layout.dims) - 1
+        if row.op == "load":
+            return inner in self.expr_dims(row.attr[1][0])
+        return row.op in _ZERO_OF_ZEROS and all(map(self.is_zero_outside, row.args))
 
     def fold(self, r: Reduce, values: str, indices: str) -> str:
         """The expression that reduces a tile along its last dim."""

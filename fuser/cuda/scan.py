@@ -168,7 +168,8 @@ class Scan(Nest):
         """The loop over tiles: each goes into the carry, and if it `stores`, is scanned."""
         long = self.axis and self.layout.dims[-1].block > tiles.SCANNED_SHORT_COLUMNS[4].inner
         stages = tiles.PLACED_STAGES if len(self.parts) > 1 and not self.axis else tiles.SCAN_STAGES
-        looped = Looped(self, bounds, tiles.COLUMN_SCAN_STAGES if long else stages)
+        chunk = (*bounds, str(self.layout.dims[-1].block)) if bounds else None
+        looped = Looped(self, chunk, stages=tiles.COLUMN_SCAN_STAGES if long else stages)
         roots = [*self.scanned, *self.indirect(self.goal)]
         looped.outer_rows(0)
         looped.open_loop(False)

@@ -50,64 +50,105 @@ class Partial:
     counters: bool = False  # zeros
 
 
-def programs(plan: KernelPlan) -> Expr:
-    """How many programs an unsplit, looped kernel would have."""
+def programs(plan: KernelPlan, width: int = 0) -> Expr:
+    """How many programs an unsplit, looped kernel would have; of columns, `width` wide ones instead of the table's."""
     kept = [a for a in plan.axes if not a.reduced]
     if not is_column(plan):
         return product(a.size for a in kept)
     others = product(a.size for a in kept if a.sym != plan.vector)
     vector = next(a for a in kept if a.sym == plan.vector)
-    return others * blocks(vector.size, tiles.LOOPED_COLUMNS[narrowest(plan)].outer)
+    return others * blocks(vector.size, width or tiles.LOOPED_COLUMNS[narrowest(plan)].outer)
 
 
-def _decision(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
-    """Whether the sizes ask for a split, and the relations that say the same of other sizes."""
-    units, n = programs(plan), product(a.size for a in plan.reduced_axes)
-    few = ctx.hint(units) < tiles.SPLIT_BELOW
-    least = tiles.SPLIT_COLUMN_FROM if is_column(plan) else tiles.SPLIT_ROW_FROM
-    if ctx.hint(n) < least:  # asked first: what else is said of such rows implies it, so it makes no further class
-        return False, [("lt", n, expr(least))]
-    if few:
-        return True, [("lt", units, expr(tiles.SPLIT_BELOW)), ("le", expr(least), n)]
-    return False, [("le", expr(tiles.SPLIT_BELOW), units)]
+@dataclass(frozen=True)
+class Cut:
+    """Whether reduced axes are cut in chunks (`split`), and how.
+
+    `ahead` says how chunks are loaded to registers, `whole` with which tile uncut columns are, both with an eviction
+    policy; None: through shared memory. `guards` say the same of other sizes.
+    """
+
+    split: bool
+    guards: tuple[Guard, ...] = ()
+    ahead: tiles.Ahead | None = None
+    whole: tiles.Tile | None = None
+    eviction: str = ""
 
 
-def wants_split(plan: KernelPlan, ctx: Context) -> bool:
-    """Whether few programs would have to do much each."""
-    return reduces_in_one_pass(plan) and _decision(plan, ctx)[0]
-
-
-def split_guards(plan: KernelPlan, ctx: Context) -> list[Guard]:
-    """What keeps the decision the same for other sizes."""
+def cut(plan: KernelPlan, ctx: Context) -> Cut:
+    """How the reduced axes of a plan are cut."""
     if not reduces_in_one_pass(plan):
-        return []
-    return [g for g in _decision(plan, ctx)[1] if g[1].as_int() is None or g[2].as_int() is None]
+        return Cut(False)
+    found = _cut(plan, ctx)
+    guards = [g for g in found.guards if g[1].as_int() is None or g[2].as_int() is None]
+    return dataclasses.replace(found, guards=tuple(guards))
+
+
+def _cut(plan: KernelPlan, ctx: Context) -> Cut:
+    n, column = product(a.size for a in plan.reduced_axes), is_column(plan)
+    least = tiles.SPLIT_COLUMN_FROM if column else tiles.SPLIT_ROW_FROM
+    if ctx.hint(n) < least:  # asked first: what else is said of such rows implies it, so it makes no further class
+        return Cut(False, (("lt", n, expr(least)),))
+    loading = _loading(plan, ctx)
+    guards: list[Guard] = [("le", expr(least), n)]
+    if column and loading.ahead is not None:
+        width = loading.ahead.tile.outer
+        units = programs(plan, width)
+        small = loading.guards[0][0] == "lt"
+        at_least, whole, below = tiles.whole_columns(
+            ctx.hint(units), width, narrowest(plan), _takes_registers(plan), small
+        )
+        guards += [("le", expr(at_least), units)] if at_least else []
+        guards += [("lt", units, expr(below))] if below else []
+        return dataclasses.replace(loading, split=whole is None, whole=whole, guards=(*guards, *loading.guards))
+    units, limit = programs(plan), expr(tiles.SPLIT_BELOW)
+    if ctx.hint(units) >= tiles.SPLIT_BELOW:
+        return Cut(False, (*guards, ("le", limit, units), *(loading.guards if column else ())))
+    return dataclasses.replace(loading, guards=(*guards, ("lt", units, limit), *loading.guards))
+
+
+def _takes_registers(plan: KernelPlan) -> bool:
+    """Whether there is more than one running result for an element."""
+    return sum(1 + REDUCTIONS[r.kind].index for r in plan.reductions) > 1
+
+
+def _loading(plan: KernelPlan, ctx: Context) -> Cut:
+    """How a loop over chunks loads; of one tensor, the first relation says whether it is smaller than the cache."""
+    both = {a.sym for a in plan.axes}
+    read = {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
+    if len(read) != 1:
+        return Cut(True)
+    moved = product(a.size for a in plan.axes) * dict(plan.buffers)[min(read)].itemsize
+    size, passing, below = ctx.hint(moved), expr(tiles.PASSING_FROM), expr(tiles.AHEAD_BELOW)
+    if size >= tiles.AHEAD_BELOW:
+        return Cut(True, (("le", below, moved),))
+    several = _takes_registers(plan)
+    table = tiles.AHEAD_ROWS[several]
+    if is_column(plan):
+        vector = next(a for a in plan.axes if a.sym == plan.vector)
+        table = tiles.AHEAD_COLUMNS[several] if ctx.hint(vector.size) % 16 == 0 else tiles.AHEAD_ODD_COLUMNS
+    ahead = table[narrowest(plan)]
+    if size < tiles.PASSING_FROM:
+        return Cut(True, (("lt", moved, passing),), ahead)
+    eviction = tiles.PASSING if not read & ctx.later else ""
+    return Cut(True, (("le", passing, moved), ("lt", moved, below)), ahead, eviction=eviction)
 
 
 def split(
     plan: KernelPlan, name: str, ctx: Context
 ) -> tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]:
     """One or two functions for `plan`, the temporaries of all programs, and what the choice rests on."""
-    passing, passing_guards = _passing(plan, ctx)
-    layout = reduction_layout(plan, ctx, True, passing)
+    how = cut(plan, ctx)
+    layout = reduction_layout(plan, ctx, True, how.ahead.tile if how.ahead else None)
     inner = layout.dims[-1]
-    units = programs(plan)
-    n = inner.size
-    wanted = maximum(floordiv(product(a.size for a in plan.axes), expr(tiles.SPLIT_ELEMENTS)), tiles.FEWEST_PROGRAMS)
-    wanted = minimum(wanted, tiles.SPLIT_PROGRAMS[narrowest(plan)])
-    longest = tiles.MOST_CHUNKS
-    if passing:
-        wanted, longest = expr(tiles.PASSING_PROGRAMS), tiles.PASSING_CHUNKS
-    most = minimum(maximum(floordiv(wanted, units), ONE), expr(longest))
-    chunks = minimum(blocks(n, inner.block), most)
-    each = floordiv(floordiv(n + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
+    chunks, longest = _chunks(plan, how, inner)
     in_one = tiles.SPLIT_IN_ONE and not any(REDUCTIONS[r.kind].index for r in plan.reductions)
     nest = Nest(plan, name if in_one else f"{name}_partial", ctx, layout)
     results = product(a.size for a in plan.axes if not a.reduced)
     partials = _partials(plan, nest, name, results * chunks)
     dtypes = {p.name: p.dtype for p in partials}
     nest.dtypes.update(dtypes)
-    _write_partial(nest, chunks, each, result_address(plan, results), name, passing)
+    _write_partial(nest, chunks, result_address(plan, results), name, how)
     combined = combine_plan(plan, chunks, results, name, dtypes)
     rest = Nest(combined, f"{name}_combine", ctx, _combine_layout(combined, longest, layout if in_one else None))
     if in_one:
@@ -116,23 +157,35 @@ def split(
         functions: tuple[Function, ...] = (_in_one(nest, rest, chunks, counters),)
     else:
         functions = nest.close_function(nest.name, nest.units() * chunks), write_function(rest)
-    guards = dict.fromkeys([*split_guards(plan, ctx), *passing_guards, *nest.params.guards, *rest.params.guards])
+    guards = dict.fromkeys([*how.guards, *nest.params.guards, *rest.params.guards])
     return functions, tuple(partials), tuple(guards)
 
 
-def _passing(plan: KernelPlan, ctx: Context) -> tuple[bool, list[Guard]]:
-    """Whether what is read had better leave the second-level cache alone, and the relations that say so."""
-    both = {a.sym for a in plan.axes}
-    read = {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
-    if len(read) != 1 or read & ctx.later:
-        return False, []
-    moved = product(a.size for a in plan.axes) * dict(plan.buffers)[min(read)].itemsize
-    low, high = expr(tiles.PASSING_FROM), expr(tiles.PASSING_BELOW)
-    if ctx.hint(moved) < tiles.PASSING_FROM:
-        return False, [("lt", moved, low)]
-    if ctx.hint(moved) >= tiles.PASSING_BELOW:
-        return False, [("le", high, moved)]
-    return True, [("le", low, moved), ("lt", moved, high)]
+def _chunks(plan: KernelPlan, how: Cut, inner: Dim) -> tuple[Expr, int]:
+    """How many chunks there are, and how many there may be for any sizes."""
+    if how.ahead is not None:
+        units, wanted = programs(plan, how.ahead.tile.outer), expr(how.ahead.programs)
+        longest = tiles.power_of_two(how.ahead.programs)
+    else:
+        units, longest = programs(plan), tiles.MOST_CHUNKS
+        much = floordiv(product(a.size for a in plan.axes), expr(tiles.SPLIT_ELEMENTS))
+        wanted = minimum(maximum(much, tiles.FEWEST_PROGRAMS), tiles.SPLIT_PROGRAMS[narrowest(plan)])
+    most = minimum(maximum(floordiv(wanted, units), ONE), expr(longest))
+    return minimum(blocks(inner.size, inner.block), most), longest
+
+
+def unsplit(plan: KernelPlan, name: str, ctx: Context) -> tuple[Function, tuple[Guard, ...]]:
+    """The function of a plan that is not split, and what the choice rests on."""
+    how = cut(plan, ctx)
+    if how.whole is None:
+        nest = Nest(plan, name, ctx)
+        function = write_function(nest)
+    else:
+        nest = Nest(plan, name, ctx, reduction_layout(plan, ctx, True, how.whole))
+        nest.open_programs()
+        Looped(nest, None, how.eviction).all_phases()
+        function = nest.close_function(name, nest.units())
+    return function, tuple(dict.fromkeys([*how.guards, *nest.guards]))
 
 
 def _in_one(nest: Nest, rest: Nest, chunks: Expr, counters: Partial) -> Function:
@@ -189,15 +242,21 @@ def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Parti
     return out
 
 
-def _write_partial(nest: Nest, chunks: Expr, each: Expr, at: Expr, name: str, passing: bool) -> None:
-    """A looped pass over a chunk, stored unfinished."""
+def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> None:
+    """A looped pass over a chunk, stored unfinished. What is loaded ahead is dealt out tile by tile, in turn."""
     nest.open_programs([("chunk", chunks)])
-    size = nest.params.number(each, nest.bits, "each", True)
-    n = nest.params.number(nest.layout.dims[-1].size, nest.bits, "n_r", True)
-    nest.out.add(f"low = chunk * {size}")
-    nest.out.add(f"high = tl.minimum(low + {size}, {n})")
-    bounds = ("low", "high")
-    loop = Looped(nest, bounds, 0, tiles.PASSING) if passing else Looped(nest, bounds)
+    inner = nest.layout.dims[-1]
+    along = nest.runs_along(inner)
+    n = nest.params.number(inner.size, nest.bits, f"n_{inner.name}", along)
+    if how.ahead is not None:
+        step = nest.params.number(chunks * inner.block, nest.bits, "step", along)
+        loop = Looped(nest, (f"chunk * {inner.block}", n, step), how.eviction)
+    else:
+        each = floordiv(floordiv(inner.size + chunks - 1, chunks) + (inner.block - 1), expr(inner.block)) * inner.block
+        size = nest.params.number(each, nest.bits, "each", along)
+        nest.out.add(f"low = chunk * {size}")
+        nest.out.add(f"high = tl.minimum(low + {size}, {n})")
+        loop = Looped(nest, ("low", "high", str(inner.block)))
     loop.phase(0)
     address = nest.address(at)
     mask = nest.mask(nest.expr_dims(at))

@@ -104,14 +104,64 @@ COMBINE_IN_ONE = 16  # chunks that the last program of a column's tile takes at 
 # more programs than these (the latter by the bytes of the narrowest element).
 SPLIT_ELEMENTS, FEWEST_PROGRAMS = 32768, 528
 SPLIT_PROGRAMS = {1: 512, 2: 512, 4: 528, 8: 2112}
-# One tensor of so many bytes, not much larger than the second-level cache, had better leave alone what is there: what
-# others left to be written would be written back meanwhile. Only loads to registers can say so. Chunks of it, by the
-# bytes of an element:
-PASSING_FROM, PASSING_BELOW = 32 << 20, 128 << 20
+# One tensor below so many bytes is loaded to registers, a tile ahead. (Of loads that the same step uses, NVIDIA's
+# assembler has one wait for another, to save registers.) What is larger goes through shared memory.
+AHEAD_BELOW = 320 << 20
+# From so many bytes on, most of the second-level cache, it had better leave alone what is there: what others left to be
+# written would be written back meanwhile. Only loads to registers can say so.
+PASSING_FROM = 32 << 20
 PASSING = ", eviction_policy='evict_first'"
-PASSING_ROWS = {1: Tile(1, 4096, 4), 2: Tile(1, 4096, 4), 4: Tile(1, 2048, 4), 8: Tile(1, 1024, 4)}
-PASSING_COLUMNS = {1: Tile(64, 32, 2), 2: Tile(64, 32, 2), 4: Tile(64, 32, 4), 8: Tile(32, 32, 4)}
-PASSING_PROGRAMS, PASSING_CHUNKS = 1056, 2048
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """At most so many `programs`, each of which takes every so manieth `tile`."""
+
+    tile: Tile
+    programs: int
+
+
+# By the bytes of the element, for one reduction; the second for several, or for places, whose running results take more
+# registers.
+AHEAD_ROWS = (
+    {1: Ahead(Tile(1, 8192, 16), 264), 2: Ahead(Tile(1, 16384, 16), 264),
+     4: Ahead(Tile(1, 8192, 16), 264), 8: Ahead(Tile(1, 4096, 16), 264)},
+    {1: Ahead(Tile(1, 4096, 8), 528), 2: Ahead(Tile(1, 4096, 8), 528),
+     4: Ahead(Tile(1, 2048, 8), 528), 8: Ahead(Tile(1, 1024, 8), 528)},
+)  # fmt: skip
+AHEAD_COLUMNS = (
+    {1: Ahead(Tile(128, 32, 4), 528), 2: Ahead(Tile(64, 64, 4), 528),
+     4: Ahead(Tile(32, 64, 4), 1056), 8: Ahead(Tile(16, 64, 4), 1056)},
+    {1: Ahead(Tile(128, 16, 4), 528), 2: Ahead(Tile(64, 32, 4), 528),
+     4: Ahead(Tile(32, 32, 4), 1056), 8: Ahead(Tile(16, 32, 4), 1056)},
+)  # fmt: skip
+# The same where 16 does not divide the number of columns: elements are loaded one by one.
+AHEAD_ODD_COLUMNS = {
+    1: Ahead(Tile(128, 32, 8), 528), 2: Ahead(Tile(128, 32, 4), 528),
+    4: Ahead(Tile(32, 64, 4), 528), 8: Ahead(Tile(16, 64, 4), 528),
+}  # fmt: skip
+# Where one program for each block of columns is enough: (blocks, bytes of an element: rows of a program's step, warps).
+# The last is for what is not as large as the second-level cache.
+AHEAD_WHOLE_COLUMNS: tuple[tuple[int, dict[int, int], int], ...] = (
+    (256, {1: 32, 2: 128, 4: 128, 8: 128}, 8),
+    (120, {1: 64, 2: 256, 4: 256, 8: 256}, 16),
+    (64, {1: 64, 2: 256, 4: 512, 8: 512}, 32),
+)
+
+
+def whole_columns(blocks: int, width: int, itemsize: int, several: bool, small: bool) -> tuple[int, Tile | None, int]:
+    """The tile of programs that take `blocks` of so many columns from top to bottom, None if there are too few of them;
+    and from how many blocks on, and below how many, that holds (0: any)."""
+    below = 0
+    for n, (least, rows, warps) in enumerate(AHEAD_WHOLE_COLUMNS):
+        if n == 2 and not small:
+            break
+        if blocks >= least:
+            return least, Tile(width, rows[itemsize] >> several, warps), below
+        below = least
+    return 0, None, below
+
+
 SPLIT_BELOW = 256  # programs that an unsplit kernel would have
 SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512

@@ -46,6 +46,7 @@ _LOAD_E4M3FN = """\
 # none below them.
 _STORE_FLOAT8 = """\
     if FUSER_CAPABILITY >= 90:
+        {prepared}
         rounded = x.to(tl.{type}).to(tl.uint8, bitcast=True)
         {fixed}
         return rounded.to(tl.uint8)
@@ -59,14 +60,16 @@ _STORE_FLOAT8 = """\
 """
 _E4M3FN = {
     "type": "float8e4nv", "unit": "16384.0", "unit_bits": "0x46800000", "bias": "0x3c000000", "half": "0x7ffff",
-    "drop": 20, "least": "0x3c800000",
+    "drop": 20, "least": "0x3c800000", "fixed": "",
 }  # fmt: skip
 _E5M2 = {
     "type": "float8e5", "unit": "128.0", "unit_bits": "0x43000000", "bias": "0x38000000", "half": "0xfffff",
-    "drop": 21, "least": "0x38800000", "top": 124,
+    "drop": 21, "least": "0x38800000", "top": 124, "prepared": "",
     "fixed": "rounded = tl.where(x >= 61440.0, 124, tl.where(x <= -61440.0, 252, rounded))",
 }  # fmt: skip
-_OR_NAN = "rounded = tl.where(tl.abs(x) > 464.0, rounded | 127, rounded)"
+# Not by the bytes: Triton 3.6 makes two from one conversion, and where something is done to both and they are converted
+# back, the second is lost.
+_OR_NAN = "x = tl.where(tl.abs(x) > 464.0, float('nan'), x)"
 # Of up to 128 argument sets, the last one whose first program is not after this one.
 _FIND_MEMBER = """\
     first = tl.load(table + tl.arange(0, 128))
@@ -179,10 +182,10 @@ TRITON_HELPERS: dict[str, str] = {
     ),
     "fuser_load_float8_e4m3fn": _function("fuser_load_float8_e4m3fn(q)", _LOAD_E4M3FN),
     "fuser_store_float8_e4m3fn": _function(
-        "fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, fixed="")
+        "fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, prepared="")
     ),
     "fuser_store_float8_e4m3fn_or_nan": _function(
-        "fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, fixed=_OR_NAN)
+        "fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, prepared=_OR_NAN)
     ),
     "fuser_store_float8_e5m2": _function("fuser_store_float8_e5m2(x)", _STORE_FLOAT8.format(**_E5M2)),
     # The upper byte of a half.

@@ -162,6 +162,8 @@ EXTRA = (
     Case("sum_and_max/split", sum_and_max, lambda i: (i.normal(5000, 70),)),
     Case("sum_and_max/passing", sum_and_max, lambda i: (i.normal(600, 70),)),
     Case("argmax/passing", lambda x: x.argmax() * 2, lambda i: (i.normal(300, 113),)),
+    Case("column_sum/bf16/passing", lambda x: (x * 2).sum(0), lambda i: (i.normal(800, 48, dtype=BF16),)),
+    Case("column_sum/many/passing", lambda x: x.sum(0), lambda i: (i.normal(90, 100),)),
     Case("norm_gradients/odd", norm_gradients,
          lambda i: (i.normal(37, 117), i.normal(37, 117), i.uniform(37, 1), i.uniform(117))),
     Case("column_sum/odd", lambda x: x.sum(0), lambda i: (i.normal(700, 33),)),
@@ -407,16 +409,13 @@ def clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 FLOAT8 = tuple(
     case
-    for name, dtype, to in (
-        ("e5m2", torch.float8_e5m2, Case("float8/e5m2/to", quantised(torch.float8_e5m2), lambda i: (far(i, 9, 70),))),
-        ("e4m3fn", torch.float8_e4m3fn, Case("float8/e4m3fn/to", clamped, lambda i: (i.normal(9, 70) * 40,))),
-    )
+    for name, dtype in (("e5m2", torch.float8_e5m2), ("e4m3fn", torch.float8_e4m3fn))
     for case in (
-        to,
+        Case(f"float8/{name}/to", quantised(dtype), lambda i: (far(i, 9, 70),)),
         Case(f"float8/{name}/from", rescaled(dtype), lambda i, d=dtype: (
             i.normal(9, 70).to(d), torch.tensor(0.25, device=i.device).expand(9, 1).to(BF16).clone())),
     )
-)  # fmt: skip
+) + (Case("float8/e4m3fn/clamped", clamped, lambda i: (i.normal(9, 70) * 40,)),)  # fmt: skip
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -442,7 +441,7 @@ INTERPRETED = (
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
     "extremes/bool", "argmax/split",
-    "sum_and_max/split", "sum_and_max/passing", "argmax/passing",
+    "sum_and_max/split", "sum_and_max/passing", "argmax/passing", "column_sum/bf16/passing",
     "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",
     "dropout", "dropout/rows", "dropout/odd", "dropout/long", "dropout/columns", "dropout/split", "dropout/all",
     "dropout/transposed", "dropout/channels", "dropout/one", "dropout/edges", "normal",
@@ -450,13 +449,14 @@ INTERPRETED = (
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
     "gather/along", "gather/outer", "index_select", "padded_search",
-    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)),
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)), "column_sum/many/passing",
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.
 TUNED = (
     "relu_mul_add/0", "transposed_add/0", "swiglu/0", "dropout", "softmax/odd", "softmax/bf16", "extremes/odd",
     "column_sum/0", "full_sum/0", "layer_norm/0", "norm_gradients", "cumsum", "cumsum/columns", "argmax/0",
+    "column_sum/bf16/passing",
 )  # fmt: skip
 # Of these, also several calls in one launch.
 BATCHED = ("adam/0", "softmax/odd", "scalar", "dropout", "norm_gradients", "mixed_dtypes/0", "bool_masks/0", "gather",
-           "sum_and_max/passing")
+           "sum_and_max/passing", "column_sum/many/passing")

@@ -167,8 +167,18 @@ def small_walks() -> None:
 
 
 def small_caches() -> None:
-    """All that is read passes by what lies in the cache."""
+    """All that is read passes by what lies in the cache, in several steps."""
     tiles.PASSING_FROM = 0
+    tiles.AHEAD_ROWS = (dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(1, 64, 1), 4)),) * 2
+    tiles.AHEAD_ODD_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(16, 8, 1), 8))
+    tiles.AHEAD_COLUMNS = (tiles.AHEAD_ODD_COLUMNS,) * 2
+
+
+def many_columns() -> None:
+    """Enough columns not to be cut in chunks."""
+    small_caches()
+    tiles.AHEAD_WHOLE_COLUMNS = ((4, dict.fromkeys((1, 2, 4, 8), 16), 1), *tiles.AHEAD_WHOLE_COLUMNS[1:])
+    tiles.SPLIT_COLUMN_FROM = 65
 
 
 def main() -> None:
@@ -177,7 +187,7 @@ def main() -> None:
     names = sys.argv[1:]
     small = {
         **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
-        **{n: small_caches for n in names if n.endswith("/passing")},
+        **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
     }  # fmt: skip
     for name in sorted(names, key=small.__contains__):
         if name in small:

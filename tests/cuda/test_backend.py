@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import CASES, Case, quantised, reduced_into
+from cuda_cases import CASES, Case, reduced_into
 
 import fuser
 from fuser import compiler, config, interface
@@ -131,12 +131,6 @@ def test_what_two_kernels_need_is_computed_twice_instead_of_stored() -> None:
     temporaries = [b for b in source.program.buffers if not b.output]
     assert all(len(b.sizes) == 1 for b in temporaries), "a whole tensor goes from one kernel to another"
     assert source.n_kernels == 2
-
-
-def test_what_is_computed_from_values_that_a_kernel_rounds_to_8_bits_is_left_to_aten() -> None:
-    case = Case("e4m3fn", quantised(torch.float8_e4m3fn), CASES["float8/e5m2/to"].make)
-    with pytest.raises(Unsupported, match="rounded to torch.float8_e4m3fn is used"):
-        case.source(case.fake_args())
 
 
 def test_wide_addresses() -> None:
