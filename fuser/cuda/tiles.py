@@ -151,12 +151,12 @@ AHEAD_WHOLE_COLUMNS: tuple[tuple[int, dict[int, int], int], ...] = (
 
 def whole_columns(blocks: int, width: int, itemsize: int, several: bool, small: bool) -> tuple[int, Tile | None, int]:
     """The tile of programs that take `blocks` of so many columns from top to bottom, None if there are too few of them;
-    and from how many blocks on, and below how many, that holds (0: any)."""
-    below = 0
-    for n, (least, rows, warps) in enumerate(AHEAD_WHOLE_COLUMNS):
-        if n == 2 and not small:
-            break
+    and from how many blocks on, and below how many, that holds (0: any). Several running results take half as many
+    elements of a thread."""
+    table, below = AHEAD_WHOLE_COLUMNS, 0
+    for n, (least, _, _) in enumerate(table if small and not several else table[:2]):
         if blocks >= least:
+            _, rows, warps = table[n + several]
             return least, Tile(width, rows[itemsize] >> several, warps), below
         below = least
     return 0, None, below

@@ -97,9 +97,10 @@ def sums_of(n: int, rows: int = 3000) -> tuple[Any, list[torch.Tensor], list[lis
     key, handle = handle_of(Case("sums", sums, lambda i: ()))
     generator = torch.Generator("cuda").manual_seed(5)
     inputs = [torch.randn(rows, 300, device="cuda", generator=generator) for _ in range(n)]
+    before = handle.hits  # of other tests, if this process ran them
     alone = [results(handle(x)) for x in inputs]
     torch.cuda.synchronize()
-    assert handle.hits == n, why_no_kernel(key)
+    assert handle.hits == before + n, why_no_kernel(key)
     assert any(b.counters for b in interface.kernel_spec(key).store.kernels[-1].program.buffers)
     return handle, inputs, alone
 
