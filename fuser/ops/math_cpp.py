@@ -29,12 +29,58 @@ for _name in "atan2 hypot pow".split():
         f"FUSER_FN double fuser_{_name}_f64(double x, double y) {{ return {_name}(x, y); }}\n"
     )
 
-_both("fmod", "a b", "  return fmod{f}(a, b);\n")
+# Exact, since what is left of `a` after whole multiples of `b` is a double again: the quotient in two digits of 40
+# bits, each right to one unit at least. Vectors in which some quotient is larger ask libm, element by element. libmvec
+# has no such function: these have the names under which a compiler looks for one (the vector function ABI of x86-64).
+_VECTOR_FMOD = """\
+#if defined(FUSER_SIMD_MATH) && defined(__x86_64__) && defined(__FMA__) && defined(__AVX2__)
+template <int N> struct fuser_doubles { typedef double type __attribute__((vector_size(8 * N))); };
+#define FUSER_EACH for (int i = 0; i < N; ++i)
+template <int N, typename V> static inline __attribute__((always_inline)) V fuser_fmod_lanes(V a, V b) {
+  const V inverse = 1.0 / b, step = b * 0x1p40;
+  V high, low, out;
+  int far = 0;
+  FUSER_EACH high[i] = __builtin_rint(a[i] * (inverse[i] * 0x1p-40));
+  FUSER_EACH out[i] = __builtin_fma(-high[i], step[i], a[i]);
+  FUSER_EACH low[i] = __builtin_rint(out[i] * inverse[i]);
+  FUSER_EACH out[i] = __builtin_fma(-low[i], b[i], out[i]);
+  FUSER_EACH {
+    const double size = __builtin_fabs(b[i]), other = out[i] + __builtin_copysign(b[i], a[i]);
+    const double r = (out[i] < 0) == (a[i] < 0) ? out[i] : other;
+    out[i] = __builtin_copysign(out[i] == 0 ? 0.0 : r, a[i]);
+    far |= !(__builtin_fabs(a[i]) < size * 0x1p80) | !(size > 0x1p-900) | !(size < 0x1p900);
+  }
+  if (__builtin_expect(far, 0)) FUSER_EACH out[i] = fmod(a[i], b[i]);
+  return out;
+}
+#define FUSER_FMOD_OF(isa, n) \\
+  static __attribute__((used)) fuser_doubles<n>::type fuser_fmod_##isa( \\
+      fuser_doubles<n>::type a, fuser_doubles<n>::type b) __asm__("_ZGV" #isa "N" #n "vv_fuser_fmod_any"); \\
+  static fuser_doubles<n>::type fuser_fmod_##isa(fuser_doubles<n>::type a, fuser_doubles<n>::type b) { \\
+    return fuser_fmod_lanes<n>(a, b); \\
+  }
+FUSER_FMOD_OF(b, 2) FUSER_FMOD_OF(c, 4) FUSER_FMOD_OF(d, 4)
+#if defined(__AVX512F__)
+FUSER_FMOD_OF(e, 8)
+#endif
+static __attribute__((used)) double fuser_fmod_one(double a, double b) __asm__("fuser_fmod_any");
+static double fuser_fmod_one(double a, double b) { return fmod(a, b); }
+extern "C" FUSER_VEC double fuser_fmod_any(double a, double b);
+#else
+#define fuser_fmod_any(a, b) fmod(a, b)
+#endif
+"""
+HELPERS["fuser_fmod_f64"] = _VECTOR_FMOD + (
+    "FUSER_FN double fuser_fmod_f64(double a, double b) { return fuser_fmod_any(a, b); }\n"
+)
+HELPERS["fuser_fmod_f32"] = (
+    "FUSER_FN float fuser_fmod_f32(float a, float b) { return (float)fuser_fmod_f64((double)a, (double)b); }\n"
+)
 _both(
     "remainder",
     "a b",
     """\
-  const {T} r = fmod{f}(a, b);
+  const {T} r = fuser_fmod_{D}(a, b);
   return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
 """,
 )
@@ -42,7 +88,7 @@ _both(
     "floor_div",
     "a b",
     """\
-  const {T} r = fmod{f}(a, b);
+  const {T} r = fuser_fmod_{D}(a, b);
   {T} q = (a - r) / b;
   q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
   const {T} low = __builtin_floor{f}(q), exact = a / b;
