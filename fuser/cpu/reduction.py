@@ -58,10 +58,19 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             frontier |= {r for r in self.roots(phase) if r in again}
             for n in sorted(frontier):
                 costly = sum(row_cost(self.plan.rows[m]) for m in self.closure([n])) >= KEEP_COST
+                plain = self.plan.rows[n].op in ("load", "indirect", "pair")
                 fits = per_unit * (len(self.kept_rows) + 1) <= KEEP_BYTES
-                if costly and fits and self.plan.rows[n].op not in ("load", "indirect", "pair"):
+                if fits and (self._is_scattered(n) if plain else costly):
                     self.kept_rows.setdefault(n, len(self.kept_rows))
             earlier |= mine
+
+    def _is_scattered(self, n: int) -> bool:
+        """Whether row `n` reads, for neighbouring lanes of a column nest, what lies apart."""
+        row = self.plan.rows[n]
+        if row.op != "load" or not self.is_column or self.vector is None:
+            return False
+        step = coefficient(row.attr[1][0], self.vector.sym)
+        return step is None or step.as_int() not in (0, 1)
 
     def emit_results(self, phase: int) -> None:
         """Declare the `reduced` rows of a finished pass."""

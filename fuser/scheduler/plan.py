@@ -166,7 +166,7 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
-    short = _short_row(rows, dtypes) if ctx.device_type == "cpu" else 0
+    short = _short_row(rows, reductions, dtypes) if ctx.device_type == "cpu" else 0
     vector = _choose_vector(axes, rows, stores, short)
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
@@ -314,12 +314,16 @@ def _choose_vector(
 
 LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
 LEAST_ACROSS = 8  # rows that are worth lanes
-REGISTER = 64
+REGISTER, DEARLY_FOLDED = 64, 48  # bytes of one; and elements of a row of which the extreme is looked for
 
 
-def _short_row(rows: list[Row], dtypes: dict[str, torch.dtype]) -> int:
+def _short_row(
+    rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype]
+) -> int:
     """Up to here several rows go into lanes on the CPU: one would not fill a register, yet its lanes need folding."""
-    return max(16, REGISTER // min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4))
+    dearly = any(kind not in ("sum", "prod", "any", "all") for kind, _, _ in reductions)
+    narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
+    return max(DEARLY_FOLDED if dearly else 16, REGISTER // narrowest)
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:
