@@ -6,6 +6,8 @@ the turn of the loop. The lowering sees to it that indices fit.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fuser.cpu.nest import Nest
@@ -14,7 +16,7 @@ from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow, cpp_combine, cpp_cons
 from fuser.scheduler.plan import Reduce
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
-COLUMN_FLUSH = 32  # the same for the lanes of a column nest
+COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
 LONG_ROW = 128  # elements of a row from which accumulators take two registers
@@ -67,6 +69,11 @@ class AccumulatingNest(Nest):
     def flushes(self, r: Reduce) -> bool:
         """Whether partial sums go to float64 totals."""
         return r.kind == "sum" and self.spec(r)[2] is torch.float32
+
+    def column_flush(self) -> int:
+        """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
+        few = math.prod(a.hint for a in self.red_axes) <= SHORT_COLUMN
+        return SHORT_COLUMN_FLUSH if few else COLUMN_FLUSH
 
     def total_dtype(self, r: Reduce) -> torch.dtype:
         """The dtype of a finished accumulator."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cpu.accumulators import COLUMN_FLUSH, SHORT_FLUSH, AccumulatingNest
+from fuser.cpu.accumulators import SHORT_FLUSH, AccumulatingNest
 from fuser.cpu.nest import ROWS_AHEAD, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.streams import STREAM_TILE, StreamingNest
@@ -145,7 +145,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.close_streams(phase, "count")
         if flush:
-            self.emit_flush(phase, f"++turns == {COLUMN_FLUSH}")
+            self.emit_flush(phase, f"++turns == {self.column_flush()}")
 
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
         """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
@@ -180,7 +180,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             for n in range(rows):
                 self.out.add(f"point{phase}(l, r{phase} + {n});")
             self.out.close()
-            self.emit_flush(phase, f"(turns += {rows}) >= {COLUMN_FLUSH}")
+            self.emit_flush(phase, f"(turns += {rows}) >= {self.column_flush()}")
             self.out.close()
 
     def _turns_declared(self) -> bool:

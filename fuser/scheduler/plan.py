@@ -320,8 +320,12 @@ REGISTER, DEARLY_FOLDED = 64, 48  # bytes of one; and elements of a row of which
 def _short_row(
     rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype]
 ) -> int:
-    """Up to here several rows go into lanes on the CPU: one would not fill a register, yet its lanes need folding."""
+    """Up to here several rows go into lanes on the CPU: one would not fill a register, yet its lanes need folding.
+
+    Not so long ones in float64, of which a sum of lanes is more exact than one number after the other.
+    """
     dearly = any(kind not in ("sum", "prod", "any", "all") for kind, _, _ in reductions)
+    dearly = dearly and not any(kind == "sum" and dtype is torch.float64 for kind, _, dtype in reductions)
     narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
     return max(DEARLY_FOLDED if dearly else 16, REGISTER // narrowest)
 
