@@ -1,7 +1,8 @@
 """Products and sums, where one call or two is better for what is around them.
 
 A row added to a product is a bias, which the library adds for nothing. A whole matrix added is not: the library reads
-and writes it apart, where a kernel takes the sum together with what comes before or after.
+and writes it apart, where a kernel takes the sum together with what comes before or after. Nor is a row added to a
+product that is written into memory of choice (`runtime.products`), where a kernel reads it in any case.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import fx
 
 from fuser import config
 from fuser.passes.calls import put_for
+from fuser.passes.classify import LIBRARY, is_view, op_name
+from fuser.passes.onednn import is_large
 
 aten = torch.ops.aten
 
@@ -49,8 +52,24 @@ def add_to_addmm(module: fx.GraphModule) -> int:
     return changed
 
 
+def _is_matrix(added: Any, product: fx.Node) -> bool:
+    """Whether `added` is as large as a product; the product of halves would be rounded once more than eager's."""
+    value, other = _value(added), product.meta["val"]
+    if value is None or value.dim() != 2 or value.dtype != other.dtype or value.dtype.itemsize < 4:
+        return False
+    return list(map(str, value.shape)) == list(map(str, other.shape))
+
+
+def _is_taken_whole(node: fx.Node) -> bool:
+    """Whether a node, or a view of it, leaves the graph or goes to a library, which no kernel could add a row for."""
+    readers = node.users
+    if any(u.op == "output" or op_name(u.target) in LIBRARY for u in readers):
+        return True
+    return any(is_view(u.target) and _is_taken_whole(u) for u in readers)
+
+
 def addmm_to_add(module: fx.GraphModule) -> int:
-    """An `addmm` of a whole matrix becomes a product and a sum, which kernels take together with what is around it."""
+    """An `addmm` of a whole matrix, or a very large one, becomes a product and a sum, which kernels take."""
     if config.numerics == "eager":
         return 0
     changed = 0
@@ -58,10 +77,8 @@ def addmm_to_add(module: fx.GraphModule) -> int:
         if node.target is not aten.addmm.default or node.kwargs:
             continue
         matrix, left, right = node.args
-        value = _value(matrix)
-        if value is None or value.dim() != 2 or value.dtype != node.meta["val"].dtype or value.dtype.itemsize < 4:
-            continue  # the product of halves would be rounded once more than eager's
-        if list(map(str, value.shape)) != list(map(str, node.meta["val"].shape)):
+        by_kernel = _is_row(matrix, node) and is_large(node) and not _is_taken_whole(node)
+        if not _is_matrix(matrix, node) and not by_kernel:
             continue
         with module.graph.inserting_before(node):
             product = module.graph.call_function(aten.mm.default, (left, right))

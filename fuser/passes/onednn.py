@@ -124,24 +124,25 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
 
 def large_products(module: fx.GraphModule) -> int:
     """A product whose result malloc would map anew is written by oneDNN into warm memory, or into huge pages."""
-    if config.linear_backend != "onednn" or config.numerics == "eager" or linear_op() is None:
-        return 0
     changed = 0
     for node in list(module.graph.nodes):
-        if node.target is not aten.mm.default or node.kwargs or not _is_mapped(node.meta["val"]):
-            continue
-        reader = only_reader(node)
-        if reader is not None and reader.target in _EPILOGUES or not products.are_possible():
-            continue
-        if all(v is not None and all(type(s) is int and s > 0 for s in v.shape) for v in map(_matrix, node.args)):
+        if node.target is aten.mm.default and not node.kwargs and is_large(node):
             put_for(node, products.product, node.args)
             changed += 1
     return changed
 
 
-def _is_mapped(value: torch.Tensor) -> bool:
-    rows, columns = value.shape
-    return type(rows) is int and type(columns) is int and rows * columns * value.dtype.itemsize >= _MAPPED
+def is_large(node: fx.Node) -> bool:
+    """Whether an `mm` or `addmm` can be written into memory of choice, and malloc would map its result anew."""
+    result, operands = _matrix(node), [_matrix(a) for a in node.args[-2:]]
+    if result is None or any(v is None or any(type(s) is not int or s < 1 for s in v.shape) for v in operands):
+        return False
+    if result.numel() * result.dtype.itemsize < _MAPPED or config.linear_backend != "onednn":
+        return False
+    reader = only_reader(node)
+    if config.numerics == "eager" or linear_op() is None or reader is not None and reader.target in _EPILOGUES:
+        return False
+    return products.are_possible()
 
 
 def _gelu(node: fx.Node) -> tuple[str, str] | None:

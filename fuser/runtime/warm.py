@@ -5,8 +5,8 @@ results of 16 MiB took 20 ms in place of 1.2 ms in every other call. Writing a p
 the arithmetic on it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this
 keeps a second reference to the storages of large results: when a later result needs the same number of bytes and the
 reference is the only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes` are
-held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the time between the last two calls.
-In training steps none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
+held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the longest pause of late. In training
+steps none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fuser import config
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
 _MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
-_STEADY = 4  # times `pool_idle_seconds` between two calls that may be steps of one loop
+_STEADY = 4  # a pause of less than so many `pool_idle_seconds` may be a step of a loop
 settings: Any = config
 
 
@@ -97,7 +97,8 @@ class WarmOutputs:
         with self._lock:
             held = self._take(nbytes) or self._make(nbytes, limit)
             now = time.monotonic()
-            self._between, self._last = now - self._last, now
+            pause, self._last = now - self._last, now
+            self._between = max(pause if pause < _STEADY * settings.pool_idle_seconds else 0.0, 0.9 * self._between)
             self._watch()
             return _tensor_in(held, size, stride, dtype)
 
@@ -145,10 +146,7 @@ class WarmOutputs:
     def _on_timer(self) -> None:
         with self._lock:
             self._timer = None
-            idle = float(settings.pool_idle_seconds)
-            if self._between < _STEADY * idle:  # the steps of a loop that takes longer are calls of late, too
-                idle = max(idle, 2 * self._between)
-            if time.monotonic() - self._last >= idle:
+            if time.monotonic() - self._last >= max(float(settings.pool_idle_seconds), 2 * self._between):
                 self._held.clear()
             elif self._held:
                 self._watch()

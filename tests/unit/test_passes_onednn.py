@@ -171,8 +171,8 @@ def test_through_compile(dynamic):
                 assert "LINEAR_POINTWISE" in last_compilation().source and "'gelu'" in last_compilation().source
 
 
-@pytest.mark.parametrize("columns", [65536, 1024])
-def test_results_that_malloc_would_map_anew(columns):
+@pytest.mark.parametrize(("columns", "bias"), [(65536, False), (65536, True), (1024, True)])
+def test_results_that_malloc_would_map_anew(columns, bias):
     from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 
     torch._dynamo.reset()
@@ -180,8 +180,10 @@ def test_results_that_malloc_would_map_anew(columns):
     torch.manual_seed(0)
     x, w = torch.randn(128, 16, requires_grad=True), torch.randn(columns, 16, requires_grad=True)
 
+    row = torch.randn(columns) if bias else None
+
     def f(x, w):
-        return F.linear(x.sin(), w).exp().sum(1).log().sum()
+        return F.linear(x.sin(), w, None if row is None else row.to(x.dtype)).exp().sum(1).log().sum()
 
     exact = torch.autograd.grad(f(x.double(), w.double()), (x, w))
     compiled = torch.compile(f, backend=fuser_backend)

@@ -108,6 +108,7 @@ def test_steps_that_take_long_find_what_they_left(pool):
         make(pool)
         pool._last -= 0.5  # the call before was so long ago
         make(pool)
+        make(pool)  # of the same step
         pool._last -= 0.7
         pool._on_timer()
         assert pool.stats()["held"] == 1
