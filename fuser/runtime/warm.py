@@ -4,9 +4,9 @@ From 32 MiB on malloc maps every block anew, and smaller ones too when its heap 
 results of 16 MiB took 20 ms in place of 1.2 ms in every other call. Writing a page for the first time costs more than
 the arithmetic on it. A result must stay an ordinary tensor, whose storage can be resized, saved and shared, so this
 keeps a second reference to the storages of large results: when a later result needs the same number of bytes and the
-reference is the only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes` are
-held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the longest pause of late. In a step of
-training none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
+reference is the only one left, the storage is handed out again, its pages warm. At most `config.output_limit_bytes`
+are held in all, and nothing after `config.pool_idle_seconds` without a call, or twice the longest pause of late. In a
+step of training none are held (`frontends.training`) but those of large products, up to `config.product_limit_bytes`.
 """
 
 from __future__ import annotations
