@@ -123,10 +123,11 @@ class Looped:
         if len(passes) > 1:
             policy = "evict_first" if phase == passes[-1] else "evict_last"
             self.nest.eviction = f", eviction_policy='{policy}'"
-        ahead = self.load_first(roots) if self.by_hand else []
-        self.open_loop(self.bounds is None and passes.index(phase) % 2 == 1)
+        backwards = self.bounds is None and passes.index(phase) % 2 == 1
+        ahead = self.load_first(roots, backwards) if self.by_hand else []
+        self.open_loop(backwards)
         if ahead:
-            self.load_next(ahead)
+            self.load_next(ahead, backwards)
         for n in self.closure(roots):
             if n not in ahead:
                 self.nest.emit(n)
@@ -140,26 +141,32 @@ class Looped:
             self.accumulate_online(online)
         self.out.close()
 
-    def load_first(self, roots: list[int]) -> list[int]:
+    def load_first(self, roots: list[int], backwards: bool) -> list[int]:
         """Load the first tiles of what the loop reads, and say by which rows of the plan."""
         rows = [(n, self.plan.rows[n]) for n in self.closure(roots)]
         found = [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r)]
-        low, _, _ = self.range()
-        self.nest.open_dim(self.dim, f"{low} + ")
+        low, high, _ = self.range()
+        self.nest.open_dim(self.dim, f"{self.last_block(high) if backwards else low} + ")
         for n in found:
             self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
         return found
 
-    def load_next(self, ahead: list[int]) -> None:
+    def load_next(self, ahead: list[int], backwards: bool) -> None:
         """Take the tiles that were loaded, and load the next ones."""
         name, (_, _, step) = self.dim.name, self.range()
         for n in ahead:
             self.out.add(f"t{n} = {self.nest.loaded(self.plan.rows[n], f'next{n}')}")
             self.nest.emitted.add(n)
-        self.nest.open_dim(self.dim, f"{name}0 + {step} + ")
+        self.nest.open_dim(self.dim, f"{name}0 {'-' if backwards else '+'} {step} + ")
+        if backwards:
+            self.out.add(f"m{name} = m{name} & ({name} >= 0)")
         for n in ahead:
             self.out.add(f"next{n} = {self.nest.load_stored(self.plan.rows[n])}")
         self.nest.open_dim(self.dim, f"{name}0 + ")
+
+    def last_block(self, high: str) -> str:
+        """Where the last block starts."""
+        return f"({high} - 1) // {self.dim.block} * {self.dim.block}"
 
     def range(self) -> tuple[str, str, str]:
         """From where to where the loop goes, and by how much."""
@@ -176,7 +183,7 @@ class Looped:
         low, high, step = self.range()
         if backwards:
             self.out.open(f"for back in range(0, {high}, {d.block})")
-            self.out.add(f"{d.name}0 = ({high} - 1) // {d.block} * {d.block} - back")
+            self.out.add(f"{d.name}0 = {self.last_block(high)} - back")
         else:
             kind, more = ("tl.range", f", num_stages={self.ahead}") if self.ahead else ("range", "")
             self.out.open(f"for {d.name}0 in {kind}({low}, {high}, {step}{more})")

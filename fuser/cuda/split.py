@@ -77,9 +77,7 @@ class Cut:
 
 def cut(plan: KernelPlan, ctx: Context) -> Cut:
     """How the reduced axes of a plan are cut."""
-    if not reduces_in_one_pass(plan):
-        return Cut(False)
-    found = _cut(plan, ctx)
+    found = _cut(plan, ctx) if reduces_in_one_pass(plan) else _uncut(plan, ctx)
     guards = [g for g in found.guards if g[1].as_int() is None or g[2].as_int() is None]
     return dataclasses.replace(found, guards=tuple(guards))
 
@@ -107,15 +105,47 @@ def _cut(plan: KernelPlan, ctx: Context) -> Cut:
     return dataclasses.replace(loading, guards=(*guards, ("lt", units, limit), *loading.guards))
 
 
+def _uncut(plan: KernelPlan, ctx: Context) -> Cut:
+    """The same for reductions of which one needs another's result: long columns of one tensor are loaded ahead."""
+    n, longest = product(a.size for a in plan.reduced_axes), tiles.PERSISTENT_COLUMNS[-1][0]
+    if not is_column(plan) or ctx.hint(n) <= longest or len(_read(plan)) != 1:
+        return Cut(False)
+    several = _takes_registers(plan)
+    width = _ahead_columns(plan, several, ctx).tile.outer
+    units = programs(plan, width)
+    at_least, whole, below = tiles.whole_columns(ctx.hint(units), width, narrowest(plan), several, True)
+    if whole is None:
+        _, rows, warps = tiles.AHEAD_WHOLE_COLUMNS[-1]
+        whole = tiles.Tile(width, rows[narrowest(plan)] >> several, warps)
+    guards: list[Guard] = [("lt", expr(longest), n)]
+    guards += [("le", expr(at_least), units)] if at_least else []
+    guards += [("lt", units, expr(below))] if below else []
+    return Cut(False, tuple(guards), whole=whole)
+
+
+def _read(plan: KernelPlan) -> set[str]:
+    """The tensors that are read along all axes."""
+    both = {a.sym for a in plan.axes}
+    return {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
+
+
+def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead:
+    vector = next(a for a in plan.axes if a.sym == plan.vector)
+    table = tiles.AHEAD_COLUMNS[several] if ctx.hint(vector.size) % 16 == 0 else tiles.AHEAD_ODD_COLUMNS
+    return table[narrowest(plan)]
+
+
 def _takes_registers(plan: KernelPlan) -> bool:
-    """Whether there is more than one running result for an element."""
-    return sum(1 + REDUCTIONS[r.kind].index for r in plan.reductions) > 1
+    """Whether a loop has more than one running result for an element."""
+    return any(
+        sum(1 + REDUCTIONS[r.kind].index for r in plan.reductions if r.phase == phase) > 1
+        for phase in range(plan.n_phases)
+    )
 
 
 def _loading(plan: KernelPlan, ctx: Context) -> Cut:
     """How a loop over chunks loads; of one tensor, the first relation says whether it is smaller than the cache."""
-    both = {a.sym for a in plan.axes}
-    read = {r.attr[0] for n, r in enumerate(plan.rows) if r.op == "load" and plan.varies[n] == both}
+    read = _read(plan)
     if len(read) != 1:
         return Cut(True)
     moved = product(a.size for a in plan.axes) * dict(plan.buffers)[min(read)].itemsize
@@ -123,11 +153,7 @@ def _loading(plan: KernelPlan, ctx: Context) -> Cut:
     if size >= tiles.AHEAD_BELOW:
         return Cut(True, (("le", below, moved),))
     several = _takes_registers(plan)
-    table = tiles.AHEAD_ROWS[several]
-    if is_column(plan):
-        vector = next(a for a in plan.axes if a.sym == plan.vector)
-        table = tiles.AHEAD_COLUMNS[several] if ctx.hint(vector.size) % 16 == 0 else tiles.AHEAD_ODD_COLUMNS
-    ahead = table[narrowest(plan)]
+    ahead = _ahead_columns(plan, several, ctx) if is_column(plan) else tiles.AHEAD_ROWS[several][narrowest(plan)]
     if size < tiles.PASSING_FROM:
         return Cut(True, (("lt", moved, passing),), ahead)
     eviction = tiles.PASSING if not read & ctx.later else ""
