@@ -1,117 +1,167 @@
-"""C++ helpers for Bessel functions and those of the normal distribution, in double: float32 forms go through it.
+"""C++ helpers for Bessel functions and those of the normal distribution, in the manner of special_cpp.
 
 Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 7, 9 and 26.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fuser.ops import bessel_fits, special_fits
+from fuser.ops.float_cpp import horner
+from fuser.ops.special_cpp import double_pair, function, polynomial
+
 HELPERS: dict[str, str] = {}
 
 
-def _function(name: str, body: str) -> None:
-    HELPERS[f"fuser_{name}_f64"] = f"FUSER_FN double fuser_{name}_f64(double x) {{\n{body}}}\n"
-    HELPERS[f"fuser_{name}_f32"] = (
-        f"FUSER_FN float fuser_{name}_f32(float x) {{ return (float)fuser_{name}_f64((double)x); }}\n"
-    )
+def _fit(name: str, mid: str, x: str) -> str:
+    return polynomial(x, getattr(bessel_fits, name + mid))
 
 
-# The maths library's; eager has no values at infinity.
+# float64's are the maths library's; eager has no values at infinity.
 for _name in ("j0", "j1"):
-    _function(_name, f"  return x - x == 0 ? {_name}(x) : __builtin_nan(\"\");\n")
+    HELPERS[f"fuser_{_name}_f64"] = function(
+        f"fuser_{_name}_f64", "double", "double x", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n'
+    )
 for _name in ("y0", "y1"):
-    _function(
-        _name,
+    HELPERS[f"fuser_{_name}_f64"] = function(
+        f"fuser_{_name}_f64",
+        "double",
+        "double x",
         f"""\
   if (x == 0) return -__builtin_inf();
   return x > 0 && x < __builtin_inf() ? {_name}(x) : __builtin_nan("");
 """,
     )
-_function(
-    "spherical_bessel_j0",
-    """\
-  const double a = __builtin_fabs(x), z = x * x;
-  if (a == __builtin_inf()) return 0;
-  if (a >= 0.5) return sin(x) / x;
-  double sum = 1;
-  for (int k = 8; k > 0; --k) sum = 1 - z / ((2 * k) * (2 * k + 1)) * sum;
-  return sum;
-""",
-)
-# exp(x) K(x): up to 1 the power series 9.6.11 and 9.6.13; then the integral 9.6.24 by the trapezoidal rule, which is
-# right to exp(-40) for these steps, as its integrand is smooth and ends as exp(-exp).
-_K0 = """\
-    const long double z = (long double)x * x / 4, l = -log(x / 2) - 0.577215664901532860607L;
-    long double term = 1, sum = l, harmonic = 0;
-    for (int k = 1; k < 16; ++k) { term *= z / (k * k); harmonic += 1.0L / k; sum += term * (l + harmonic); }
+# float32's: up to 8 by x^2, from there on 9.2.5 and 9.2.6 with the rest of x modulo pi/2.
+_NEAR = """\
+  const double a = __builtin_fabsf(x), b = a < 8.0 ? a : 8.0, c = a < 8.0 ? 8.0 : a;
+  const double t = FUSER_FMA(b * b, 0.03125, -1.0);
 """
-_K1 = """\
-    const long double z = (long double)x * x / 4, l = log(x / 2) + 0.577215664901532860607L;
-    long double term = x / 2.0L, sum = 1 / (long double)x + term * (l - 0.5L), harmonic = 0;
-    for (int k = 1; k < 16; ++k) {
-      term *= z / (k * (k + 1)); harmonic += 1.0L / k;
-      sum += term * (l - harmonic - 0.5L / (k + 1));
-    }
+_FAR = f"""\
+  u32 k;
+  const double r = fuser_quadrant((float)c, &k), rr = r * r, i = 8.0 / c, v = i * i;
+  const double s0 = r * {polynomial("rr", bessel_fits.SIN)}, c0 = {polynomial("rr", bessel_fits.COS)};
+  const u64 turn = k;
+  const double s1 = turn & 1u ? c0 : s0, c1 = turn & 1u ? -s0 : c0;
+  const double sine = turn & 2u ? -s1 : s1, cosine = turn & 2u ? -c1 : c1;
+  const double scale = __builtin_sqrt(i * 0.039788735772973836), plus = sine + cosine, minus = sine - cosine;
 """
-for _order, _series, _weight in (("0", _K0, "1"), ("1", _K1, "(1 + 2 * s * s)")):
-    _function(
-        f"k{_order}e",
+
+
+def _hankel(order: int) -> str:
+    return f"  const double p = {_fit(f'HANKEL_P{order}', '', 'v')}, q = i * {_fit(f'HANKEL_Q{order}', '', 'v')};\n"
+
+
+_J = {0: "p * plus - q * minus", 1: "p * minus + q * plus"}
+_Y = {0: "p * minus + q * plus", 1: "q * minus - p * plus"}
+for _order in (0, 1):
+    _small = _fit(f"J{_order}", "", "t")
+    HELPERS[f"fuser_j{_order}_f32"] = function(
+        f"fuser_j{_order}_f32",
+        "float",
+        "float x",
+        _NEAR
+        + f"  const double near = {'b * ' if _order else ''}{_small};\n"
+        + _FAR
+        + _hankel(_order)
+        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_J[_order]}));\n"
+        + f'  return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");\n',
+    )
+    _log = "double l = 0.6366197723675814 * fuser_log_normal(b > 0 ? b : 1.0)"
+    _rest = _fit(f"Y{_order}", "", "t")
+    _near = f"FUSER_FMA(l, j, {_rest})" if _order == 0 else f"b * FUSER_FMA(l, j, {_rest}) - 0.6366197723675814 / b"
+    HELPERS[f"fuser_y{_order}_f32"] = function(
+        f"fuser_y{_order}_f32",
+        "float",
+        "float x",
+        _NEAR
+        + f"  const {_log}, j = {_small}, near = {_near};\n"
+        + _FAR
+        + _hankel(_order)
+        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_Y[_order]}));\n"
+        + '  const float edge = x == 0 ? -__builtin_inff() : __builtin_nanf("");\n'
+        + "  return (x > 0) & (x < __builtin_inff()) ? y : edge;\n",
+    )
+for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
+    HELPERS[f"fuser_spherical_bessel_j0_{_d}"] = function(
+        f"fuser_spherical_bessel_j0_{_d}",
+        _type,
+        f"{_type} x",
         f"""\
-  if (x == 0) return __builtin_inf();
-  if (!(x > 0)) return __builtin_nan("");
-  if (x <= 1) {{
-{_series}    return (double)(sum * exp(x));
-  }}
-  if (x == __builtin_inf()) return 0;
-  const double h = x < 10.5 ? 0.2 : 0.65 / __builtin_sqrt(x);
-  double sum = 0.5;
-  for (int k = 1; k < 26; ++k) {{
-    const double s = sinh(k * h / 2);
-    sum += exp(x * s * s * -2) * {_weight};
-  }}
-  return sum * h;
+  const {_type} a = __builtin_fabs{_f}(x), b = a == __builtin_inf{_f}() ? 1 : a, y = fuser_sin_{_d}(b) / b;
+  return a == __builtin_inf{_f}() ? 0 : a == 0 ? 1 : y;
 """,
     )
-    _function(f"k{_order}", f"  return x < 1000 || x != x ? exp(-x) * fuser_k{_order}e_f64(x) : 0;\n")
-# exp(x^2) erfc(x): the square with its rounding error up to 5, then Laplace's continued fraction 7.1.14.
-_function(
+
+
+# exp(x) K(x): up to 1 the series 9.6.11 and 9.6.13, whose terms but log(x / 2) + gamma < 0 are positive.
+def _modified(order: int, scaled: bool) -> Callable[[str], str]:
+    def body(mid: str) -> str:
+        i, rest = _fit(f"K{order}_I", mid, "z"), _fit(f"K{order}_REST", mid, "z")
+        small = f"FUSER_FMA(z, {rest}, -l * {i})" if order == 0 else f"FUSER_FMA(z, l * {i} - {rest}, 1.0) / b"
+        return f"""\
+  const bool near = x < 1.0;
+  const double b = near ? x : 1.0, u = 1.0 / (near ? 1.0 : x), z = b * b;
+  const double l = {"fuser_log_normal" if mid else "fuser_log_f64"}(__builtin_fabs(x)) - 0.11593151565841245;
+  const double small = {small}, root = __builtin_sqrt(u);
+  const double large = root * ({_fit(f"K{order}_P", mid, "u")} / {_fit(f"K{order}_Q", mid, "u")});
+  const double y = {"near ? small * {exp}(b) : large" if scaled else "near ? small : large * {exp}(-x)"};
+  const double edge = x == 0 ? __builtin_inf() : __builtin_nan("");
+  return x > 0 ? y : edge;
+"""
+
+    return body
+
+
+for _order in (0, 1):
+    double_pair(HELPERS, f"k{_order}", _modified(_order, False))
+    double_pair(HELPERS, f"k{_order}e", _modified(_order, True))
+
+
+# Of |x|; exp(x^2) takes the square with its rounding error.
+def _erfcx_of(mid: str, clamped: str) -> str:
+    return f"""\
+  const double a = {clamped}, far = a < 1e20 ? a : 1e20, t = (far - 4.0) / (far + 4.0);
+  const double e = 0.5 * {polynomial("t", getattr(special_fits, "ERFCX" + mid))} / (0.5 + a);
+"""
+
+
+double_pair(
+    HELPERS,
     "erfcx",
-    """\
-  if (x != x) return x;
-  if (x < -27) return __builtin_inf();
-  const double a = __builtin_fabs(x);
-  double value;
-  if (a < 5) {
-    const double square = x * x, rest = FUSER_FMA(x, x, -square);
-    value = exp(square) * (1 + rest) * erfc(a);
-  } else {
-    double tail = a;
-    for (int k = 40; k > 0; --k) tail = a + k / (2 * tail);
-    value = 0.5641895835477562869 / tail;
-  }
-  return x < 0 ? 2 * exp(x * x) * (1 + FUSER_FMA(x, x, -(x * x))) - value : value;
-""",
+    lambda mid: (
+        _erfcx_of(mid, "__builtin_fabs(x)")
+        + """\
+  const double low = x < -27.0 ? -27.0 : x, c = x < 0 ? low : 0.0, square = c * c, rest = FUSER_FMA(c, c, -square);
+  const double g = 2 * {exp}(square);
+  return x < 0 ? (g < __builtin_inf() ? FUSER_FMA(g, rest, g) : g) - e : e;
+"""
+    ),
 )
-_function(
+double_pair(
+    HELPERS,
     "log_ndtr",
-    """\
-  const double t = x * 0.7071067811865476;
-  return x < -1 ? log(fuser_erfcx_f64(-t) / 2) - t * t : log1p(-erfc(t) / 2);
-""",
+    lambda mid: (
+        _erfcx_of(mid, "0.7071067811865476 * __builtin_fabs(x)")
+        + """\
+  const double c = x > 40.0 ? 40.0 : x, square = c * c, rest = x > 0 ? FUSER_FMA(c, c, -square) : 0.0;
+  const double g = {exp}(-0.5 * (x > 0 ? square : 0.0)), q = FUSER_FMA(g, -0.5 * rest, g) * (0.5 * e);
+  return x > 0 ? LOG1P(-q) : LOG(0.5 * e) - 0.5 * square;
+""".replace("LOG1P", "(double)fuser_log1p_f32" if mid else "fuser_log1p_f64").replace("LOG", "{log}")
+    ),
 )
-# In the middle by the inverse of erf; in the tails a first guess by 26.2.23, right to 4.5e-4, and Halley's steps.
-_function(
-    "ndtri",
-    """\
-  if (x == 0) return -__builtin_inf();
-  if (x == 1) return __builtin_inf();
-  if (!(x > 0 && x < 1)) return __builtin_nan("");
-  if (x > 0.25 && x < 0.75) return 1.4142135623730951 * fuser_erfinv_f64(2 * x - 1);
-  const double p = x < 0.5 ? x : 1 - x, t = __builtin_sqrt(-2 * log(p));
-  double z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
-  for (int k = 0; k < 2; ++k) {
-    const double miss = (erfc(z * 0.7071067811865476) / 2 - p) / (0.3989422804014327 * exp(-z * z / 2));
-    z += miss / (1 - miss * z / 2);
-  }
-  return x < 0.5 ? -z : z;
+# The inverse of erf at 2 x - 1, which is right where x is near 0 as well. In double ATen's is faster outside (0, 1).
+HELPERS["fuser_ndtri_f32"] = function(
+    "fuser_ndtri_f32",
+    "float",
+    "float x",
+    f"""\
+  const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
+  const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;
+  const float far = s * {horner("v", *special_fits.ERFINV_FAR_SINGLE)};
+  const float p = w < 5.0f ? {horner("t", *special_fits.ERFINV_SINGLE)} : far;
+  const float edge = x == 1 ? __builtin_inff() : x == 0 ? -__builtin_inff() : __builtin_nanf("");
+  return square > 0 ? 1.4142135f * (FUSER_FMAF(2.0f, x, -1.0f) * p) : edge;
 """,
 )

@@ -1,47 +1,172 @@
-"""C++ helpers for special functions, in double: the float32 forms go through it. Loops have fixed lengths if they can.
+"""C++ helpers for special functions: polynomials and quotients of them per interval, chosen between without branches.
 
-Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 6, 7, 9 and 23.
+Each is written twice: in double (`_f64`), and for float32 (`_f32`) in double of fewer terms, but erfinv and ndtri,
+whose float32 forms are in float. What is left of a function by its polynomial is all that is computed beside it, so
+that loops of them become vectors. Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 6, 7,
+9 and 23.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fuser.ops import special_fits as fits
+from fuser.ops.float_cpp import horner
+
 HELPERS: dict[str, str] = {}
 
 
-def _function(name: str, args: str, body: str) -> None:
-    doubles = ", ".join(f"double {a}" for a in args.split())
-    floats = ", ".join(f"float {a}" for a in args.split())
-    wide = ", ".join(f"(double){a}" for a in args.split())
-    HELPERS[f"fuser_{name}_f64"] = f"FUSER_FN double fuser_{name}_f64({doubles}) {{\n{body}}}\n"
-    HELPERS[f"fuser_{name}_f32"] = (
-        f"FUSER_FN float fuser_{name}_f32({floats}) {{ return (float)fuser_{name}_f64({wide}); }}\n"
+def polynomial(x: str, coefficients: tuple[float, ...]) -> str:
+    """C++ text of the polynomial in double."""
+    return horner(x, *coefficients, double=True)
+
+
+def function(name: str, result: str, args: str, body: str) -> str:
+    """C++ text of a helper."""
+    return f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
+
+
+HELPERS["fuser_exp_mid"] = function(
+    "fuser_exp_mid",
+    "double",
+    "double x",
+    f"""\
+  const double over = x > 700.0 ? 700.0 : x, c = over < -700.0 ? -700.0 : over;
+  const double t = FUSER_FMA(c, 1.4426950408889634, 6755399441055744.0), n = t - 6755399441055744.0;
+  const double r = FUSER_FMA(n, -0.6931471805599453, c);
+  return {polynomial("r", fits.EXP_MID)} * FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
+""",
+)
+# Of what is normal: x = 2^e m with m from sqrt(1/2) to sqrt(2).
+HELPERS["fuser_log_normal"] = function(
+    "fuser_log_normal",
+    "double",
+    "double x",
+    f"""\
+  const u64 b = FUSER_BITS(u64, x) - 0x3fe6a09e667f3bcdULL;
+  const double e = FUSER_BITS(double, ((b + (1024ULL << 52)) >> 52) | 0x4330000000000000ULL) - 4503599627371520.0;
+  const double m = FUSER_BITS(double, (b & 0xfffffffffffffULL) + 0x3fe6a09e667f3bcdULL), s = (m - 1.0) / (m + 1.0);
+  const double z = s * s;
+  return FUSER_FMA(e, 0.6931471805599453, s * {polynomial("z", fits.LOG_MID)});
+""",
+)
+HELPERS["fuser_log_mid"] = function(
+    "fuser_log_mid",
+    "double",
+    "double x",
+    """\
+  const double y = fuser_log_normal(x);
+  const double edge = x == 0.0 ? -__builtin_inf() : x < 0.0 ? __builtin_nan("") : x;
+  return (x > 0.0) & (x < __builtin_inf()) ? y : edge;
+""",
+)
+
+
+def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) -> None:
+    """Add `fuser_<name>_f64` and, by way of `_mid`, `_f32`; `body` takes what its fits' names end with."""
+    for suffix, mid in (("f64", ""), ("mid", "_MID")):
+        exp, log = ("fuser_exp_mid", "fuser_log_mid") if mid else ("fuser_exp_f64", "fuser_log_f64")
+        text = body(mid).replace("{exp}", exp).replace("{log}", log).replace("{mid}", suffix)
+        helpers[f"fuser_{name}_{suffix}"] = function(f"fuser_{name}_{suffix}", "double", "double x", text)
+    helpers[f"fuser_{name}_f32"] = function(
+        f"fuser_{name}_f32", "float", "float x", f"  return (float)fuser_{name}_mid((double)x);\n"
     )
 
 
-_function("lgamma", "x", "  return lgamma(x);\n")
+def fit(name: str, mid: str, x: str) -> str:
+    """C++ text of the polynomial of special_fits that is called `name`, or of its short form."""
+    return polynomial(x, getattr(fits, name + mid))
 
-# Recurrence up to 10, then the asymptotic series 6.3.18; below 0 the reflection 6.3.7.
-_function(
-    "digamma",
-    "x",
-    """\
-  if (x == 0) return __builtin_copysign(__builtin_inf(), -x);
-  if (x < 0 && x == __builtin_trunc(x)) return __builtin_nan("");
-  const double turn = x < 0 ? 3.141592653589793 / tan(3.141592653589793 * (x - __builtin_trunc(x))) : 0.0;
-  double y = x < 0 ? 1 - x : x, sum = 0;
-  while (y < 10) { sum -= 1 / y; y += 1; }
-  const double z = 1 / (y * y);
-  double tail = 1.0 / 12;
-  tail = tail * z - 691.0 / 32760; tail = tail * z + 1.0 / 132; tail = tail * z - 1.0 / 240;
-  tail = tail * z + 1.0 / 252; tail = tail * z - 1.0 / 120; tail = tail * z + 1.0 / 12;
-  return sum + log(y) - 0.5 / y - z * tail - turn;
+
+# The power series' place takes a polynomial up to 8, its coefficients all positive; from there on 9.7.1's.
+def _bessel(order: int, scaled: bool) -> Callable[[str], str]:
+    def body(mid: str) -> str:
+        small = fit(f"I{order}", mid, "z")
+        return f"""\
+  const double a = __builtin_fabs(x), b = a < 8.0 ? a : 8.0, z = b * b;
+  const double u = FUSER_FMA(16.0, 1.0 / (a < 8.0 ? 8.0 : a), -1.0);
+  const double small = {small}, large = {fit(f"I{order}_TAIL", mid, "u")} / __builtin_sqrt(a);
+  const double out = {"a < 8.0 ? {exp}(-b) * SMALL : large" if scaled else "a < 8.0 ? SMALL : {exp}(a) * large"};
+  return {"x < 0 ? -out : out" if order else "out"};
+""".replace("SMALL", "(b * small)" if order else "small")
+
+    return body
+
+
+for _order in (0, 1):
+    double_pair(HELPERS, f"i{_order}", _bessel(_order, False))
+    double_pair(HELPERS, f"i{_order}e", _bessel(_order, True))
+
+# By w = -log(1 - x^2), or its root where that is large. (The vector library's log is slow for what is negative.)
+HELPERS["fuser_erfinv_f64"] = function(
+    "fuser_erfinv_f64",
+    "double",
+    "double x",
+    f"""\
+  const double square = (1.0 - x) * (1.0 + x), w = -fuser_log_f64(__builtin_fabs(square)), s = __builtin_sqrt(w);
+  const double t = FUSER_FMA(w, 0.32, -1.0), u = (s - 4.255) * 0.5698005698005698;
+  const double p = w < 6.25 ? {polynomial("t", fits.ERFINV)} : {polynomial("u", fits.ERFINV_TAIL)};
+  const double edge = __builtin_fabs(x) == 1.0 ? __builtin_copysign(__builtin_inf(), x) : __builtin_nan("");
+  return square > 0 ? x * p : edge;
 """,
 )
+HELPERS["fuser_erfinv_f32"] = function(
+    "fuser_erfinv_f32",
+    "float",
+    "float x",
+    f"""\
+  const float w = -fuser_log_f32((1.0f - x) * (1.0f + x)), s = __builtin_sqrtf(w);
+  const float t = FUSER_FMAF(w, 0.4f, -1.0f), u = (s - 3.143034f) * 1.1025774f;
+  const float p = w < 5.0f ? {horner("t", *fits.ERFINV_SINGLE)} : {horner("u", *fits.ERFINV_TAIL_SINGLE)};
+  return __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(__builtin_inff(), x) : x * p;
+""",
+)
+
+
+# Of |x|: a quotient up to 8 (below 1 of y + 1), then Stirling's series 6.1.41; below 0 the reflection 6.1.17.
+def _lgamma(mid: str) -> str:
+    return f"""\
+  const double y = __builtin_fabs(x), d = y - __builtin_rint(y), l = {{log}}(y);
+  const bool low = y < 1.0, near = y < 8.0;
+  const double b = near ? y : 8.0, v = low ? b + 1.0 : b, one = low ? b : b - 1.0, two = low ? b - 1.0 : b - 2.0;
+  const double small = one * two * {fit("LGAMMA_P", mid, "v")} / {fit("LGAMMA_Q", mid, "v")} + 0.0;
+  const double r = 1.0 / (near ? 8.0 : y), z = r * r;
+  const double large = FUSER_FMA(y - 0.5, l - 1.0, FUSER_FMA(r, {fit("LGAMMA_TAIL", mid, "z")}, 0.4189385332046727));
+  const double here = near ? small - (low & (x > 0) ? l : 0.0) : large;
+  const double s = __builtin_fabs(d * {fit("SIN_PI", mid, "d * d")});
+  const double there = -{{log}}((low ? s : y * s) * 0.3183098861837907) - here;
+  const double at = x < 0 ? there : here;
+  return (d == 0) & (x <= 0) | (y == __builtin_inf()) ? __builtin_inf() : at;
+"""
+
+
+double_pair(HELPERS, "lgamma", _lgamma)
+
+
+# The zero, 1.46..., is in two parts. From 8 on the series 6.3.18, below 0 the reflection 6.3.7.
+def _digamma(mid: str) -> str:
+    return f"""\
+  const bool left = x < 0;
+  const double y = left ? 1.0 - x : x, d = x - __builtin_rint(x);
+  const bool low = y < 1.0, near = y < 8.0;
+  const double b = near ? y : 8.0, v = low ? b + 1.0 : b;
+  const double zero = v - 1.4616321449683622 - 9.549995429965697e-17;
+  const double small = zero * {fit("DIGAMMA_P", mid, "v")} / {fit("DIGAMMA_Q", mid, "v")} - (low ? 1.0 / b : 0.0);
+  const double c = near ? 8.0 : y, r = 1.0 / c, z = r * r;
+  const double l = {"fuser_log_normal" if mid else "fuser_log_f64"}(c);
+  const double large = l - FUSER_FMA(z, {fit("DIGAMMA_TAIL", mid, "z")}, 0.5 * r);
+  const double q = d * d, s = d * {fit("SIN_PI", mid, "q")};
+  const double turn = left ? 3.141592653589793 * {fit("COS_PI", mid, "q")} / s : 0.0;
+  const double at = y == __builtin_inf() ? y : (near ? small : large) - turn;
+  const double edge = left ? __builtin_nan("") : __builtin_copysign(__builtin_inf(), -x);
+  return (d == 0) & (x <= 0) | (x == -__builtin_inf()) ? edge : at;
+"""
+
+
+double_pair(HELPERS, "digamma", _digamma)
+
 # Hurwitz's zeta by Euler and Maclaurin (23.2.23 with an offset): ten terms, then Bernoulli's numbers.
-_function(
-    "zeta",
-    "s q",
-    """\
+_ZETA = """\
   if (s == 1) return __builtin_inf();
   if (s < 1) return __builtin_nan("");
   if (q <= 0 && q == __builtin_floor(q)) return __builtin_inf();
@@ -61,46 +186,8 @@ _function(
     power /= q * q;
   }
   return sum;
-""",
-)
-# A first guess by Winitzki's formula, right to 2e-3; each of Halley's steps makes that thrice as many digits.
-_function(
-    "erfinv",
-    "y",
-    """\
-  const double size = __builtin_fabs(y);
-  if (!(size <= 1)) return __builtin_nan("");
-  if (size == 1) return __builtin_copysign(__builtin_inf(), y);
-  const double l = log1p(-size * size), a = 4.330746750799873 + l / 2;
-  double x = __builtin_sqrt(__builtin_sqrt(a * a - l / 0.147) - a);
-  for (int k = 0; k < 3; ++k) {
-    const double miss = size > 0.5 ? (1 - size) - erfc(x) : erf(x) - size;
-    const double step = miss / (1.1283791670955126 * exp(-x * x));
-    x -= step / (1 + x * step);
-  }
-  return __builtin_copysign(size < 1e-150 ? size * 0.886226925452758 : x, y);
-""",
-)
-# exp(-|x|) I(|x|): the power series 9.6.10, whose terms are positive, then the asymptotic one, 9.7.1.
-_BESSEL = """\
-  const double a = __builtin_fabs(x);
-  const long double z = (long double)a * a / 4;
-  long double sum = {first}, term = {first};
-  if (a <= 30) {{
-    for (int k = 1; k < 64; ++k) {{ term *= z / (k * (k + {order})); sum += term; }}
-    sum *= exp(-a);
-  }} else {{
-    sum = term = 1;
-    for (int k = 1; k < 24; ++k) {{
-      term *= ((2 * k - 1) * (2 * k - 1) - {square}) / (8.0L * k * a);
-      sum += term;
-    }}
-    sum *= 0.3989422804014327 / __builtin_sqrt(a);
-  }}
-  const double out = a == __builtin_inf() ? 0.0 : (double)sum;
-  return {result};
 """
-_function("i0e", "x", _BESSEL.format(first="1", order=0, square=0, result="out"))
-_function("i1e", "x", _BESSEL.format(first="a / 2", order=1, square=4, result="x < 0 ? -out : out"))
-for _name in ("i0", "i1"):
-    _function(_name, "x", f"  return exp(__builtin_fabs(x)) * fuser_{_name}e_f64(x);\n")
+HELPERS["fuser_zeta_f64"] = function("fuser_zeta_f64", "double", "double s, double q", _ZETA)
+HELPERS["fuser_zeta_f32"] = function(
+    "fuser_zeta_f32", "float", "float s, float q", "  return (float)fuser_zeta_f64((double)s, (double)q);\n"
+)
