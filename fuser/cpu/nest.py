@@ -46,6 +46,8 @@ class Nest:
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
+        self.pieces: dict[int, str] = {}  # loads of float16 that are converted at the moment -> where each lies
+        self.results: dict[Store, str] = {}  # stores that will be (halves.py)
         self._exact: dict[torch.dtype, frozenset[int]] = {}
         self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
         self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
@@ -154,6 +156,8 @@ class Nest:
             assert self.tile_axis is not None and self.vector is not None
             t, v = self.tile_axis.sym.name, self.vector.sym.name
             return f"tile{self.staged[n]}[({t} - r0) * {TILE_STRIDE} + {v} - v0]"
+        if n in self.pieces:
+            return self.pieces[n]
         if row.op == "load":
             text = self.loaded(n)
             if n in self.guarded:
@@ -212,6 +216,9 @@ class Nest:
         """The statement of a store."""
         place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
         dtype, n = self.dtypes[s.buffer], s.row if s.row in self.moved else self.unrounded(s)
+        if s in self.results:
+            self.out.add(f"{self.results[s]} = {self.ref(n)};")
+            return
         value = self.ref(n) if n in self.moved else cpp_store(dtype, self.ref(n), self.is_exact(n, dtype))
         self.out.add(f"{place} = {value};")
 

@@ -121,11 +121,14 @@ class PointwiseNest(StreamingNest):
 
     def _vector_loop(self, v: str) -> None:
         streams = bool(self.streams(0))
-        low, high = ("w0", "w1") if streams else ("v0", "v1")
-        if streams:
+        pieces = not self.explicit and self.has_halves(0)
+        low, high = ("w0", "w1") if streams or pieces else ("v0", "v1")
+        if streams or pieces:
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
+        if pieces:
+            self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
         if self.explicit:
             self.out.add("#if FUSER_LANES")
             LaneLoop(self).emit(low, high)
@@ -136,7 +139,9 @@ class PointwiseNest(StreamingNest):
         self.out.close()
         if self.explicit:
             self.out.add("#endif")
-        if streams:
+        if pieces:
+            self.close_halves(0, "w0", "w1 - w0")
+        if streams or pieces:
             self.close_streams(0, "w1 - w0")
             self.out.close()
 

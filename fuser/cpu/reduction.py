@@ -139,9 +139,11 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch_columns(phase, loops)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
+        self.open_halves(phase, "v0", "l", self.lanes, "count")
         self.open_lanes()
         self.emit_inner(phase)
         self.out.close()
+        self.close_halves(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
         if flush:
@@ -194,16 +196,19 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         lo, hi = bounds.get(self.vector.sym, ("0", f"n_{v}"))
         streams = bool(self.streams(phase))
         if not reduces:
-            if streams:
+            pieces = streams or self.has_halves(phase)
+            if pieces:
                 self.out.open(f"for (i64 w0 = {lo}; w0 < {hi}; w0 += {STREAM_TILE})")
                 self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < {hi} ? w0 + {STREAM_TILE} : {hi};")
                 self.open_streams(phase, "w0", f"{v} - w0", STREAM_TILE)
+                self.open_halves(phase, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
                 lo, hi = "w0", "w1"
             self.out.add(self.pragma())
             self.out.open(f"for (i64 {v} = {lo}; {v} < {hi}; ++{v})")
             self.emit_inner(phase)
             self.out.close()
-            if streams:
+            if pieces:
+                self.close_halves(phase, "w0", "w1 - w0")
                 self.close_streams(phase, "w1 - w0")
                 self.out.close()
             return
@@ -218,11 +223,13 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch(phase)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
+        self.open_halves(phase, "v0", "l", self.lanes, "count")
         self.out.add(self.pragma())
         self.out.open("for (i64 l = 0; l < count; ++l)")
         self.out.add(f"const i64 {v} = v0 + l;")
         self.emit_inner(phase)
         self.out.close()
+        self.close_halves(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
         self.out.close("};")

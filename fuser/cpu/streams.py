@@ -6,7 +6,8 @@ known at run time alone: `stream` in the function says so, and else the loops wr
 
 from __future__ import annotations
 
-from fuser.cpu.nest import Nest, storage_type
+from fuser.cpu.halves import HalvesNest
+from fuser.cpu.nest import storage_type
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, coefficient, product, substitute, symbol, symbols
 from fuser.scheduler.plan import Store
@@ -54,7 +55,7 @@ static void fuser_stream_end() {
 """
 
 
-class StreamingNest(Nest):
+class StreamingNest(HalvesNest):
     """A nest whose results may be written past the cache."""
 
     def open_function(self, suffix: str = "") -> str:

@@ -120,7 +120,42 @@ FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) { return fuser_lanes_
 FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a < b ? a : b); }
 #endif
 """
-HELPERS = {"FUSER_LANES": _TEXT}
+# A piece has room for a whole number of vectors; what is behind its `count` elements may be anything.
+_PIECES = {
+    "fuser_piece_from_half": """\
+FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
+#if FUSER_LANES
+  i64 k = 0;
+  for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_float(to + k, fuser_lanes_load_half(from + k));
+  if (k < count) {
+    u16 rest[FUSER_LANES];
+    fuser_lanes_rest(rest, sizeof rest, from + k, (count - k) * 2);
+    fuser_lanes_store_float(to + k, fuser_lanes_load_half(rest));
+  }
+#else
+#pragma omp simd
+  for (i64 k = 0; k < count; ++k) to[k] = fuser_load_half(from[k]);
+#endif
+}
+""",
+    "fuser_piece_to_half": """\
+FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
+#if FUSER_LANES
+  i64 k = 0;
+  for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_half(to + k, fuser_lanes_load_float(from + k));
+  if (k < count) {
+    u16 rest[FUSER_LANES];
+    fuser_lanes_store_half(rest, fuser_lanes_load_float(from + k));
+    __builtin_memcpy(to + k, rest, (count - k) * 2);
+  }
+#else
+#pragma omp simd
+  for (i64 k = 0; k < count; ++k) to[k] = fuser_store_half(from[k]);
+#endif
+}
+""",
+}
+HELPERS = {"FUSER_LANES": _TEXT, **_PIECES}
 
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
 FUNCTIONS = frozenset("exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf".split())

@@ -1,0 +1,74 @@
+"""Loops over float16 that g++ vectorises: halves are converted a piece at a time, before the loop and after it.
+
+The compiler has no vectors of the instructions that convert halves, which take a dozen others each. So a piece of what
+is read lies in the first level cache as floats before the loop, and what it writes is converted from there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cpu.nest import Nest
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, substitute, symbol, symbols
+from fuser.scheduler.plan import Store
+
+MOST_PIECES = 6  # more would not fit into the first level cache
+
+
+class HalvesNest(Nest):
+    """A nest that reads and writes float16 by way of pieces of floats."""
+
+    def half_loads(self, phase: int) -> list[int]:
+        """Loads of float16 in a pass whose neighbours along the vector axis lie side by side."""
+        available = self._available(phase)
+        rows = [n for n in self.closure(self.roots(phase), available) if n not in available]
+        return [n for n in rows if self._reads_halves(n)]
+
+    def _reads_halves(self, n: int) -> bool:
+        row = self.plan.rows[n]
+        if row.op != "load" or row.args or n in self.staged or n in self.guarded or n in self.moved:
+            return False
+        return self._is_line(row.attr[0], row.attr[1][0])
+
+    def _is_line(self, buffer: str, address: Expr) -> bool:
+        if self.vector is None or self.dtypes[buffer] is not torch.float16:
+            return False
+        plain = not any(x.kind == INDIRECT for x in symbols(address))
+        return plain and coefficient(address, self.vector.sym) == ONE
+
+    def half_stores(self, phase: int) -> list[Store]:
+        """The same of stores."""
+        full = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
+        mine = [s for s in full if s.row not in self.moved]
+        return [s for s in mine if self._is_line(s.buffer, s.address)]
+
+    def has_halves(self, phase: int) -> bool:
+        """Whether a pass over pieces converts float16 before and after each."""
+        return 0 < len(self.half_loads(phase)) + len(self.half_stores(phase)) <= MOST_PIECES
+
+    def open_halves(self, phase: int, start: str, place: str, length: int, count: str) -> None:
+        """Before a loop of `count` elements from `start` on, at most `length`; it finds element `place` of a piece."""
+        assert self.vector is not None
+        if not self.has_halves(phase):
+            return
+        origin = {self.vector.sym: symbol(start, LOOP)}
+        length = -(-length // 16) * 16  # whole vectors
+        for n in self.half_loads(phase):
+            buffer, (address,) = self.plan.rows[n].attr
+            self.out.add(f"float piece{n}[{length}] __attribute__((aligned(64)));")
+            at = self.index(substitute(address, origin))
+            self.out.add(f"fuser_piece_from_half(piece{n}, {buffer} + ({at}), {count});")
+            self.pieces[n] = f"piece{n}[{place}]"
+        for k, s in enumerate(self.half_stores(phase)):
+            self.out.add(f"float result{phase}_{k}[{length}] __attribute__((aligned(64)));")
+            self.results[s] = f"result{phase}_{k}[{place}]"
+
+    def close_halves(self, phase: int, start: str, count: str) -> None:
+        """After that loop."""
+        assert self.vector is not None
+        self.pieces.clear()
+        for k, s in enumerate(self.half_stores(phase) if self.results else []):
+            streamed = self.streamed.get(s, "").partition("[")[0]
+            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
+            self.out.add(f"fuser_piece_to_half({streamed or f'{s.buffer} + ({at})'}, result{phase}_{k}, {count});")
+        self.results.clear()
