@@ -152,3 +152,43 @@ def test_explicit_vectors_and_plain_loops_give_the_same_bits(fn, dtype):
     run(toolchain.compile_library((plain,)), name, [x, *outs], len(x))
     for got, want in zip(outs, results):
         assert torch.equal(got, want) if got.dtype is torch.bool else same_bits(got, want)
+
+
+def rows(x):
+    return torch.softmax(x, -1), torch.nn.functional.layer_norm(x, (x.shape[-1],)), x.sum(-1), x.amax(-1)
+
+
+def columns(x):
+    return torch.softmax(x, 0), x.sum(0), x.amax(0)
+
+
+@pytest.mark.parametrize("mode", ["fast", "eager"])
+@pytest.mark.parametrize("fn", [rows, columns])
+@pytest.mark.parametrize("shape", [(3, 5), (37, 64), (9, 1000), (4, 2077), (130, 33)])
+def test_reductions_of_float16_are_those_of_the_same_float32(fn, shape, mode):
+    """Denormals, whole pieces and rests: what is read is exact, what is written rounds once."""
+    with config.override(numerics=mode):
+        registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn)))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 3
+    x[0, 0], x[-1, -1], x[1, 1] = 6e-8, -1e-5, -0.0
+    x = x.to(torch.float16)
+    results = registration.handle(x)
+    assert "fuser_piece_from_half" in registration.spec.store.kernels[-1].source
+    for got, want in zip(results, fn(x.double())):
+        ulp = torch.maximum(want.abs(), torch.tensor(2.0**-14)) * 2.0**-10
+        assert bool(((got.double() - want).abs() <= 0.51 * ulp).all())
+
+
+def test_loops_that_only_the_compiler_vectorises_convert_pieces_of_float16():
+    def fn(x, i):
+        return torch.where(i > 3, torch.sin(x), x * i), (x * 2).to(torch.int32)
+
+    handle = handle_of(fn, "fast")
+    for n in (1, 15, 1024, 5000):
+        x = torch.linspace(-60.0, 60.0, n).to(torch.float16)
+        i = torch.arange(n) % 7
+        (got, whole), (want, integers) = handle(x, i), fn(x.double(), i)
+        assert torch.equal(whole, integers)
+        assert bool(
+            ((got.double() - want).abs() <= 0.51 * 2.0**-10 * torch.maximum(want.abs(), torch.tensor(1e-4))).all()
+        )
