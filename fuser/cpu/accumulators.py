@@ -47,7 +47,8 @@ class AccumulatingNest(Nest):
         loads = [r.attr[0] for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
         read = max((REGISTER // self.dtypes[b].itemsize for b in loads), default=0)
         least = max(16, read if read <= self.vector.hint else 0)
-        widest = max((self.spec(r)[2].itemsize for r in self.plan.reductions), default=4)
+        kept = [max(self.spec(r)[2].itemsize, 4 if REDUCTIONS[r.kind].index else 1) for r in self.plan.reductions]
+        widest = max(kept, default=4)
         return least if self.vector.hint < LONG_ROW else max(least, 2 * REGISTER // widest)
 
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:

@@ -111,6 +111,21 @@ class Scan(OrderedNest):
         also = " ats[l] = 0;" if spec.index else ""
         self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ accs[l] = {start};{also} }}")
 
+    def loaded(self, n: int) -> str:
+        """What the load `n` reads, as a value."""
+        return self._alone(super().loaded(n))
+
+    def _stored(self, dtype: torch.dtype, value: str) -> str:
+        return self._alone(cpp_store(dtype, value))
+
+    def _alone(self, text: str) -> str:
+        """The conversions of float16 in `text` as fits a chain, of which g++ makes no vectors."""
+        if self.vector is not None:
+            return text
+        for way in ("load", "store"):
+            text = text.replace(f"fuser_{way}_half(", f"fuser_lone_{way}_half(")
+        return text
+
     def _value(self) -> int:
         row = self.plan.rows[self.plan.stores[0].row]
         return row.args[0] if row.op == "pair" else self.plan.stores[0].row
@@ -139,7 +154,7 @@ class Scan(OrderedNest):
             return
         self.out.add(f"{acc} = {step};")
         if stores:
-            self.out.add(f"{place} = {cpp_store(dtype, cpp_convert(kind, dtype, acc))};")
+            self.out.add(f"{place} = {self._stored(dtype, cpp_convert(kind, dtype, acc))};")
 
     def _put_extreme(self, s: Store, place: str) -> None:
         """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
@@ -150,7 +165,7 @@ class Scan(OrderedNest):
         index = SCANS[how].index
         also = f" at = {self.ref(self.plan.rows[s.row].args[1])};" if index else ""
         self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
-        self.out.add(f"{place} = {'at' if index else cpp_store(dtype, cpp_convert(kind, dtype, 'acc'))};")
+        self.out.add(f"{place} = {'at' if index else self._stored(dtype, cpp_convert(kind, dtype, 'acc'))};")
 
 
 _LOSES = {"max": "<", "argmax": "<", "min": ">", "argmin": ">"}

@@ -8,7 +8,7 @@ instead, with the reader's index in place of its loop variables. Buffers nobody 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +49,12 @@ def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int], stored: Collect
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
     producers = Producers(makers, hint, stored)
     for node in nodes:
-        if any(_should_inline(producers, node, r, len(node.rows)) for r in node.rows if r.op == "load"):
+        if any(_should_inline(producers, node, r, node.rows) for r in node.rows if r.op == "load"):
             _inline_into(node, producers)
 
 
-def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> bool:
-    """Whether `reader`, which has `rows` by now, computes what it reads by `load` itself."""
+def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence[Row]) -> bool:
+    """Whether `reader`, whose rows are `rows` by now, computes what it reads by `load` itself."""
     producer = producers.by_buffer.get(load.attr[0])
     if producer is None or producer is reader:
         return False
@@ -63,7 +63,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
     if not reads_all_checked(producer, load, reader.sizes()):
         return False
     if reader.ordered is not None:  # it shares its loops with nobody
-        return rows + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
+        return len(rows) + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
     sizes = reader.sizes()
     digits = [digits_of(e, sizes) for e in index]
@@ -75,13 +75,28 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: int) -> 
         return False  # the scheduler can line the two up
     if producers.points(reader) * FEW > producers.points(producer) and producers.spares(producer):
         return False
-    if rows + len(producer.rows) > MOST_ROWS:
+    if len(rows) + len(producer.rows) > MOST_ROWS:
         return False
-    read = {s for e in index for s in symbols(e) if s.kind == LOOP}
+    read = _varies_along(rows, index)
     innermost = reader.domain[-1][0] if reader.domain else None
     hoisted = innermost not in read
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or producer.cost() <= CHEAP
+
+
+def _varies_along(body: Sequence[Row], index: tuple[Expr, ...]) -> set[Sym]:
+    """The loops along which an index varies, by itself or by what rows of `body` look up for it."""
+    pending = {s for e in index for s in symbols(e)}
+    rows = [int(s.name[1:]) for s in pending if s.kind == INDIRECT]
+    seen: set[int] = set()
+    while rows:
+        n = rows.pop()
+        if n not in seen:
+            seen.add(n)
+            row = body[n]
+            rows += [*row.args, *indirect_rows(row)]
+            pending |= {s for e in row_exprs(row) for s in symbols(e)}
+    return {s for s in pending if s.kind == LOOP}
 
 
 def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> bool:
@@ -137,7 +152,7 @@ def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
 
 def _add_row(out: Recorder, row: Row, reader: Node, producers: Producers) -> int:
     """Add a row of `reader` to `out`, or what it loads; and so on for what that loads. Returns its number."""
-    if row.op != "load" or not _should_inline(producers, reader, row, len(out.rows)):
+    if row.op != "load" or not _should_inline(producers, reader, row, out.rows):
         return out.add_row(row).row
     mask = row.args[0] if row.args else None
     producer = producers.by_buffer[row.attr[0]]

@@ -45,6 +45,19 @@ def test_few_elements_of_a_large_result_are_computed_alone(classes):
     torch.testing.assert_close(out, picked(x, t))
 
 
+def looked_up(x, i):
+    return F.softplus(x.exp())[i].neg()
+
+
+def test_a_costly_result_that_is_looked_up_often_is_computed_once():
+    """A place may be looked up any number of times: each would compute the element again."""
+    x = torch.randn(100)
+    often, seldom = torch.randint(100, (40, 50)), torch.randint(100, (6,))
+    for i, kernels in ((often, 2), (seldom, 1)):
+        torch.testing.assert_close(run(looked_up, x, i), looked_up(x, i))
+        assert code(looked_up, x, i).count('extern "C" void') == kernels
+
+
 def rope(x, cos, sin):
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin

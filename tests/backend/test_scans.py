@@ -122,3 +122,14 @@ def test_the_interpreters_agree():
         want = fn(X)
         compare(interpret_lowered(lowered, (X,)), want, tol=CLOSE)
         compare(interpret_schedule(lowered, plan, (X,)), want, tol=CLOSE)
+
+
+def test_every_float16_goes_through_a_chain():
+    """Each of them, NaN and subnormal ones too, is read and stored as it is."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 1)
+    fn = lambda x: torch.cumsum(torch.cat((x, x), 1), 1)  # noqa: E731
+    handle, spec = fuse(fn)
+    out, eager = handle(x), fn(x)
+    no_fallback(spec)
+    assert "fuser_lone_load_half" in spec.store.kernels[0].source
+    assert torch.equal(out[:, 0].isnan(), x[:, 0].isnan()) and torch.equal(out.nan_to_num(7.0), eager.nan_to_num(7.0))
