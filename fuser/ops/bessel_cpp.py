@@ -159,9 +159,9 @@ HELPERS["fuser_ndtri_f32"] = function(
     f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;
-  const float far = s * {horner("v", *special_fits.ERFINV_FAR_SINGLE)};
-  const float p = w < 5.0f ? {horner("t", *special_fits.ERFINV_SINGLE)} : far;
+  const float far = s * {horner("v", *special_fits.NDTRI_FAR_SINGLE)};
+  const float p = w < 5.0f ? {horner("t", *special_fits.NDTRI_SINGLE)} : far;
   const float edge = x == 1 ? __builtin_inff() : x == 0 ? -__builtin_inff() : __builtin_nanf("");
-  return square > 0 ? 1.4142135f * (FUSER_FMAF(2.0f, x, -1.0f) * p) : edge;
+  return square > 0 ? FUSER_FMAF(2.0f, x, -1.0f) * p : edge;
 """,
 )

@@ -1,7 +1,7 @@
 """C++ helpers for special functions: polynomials and quotients of them per interval, chosen between without branches.
 
-Each is written twice: in double (`_f64`), and for float32 (`_f32`) in double of fewer terms, but erfinv and ndtri,
-whose float32 forms are in float. What is left of a function by its polynomial is all that is computed beside it, so
+Each is written twice: in double (`_f64`), and for float32 (`_f32`) in double of fewer terms, but ndtri, whose
+float32 form is in float. What is left of a function by its polynomial is all that is computed beside it, so
 that loops of them become vectors. Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 6, 7,
 9 and 23.
 """
@@ -115,10 +115,12 @@ HELPERS["fuser_erfinv_f32"] = function(
     "float",
     "float x",
     f"""\
-  const float w = -fuser_log_f32((1.0f - x) * (1.0f + x)), s = __builtin_sqrtf(w);
-  const float t = FUSER_FMAF(w, 0.4f, -1.0f), u = (s - 3.143034f) * 1.1025774f;
-  const float p = w < 5.0f ? {horner("t", *fits.ERFINV_SINGLE)} : {horner("u", *fits.ERFINV_TAIL_SINGLE)};
-  return __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(__builtin_inff(), x) : x * p;
+  const double y = x, square = FUSER_FMA(-y, y, 1.0), w = -fuser_log_normal(square), s = __builtin_sqrt(w);
+  const double t = FUSER_FMA(w, 0.4, -1.0), u = FUSER_FMA(s, 1.12743891797001646, -3.521030061059766);
+  const double p = w < 5.0 ? {polynomial("t", fits.ERFINV_MID)} : {polynomial("u", fits.ERFINV_TAIL_MID)};
+  const float value = (float)(y * p);
+  const float edge = __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(__builtin_inff(), x) : __builtin_nanf("");
+  return __builtin_fabsf(x) < 1.0f ? value : edge;
 """,
 )
 
