@@ -125,14 +125,15 @@ HELPERS["fuser_erfinv_f32"] = function(
 )
 
 
-# Of |x|: a quotient up to 8 (below 1 of y + 1), then Stirling's series 6.1.41; below 0 the reflection 6.1.17.
+# Of |x|: a quotient up to 3, or 8 (below 1 of y + 1), then Stirling's series 6.1.41; below 0 the reflection 6.1.17.
 def _lgamma(mid: str) -> str:
+    bound = "8.0" if mid else "3.0"
     return f"""\
   const double y = __builtin_fabs(x), d = y - __builtin_rint(y), l = {{log}}(y);
-  const bool low = y < 1.0, near = y < 8.0;
-  const double b = near ? y : 8.0, v = low ? b + 1.0 : b, one = low ? b : b - 1.0, two = low ? b - 1.0 : b - 2.0;
+  const bool low = y < 1.0, near = y < {bound};
+  const double b = near ? y : {bound}, v = low ? b + 1.0 : b, one = low ? b : b - 1.0, two = low ? b - 1.0 : b - 2.0;
   const double small = one * two * {fit("LGAMMA_P", mid, "v")} / {fit("LGAMMA_Q", mid, "v")} + 0.0;
-  const double r = 1.0 / (near ? 8.0 : y), z = r * r;
+  const double r = 1.0 / (near ? {bound} : y), z = r * r;
   const double large = FUSER_FMA(y - 0.5, l - 1.0, FUSER_FMA(r, {fit("LGAMMA_TAIL", mid, "z")}, 0.4189385332046727));
   const double here = near ? small - (low & (x > 0) ? l : 0.0) : large;
   const double s = __builtin_fabs(d * {fit("SIN_PI", mid, "d * d")});
@@ -158,7 +159,8 @@ def _digamma(mid: str) -> str:
   const double l = {"fuser_log_normal" if mid else "fuser_log_f64"}(c);
   const double large = l - FUSER_FMA(z, {fit("DIGAMMA_TAIL", mid, "z")}, 0.5 * r);
   const double q = d * d, s = d * {fit("SIN_PI", mid, "q")};
-  const double turn = left ? 3.141592653589793 * {fit("COS_PI", mid, "q")} / s : 0.0;
+  const double h = 0.5 - __builtin_fabs(d), g = h * h, c0 = h * {fit("SIN_PI", mid, "g")};
+  const double turn = left ? 3.141592653589793 * c0 / s : 0.0;
   const double at = y == __builtin_inf() ? y : (near ? small : large) - turn;
   const double edge = left ? __builtin_nan("") : __builtin_copysign(__builtin_inf(), -x);
   return (d == 0) & (x <= 0) | (x == -__builtin_inf()) ? edge : at;

@@ -212,6 +212,25 @@ def test_cell_against_eager(library: Library, row: ops.OpRow, dtype: torch.dtype
     assert not bad.any(), show(args, got, want, bad)
 
 
+# Where the forms of special functions change from one polynomial to the next, and where they cancel.
+BORDERS = {
+    "lgamma": ((1.0, 8.2), (-9.0, 0.0)), "digamma": ((0.9, 8.2), (-9.0, 0.0)), "erfinv": ((0.998, 0.9985), (-1e-6, 1e-6)),
+    "i0": ((7.9, 8.1),), "i1": ((-8.1, -7.9),), "i0e": ((7.9, 8.1),), "i1e": ((-8.1, -7.9),),
+    "k0": ((0.9, 1.1),), "k1": ((0.9, 1.1),), "erfcx": ((-26.0, 0.0), (0.0, 1.0)), "log_ndtr": ((-1.0, 1.0),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [(n, *r) for n, ranges in BORDERS.items() for r in ranges])
+def test_special_functions_where_their_forms_meet(library: Library, name: str, low: float, high: float) -> None:
+    row = ops.OPS[name]
+    for dtype, n in ((torch.float64, 61 if name in ops_reference.SLOW else 301), (torch.float32, 3001)):
+        x = random_values(dtype, (low, high), n, torch.Generator().manual_seed(7))
+        got, want = library.run(key(name, dtype), x), row.eval(x)
+        error, eager = (float_errors(row, (x,), t).nan_to_num(0.0) for t in (got, want))
+        bad = error > torch.maximum(torch.tensor(row.ulps), eager)
+        assert not bad.any(), show((x,), got, want, bad)
+
+
 def test_exp_down_gives_a_denormal_or_zero(library: Library) -> None:
     x = torch.linspace(-104, -87, 4096)
     got = library.run(key("exp_down", torch.float32), x)
