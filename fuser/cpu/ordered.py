@@ -115,8 +115,9 @@ class Scan(OrderedNest):
         """What the load `n` reads, as a value."""
         return self._alone(super().loaded(n))
 
-    def _stored(self, dtype: torch.dtype, value: str) -> str:
-        return self._alone(cpp_store(dtype, value))
+    def _stored(self, dtype: torch.dtype, acc: str) -> str:
+        """What to store for an accumulator: storing rounds, so its conversion to a half need not."""
+        return self._alone(cpp_store(dtype, cpp_convert(self._accumulator(), compute_dtype(dtype), acc)))
 
     def _alone(self, text: str) -> str:
         """The conversions of float16 in `text` as fits a chain, of which g++ makes no vectors."""
@@ -154,7 +155,7 @@ class Scan(OrderedNest):
             return
         self.out.add(f"{acc} = {step};")
         if stores:
-            self.out.add(f"{place} = {self._stored(dtype, cpp_convert(kind, dtype, acc))};")
+            self.out.add(f"{place} = {self._stored(dtype, acc)};")
 
     def _put_extreme(self, s: Store, place: str) -> None:
         """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
@@ -165,7 +166,7 @@ class Scan(OrderedNest):
         index = SCANS[how].index
         also = f" at = {self.ref(self.plan.rows[s.row].args[1])};" if index else ""
         self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
-        self.out.add(f"{place} = {'at' if index else self._stored(dtype, cpp_convert(kind, dtype, 'acc'))};")
+        self.out.add(f"{place} = {'at' if index else self._stored(dtype, 'acc')};")
 
 
 _LOSES = {"max": "<", "argmax": "<", "min": ">", "argmin": ">"}
