@@ -49,7 +49,10 @@ class AccumulatingNest(Nest):
         least = max(16, read if read <= self.vector.hint else 0)
         kept = [max(self.spec(r)[2].itemsize, 4 if REDUCTIONS[r.kind].index else 1) for r in self.plan.reductions]
         widest = max(kept, default=4)
-        return least if self.vector.hint < LONG_ROW else max(least, 2 * REGISTER // widest)
+        if self.vector.hint < LONG_ROW:
+            return least
+        places = any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
+        return max(least, 64 if places and self.vector.hint >= 4 * LONG_ROW else 2 * REGISTER // widest)
 
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
         """The table's row of a reduction, the dtype of its values and of its accumulator."""
@@ -57,8 +60,6 @@ class AccumulatingNest(Nest):
         value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
         spec = REDUCTIONS[r.kind]
         acc = spec.accumulate(value)
-        if self.plan.split and not self.is_column and r.kind == "sum" and acc is torch.float32:
-            acc = torch.float64  # one long sum waits for memory, not for arithmetic
         return spec, value, self._truth() if acc is torch.bool else acc
 
     def _truth(self) -> torch.dtype:
