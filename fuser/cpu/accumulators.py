@@ -21,6 +21,7 @@ SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
 LONG_ROW = 128  # elements of a row from which accumulators take two registers
 REGISTER = 64
+BEYOND_CACHES = 1 << 22  # elements
 _VALUE_OF = {"argmax": "max", "argmin": "min"}
 _INDEX_OF = {value: index for index, value in _VALUE_OF.items()}
 _COUNTS = ("sum", "prod")  # what takes a value twice is wrong
@@ -60,7 +61,13 @@ class AccumulatingNest(Nest):
         value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
         spec = REDUCTIONS[r.kind]
         acc = spec.accumulate(value)
+        if self._waits_for_memory() and r.kind == "sum" and acc is torch.float32:
+            acc = torch.float64
         return spec, value, self._truth() if acc is torch.bool else acc
+
+    def _waits_for_memory(self) -> bool:
+        """Whether a nest is one long sum of more than caches hold: then wider additions cost nothing."""
+        return self.plan.split and not self.is_column and math.prod(a.hint for a in self.red_axes) >= BEYOND_CACHES
 
     def _truth(self) -> torch.dtype:
         """What any and all keep in a lane, as wide as what is compared: g++ makes no vectors of bools that add up."""
