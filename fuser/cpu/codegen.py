@@ -17,6 +17,7 @@ from fuser.cpu.ordered import Scan, Scatter
 from fuser.cpu.pointwise import PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.segments import ZEROS
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import STREAM_HELPER
 from fuser.cpu.text import FLOOR_HELPERS
@@ -51,6 +52,7 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
     head = "".join(f"// {line}\n" for line in comment.splitlines())
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
+    shuffles += ZEROS if "fuser_zeros" in body else ""
     shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
     return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{transposes.helpers(body)}{shuffles}\n{body}"
 

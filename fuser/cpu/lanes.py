@@ -84,7 +84,8 @@ class LaneLoop:
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            return not row.args and n not in self.nest.guarded and self._runs_along(self.nest.dtypes[buffer], address)
+            masked = bool(row.args) and n not in self.nest.parts or n in self.nest.guarded
+            return not masked and self._runs_along(self.nest.dtypes[buffer], address)
         if row.op == "round_to":
             return row.attr in LOW
         return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None
@@ -125,7 +126,8 @@ class LaneLoop:
 
     def _read(self, n: int) -> Stream:
         buffer, (address,) = self.plan.rows[n].attr
-        return Stream(f"from{n}", self.nest.dtypes[buffer], f"{buffer}[{self.nest.index(address)}]")
+        place = self.nest.parts.get(n) or f"{buffer}[{self.nest.index(address)}]"
+        return Stream(f"from{n}", self.nest.dtypes[buffer], place)
 
     def _write(self, k: int, s: Store) -> Stream:
         place = self.nest.streamed.get(s) or f"{s.buffer}[{self.nest.index(s.address)}]"

@@ -35,6 +35,8 @@ class Nest:
         self.is_row = bool(self.reduced) and self.vector is not None and self.vector.reduced
         self.is_column = bool(self.reduced) and not self.is_row
         self.inside = self.reduced | ({plan.vector} if plan.vector is not None and not self.is_column else set())
+        self.constant: frozenset[int] = frozenset()  # rows that do not change in a segment of the loop (segments.py)
+        self.parts: dict[int, str] = {}  # masked loads of such a segment -> what they read
         self.lanes = self._choose_lanes()
         self.out = Lines()
         self.emitted: set[int] = set()  # rows available in the unit (scalars, or lane arrays of a column nest)
@@ -73,7 +75,7 @@ class Nest:
 
     def is_full(self, n: int) -> bool:
         """Whether row `n` lives inside the innermost loops."""
-        return bool(self.plan.varies[n] & self.inside)
+        return n not in self.constant and bool(self.plan.varies[n] & self.inside)
 
     def is_lane(self, n: int) -> bool:
         """Whether row `n` of a column nest has one value per lane, outside the reduced loops."""
@@ -141,7 +143,7 @@ class Nest:
     def loaded(self, n: int) -> str:
         """What the load `n` reads, as a value."""
         buffer, (address,) = self.plan.rows[n].attr
-        text = self._element(buffer, address)
+        text = self.parts.get(n) or self._element(buffer, address)
         return text if n in self.moved else cpp_load(self.dtypes[buffer], text)
 
     def index(self, e: Expr) -> str:
@@ -160,6 +162,8 @@ class Nest:
             return self.pieces[n]
         if row.op == "load":
             text = self.loaded(n)
+            if n in self.parts:
+                return text
             if n in self.guarded:
                 args = [f"(!empty & {args[0]})" if args else "!empty"]
             if args and row.dtype is torch.bool:  # g++ makes vectors of a choice between numbers, not between bools

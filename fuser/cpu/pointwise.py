@@ -9,6 +9,7 @@ from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
 from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, storage_type
 from fuser.cpu.records import Function
+from fuser.cpu.segments import Segments, find_segments, open_segments
 from fuser.cpu.streams import STREAM_TILE, StreamingNest
 from fuser.cpu.text import cpp_expr
 from fuser.cpu.transposes import EDGES, WORDS
@@ -27,18 +28,23 @@ class PointwiseNest(StreamingNest):
     """No reduction. `explicit`: its innermost loop is written in vectors (lanes.py)."""
 
     explicit = False
+    segments: Segments | None = None
 
     def whole(self) -> Function:
         """The single function of the plan."""
         self.find_transposed()
         tiled = self.tile_axis
         outer = [a for a in self.kept if a is not self.vector and a is not tiled]
+        self.segments = find_segments(self) if tiled is None else None
+        if self.segments is not None:
+            self.constant, self.parts = frozenset(self.segments.rows), self.segments.parts(self)
         hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
         moved = moved_rows(self.plan)
         computed = any(self.is_full(n) and n not in moved for n, r in enumerate(self.plan.rows) if r.op != "const")
         self.explicit = computed and not hoisted and LaneLoop(self).fits()
         self.moved = {} if self.explicit else moved
         name = self.open_function()
+        self.emitted |= self.constant
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
         units = product(a.size for a in outer)
         if tiled is not None:
@@ -70,7 +76,7 @@ class PointwiseNest(StreamingNest):
 
     def _choose_hoisted(self, outer: Sequence[Axis]) -> list[int]:
         """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every turn."""
-        if self.vector is None or math.prod(a.hint for a in outer) < LEAST_TURNS:
+        if self.vector is None or self.segments is not None or math.prod(a.hint for a in outer) < LEAST_TURNS:
             return []
         alone = {n for n, along in enumerate(self.plan.varies) if along == {self.vector.sym}}
         roots = {s.row for s in self.plan.stores if self.store_is_full(s)}
@@ -129,6 +135,9 @@ class PointwiseNest(StreamingNest):
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
         if pieces:
             self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
+        if self.segments is not None:
+            open_segments(self, self.segments, low, high)
+            low, high = "from", "to"
         if self.explicit:
             self.out.add("#if FUSER_LANES")
             LaneLoop(self).emit(low, high)
@@ -139,6 +148,8 @@ class PointwiseNest(StreamingNest):
         self.out.close()
         if self.explicit:
             self.out.add("#endif")
+        if self.segments is not None:
+            self.out.close()
         if pieces:
             self.close_halves(0, "w0", "w1 - w0")
         if streams or pieces:

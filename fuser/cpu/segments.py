@@ -1,0 +1,105 @@
+"""Where a loop's conditions change: between those places they are constants, and masked loads read whole vectors.
+
+Joins, pads and rolls compare the index along the vector axis with sizes. A loop is cut at those sizes, so that each
+condition is computed once for a segment. A load under a condition that does not hold reads a page of zeros instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuser.cpu.nest import Nest
+from fuser.cpu.text import cpp_expr
+from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
+
+LONGEST = 1024  # elements of a segment: of as many is the page of zeros
+SHORTEST = 512  # elements of a vector axis that is worth it
+MOST_CUTS = 6
+ZEROS = f"""\
+static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
+"""
+
+_AFTER = {"lt": 0, "ge": 0, "le": 1, "gt": 1}  # where a comparison with an index on the left changes, after its bound
+_SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+_LOGICAL = frozenset({"logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or"})
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows that are constants in a segment, in order; the places between segments in C++; loads by such conditions."""
+
+    rows: tuple[int, ...]
+    places: tuple[str, ...]
+    loads: tuple[int, ...]
+
+    def parts(self, nest: Nest) -> dict[int, str]:
+        """What the loads read."""
+        assert nest.vector is not None
+        return {n: f"part{n}[{nest.vector.sym.name} - from]" for n in self.loads}
+
+
+def find_segments(nest: Nest) -> Segments | None:
+    """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
+    if nest.vector is None or nest.vector.hint < SHORTEST:
+        return None
+    rows: list[int] = []
+    places: dict[str, None] = {}
+    for n, row in enumerate(nest.plan.rows):
+        if not nest.is_full(n):
+            continue
+        place = _place(nest, row)
+        if place is not None:
+            places[place] = None
+            rows.append(n)
+        elif row.op in _LOGICAL and all(a in rows or not nest.is_full(a) for a in row.args):
+            rows.append(n)
+    loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, rows)]
+    return Segments(tuple(rows), tuple(places), tuple(loads)) if loads and len(places) <= MOST_CUTS else None
+
+
+def _reads_a_part(nest: Nest, row: Row, rows: Sequence[int]) -> bool:
+    if row.op != "load" or not row.args or row.args[0] not in rows or indirect_rows(row):
+        return False
+    assert nest.vector is not None
+    return coefficient(row.attr[1][0], nest.vector.sym) == ONE
+
+
+def _place(nest: Nest, row: Row) -> str | None:
+    """Where along the vector axis a comparison of an index changes."""
+    if row.op not in _AFTER:
+        return None
+    for at, (own, other) in enumerate((row.args, row.args[::-1])):
+        index = nest.plan.rows[own]
+        if index.op != "index" or not nest.is_full(own) or nest.is_full(other):
+            continue
+        assert nest.vector is not None
+        v, e = nest.vector.sym, index.attr
+        if coefficient(e, v) != ONE or any(s.kind == INDIRECT for s in symbols(e)):
+            continue
+        op = row.op if at == 0 else _SWAPPED[row.op]
+        return f"{nest.ref(other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
+    return None
+
+
+def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
+    """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
+    assert nest.vector is not None
+    v, out = nest.vector.sym.name, nest.out
+    out.open(f"for (i64 from = {low}, to; from < {high}; from = to)")
+    out.add(f"to = from + {LONGEST} < {high} ? from + {LONGEST} : {high};")
+    for place in segments.places:
+        out.add(f"{{ const i64 cut = {place}; to = cut > from && cut < to ? cut : to; }}")
+    out.add(f"const i64 {v} = from;")
+    indices = {a for n in segments.rows for a in nest.plan.rows[n].args if nest.is_full(a)}
+    for n in sorted({*indices, *segments.rows}):
+        nest.declare(n)
+    for n in segments.loads:
+        buffer, (address,) = nest.plan.rows[n].attr
+        held = nest.ref(nest.plan.rows[n].args[0])
+        text = f"{held} ? (const void*)({buffer} + ({nest.index(address)})) : fuser_zeros"
+        out.add(f"const auto* const part{n} = (decltype({buffer}))({text});")
+
+
+__all__ = ["ZEROS", "Segments", "find_segments", "open_segments"]

@@ -1,0 +1,38 @@
+"""Loops that are cut where a condition on the index changes: joins, pads and rolls along the last dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser import register_fusion
+from fuser.kernel_cache import REGISTRY
+
+CASES: dict[str, Any] = {
+    "joined": lambda x, y: torch.cat((x, y, x), -1).clamp(-50, 50),
+    "halves turned": lambda x, y: torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * x,
+    "padded": lambda x, y: F.pad(x, (3, 5), value=2.0) + 1,
+    "cut by a pad": lambda x, y: F.pad(x, (-2, 7)) * 2,
+    "rolled": lambda x, y: torch.roll(x, 3, -1) + y,
+    "moved only": lambda x, y: F.pad(x, (1, 1)),
+    "rows and columns": lambda x, y: F.pad(x, (1, 2, 1, 0)) - 1,
+    "a mask returned": lambda x, y: (F.pad(x, (4, 0)) + 1, F.pad(x, (4, 0)) > 0),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_conditions_on_the_index(name: str, dtype: torch.dtype):
+    fn = CASES[name]
+    generator = torch.Generator().manual_seed(11)
+    registered = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True))
+    for rows, columns in ((3, 700), (2, 6000), (4, 513), (5, 8), (1, 1024), (2, 1100)):
+        x, y = (torch.randint(0, 100, (rows, columns), generator=generator).to(dtype) for _ in range(2))
+        got, want = registered.handle(x, y), fn(x, y)
+        for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
+            assert a.dtype is b.dtype and torch.equal(a, b), (rows, columns)
+    assert registered.spec.store.kernels and not registered.spec.store.fallbacks
