@@ -20,6 +20,7 @@ from fuser.scheduler.plan import Store
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
+LONG = 512  # elements of a row whose segments have whole groups
 SHORTEST = 64  # elements of a row: what is left of a group costs more than a few elements by themselves
 NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
@@ -52,6 +53,8 @@ class LaneLoop:
         self.dtypes = used
         self.pairs = used == {torch.bfloat16}
         self.vectors = VECTORS if len(self.rows) < MANY_ROWS else FEWER
+        if nest.parts and nest.vector is not None and nest.vector.hint < LONG:
+            self.vectors = 2 if self.pairs else 1
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""

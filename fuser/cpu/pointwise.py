@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
 from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, storage_type
@@ -40,9 +42,12 @@ class PointwiseNest(StreamingNest):
             self.constant, self.parts = frozenset(self.segments.rows), self.segments.parts(self)
         hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
         moved = moved_rows(self.plan)
-        computed = any(self.is_full(n) and n not in moved for n, r in enumerate(self.plan.rows) if r.op != "const")
+        floats = [n for n, r in enumerate(self.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
+        computed = any(self.is_full(n) and n not in moved for n in floats)
         self.explicit = computed and not hoisted and LaneLoop(self).fits()
         self.moved = {} if self.explicit else moved
+        if self.segments is not None and not self.explicit and not self.segments.pays(self):
+            self.segments, self.constant, self.parts = None, frozenset(), {}
         name = self.open_function()
         self.emitted |= self.constant
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]

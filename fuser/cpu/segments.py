@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fuser.cpu.nest import Nest
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row, indirect_rows
@@ -16,6 +18,7 @@ from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
 
 LONGEST = 1024  # elements of a segment: of as many is the page of zeros
 SHORTEST = 512  # elements of a vector axis that is worth it
+SHORTEST_OF_HALVES = 64  # the same of float16, which only explicit vectors read fast
 MOST_CUTS = 6
 ZEROS = f"""\
 static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
@@ -34,6 +37,10 @@ class Segments:
     places: tuple[str, ...]
     loads: tuple[int, ...]
 
+    def pays(self, nest: Nest) -> bool:
+        """Whether the loop is worth it without explicit vectors."""
+        return nest.vector is not None and nest.vector.hint >= SHORTEST
+
     def parts(self, nest: Nest) -> dict[int, str]:
         """What the loads read."""
         assert nest.vector is not None
@@ -42,7 +49,8 @@ class Segments:
 
 def find_segments(nest: Nest) -> Segments | None:
     """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
-    if nest.vector is None or nest.vector.hint < SHORTEST:
+    half = any(r.op == "load" and r.args and nest.dtypes[r.attr[0]] is torch.float16 for r in nest.plan.rows)
+    if nest.vector is None or nest.vector.hint < (SHORTEST_OF_HALVES if half else SHORTEST):
         return None
     rows: list[int] = []
     places: dict[str, None] = {}

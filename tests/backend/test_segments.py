@@ -24,15 +24,25 @@ CASES: dict[str, Any] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 
 
+LONG = ((3, 700), (2, 6000), (4, 513), (5, 8), (1, 1024), (2, 1100))
+SHORT = ((6, 64), (7, 100), (3, 128), (2, 33), (2, 600))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_conditions_on_the_index(name: str, dtype: torch.dtype):
+@pytest.mark.parametrize("sizes", (LONG, SHORT), ids=("long", "short"))
+def test_conditions_on_the_index(sizes: tuple[tuple[int, int], ...], name: str, dtype: torch.dtype):
     fn = CASES[name]
+    other = (lambda x, y: fn(x, y)) if sizes is LONG else (lambda x, y: (*flat(fn(x, y)), x * 3))  # not the same kernels
     generator = torch.Generator().manual_seed(11)
-    registered = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True))
-    for rows, columns in ((3, 700), (2, 6000), (4, 513), (5, 8), (1, 1024), (2, 1100)):
+    registered = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(other), functional=True))
+    for rows, columns in sizes:
         x, y = (torch.randint(0, 100, (rows, columns), generator=generator).to(dtype) for _ in range(2))
-        got, want = registered.handle(x, y), fn(x, y)
-        for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
+        for a, b in zip(flat(registered.handle(x, y)), flat(other(x, y)), strict=True):
             assert a.dtype is b.dtype and torch.equal(a, b), (rows, columns)
     assert registered.spec.store.kernels and not registered.spec.store.fallbacks
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples."""
+    return [t for v in value for t in flat(v)] if isinstance(value, (tuple, list)) else [value]
