@@ -178,11 +178,18 @@ class Nest:
         if row.op == "index":
             return self.index(row.attr)
         if row.op == "to_dtype":
-            return cpp_convert(row.attr, row.dtype, args[0])
+            text = cpp_convert(row.attr, row.dtype, args[0])
+            return f"{args[0]} == 0 ? 0 : {text}" if self._is_cut(row) else text
         if row.op == "round_to":
             tame = row.args[0] in self.tame
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
+
+    def _is_cut(self, row: Row) -> bool:
+        """Whether a number loses its fraction by way of an integer: g++ 12 takes that for `trunc`, which keeps -0.0."""
+        source = self.plan.rows[row.args[0]]
+        whole = row.dtype.is_floating_point and source.op == "to_dtype" and not source.dtype.is_floating_point
+        return whole and source.dtype is not torch.bool and self.plan.rows[source.args[0]].dtype.is_floating_point
 
     def _bits(self, n: int, dtype: torch.dtype) -> str:
         row = self.plan.rows[n]

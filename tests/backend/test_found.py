@@ -435,8 +435,9 @@ def test_a_view_that_other_sizes_refuse():
             handle(torch.randn(size))
 
 
-@pytest.mark.parametrize("op", [torch.add, torch.lt, torch.div, torch.maximum, torch.atan2])
-def test_layouts_after_casts_of_expanded_tensors(op):
+@pytest.mark.parametrize("name", ["add", "lt", "div", "maximum", "atan2"])
+def test_layouts_after_casts_of_expanded_tensors(name):
+    op = getattr(torch, name)
     halves = torch.randn(120).as_strided((2, 4, 3, 5), (1, 2, 8, 24)).to(torch.float16)
     for dtype in (torch.int32, torch.float16, torch.float64):
         other = torch.arange(60).to(dtype).as_strided((2, 4, 3, 5), (0, 15, 5, 1))
@@ -464,3 +465,12 @@ def test_eager_searches_among_no_masks():
     assert handle(torch.zeros(0, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)).shape == (0,)
     with pytest.raises((RuntimeError, NotImplementedError), match="Bool"):
         handle(torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("whole", [torch.int64, torch.int32, torch.int16])
+def test_a_number_cut_by_way_of_an_integer_has_no_sign_of_zero(whole):
+    x = torch.tensor([-0.0, 0.0, -0.7, 0.3, 1.5, -2.5] * 20)
+    same(lambda x: x.clamp(0, 2) - x.clamp(0, 2).to(whole), x)
+    same(lambda x: x.to(whole).to(torch.float32), x)
+    same(lambda x: x.clamp(-1, 1).to(whole).to(torch.float32) * 1, x)
+    same(lambda x: x.double().clamp(-3, 3).to(whole).to(torch.float64), x)
