@@ -179,13 +179,13 @@ class Nest:
             return self.index(row.attr)
         if row.op == "to_dtype":
             text = cpp_convert(row.attr, row.dtype, args[0])
-            return f"{args[0]} == 0 ? 0 : {text}" if self._is_cut(row) else text
+            return f"{args[0]} == 0 ? 0 : {text}" if self._drops_fraction(row) else text
         if row.op == "round_to":
             tame = row.args[0] in self.tame
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
-    def _is_cut(self, row: Row) -> bool:
+    def _drops_fraction(self, row: Row) -> bool:
         """Whether a number loses its fraction by way of an integer: g++ 12 takes that for `trunc`, which keeps -0.0."""
         source = self.plan.rows[row.args[0]]
         whole = row.dtype.is_floating_point and source.op == "to_dtype" and not source.dtype.is_floating_point
