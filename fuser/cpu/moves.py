@@ -21,12 +21,15 @@ def moved_rows(plan: KernelPlan) -> dict[int, torch.dtype]:
             kinds = {dtypes[row.attr[0]]}
         if len(kinds) == 1 and (kind := kinds.pop()) in HALVES and row.attr is not _OTHER.get(kind):
             found[n] = kind
-    unfit = [s.row for s in plan.stores if found.get(s.row) is not dtypes[s.buffer]]
-    while unfit:
+    stores = [s.row for s in plan.stores if found.get(s.row) is not dtypes[s.buffer]]
+    while unfit := [n for n in (*stores, *_unfit_rows(plan, found)) if n in found]:
         for n in unfit:
             found.pop(n, None)
-        unfit = [a for n in range(len(plan.rows)) for a in _unfit(plan, n, found)]
     return found
+
+
+def _unfit_rows(plan: KernelPlan, found: dict[int, torch.dtype]) -> list[int]:
+    return [a for n in range(len(plan.rows)) for a in _unfit(plan, n, found)]
 
 
 def _sources(plan: KernelPlan, n: int) -> list[int]:
