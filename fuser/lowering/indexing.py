@@ -40,8 +40,12 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
 
 
 def _looked_at(ctx: LoweringContext, x: TensorBox, value: Value, size: Expr, at: Expr) -> Value:
-    """`value`, read at `at` of a dim of `size` of `x`. Where no address depends on the index, its check still must."""
-    if ctx.hint(size) > 1 and all(ctx.hint(s) > 0 for s in x.storage.buffer.stride):
+    """`value`, read at `at` of a dim of `size` of `x`. Where no address depends on the index, its check still must.
+
+    One does in an input without strides of 0; what is computed may be computed in place, from anything.
+    """
+    buffer = x.storage.buffer
+    if buffer.input_number >= 0 and ctx.hint(size) > 1 and all(ctx.hint(s) > 0 for s in buffer.stride):
         return value
     return ops.where(ops.lt(ops.index_expr(at), ops.index_expr(size)), value, ops.constant(0, x.dtype))
 

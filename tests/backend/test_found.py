@@ -474,3 +474,12 @@ def test_a_number_cut_by_way_of_an_integer_has_no_sign_of_zero(whole):
     same(lambda x: x.to(whole).to(torch.float32), x)
     same(lambda x: x.clamp(-1, 1).to(whole).to(torch.float32) * 1, x)
     same(lambda x: x.double().clamp(-3, 3).to(whole).to(torch.float64), x)
+
+
+def test_an_index_into_computed_rows_that_are_all_the_same_is_checked():
+    fn = lambda c, x, i: F.embedding(i, torch.where(c, x.sum(), x.amax(0)))  # noqa: E731
+    c, x = torch.tensor([[True]]).expand(4, 1), torch.randn(5, 6)
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    torch.testing.assert_close(handle(c, x, torch.tensor([0, 3])), fn(c, x, torch.tensor([0, 3])))
+    with pytest.raises(IndexError):
+        handle(c, x, torch.tensor([0, 4]))
