@@ -11,7 +11,7 @@ from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
-from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, row_exprs
+from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, is_checked, row_exprs
 from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
 from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_round, cpp_store
 from fuser.scheduler.nodes import row_cost
@@ -43,7 +43,7 @@ class Nest:
         self.arrays: set[int] = set()  # rows that are lane arrays
         self.kept_rows: dict[int, int] = {}  # row -> number of its row buffer
         self.hoisted: dict[int, str] = {}  # rows computed before the loops -> where each lies
-        self.has_checks = any(r.op == "indirect" and r.attr[1] for r in plan.rows)
+        self.has_checks = any(is_checked(r) for r in plan.rows)
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
@@ -266,7 +266,7 @@ class Nest:
         if self.has_checks:
             self.out.add("int bad = 0;")
             for row in self.plan.rows:
-                if row.op == "indirect" and row.attr[1] and len(row.args) == 1:
+                if is_checked(row) and len(row.args) == 1:
                     self.out.add(f"if (({self.index(row.attr[0])}) <= 0) {{ *status = 1; return; }}")
         return name
 

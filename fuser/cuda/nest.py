@@ -19,7 +19,7 @@ from fuser.cuda.layout import (
 from fuser.cuda.random import DRAWS, NEIGHBOURS, find_quads, least_word
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import Row
+from fuser.ir.loop_body import Row, is_checked
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, symbols
 from fuser.ops import (
     FLOAT8,
@@ -326,7 +326,7 @@ class Nest:
         """The finished function."""
         params = tuple(self.params.known.values())
         text = self.text(name, [p.name for p in params])
-        checked = any(r.op == "indirect" and r.attr[1] for r in self.plan.rows)
+        checked = any(is_checked(r) for r in self.plan.rows)
         work = product(a.size for a in self.plan.axes)
         return Function(name, text, units, work, params, self.layout.warps, checked)
 

@@ -79,6 +79,11 @@ class Value:
     dtype: torch.dtype
 
 
+def is_checked(row: Row) -> bool:
+    """Whether a row reports an index that is out of range."""
+    return row.op == "indirect" and bool(row.attr[1])
+
+
 def loop_variables(n: int) -> tuple[Expr, ...]:
     """`i0 … i(n-1)`."""
     while len(_VARIABLES) < n:

@@ -10,10 +10,9 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
-from fuser.runtime import products, untouched
+from fuser.runtime import products, untouched, warm
 
 aten = torch.ops.aten
-_MAPPED = 32 << 20  # bytes; memory for smaller results stays warm in malloc's heap, where filling costs little
 _SPARSE = 4  # of so many pages of a table's gradient one is written at most
 
 
@@ -67,7 +66,7 @@ def _is_sparse(node: fx.Node) -> bool:
     row = value.shape[1] * value.dtype.itemsize
     nbytes = value.shape[0] * row
     written = rows.numel() // max(value.shape[1], 1) * (row + untouched.PAGE)
-    return _is_plain(node) and nbytes >= _MAPPED and bool(written * _SPARSE <= nbytes)
+    return _is_plain(node) and nbytes >= warm.MAPPED and bool(written * _SPARSE <= nbytes)
 
 
 def _is_scattered(node: Any, reader: fx.Node) -> bool:

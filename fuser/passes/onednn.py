@@ -21,12 +21,11 @@ from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, is_view
 from fuser.passes.hints import size_hint
-from fuser.runtime import products
+from fuser.runtime import products, warm
 
 aten = torch.ops.aten
 _LEAST_WORK = 1 << 23  # multiplications
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
-_MAPPED = 32 << 20  # bytes of a result that malloc maps anew
 
 
 def linear_op() -> Any:
@@ -137,7 +136,7 @@ def is_large(node: fx.Node) -> bool:
     result, operands = _matrix(node), [_matrix(a) for a in node.args[-2:]]
     if result is None or any(v is None or any(type(s) is not int or s < 1 for s in v.shape) for v in operands):
         return False
-    if result.numel() * result.dtype.itemsize < _MAPPED or config.linear_backend != "onednn":
+    if result.numel() * result.dtype.itemsize < warm.MAPPED or config.linear_backend != "onednn":
         return False
     reader = only_reader(node)
     if config.numerics == "eager" or linear_op() is None or reader is not None and reader.target in _EPILOGUES:

@@ -24,7 +24,7 @@ import torch
 from fuser import config
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
-_MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
+MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
 _STEADY = 4  # a pause of less than so many `pool_idle_seconds` may be a step of a loop
 settings: Any = config
 
@@ -88,7 +88,7 @@ class WarmOutputs:
         """
         nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)))
         limit = int(settings.output_limit_bytes) if limit is None else limit
-        if limit == 0 and nbytes >= _MAPPED:
+        if limit == 0 and nbytes >= MAPPED:
             found = self.held_already(size, stride, dtype, nbytes)
             if found is not None:
                 return found
@@ -172,7 +172,7 @@ def scratch(nbytes: int) -> torch.Tensor | None:
     Where no results are kept warm, memory is dear: a block of the pool would lie idle beside all that a training step
     holds. What is below 32 MiB comes from malloc's heap, which stays warm too.
     """
-    if settings.output_limit_bytes or nbytes >= _MAPPED:
+    if settings.output_limit_bytes or nbytes >= MAPPED:
         return None
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 

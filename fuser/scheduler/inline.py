@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, prune_with, row_exprs
+from fuser.ir.loop_body import (
+    Recorder,
+    Row,
+    indirect_rows,
+    indirect_symbol,
+    is_checked,
+    map_exprs,
+    prune_with,
+    row_exprs,
+)  # fmt: skip
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
@@ -104,7 +113,7 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
 
     Eager checks each of them, so whoever reads only some must leave the others' checks to the producer.
     """
-    checked = [n for n, r in enumerate(producer.rows) if r.op == "indirect" and r.attr[1]]
+    checked = [n for n, r in enumerate(producer.rows) if is_checked(r)]
     if not checked:
         return True
     rows = prune_with(producer.rows, checked[0], [indirect_symbol(n) for n in checked])[0].rows

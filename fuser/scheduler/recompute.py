@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from fuser.ir.loop_body import is_checked
 from fuser.scheduler.fusion import Fusion, Kernel
 from fuser.scheduler.inline import CHEAP, COSTLY, MOST_ROWS, inline_buffers
 from fuser.scheduler.nodes import Node
@@ -54,7 +55,7 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
         if cost >= sizes[b][0] * (terms.write + len(kernels)) or sum(n.cost() for n in inner.values()) > terms.cost:
             continue
         rows = sum(len(n.rows) for n in inner.values())
-        if any(r.op == "indirect" and r.attr[1] for n in inner.values() for r in n.rows):
+        if any(is_checked(r) for n in inner.values() for r in n.rows):
             continue  # who reads a part would check that part's places alone
         for node in (n for k in kernels for n in k.nodes if b in n.reads):
             if node.ordered is None and len(node.rows) + rows <= MOST_ROWS:

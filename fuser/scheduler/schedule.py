@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.errors import Unsupported
+from fuser.ir.loop_body import is_checked
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import Expr
 from fuser.lowering.graph import Lowered, TensorInput
@@ -101,7 +102,7 @@ def _add_inputs(
 
 def _is_checking(buffer: Buffer) -> bool:
     """Whether its loops report an index that is out of range."""
-    return any(r.op == "indirect" and r.attr[1] for loops in buffer.loops for r in loops.body.rows)
+    return any(is_checked(r) for loops in buffer.loops for r in loops.body.rows)
 
 
 def _live_buffers(buffers: list[Buffer], outputs: set[str]) -> list[Buffer]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ir.loop_body import loop_variables, ops, record
+from fuser.ir.loop_body import is_checked, loop_variables, ops, record
 from fuser.ir.nodes import Buffer, Pointwise
 from fuser.ir.sizes import Expr
 from fuser.lowering.context import LoweringContext
@@ -30,7 +30,7 @@ def place_writes(
 ) -> list[KernelPlan]:
     """`plans` with each of the context's writes made; `kept` are buffers that are needed in memory all the same."""
     out = list(plans)
-    if any(r.op == "indirect" and r.attr[1] for p in out for r in p.rows):
+    if any(is_checked(r) for p in out for r in p.rows):
         raise Unsupported("an index that is checked may fail when inputs are written already")
     late: list[KernelPlan] = []
     for buffer, number in ctx.writes:
