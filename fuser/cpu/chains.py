@@ -34,7 +34,7 @@ class ChainedScan(Scan):
         if not cut:
             return Generated((self._pass("", chunks, True),), ())
         total = product(a.size for a in self.kept) * chunks
-        self.partials = [Partial(f"{self.name}_p", self._accumulator(), total)]
+        self.partials = [Partial(f"{self.name}_p", self.accumulator(), total)]
         if self._has_index():
             self.partials.append(Partial(f"{self.name}_i", torch.int64, total))
         for p in self.partials:
@@ -83,7 +83,7 @@ class ChainedScan(Scan):
     def _point(self, axis: str, stores: bool) -> None:
         """A function that takes a chain one step on: all rows that vary at all are computed in it."""
         kept = "".join(f"const i64 {a.sym.name}, " for a in self.kept)
-        kind = CPP_TYPES[self._accumulator()]
+        kind = CPP_TYPES[self.accumulator()]
         self.out.open(
             f"auto point = [&]({kind}& acc, i64& at, {kept}const i64 {axis}) __attribute__((always_inline))"
         )
@@ -96,12 +96,12 @@ class ChainedScan(Scan):
                 pending += self.deps(n)
         for n in sorted(wanted):
             self.declare(n)
-        self.put(self.plan.stores[0], stores)
+        self.put(stores)
         self.out.close("};")
 
     def _starts(self, digits: list[tuple[str, str]], joins: bool) -> None:
         """Where the chains of a unit are, from where to where they run, and what they start with."""
-        kind, spec, width = self._accumulator(), SCANS[self.ordered.how], SIDE_BY_SIDE
+        kind, spec, width = self.accumulator(), SCANS[self.ordered.how], SIDE_BY_SIDE
         at = "".join(f", of_{variable}[{width}]" for variable, _ in digits[:-1])
         self.out.add(f"{CPP_TYPES[kind]} accs[{width}];")
         self.out.add(f"i64 ats[{width}] = {{}}, low[{width}], high[{width}]{at};")
@@ -131,7 +131,7 @@ class ChainedScan(Scan):
             kept = "".join(f"of_{a.sym.name}[{j}], " for a in self.kept)
             return f"point({acc}, {at}, {kept}low[{j}] + {place});"
 
-        kind, every = CPP_TYPES[self._accumulator()], range(SIDE_BY_SIDE)
+        kind, every = CPP_TYPES[self.accumulator()], range(SIDE_BY_SIDE)
         self.out.add("i64 done = 0;")
         self.out.open(f"if (count == {SIDE_BY_SIDE})")
         self.out.add("done = high[0] - low[0];")

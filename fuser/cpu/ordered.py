@@ -57,7 +57,7 @@ class OrderedNest(ReductionNest):
             self.open_lanes()
         for n in inner:
             self.declare(n)
-        self.put(self.plan.stores[0])
+        self.put()
         for _ in range(len(self.red_axes) + (self.vector is not None)):
             self.out.close()
         self.close_units(digits)
@@ -65,9 +65,9 @@ class OrderedNest(ReductionNest):
         return Function(name, self.close_function(), units, self.work(), expr(0))
 
     def _wanted(self) -> list[int]:
-        """The rows that the store needs: its value and its place."""
-        (s,) = self.plan.stores
-        return [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+        """The rows that the stores need: values and places."""
+        wanted = [s.row for s in self.plan.stores]
+        return wanted + [int(x.name[1:]) for s in self.plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
 
     def _digits(self) -> tuple[list[tuple[str, str]], Expr]:
         if self.vector is not None:
@@ -77,16 +77,17 @@ class OrderedNest(ReductionNest):
     def before(self) -> None:
         """What a unit needs before its loops."""
 
-    def put(self, s: Store, stores: bool = True) -> None:
-        """What happens at one point, and its store."""
+    def put(self, stores: bool = True) -> None:
+        """What happens at one point, and what it stores."""
         raise NotImplementedError
 
 
 class Scatter(OrderedNest):
     """The value of each point goes to the place that its rows compute."""
 
-    def put(self, s: Store, stores: bool = True) -> None:
+    def put(self, stores: bool = True) -> None:
         """Combine the value with what is in its place."""
+        (s,) = self.plan.stores
         dtype, value = self.dtypes[s.buffer], self.ref(s.row)
         self.out.add(f"const i64 place = {self.index(s.address)};")
         if self.ordered.how:
@@ -100,8 +101,8 @@ class Scan(OrderedNest):
     """Each point stores what the values up to it make."""
 
     def before(self) -> None:
-        spec, acc = SCANS[self.ordered.how], CPP_TYPES[self._accumulator()]
-        start = cpp_constant(spec.identity(self._accumulator()), self._accumulator())
+        spec, acc = SCANS[self.ordered.how], CPP_TYPES[self.accumulator()]
+        start = cpp_constant(spec.identity(self.accumulator()), self.accumulator())
         if self.vector is None:
             self.out.add(f"{acc} acc = {start};")
             self.out.add("i64 at = 0;") if spec.index else None
@@ -117,7 +118,7 @@ class Scan(OrderedNest):
 
     def _stored(self, dtype: torch.dtype, acc: str) -> str:
         """What to store for an accumulator: storing rounds, so its conversion to a half need not."""
-        return self._alone(cpp_store(dtype, cpp_convert(self._accumulator(), compute_dtype(dtype), acc)))
+        return self._alone(cpp_store(dtype, cpp_convert(self.accumulator(), compute_dtype(dtype), acc)))
 
     def _alone(self, text: str) -> str:
         """The conversions of float16 in `text` as fits a chain, of which g++ makes no vectors."""
@@ -127,46 +128,50 @@ class Scan(OrderedNest):
             text = text.replace(f"fuser_{way}_half(", f"fuser_lone_{way}_half(")
         return text
 
-    def _value(self) -> int:
-        row = self.plan.rows[self.plan.stores[0].row]
-        return row.args[0] if row.op == "pair" else self.plan.stores[0].row
+    def value_row(self) -> int:
+        """The row whose values are scanned."""
+        pair = next((r for r in (self.plan.rows[s.row] for s in self.plan.stores) if r.op == "pair"), None)
+        return pair.args[0] if pair is not None else self.plan.stores[0].row
 
-    def _accumulator(self) -> torch.dtype:
-        return SCANS[self.ordered.how].accumulate(self.plan.rows[self._value()].dtype)
+    def is_place(self, s: Store) -> bool:
+        """Whether a store is of the place of the extreme, and not of what is scanned."""
+        return self.plan.rows[s.row].op == "pair"
 
-    def put(self, s: Store, stores: bool = True) -> None:
-        """The next step of the scan. Its result is stored unless the caller wants the last one alone."""
-        spec, dtype, kind = SCANS[self.ordered.how], self.dtypes[s.buffer], self._accumulator()
+    def accumulator(self) -> torch.dtype:
+        """The dtype of what goes on from point to point."""
+        return SCANS[self.ordered.how].accumulate(self.plan.rows[self.value_row()].dtype)
+
+    def put(self, stores: bool = True) -> None:
+        """The next step of the scan. Its results are stored unless the caller wants the last one alone."""
+        spec, kind = SCANS[self.ordered.how], self.accumulator()
         acc, at = ("acc", "at") if self.vector is None else ("accs[l]", "ats[l]")
-        source = self.plan.rows[self._value()].dtype
-        self.out.add(f"const {CPP_TYPES[kind]} x = {cpp_convert(source, kind, self.ref(self._value()))};")
-        place = f"{s.buffer}[{self.index(s.address)}]"
-        if self.vector is None and self.ordered.how in _LOSES:
-            self._put_extreme(s, place)
-            return
+        value = self.value_row()
+        x = cpp_convert(self.plan.rows[value].dtype, kind, self.ref(value))
+        self.out.add(f"const {CPP_TYPES[kind]} x = {x};")
         step = cpp_step(self.ordered.how, kind, acc, "x")
-        if spec.index:
-            where = self.ref(self.plan.rows[s.row].args[1])
+        if self.vector is None and self.ordered.how in _LOSES:
+            self._take_extreme()
+        elif spec.index:
             self.out.add(f"const bool better = {step};")
             self.out.add(f"{acc} = better ? x : {acc};")
-            self.out.add(f"{at} = better ? {where} : {at};")
-            if stores:
-                self.out.add(f"{place} = {at};")
-            return
-        self.out.add(f"{acc} = {step};")
-        if stores:
-            self.out.add(f"{place} = {self._stored(dtype, acc)};")
+            self.out.add(f"{at} = better ? {self._here()} : {at};")
+        else:
+            self.out.add(f"{acc} = {step};")
+        for s in self.plan.stores if stores else ():
+            result = at if self.is_place(s) else self._stored(self.dtypes[s.buffer], acc)
+            self.out.add(f"{s.buffer}[{self.index(s.address)}] = {result};")
 
-    def _put_extreme(self, s: Store, place: str) -> None:
+    def _here(self) -> str:
+        (pair,) = {self.plan.rows[s.row] for s in self.plan.stores if self.is_place(s)}
+        return self.ref(pair.args[1])
+
+    def _take_extreme(self) -> None:
         """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
-        how, kind, dtype = self.ordered.how, self._accumulator(), self.dtypes[s.buffer]
-        better = f"!(x {_LOSES[how]} acc)"
-        if kind.is_floating_point:  # NaN stays but for another NaN
+        better = f"!(x {_LOSES[self.ordered.how]} acc)"
+        if self.accumulator().is_floating_point:  # NaN stays but for another NaN
             better += " && (acc == acc || x != x)"
-        index = SCANS[how].index
-        also = f" at = {self.ref(self.plan.rows[s.row].args[1])};" if index else ""
+        also = f" at = {self._here()};" if SCANS[self.ordered.how].index else ""
         self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
-        self.out.add(f"{place} = {'at' if index else self._stored(dtype, 'acc')};")
 
 
 _LOSES = {"max": "<", "argmax": "<", "min": ">", "argmin": ">"}

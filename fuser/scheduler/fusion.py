@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.align import Axes, Matching, digits_of
-from fuser.scheduler.nodes import Node
+from fuser.scheduler.nodes import Node, scanned_rows
 
 FEW_ROWS, LONG = 4, 1 << 18  # a reduction of fewer, longer rows than this is split over threads
 COLUMNS = 128  # that the CPU takes for one row where what is reduced does not lie side by side
@@ -66,7 +66,7 @@ class Fusion:
 def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, strides: Strides) -> Verdict:
     """Whether `node` can run in `kernel`'s loops, at its end."""
     if node.ordered is not None or kernel.nodes[0].ordered is not None:
-        return Verdict(None, "a scatter or a scan runs alone")
+        return _extreme_and_places(ctx, kernel, node)
     if kernel.n_rows + len(node.rows) > most_rows:
         return Verdict(None, f"the fused body would have more than {most_rows} rows")
     if len(kernel.reads | node.reads | set(kernel.produced)) > MOST_BUFFERS:
@@ -81,6 +81,18 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
         if not _line_up(kernel, matching, producer, row.attr[1]):
             return Verdict(None, f"reads {producer.buffer.name} at another index than it is written")
     return _check_axes(ctx, kernel, node, matching, strides)
+
+
+def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Verdict:
+    """On the CPU the scans for extremes and for their places are one, of the same values in the same loops."""
+    first = kernel.nodes[0]
+    kinds = sorted(n.ordered.how for n in (first, node) if n.ordered is not None and n.ordered.kind == "scan")
+    same = len(kernel.nodes) == 1 and kinds in (["argmax", "max"], ["argmin", "min"])
+    if ctx.device_type != "cpu" or not same or first.domain != node.domain or scanned_rows(first) != scanned_rows(node):
+        return Verdict(None, "a scatter or a scan runs alone")
+    matching = Matching(kernel.axes.copy(), node.sizes())
+    matched = matching.match([v for v, _ in node.domain], matching.axes.order)
+    return Verdict(matching if matched else None, "its loops have other sizes than the kernel's")
 
 
 def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Expr, ...]) -> bool:

@@ -123,16 +123,17 @@ def _put_ordered(
     plan: KernelPlan, memory: FlatMemory, evaluator: Evaluator, values: Sequence[torch.Tensor], domain: list[int]
 ) -> None:
     assert plan.ordered is not None
-    (s,) = plan.stores
-    address, value = evaluator.expr(s.address, values).expand(domain), values[s.row].expand(domain)
-    target = memory.flat(s.buffer)
-    memory.check(s.buffer, address, target)
-    if plan.ordered.kind == "scatter":
-        put_in_order(target, [address], value, plan.ordered.how)
-        return
     kept = [n for n, a in zip(domain, plan.axes) if not a.reduced]
-    along = scanned(plan.ordered.how, value.reshape(*kept, -1), len(kept))
-    target[address] = along.reshape(domain).to(target.dtype)
+    for s in plan.stores:
+        address, value = evaluator.expr(s.address, values).expand(domain), values[s.row].expand(domain)
+        target = memory.flat(s.buffer)
+        memory.check(s.buffer, address, target)
+        if plan.ordered.kind == "scatter":
+            put_in_order(target, [address], value, plan.ordered.how)
+            continue
+        how = plan.ordered.how if plan.rows[s.row].op == "pair" else plan.ordered.how.removeprefix("arg")
+        along = scanned(how, value.reshape(*kept, -1), len(kept))
+        target[address] = along.reshape(domain).to(target.dtype)
 
 
 def _is_narrow(t: torch.Tensor, dims: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, row_exprs
+from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import (
     LOOP,
@@ -83,6 +83,12 @@ class Node:
     def update_reads(self) -> None:
         """Recompute the set of buffers read, after rows changed."""
         self.reads = {r.attr[0] for r in self.rows if r.op == "load"}
+
+
+def scanned_rows(node: Node) -> tuple[Row, ...]:
+    """The rows that compute what a scan's values are, without their places; the last one is the value."""
+    row = node.rows[node.result]
+    return prune_with(node.rows, row.args[0] if row.op == "pair" else node.result, ())[0].rows
 
 
 _FREE_ROWS = frozenset({"load", "const", "scalar", "index", "indirect", "reduced"})

@@ -82,7 +82,9 @@ class KernelPlan:
     buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
     split: bool  # few outputs, much to reduce: partial results per chunk, then combined
     comments: tuple[str, ...] = ()
-    ordered: Ordered | None = None  # a scatter or scan: the reduced axes run in order, and `stores` has one entry
+    # A scatter or scan: the reduced axes run in order, and `stores` has one entry, or of a scan for places two: that of
+    # the row `pair` is the place, that of its value the extreme there.
+    ordered: Ordered | None = None
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
@@ -178,6 +180,8 @@ def _ordered_plan(
 ) -> KernelPlan:
     """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes."""
     rows, stores, _ = _live(builder)
+    if ordered.kind == "scan" and any(rows[row].op == "pair" for _, _, row in stores):
+        ordered = replace(ordered, how=f"arg{ordered.how.removeprefix('arg')}")
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     address = stores[0][1]
     lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]

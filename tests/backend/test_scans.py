@@ -73,6 +73,44 @@ def test_half_precision_is_no_further_from_the_truth_than_eager(dtype):
     no_fallback(spec)
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16]
+DTYPES += [torch.int8, torch.uint8, torch.bool]
+
+
+def with_ties(*size, dtype):
+    """Small whole numbers, and of floats some NaNs, infinities and zeros of both signs."""
+    g = torch.Generator().manual_seed(sum(size))
+    x = torch.randint(0, 7, size, generator=g).to(dtype)
+    if dtype.is_floating_point:
+        special = torch.tensor([float("nan"), -float("inf"), float("inf"), -0.0, 0.0], dtype=dtype)
+        some = torch.randint(0, 400, size, generator=g)
+        x = torch.where(some < 5, special[some.clamp_max(4)], x - 3)
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extremes_and_their_places_come_from_one_pass(dtype):
+    """In any loops, with ties, NaN and zeros of both signs, and where somebody computes what is scanned."""
+
+    def fn(x):
+        of_columns, of_rows, of_what_is_computed = x.cummax(0), x.cummin(1), (x * 1).cummax(2)
+        return flat((both(of_columns), both(of_rows), both(of_what_is_computed), of_rows[1] + 1))
+
+    handle, spec = fuse(fn)
+    for size in ((3, 5, 7), (2, 1, 700), (9, 40, 3), (1, 3, 0)):
+        x = with_ties(*size, dtype=dtype)
+        for got, eager in zip(handle(x), fn(x)):
+            compare(got, eager, tol={"rtol": 0, "atol": 0})
+            if dtype.is_floating_point and got.dtype is dtype:
+                assert torch.equal(got.signbit() & ~got.isnan(), eager.signbit() & ~eager.isnan())
+    no_fallback(spec)
+    x = with_ties(3, 5, 7, dtype=dtype)
+    lowered = lower_graph(spec.graph, (x,))
+    plan = schedule(lowered, config.max_body_rows)
+    assert sorted(p.ordered.how for p in plan.plans if p.ordered) == ["argmax", "argmax", "argmin"]
+    compare(interpret_schedule(lowered, plan, (x,)), fn(x))
+
+
 def test_small_sizes():
     check(lambda x: (x.cumsum(0), x.cumprod(0) * 2, x.cummax(0)[1]), torch.tensor(3.0))
     check(lambda x: (x.cumsum(0), x.cumsum(1), x.cumprod(1), x.cummax(0)[1]), torch.empty(0, 3))
