@@ -26,7 +26,7 @@ def _add(name: str, body: str, args: str = "float x", result: str = "float") -> 
     HELPERS[name] = f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
 
 
-_EXP = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668262, 0.008368671, 0.0013821038)
+EXP = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668262, 0.008368671, 0.0013821038)
 _EXPM1 = (0.5, 0.16666667, 0.04166648, 0.008333208, 0.0013933566, 0.0001994427)
 _EXP2 = (0.6931472, 0.2402265, 0.055503577, 0.00961806, 0.0013392067, 0.00015464141)
 _TANH = (-0.333333, 0.13331936, -0.053784627, 0.020797929, -0.005896697)
@@ -40,7 +40,7 @@ _ROUND = """\
   const float t = FUSER_FMAF({x}, 1.442695f, 12582912.0f), n = t - 12582912.0f;
 """
 _REST = "  const float r = FUSER_FMAF(n, -1.4286068e-6f, FUSER_FMAF(n, -0.693145752f, {x}));\n"
-_REDUCE = _ROUND + _REST
+REDUCE = _ROUND + _REST
 # Where e^r - 1 must keep its relative error, r is h + l.
 _SPLIT = _ROUND + "  const float h = FUSER_FMAF(n, -0.693145752f, {x}), l = n * -1.4286068e-6f, r = h + l;\n"
 # 2^n with n in the low bits of t, as long as that is normal. (Adding n to a result's exponent would undo a NaN.)
@@ -58,24 +58,24 @@ _add(
     "fuser_exp_f32",
     "  const bool low = x < -104.0f, high = x > 89.0f;\n"
     "  const float over = high ? 89.0f : x, c = low ? -104.0f : over;\n"
-    + _REDUCE.format(x="c")
-    + f"  return fuser_scale_f32({horner('r', *_EXP)}, t);\n",
+    + REDUCE.format(x="c")
+    + f"  return fuser_scale_f32({horner('r', *EXP)}, t);\n",
 )
 # For arguments between -87 and 88: no overflow, no denormals.
-_add("fuser_exp_near_f32", _REDUCE.format(x="x") + f"  return {horner('r', *_EXP)} * fuser_pow2_of(t);\n")
+_add("fuser_exp_near_f32", REDUCE.format(x="x") + f"  return {horner('r', *EXP)} * fuser_pow2_of(t);\n")
 # For arguments up to 0: 2^n is 2^(n + 64), which is normal, times 2^-64, which rounds.
 _add(
     "fuser_exp_below_f32",
     "  const float c = x < -104.0f ? -104.0f : x;\n"
-    + _REDUCE.format(x="c")
-    + f"  return {horner('r', *_EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;\n",
+    + REDUCE.format(x="c")
+    + f"  return {horner('r', *EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;\n",
 )
 # The same with 0 for denormals, which would slow the multiplication down: 2^-127 becomes 0.
 _add(
     "fuser_exp_down_f32",
     "  const float c = x < -88.03f ? -88.03f : x;\n"
-    + _REDUCE.format(x="c")
-    + f"  return {horner('r', *_EXP)} * fuser_pow2_of(t);\n",
+    + REDUCE.format(x="c")
+    + f"  return {horner('r', *EXP)} * fuser_pow2_of(t);\n",
 )
 _add(
     "fuser_exp2_f32",
@@ -154,16 +154,19 @@ for _name, _scale, _low, _sum in (
         + f"  return fuser_log_edges_f32(x, {_sum});\n",
     )
 # u = 1 + x rounded; what the rounding lost joins f.
-_add(
-    "fuser_log1p_f32",
+LOG1P_SPLIT = (
     """\
-  const float u = 1.0f + x, lost = x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x);
+  const float u = 1.0f + x, lost = (x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x)){low};
   const u32 b = FUSER_BITS(u32, u) - 0x3f2aaaabu;
   const i32 k = (i32)b >> 23;
   const float e = (float)k, s = FUSER_BITS(float, (u32)(127 - (k > 64 ? 64 : k)) << 23);
   const float f = FUSER_FMAF(lost, s, FUSER_BITS(float, (b & 0x7fffffu) + 0x3f2aaaabu) - 1.0f);
 """
     + _LOG_Q
+)
+_add(
+    "fuser_log1p_f32",
+    LOG1P_SPLIT.replace("{low}", "")
     + """\
   const float y = FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));
   return __builtin_copysignf(fuser_log_edges_f32(u, y), x);

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from fuser.ops import float_cpp
+from fuser.ops import float_cpp, inverse_cpp
 
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
 # two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
@@ -36,12 +36,14 @@ typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 #define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps512_mask(h, (lanes_f){}, (u16)-1, 4)
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
 #define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
+#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps512_mask(x, (lanes_f){}, (u16)-1, 4)
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
 #else
 #define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
 #define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps256(h)
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
 #define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
+#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps256(x)
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
 #endif
 #define FUSER_L(x) ((x) - (lanes_f){})
@@ -158,14 +160,18 @@ FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 HELPERS = {"FUSER_LANES": _TEXT, **_PIECES}
 
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
-FUNCTIONS = frozenset("exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf".split())
-_INSIDE = ("exp_near", "exp_below", "log_edges")
+FUNCTIONS = frozenset(
+    "exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf"
+    " asin acos atan sinh cosh asinh acosh atanh".split()
+)
+_INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum")
 _FOR_VECTORS = (
     (r"\bfuser_(\w+)", r"fuser_lanes_\1"),
     (r"\bFUSER_FMAF\b", "FUSER_LANES_FMA"),
     (r"\bFUSER_BITS\((\w+), ", r"(\1)("),
     (r"\(float\)(\(\(i32\)b >> 23\)|k\b)", r"fuser_lanes_number(\1)"),
     (r"\b__builtin_fabsf\b", "fuser_lanes_abs"),
+    (r"\b__builtin_sqrtf\b", "FUSER_LANES_SQRT"),
     (r"\b__builtin_copysignf\b", "fuser_lanes_copysign"),
     (r"\bfloat\b", "lanes_f"),
     (r"\bu32\b", "lanes_u"),
@@ -179,8 +185,9 @@ def _for_vectors(text: str) -> str:
     return f"#if FUSER_LANES\n{text}#endif\n"
 
 
-for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE)), "fuser_pow2_of", "fuser_scale_f32"):
-    HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(float_cpp.HELPERS[_name])
+_SCALAR = float_cpp.HELPERS | inverse_cpp.HELPERS
+for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
+    HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(_SCALAR[_name])
 
 _ON_FLAGS = "logical_and logical_or logical_xor where identity"
 # Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
@@ -197,6 +204,10 @@ OWN = {
         "reciprocal": "1.0f / {0}",
         "fma": "FUSER_LANES_FMA({0}, {1}, {2})",
         **{name: f"fuser_lanes_{name}_f32({{0}})" for name in FUNCTIONS},
+        "atan2": "fuser_lanes_atan2_f32({0}, {1})",
+        "sqrt": "FUSER_LANES_SQRT({0})",
+        "rsqrt": "1.0f / FUSER_LANES_SQRT({0})",
+        "copysign": "fuser_lanes_copysign({0}, {1})",
         "logical_not": "{0} == 0.0f",
     },
     torch.bool: {"logical_not": "{0} == 0", "bitwise_not": "{0} == 0"},

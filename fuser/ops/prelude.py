@@ -18,6 +18,7 @@ from fuser.ops import (
     float_cpp,
     gathers_cpp,
     integer_cpp,
+    inverse_cpp,
     lanes_cpp,
     math_cpp,
     polynomials_cpp,
@@ -90,6 +91,7 @@ PRELUDE: dict[str, str] = {
     **bessel_cpp.HELPERS,
     **polynomials_cpp.HELPERS,
     **float_cpp.HELPERS,
+    **inverse_cpp.HELPERS,
     **double_cpp.HELPERS,
 }
 _WORD = re.compile(r"[A-Za-z_]\w*")
