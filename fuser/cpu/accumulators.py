@@ -26,6 +26,7 @@ _VALUE_OF = {"argmax": "max", "argmin": "min"}
 _INDEX_OF = {value: index for index, value in _VALUE_OF.items()}
 _COUNTS = ("sum", "prod")  # what takes a value twice is wrong
 _WRAPPING = {"sum": "+", "prod": "*"}
+_NUMBERS = {"max": "x{0} > acc{0}[l] ? x{0} : acc{0}[l]", "min": "x{0} < acc{0}[l] ? x{0} : acc{0}[l]"}
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -79,6 +80,10 @@ class AccumulatingNest(Nest):
         """Whether partial sums go to float64 totals."""
         return r.kind == "sum" and self.spec(r)[2] is torch.float32
 
+    def notes_nans(self, r: Reduce) -> bool:
+        """Whether an extreme is one of numbers, and NaNs are noted apart: one instruction each, that wait for less."""
+        return not self.is_column and r.kind in _NUMBERS and self.spec(r)[2].is_floating_point
+
     def column_flush(self) -> int:
         """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
         few = math.prod(a.hint for a in self.red_axes) <= SHORT_COLUMN
@@ -125,6 +130,9 @@ class AccumulatingNest(Nest):
             k = r.number
             self.out.add(f"{CPP_TYPES[acc]} acc{k}[{self.lanes}];")
             start = f"acc{k}[l] = {cpp_constant(spec.identity(acc), acc)};"
+            if self.notes_nans(r):
+                self.out.add(f"{_INTEGERS[acc.itemsize]} nan{k}[{self.lanes}];")
+                start += f" nan{k}[l] = 0;"
             if spec.index:
                 first = "0" if self.counts_turns(r) else f"(i32)({low})" if self.in_order(r) else str(NO_PLACE)
                 self.out.add(f"i32 at{k}[{self.lanes}];")
@@ -149,6 +157,10 @@ class AccumulatingNest(Nest):
             if self.overlaps and r.kind in _COUNTS:
                 now = f"l < skip ? {cpp_constant(spec.identity(acc), acc)} : {now}"
             self.out.add(f"const {CPP_TYPES[acc]} x{k} = {now};")
+            if self.notes_nans(r):
+                self.out.add(f"acc{k}[l] = {_NUMBERS[r.kind].format(k)};")
+                self.out.add(f"nan{k}[l] |= x{k} != x{k};")
+                return
             self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
             return
         v, i = self.plan.rows[r.row].args
@@ -248,8 +260,11 @@ class AccumulatingNest(Nest):
                 continue  # flushed ones are folded already
             if REDUCTIONS[r.kind].index:
                 self._fold_index(r, low)
-            else:
-                self.fold_lanes(r)
+                continue
+            if self.notes_nans(r):
+                k, nan = r.number, cpp_constant(math.nan, self.spec(r)[2])
+                self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) acc{k}[l] = nan{k}[l] ? {nan} : acc{k}[l];")
+            self.fold_lanes(r)
 
     def _fold_index(self, r: Reduce, low: str) -> None:
         """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).

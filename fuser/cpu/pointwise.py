@@ -84,7 +84,7 @@ class PointwiseNest(StreamingNest):
         if self.vector is None or self.segments is not None or math.prod(a.hint for a in outer) < LEAST_TURNS:
             return []
         alone = {n for n, along in enumerate(self.plan.varies) if along == {self.vector.sym}}
-        roots = {s.row for s in self.plan.stores if self.store_is_full(s)}
+        roots = {self.unrounded(s) for s in self.plan.stores if self.store_is_full(s)}
         roots |= {d for n in range(len(self.plan.rows)) if n not in alone for d in self.deps(n)}
         chosen = []
         for n in sorted(roots & alone):

@@ -37,6 +37,7 @@ from fuser.scheduler.plan import Axis
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
 TOGETHER_COST = 16  # operations of a row up to which they are
+MOST_VECTORS = 8  # that lanes take
 KEEP_BYTES = 1 << 19  # most row-buffer bytes of one unit in the example
 
 
@@ -224,7 +225,11 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_halves(phase, "v0", "l", self.lanes, "count")
-        self.out.add(self.pragma())
+        if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.has_checks:
+            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll, which keeps two arrays in registers
+            self.out.add(f"#pragma GCC unroll {MOST_VECTORS}")
+        else:
+            self.out.add(self.pragma())
         self.out.open("for (i64 l = 0; l < count; ++l)")
         self.out.add(f"const i64 {v} = v0 + l;")
         self.emit_inner(phase)

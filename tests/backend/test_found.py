@@ -483,3 +483,26 @@ def test_an_index_into_computed_rows_that_are_all_the_same_is_checked():
     torch.testing.assert_close(handle(c, x, torch.tensor([0, 3])), fn(c, x, torch.tensor([0, 3])))
     with pytest.raises(IndexError):
         handle(c, x, torch.tensor([0, 4]))
+
+
+def test_a_rounded_row_that_is_computed_once_for_all_rows():
+    def fn(a, b):
+        c = torch.asinh(torch.sin(1 - torch.sigmoid(b - 1)))
+        return torch.fmax(a, b), torch.sin(1 - torch.sigmoid(b - 1)).to(torch.bfloat16), c
+
+    a, b = torch.randn(33, 40).to(torch.float16)[:, ::2], torch.randn(20).expand(33, 20)
+    key = register_fusion(torch.fx.symbolic_trace(fn), functional=True)
+    got = REGISTRY.find(key).handle(a, b)
+    assert REGISTRY.find(key).spec.store.kernels  # it once did not compile
+    for x, y in zip(got, fn(a, b)):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [7, 40, 200, 1000, 9001])
+def test_extremes_of_rows_with_nans_infinities_and_zeros(dtype, size):
+    x = torch.randn(12, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    x[0], x[1], x[2, size // 2], x[3, -1], x[4, 0] = -torch.inf, torch.inf, torch.nan, torch.nan, torch.nan
+    x[5], x[6, 3], x[7, 3], x[8] = torch.nan, torch.inf, -torch.inf, torch.arange(size) % 2 * -0.0
+    same(lambda x: (torch.amax(x, 1), torch.amin(x, 1), torch.amax(x * 1, (0, 1)), torch.amin(x * 1, (0, 1))), x)
+    same(lambda x: (torch.amax(x * 1, (0, 1)), torch.amin(x * 1, (0, 1))), x[6:])

@@ -21,7 +21,7 @@ import torch
 import torch.fx
 from torch._dynamo.backends.debugging import aot_eager
 
-from fuser import config, register_fusion
+from fuser import config, executor, register_fusion
 from fuser.canonical import canonicalize
 from fuser.debug.reference import interpret_lowered, interpret_schedule
 from fuser.errors import FuserError, Unsupported
@@ -67,9 +67,16 @@ def begin(program: Program, way: str) -> Judge:
 
     def finish() -> str:
         with _settings():
-            return judge()
+            return judge() or _defects()
 
     return finish
+
+
+def _defects() -> str:
+    """What made a compilation fail that should not have, in this program or another of its batch: eager hides it."""
+    found = sorted(executor._warned)
+    executor._warned.clear()
+    return "; ".join(found)
 
 
 @contextlib.contextmanager
