@@ -1,18 +1,20 @@
 """Pointwise loops in explicit vectors: where halves are rounded, float16 is read or written, or all is bfloat16.
 
 The instructions are those of `ops/lanes_cpp.py`.
-A group of elements is computed at a time, in several vectors, so that processors find work while one waits. What is
-left in the end goes by way of the stack, through the same instructions.
+A group of elements is computed at a time, in several vectors, so that processors find work while one waits, and what is
+left in the end a vector at a time, of which only some lanes are read and written. So are loads under a condition.
+Comparisons of the index along the vector axis are as good as where they change: its lanes lie before that or behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fuser.cpu.nest import Nest, storage_type
+from fuser.cpu.segments import find_edge
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import INDIRECT, ONE, coefficient, symbols
 from fuser.ops import LOW, cpp_lanes
@@ -20,8 +22,7 @@ from fuser.scheduler.plan import Store
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
-LONG = 512  # elements of a row whose segments have whole groups
-SHORTEST = 64  # elements of a row: what is left of a group costs more than a few elements by themselves
+SHORTEST = 4  # elements of a row: fewer fill no vector
 NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 
@@ -47,14 +48,16 @@ class LaneLoop:
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         self.full = [s for s in self.plan.stores if nest.store_is_full(s)]
         self.stored = [nest.unrounded(s) for s in self.full]
-        self.rows = nest.closure(self.stored)
-        used = {nest.dtypes[self.plan.rows[n].attr[0]] for n in self.rows if self.plan.rows[n].op == "load"}
+        every = [n for n, row in enumerate(self.plan.rows) if nest.vector is not None and nest.is_full(n)]
+        self.edges = {n: e for n in every if (e := find_edge(nest, self.plan.rows[n])) is not None}
+        self.rows = nest.closure(self.stored, set(self.edges))
+        self.loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
+        self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in nest.parts}
+        used = {nest.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {nest.dtypes[s.buffer] for s in self.full}
         self.dtypes = used
-        self.pairs = used == {torch.bfloat16}
+        self.pairs = used == {torch.bfloat16} and not self.masked
         self.vectors = VECTORS if len(self.rows) < MANY_ROWS else FEWER
-        if nest.parts and nest.vector is not None and nest.vector.hint < LONG:
-            self.vectors = 2 if self.pairs else 1
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
@@ -63,7 +66,9 @@ class LaneLoop:
             return False
         if nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
             return False
-        if not (self.pairs or torch.float16 in self.dtypes or any(map(self._rounds, self.rows))):
+        lone = self.masked or self.dtypes == {torch.bfloat16}
+        halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
+        if not halves and not any(map(self._rounds, self.rows)):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 
@@ -83,12 +88,13 @@ class LaneLoop:
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
+        if n in self.edges:
+            return True
         if row.dtype not in TYPES or any(self.plan.rows[a].dtype not in TYPES for a in row.args):
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            masked = bool(row.args) and n not in self.nest.parts or n in self.nest.guarded
-            return not masked and self._runs_along(self.nest.dtypes[buffer], address)
+            return n not in self.nest.guarded and self._runs_along(self.nest.dtypes[buffer], address)
         if row.op == "round_to":
             return row.attr in LOW
         return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None
@@ -100,32 +106,35 @@ class LaneLoop:
         return cpp_lanes(row.op, kind, *args)
 
     def emit(self, low: str, high: str) -> None:
-        """The loop from `low` to `high`, which are names."""
+        """The loop from `low` to `high`, which are names: groups of vectors, then single ones, the last in part."""
         assert self.nest.vector is not None
         v, out = self.nest.vector.sym.name, self.out
-        loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
-        reads = [self._read(n) for n in loads]
-        writes = [self._write(k, s) for k, s in enumerate(self.full)]
-        out.open(f"for (i64 {v} = {low}; {v} < {high};)")
-        out.add(f"const i64 whole = ({high} - {v}) / ({self.vectors} * FUSER_LANES) * ({self.vectors} * FUSER_LANES);")
-        out.add(f"const i64 left = whole ? 0 : {high} - {v}, step = whole ? whole : {self.vectors} * FUSER_LANES;")
-        for stream, const in [*((r, "const ") for r in reads), *((w, "") for w in writes)]:
-            out.add(f"{const}{stream.kind}* {stream.name} = &{stream.address};")
-            out.add(f"{stream.kind} rest_{stream.name}[{self.vectors} * FUSER_LANES];")
-        out.open("if (left)")
-        for r in reads:
-            rest = f"fuser_lanes_rest(rest_{r.name}, sizeof rest_{r.name}, {r.name}, left * sizeof({r.kind}))"
-            out.add(f"{r.name} = (const {r.kind}*){rest};")
-        for w in writes:
-            out.add(f"{w.name} = rest_{w.name};")
+        streams = [*((self._read(n), "const ") for n in self.loads)]
+        streams += [(self._write(k, s), "") for k, s in enumerate(self.full)]
+        out.open("")
+        out.add(f"const i64 start = {low}, length = {high} - start;")
+        out.add(f"const i64 {v} = start;")
+        for stream, const in streams:
+            out.add(f"{const}{stream.kind}* const {stream.name} = &{stream.address};")
+        needed = {m for n in (*self.rows, *self.stored) for m in (n, *self._deps(n))}
+        for n in sorted(needed - set(self.rows)):
+            flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
+            kind = TYPES[self.plan.rows[n].dtype]
+            out.add(f"const {kind} t{n}_all = fuser_lanes_all{flags}({self.nest.ref(n)});")
+        out.add("i64 k = 0;")
+        out.open(f"for (; k + {self.vectors} * FUSER_LANES <= length; k += {self.vectors} * FUSER_LANES)")
+        self._body(self.vectors, "")
         out.close()
-        out.open(f"for (i64 k = 0; k < step; k += {self.vectors} * FUSER_LANES)")
-        self._body()
+        out.open("for (; k < length; k += FUSER_LANES)")
+        out.add("const lanes_m some = fuser_lanes_first(length - k);")
+        self._body(1, "some")
         out.close()
-        for w in writes:
-            out.add(f"if (left) __builtin_memcpy(&{w.address}, rest_{w.name}, left * sizeof({w.kind}));")
-        out.add(f"{v} += whole ? whole : left;")
         out.close()
+
+    def _deps(self, n: int) -> Sequence[int]:
+        """Rows that row `n` needs as vectors."""
+        row = self.plan.rows[n]
+        return () if n in self.edges or (row.op == "load" and n not in self.masked) else row.args
 
     def _read(self, n: int) -> Stream:
         buffer, (address,) = self.plan.rows[n].attr
@@ -136,28 +145,28 @@ class LaneLoop:
         place = self.nest.streamed.get(s) or f"{s.buffer}[{self.nest.index(s.address)}]"
         return Stream(f"into{k}", self.nest.dtypes[s.buffer], place)
 
-    def _body(self) -> None:
-        needed = {m for n in (*self.rows, *self.stored) for m in (n, *self.nest.deps(n))}
-        for n in sorted(needed - set(self.rows)):
-            flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
-            kind = TYPES[self.plan.rows[n].dtype]
-            self.out.add(f"const {kind} t{n}_all = fuser_lanes_all{flags}({self.nest.ref(n)});")
+    def _body(self, vectors: int, some: str) -> None:
+        """All rows and stores of as many vectors; of one, if `some` names its lanes."""
         for n in self.rows:
-            for at, text in enumerate(self._values(n)):
+            for at, text in enumerate(self._values(n, vectors, some)):
                 self.out.add(f"const {TYPES[self.plan.rows[n].dtype]} t{n}_{at} = {text};")
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
-            self._store(f"into{k} + k", self.nest.dtypes[s.buffer], n)
+            self._store(f"into{k} + k", self.nest.dtypes[s.buffer], n, vectors, some)
 
     def _name(self, n: int, at: int) -> str:
         return f"t{n}_{at}" if self.nest.is_full(n) else f"t{n}_all"
 
-    def _values(self, n: int) -> Iterator[str]:
-        """The right-hand sides of row `n`, one for each vector of the group."""
+    def _values(self, n: int, vectors: int, some: str) -> Iterator[str]:
+        """The right-hand sides of row `n`, one for each vector."""
         row = self.plan.rows[n]
-        for at in range(self.vectors):
+        for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
-            if row.op == "load":
-                yield self._load(n, at)
+            if n in self.edges:
+                before, place = self.edges[n]
+                text = f"fuser_lanes_before({place} - start - k - {at} * FUSER_LANES)"
+                yield text if before else f"{text} == 0"
+            elif row.op == "load":
+                yield self._load(n, at, args, some)
             elif row.op == "round_to":
                 exact, tame = self.nest.is_exact(row.args[0], row.attr), row.args[0] in self.nest.tame
                 yield args[0] if exact else f"fuser_lanes_round_{_rounding(row.attr, tame)}({args[0]})"
@@ -166,24 +175,33 @@ class LaneLoop:
             else:
                 yield self._cell(row, args) or ""
 
-    def _load(self, n: int, at: int) -> str:
-        if self.pairs:
+    def _load(self, n: int, at: int, args: tuple[str, ...], some: str) -> str:
+        if self.pairs and not some:
             pairs = f"fuser_lanes_load_pairs(from{n} + k + {at // 2 * 2} * FUSER_LANES)"
             return f"fuser_lanes_{'odd' if at % 2 else 'even'}({pairs})"
-        dtype = self.nest.dtypes[self.plan.rows[n].attr[0]]
-        return f"fuser_lanes_load_{NAMES[dtype]}(from{n} + k + {at} * FUSER_LANES)"
+        name, place = NAMES[self.nest.dtypes[self.plan.rows[n].attr[0]]], f"from{n} + k + {at} * FUSER_LANES"
+        masks = [some] if some else []
+        if n in self.masked:
+            masks.append(f"FUSER_MASK({args[0]})")
+        if not masks:
+            return f"fuser_lanes_load_{name}({place})"
+        return f"fuser_lanes_part_{name}({place}, {' & '.join(masks)})"
 
-    def _store(self, to: str, dtype: torch.dtype, n: int) -> None:
-        values = [self._name(n, at) for at in range(self.vectors)]
+    def _store(self, to: str, dtype: torch.dtype, n: int, vectors: int, some: str) -> None:
+        values = [self._name(n, at) for at in range(vectors)]
         if dtype is torch.bfloat16:
             values = [self._bits(n, dtype, v) for v in values]
-        if self.pairs:
-            for at in range(0, self.vectors, 2):
+        if self.pairs and not some:
+            for at in range(0, vectors, 2):
                 pair = f"{values[at]}, {values[at + 1]}"
                 self.out.add(f"fuser_lanes_store_pairs({to} + {at} * FUSER_LANES, {pair});")
             return
         for at, value in enumerate(values):
-            self.out.add(f"fuser_lanes_store_{NAMES[dtype]}({to} + {at} * FUSER_LANES, {value});")
+            place = f"{to} + {at} * FUSER_LANES"
+            if some:
+                self.out.add(f"fuser_lanes_put_{NAMES[dtype]}({place}, {value}, {some});")
+            else:
+                self.out.add(f"fuser_lanes_store_{NAMES[dtype]}({place}, {value});")
 
     def _bits(self, n: int, dtype: torch.dtype, value: str) -> str:
         """Row `n` as the bits of a float whose upper half is the bfloat16 to store, or a NaN."""

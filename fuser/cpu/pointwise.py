@@ -46,8 +46,6 @@ class PointwiseNest(StreamingNest):
         computed = any(self.is_full(n) and n not in moved for n in floats)
         self.explicit = computed and not hoisted and LaneLoop(self).fits()
         self.moved = {} if self.explicit else moved
-        if self.segments is not None and not self.explicit and not self.segments.pays(self):
-            self.segments, self.constant, self.parts = None, frozenset(), {}
         name = self.open_function()
         self.emitted |= self.constant
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]

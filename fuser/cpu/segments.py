@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fuser.cpu.nest import Nest
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row, indirect_rows
@@ -18,7 +16,6 @@ from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
 
 LONGEST = 1024  # elements of a segment: of as many is the page of zeros
 SHORTEST = 512  # elements of a vector axis that is worth it
-SHORTEST_OF_HALVES = 64  # the same of float16, which only explicit vectors read fast
 MOST_CUTS = 6
 ZEROS = f"""\
 static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
@@ -37,10 +34,6 @@ class Segments:
     places: tuple[str, ...]
     loads: tuple[int, ...]
 
-    def pays(self, nest: Nest) -> bool:
-        """Whether the loop is worth it without explicit vectors."""
-        return nest.vector is not None and nest.vector.hint >= SHORTEST
-
     def parts(self, nest: Nest) -> dict[int, str]:
         """What the loads read."""
         assert nest.vector is not None
@@ -49,17 +42,16 @@ class Segments:
 
 def find_segments(nest: Nest) -> Segments | None:
     """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
-    half = any(r.op == "load" and r.args and nest.dtypes[r.attr[0]] is torch.float16 for r in nest.plan.rows)
-    if nest.vector is None or nest.vector.hint < (SHORTEST_OF_HALVES if half else SHORTEST):
+    if nest.vector is None or nest.vector.hint < SHORTEST:
         return None
     rows: list[int] = []
     places: dict[str, None] = {}
     for n, row in enumerate(nest.plan.rows):
         if not nest.is_full(n):
             continue
-        place = _place(nest, row)
-        if place is not None:
-            places[place] = None
+        found = find_edge(nest, row)
+        if found is not None:
+            places[found[1]] = None
             rows.append(n)
         elif row.op in _LOGICAL and all(a in rows or not nest.is_full(a) for a in row.args):
             rows.append(n)
@@ -74,8 +66,8 @@ def _reads_a_part(nest: Nest, row: Row, rows: Sequence[int]) -> bool:
     return coefficient(row.attr[1][0], nest.vector.sym) == ONE
 
 
-def _place(nest: Nest, row: Row) -> str | None:
-    """Where along the vector axis a comparison of an index changes."""
+def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
+    """Whether a comparison of an index holds before the place along the vector axis where it changes; the place."""
     if row.op not in _AFTER:
         return None
     for at, (own, other) in enumerate((row.args, row.args[::-1])):
@@ -87,7 +79,7 @@ def _place(nest: Nest, row: Row) -> str | None:
         if coefficient(e, v) != ONE or any(s.kind == INDIRECT for s in symbols(e)):
             continue
         op = row.op if at == 0 else _SWAPPED[row.op]
-        return f"{nest.ref(other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
+        return op in ("lt", "le"), f"{nest.ref(other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
     return None
 
 
@@ -110,4 +102,4 @@ def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
         out.add(f"const auto* const part{n} = (decltype({buffer}))({text});")
 
 
-__all__ = ["ZEROS", "Segments", "find_segments", "open_segments"]
+__all__ = ["ZEROS", "Segments", "find_edge", "find_segments", "open_segments"]

@@ -16,7 +16,7 @@ from fuser.ops import float_cpp, inverse_cpp
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
 # two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
 _TEXT = """\
-#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FUSER_LANES 16
 #elif defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FUSER_LANES 8
@@ -30,6 +30,7 @@ typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i16 lanes_w __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
 typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
+typedef u16 lanes_m;
 #define FUSER_AT(T, p) T at; __builtin_memcpy(&at, p, sizeof at)
 #if FUSER_LANES == 16
 #define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph512_mask(x, 0, (lanes_h){}, (u16)-1))
@@ -47,22 +48,62 @@ typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
 #endif
 #define FUSER_L(x) ((x) - (lanes_f){})
-static __attribute__((noinline, unused)) const void* fuser_lanes_rest(void* to, i64 all, const void* from, i64 some) {
-  __builtin_memset(to, 0, all);
-  return __builtin_memcpy(to, from, some);
+// Some lanes of a vector, a bit for each: of what is in memory at the others nothing is read, or written.
+#if FUSER_LANES == 16
+typedef char lanes_c __attribute__((vector_size(16)));
+#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_ptestmd512(c, c, (u16)-1))
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
+  return (lanes_h)__builtin_ia32_loaddquhi256_mask((const i16*)p, (lanes_h){}, m);
+}
+FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) {
+  return (lanes_b)__builtin_ia32_loaddquqi128_mask((const char*)p, (lanes_c){}, m);
+}
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
+  return __builtin_ia32_loadups512_mask(p, (lanes_f){}, m);
+}
+FUSER_FN void fuser_lanes_put(u16* p, lanes_h x, lanes_m m) { __builtin_ia32_storedquhi256_mask((i16*)p, x, m); }
+FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
+  __builtin_ia32_storedquqi128_mask((char*)p, (lanes_c)x, m);
+}
+FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) { __builtin_ia32_storeups512_mask(p, x, m); }
+#else
+#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
+template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
+  V at = {};
+  if (m == 255) __builtin_memcpy(&at, p, sizeof at);
+  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) at[l] = p[l];
+  return at;
+}
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
+FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) { return fuser_lanes_some_of<lanes_f>(p, m); }
+template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
+  if (m == 255) __builtin_memcpy(p, &x, sizeof x);
+  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
+}
+#endif
+// The first lanes, `n` of them or all: as a mask where n is 1 at least, as flags for any n.
+FUSER_FN lanes_m fuser_lanes_first(i64 n) { return (lanes_m)((n < FUSER_LANES ? 1u << n : 1u << FUSER_LANES) - 1); }
+FUSER_FN lanes_i fuser_lanes_before(i64 n) {
+  lanes_i own;
+  for (int l = 0; l < FUSER_LANES; ++l) own[l] = l;
+  return own < (i32)(n < 0 ? 0 : n < FUSER_LANES ? n : FUSER_LANES);
 }
 FUSER_FN lanes_f fuser_lanes_all(float x) { return x - (lanes_f){}; }
 FUSER_FN lanes_i fuser_lanes_all_flags(bool x) { return (lanes_i){} - (i32)x; }
-FUSER_FN lanes_f fuser_lanes_load_float(const float* p) { FUSER_AT(lanes_f, p); return at; }
-FUSER_FN lanes_f fuser_lanes_load_half(const u16* p) { FUSER_AT(lanes_h, p); return FUSER_FROM_HALF(at); }
-FUSER_FN lanes_f fuser_lanes_load_bfloat16(const u16* p) {
-  FUSER_AT(lanes_h, p);
-  return (lanes_f)(FUSER_WIDEN(at) << 16);
-}
-FUSER_FN lanes_i fuser_lanes_load_bool(const u8* p) {
-  FUSER_AT(lanes_b, p);
-  return __builtin_convertvector(at, lanes_i) != 0;
-}
+FUSER_FN lanes_f fuser_lanes_from_float(lanes_f at) { return at; }
+FUSER_FN lanes_f fuser_lanes_from_half(lanes_h at) { return FUSER_FROM_HALF(at); }
+FUSER_FN lanes_f fuser_lanes_from_bfloat16(lanes_h at) { return (lanes_f)(FUSER_WIDEN(at) << 16); }
+FUSER_FN lanes_i fuser_lanes_from_bool(lanes_b at) { return __builtin_convertvector(at, lanes_i) != 0; }
+#define FUSER_LOAD(name, vector, T) \
+  FUSER_FN auto fuser_lanes_load_##name(const T* p) { FUSER_AT(vector, p); return fuser_lanes_from_##name(at); } \
+  FUSER_FN auto fuser_lanes_part_##name(const T* p, lanes_m m) { \
+    return fuser_lanes_from_##name(fuser_lanes_some(p, m)); \
+  }
+FUSER_LOAD(float, lanes_f, float)
+FUSER_LOAD(half, lanes_h, u16)
+FUSER_LOAD(bfloat16, lanes_h, u16)
+FUSER_LOAD(bool, lanes_b, u8)
 FUSER_FN lanes_u fuser_lanes_load_pairs(const u16* p) { FUSER_AT(lanes_u, p); return at; }
 FUSER_FN lanes_f fuser_lanes_even(lanes_u pairs) { return (lanes_f)(pairs << 16); }
 FUSER_FN lanes_f fuser_lanes_odd(lanes_u pairs) { return (lanes_f)(pairs & 0xffff0000u); }
@@ -87,24 +128,28 @@ FUSER_FN lanes_f fuser_lanes_no_nan(lanes_f x, lanes_f y) {
 FUSER_FN lanes_f fuser_lanes_round_bfloat16(lanes_f x) {
   return fuser_lanes_no_nan(x, fuser_lanes_round_tame_bfloat16(x));
 }
-FUSER_FN void fuser_lanes_store_float(float* p, lanes_f x) { __builtin_memcpy(p, &x, sizeof x); }
-FUSER_FN void fuser_lanes_store_half(u16* p, lanes_f x) {
-  const lanes_h h = FUSER_TO_HALF(x);
-  __builtin_memcpy(p, &h, sizeof h);
+FUSER_FN lanes_f fuser_lanes_to_float(lanes_f x) { return x; }
+FUSER_FN lanes_h fuser_lanes_to_half(lanes_f x) { return FUSER_TO_HALF(x); }
+// What goes to bfloat16 is a float's bits, rounded, of which the low half may be anything; each NaN becomes the same.
+FUSER_FN lanes_h fuser_lanes_to_bfloat16(lanes_u x) {
+  const lanes_h n = FUSER_NARROW(x >> 16);
+  return (n & 0x7fff) > 0x7f80 ? (lanes_h){} + 0x7fc0 : n;
 }
-// Stores to bfloat16 take a float's bits, rounded, of which the low half may be anything, and make each NaN the same.
-FUSER_FN void fuser_lanes_store_bfloat16(u16* p, lanes_u x) {
-  const lanes_h n = FUSER_NARROW(x >> 16), h = (n & 0x7fff) > 0x7f80 ? (lanes_h){} + 0x7fc0 : n;
-  __builtin_memcpy(p, &h, sizeof h);
-}
+FUSER_FN lanes_b fuser_lanes_to_bool(lanes_i x) { return __builtin_convertvector(-x, lanes_b); }
+#define FUSER_STORE(name, vector, T) \
+  FUSER_FN void fuser_lanes_store_##name(T* p, vector x) { \
+    const auto out = fuser_lanes_to_##name(x); \
+    __builtin_memcpy(p, &out, sizeof out); \
+  } \
+  FUSER_FN void fuser_lanes_put_##name(T* p, vector x, lanes_m m) { fuser_lanes_put(p, fuser_lanes_to_##name(x), m); }
+FUSER_STORE(float, lanes_f, float)
+FUSER_STORE(half, lanes_f, u16)
+FUSER_STORE(bfloat16, lanes_u, u16)
+FUSER_STORE(bool, lanes_i, u8)
 FUSER_FN void fuser_lanes_store_pairs(u16* p, lanes_u even, lanes_u odd) {
   const lanes_w pairs = (lanes_w)((even >> 16) | (odd & 0xffff0000u));
   const lanes_w out = (pairs & 0x7fff) > 0x7f80 ? (lanes_w){} + 0x7fc0 : pairs;
   __builtin_memcpy(p, &out, sizeof out);
-}
-FUSER_FN void fuser_lanes_store_bool(u8* p, lanes_i x) {
-  const lanes_b b = __builtin_convertvector(-x, lanes_b);
-  __builtin_memcpy(p, &b, sizeof b);
 }
 FUSER_FN lanes_f fuser_lanes_abs(lanes_f x) { return (lanes_f)((lanes_u)x & 0x7fffffffu); }
 FUSER_FN lanes_f fuser_lanes_copysign(lanes_f x, lanes_f y) {
@@ -129,11 +174,7 @@ FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
 #if FUSER_LANES
   i64 k = 0;
   for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_float(to + k, fuser_lanes_load_half(from + k));
-  if (k < count) {
-    u16 rest[FUSER_LANES];
-    fuser_lanes_rest(rest, sizeof rest, from + k, (count - k) * 2);
-    fuser_lanes_store_float(to + k, fuser_lanes_load_half(rest));
-  }
+  if (k < count) fuser_lanes_store_float(to + k, fuser_lanes_part_half(from + k, fuser_lanes_first(count - k)));
 #else
 #pragma omp simd
   for (i64 k = 0; k < count; ++k) to[k] = fuser_load_half(from[k]);
@@ -145,11 +186,7 @@ FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 #if FUSER_LANES
   i64 k = 0;
   for (; k + FUSER_LANES <= count; k += FUSER_LANES) fuser_lanes_store_half(to + k, fuser_lanes_load_float(from + k));
-  if (k < count) {
-    u16 rest[FUSER_LANES];
-    fuser_lanes_store_half(rest, fuser_lanes_load_float(from + k));
-    __builtin_memcpy(to + k, rest, (count - k) * 2);
-  }
+  if (k < count) fuser_lanes_put_half(to + k, fuser_lanes_load_float(from + k), fuser_lanes_first(count - k));
 #else
 #pragma omp simd
   for (i64 k = 0; k < count; ++k) to[k] = fuser_store_half(from[k]);

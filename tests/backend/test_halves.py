@@ -136,22 +136,30 @@ def arithmetic(x):
     return y, y.float() * x, x.to(torch.float32), torch.isnan(y) | (y < x), torch.maximum(-y, torch.relu(x))
 
 
+def conditions(x):
+    """Loads under conditions on the index, which are lanes of a vector."""
+    pad = torch.nn.functional.pad
+    return torch.roll(x, 3) + x, torch.cat((x[3:], x[:3] * 2)) + 1, pad(x, (-2, 2)) * 2, pad(x, (7, -7)) > 0
+
+
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("fn", [elementary, arithmetic])
+@pytest.mark.parametrize("fn", [elementary, arithmetic, conditions])
 def test_explicit_vectors_and_plain_loops_give_the_same_bits(fn, dtype):
-    """So that results do not hang on the machine: the plain loop is what others run."""
+    """So that results do not hang on the machine: the plain loop and vectors of 8 are what others run."""
     with config.override(numerics="eager"):
-        registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn)))
-    x = pattern(torch.arange(0x10000 + 37) % 0x10000, dtype)
+        registration = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True))
+    x = pattern(torch.arange(0x10000 + 37) % 0x10000, dtype)[:: 200 if fn is conditions else 1].clone()
     results = registration.handle(x)
-    source = registration.spec.store.kernels[-1].source
-    plain, count = re.subn(r"#define FUSER_LANES \d+", "#define FUSER_LANES 0", source)
-    assert count == 3 and re.search(r"#if FUSER_LANES\s+for", source)
-    (name,) = re.findall(r'extern "C" void (k\w+)\(char', plain)
-    outs = [torch.full_like(r, 7) for r in results]
-    run(toolchain.compile_library((plain,)), name, [x, *outs], len(x))
-    for got, want in zip(outs, results):
-        assert torch.equal(got, want) if got.dtype is torch.bool else same_bits(got, want)
+    kernel = registration.spec.store.kernels[-1]
+    assert re.search(r"#if FUSER_LANES\s+\{", kernel.source)
+    for lanes, others in ((8, "16"), (0, r"\d+")):
+        source = re.sub(rf"#define FUSER_LANES {others}\b", f"#define FUSER_LANES {lanes}", kernel.source)
+        names = re.findall(r'extern "C" void (k\w+)\(char', source)
+        outs = [torch.full_like(r, 7) for r in results]
+        for name in names:
+            run(toolchain.compile_library((source,)), name, [x, *outs], len(x))
+        for got, want in zip(outs, results):
+            assert torch.equal(got, want) if got.dtype is torch.bool else same_bits(got, want)
 
 
 def rows(x):
