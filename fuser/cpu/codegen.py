@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from fuser.cpu import transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
+from fuser.cpu.blocks import BlockedScan
 from fuser.cpu.chains import ChainedScan
 from fuser.cpu.ordered import Scan, Scatter
 from fuser.cpu.pointwise import PointwiseNest
@@ -42,7 +43,7 @@ def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     if plan.ordered.kind != "scan":
         return Generated((Scatter(plan, name, bindings).function(),), ())
     if plan.vector is None and len(plan.reduced_axes) == 1:
-        return ChainedScan(plan, name, bindings).generate()
+        return (BlockedScan.of(plan, name, bindings) or ChainedScan(plan, name, bindings)).generate()
     return Generated((Scan(plan, name, bindings).function(),), ())
 
 

@@ -23,6 +23,7 @@ from fuser.ops import (
     math_cpp,
     polynomials_cpp,
     random,
+    scans_cpp,
     special_cpp,
 )
 
@@ -87,6 +88,7 @@ PRELUDE: dict[str, str] = {
     **integer_cpp.HELPERS,
     **math_cpp.HELPERS,
     **random.HELPERS,
+    **scans_cpp.HELPERS,
     **special_cpp.HELPERS,
     **bessel_cpp.HELPERS,
     **polynomials_cpp.HELPERS,

@@ -111,6 +111,43 @@ def test_extremes_and_their_places_come_from_one_pass(dtype):
     compare(interpret_schedule(lowered, plan, (x,)), fn(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_rows(dtype):
+    """Rows of several blocks, of one and of less than a vector: read as they are, with steps between, or computed."""
+
+    def fn(x):
+        apart = x[:, ::2].cummax(1)
+        return flat((both(x.cummax(1)), x.cummin(1)[0], (x * 1).cummin(1)[1], both(apart), x[:, 3:].cumsum(1)))
+
+    handle, spec = fuse(fn)
+    for size in ((3, 1100), (40, 47), (2, 513), (300, 16), (2, 7), (4, 5000)):
+        x = with_ties(*size, dtype=dtype)
+        if size[1] == 5000 and dtype.is_floating_point:  # a row with no NaN, and one of nothing else
+            x[0], x[1] = x[0].nan_to_num(1.0, 1.0, 1.0), float("nan")
+        exact = x[:, 3:].double().cumsum(1).to(dtype) if dtype.is_floating_point else x[:, 3:].cumsum(1)
+        *got, sums = handle(x)
+        for mine, eager in zip(got, fn(x)):
+            compare(mine, eager)
+            if dtype.is_floating_point and mine.dtype is dtype:
+                assert torch.equal(mine.signbit() & ~mine.isnan(), eager.signbit() & ~eager.isnan())
+        compare(sums, exact)
+    no_fallback(spec)
+    names = {torch.float64: "f64", torch.int64: "i64"}
+    name = names.get(dtype, "f32" if dtype.is_floating_point else "i32")
+    assert any(f"fuser_scan_max_{name}(" in k.source for k in spec.store.kernels)
+
+
+def test_products_of_a_long_row_in_order():
+    """What is infinite stays so, also where what comes later would be 0 by itself; and the other way round."""
+    up, down = torch.full((50_000,), 2.0), torch.full((50_000,), 0.5)
+    fn = lambda x, y: (x.cumprod(0), y.cumprod(0))  # noqa: E731
+    handle, spec = fuse(fn)
+    for n in (50_000, 20_000, 1500):
+        args = torch.cat((up[:n], down)), torch.cat((down[:n], up))
+        compare(handle(*args), fn(*args), tol={"rtol": 1e-6, "atol": 0})
+    no_fallback(spec)
+
+
 def test_small_sizes():
     check(lambda x: (x.cumsum(0), x.cumprod(0) * 2, x.cummax(0)[1]), torch.tensor(3.0))
     check(lambda x: (x.cumsum(0), x.cumsum(1), x.cumprod(1), x.cummax(0)[1]), torch.empty(0, 3))
@@ -133,7 +170,7 @@ def test_few_long_rows(rows):
     """Rows that are cut into chunks: the same bits on any threads, and sums as exact as float64 makes them."""
     fn = lambda x, i: flat((x.cumsum(-1), x.logcumsumexp(-1), i.cumsum(-1), both(x.cummax(-1))))  # noqa: E731
     handle, spec = fuse(fn)
-    for n in (65_537, 4_097, 40_000, 3, 0):
+    for n in (262_145, 4_097, 40_000, 3, 0):
         x, i = torch.randn(*rows, n), torch.randint(-(2**62), 2**62, (*rows, n))
         if n > 1000:
             x[..., 0], x[..., 3 * n // 4] = -float("inf") if n > 50_000 else 1.0, float("nan")

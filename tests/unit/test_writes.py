@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -72,6 +74,13 @@ def transposed(w, x, y):
     return [w.write(x, w(aten.t.default, w(aten.mul.Tensor, x, y)))]
 
 
+def scanned(w, x, y):
+    extremes = w(aten.cummin.default, x, 1)
+    places = w(operator.getitem, extremes, 1)
+    total = w(aten.cumsum.default, y, 1)
+    return [w.write(x, w(operator.getitem, extremes, 0)), w.write(y, total), places, total]
+
+
 def normalised(w, x, y):
     m = w(aten.amax.default, x, [1], True)
     return [w.write(x, w(aten.sub.Tensor, x, m)), m]
@@ -91,6 +100,15 @@ def test_one_kernel_reads_and_writes():
 def test_exchange():
     key, same = run(swapped, X, Y)
     assert kernels(key) == 1 and same == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [True, False])
+def test_scans_go_into_what_they_read(rows, dtype):
+    """Along rows and along columns; of which the last result is returned besides."""
+    x, y = torch.randn(3, 1100, generator=torch.Generator().manual_seed(1)).to(dtype), torch.ones(3, 1100, dtype=dtype)
+    key, same = run(scanned, *((x, y) if rows else (x.t(), y.t())))
+    assert kernels(key) >= 2 and same[:2] == [True, True]
 
 
 @pytest.mark.parametrize("build", [flipped, normalised, read_by_another_kernel], ids=lambda f: f.__name__)
