@@ -21,7 +21,7 @@ from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.segments import ZEROS
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import STREAM_HELPER
-from fuser.cpu.text import FLOOR_HELPERS
+from fuser.cpu.text import FLOOR_HELPERS, PLACE_HELPERS
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
 from fuser.scheduler.plan import KernelPlan
 
@@ -51,6 +51,7 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     """A complete source: typedefs, the helpers that are called, the functions."""
     body = "\n".join(f.text for f in functions)
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
+    floors += PLACE_HELPERS if "place_div(" in body or "place_mod(" in body else ""
     head = "".join(f"// {line}\n" for line in comment.splitlines())
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
     shuffles += ZEROS if "fuser_zeros" in body else ""

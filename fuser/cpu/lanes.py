@@ -64,7 +64,7 @@ class LaneLoop:
         nest = self.nest
         if nest.vector is None or nest.vector.hint < SHORTEST:
             return False
-        if nest.has_checks or nest.staged or nest.hoisted or nest.kept_rows:
+        if nest.checks_inside or nest.staged or nest.hoisted or nest.kept_rows:
             return False
         lone = self.masked or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)

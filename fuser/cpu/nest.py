@@ -146,9 +146,9 @@ class Nest:
         text = self.parts.get(n) or self._element(buffer, address)
         return text if n in self.moved else cpp_load(self.dtypes[buffer], text)
 
-    def index(self, e: Expr) -> str:
-        """An index expression, lane arrays subscripted."""
-        return cpp_expr(e, lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s))
+    def index(self, e: Expr, of: str = "place") -> str:
+        """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
+        return cpp_expr(e, lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s), of)
 
     def value(self, n: int) -> str:
         """The right-hand side of row `n`."""
@@ -176,7 +176,7 @@ class Nest:
         if row.op == "scalar":
             return f"f[{self.bindings.floats[row.attr]}]"
         if row.op == "index":
-            return self.index(row.attr)
+            return self.index(row.attr, "floor")
         if row.op == "to_dtype":
             text = cpp_convert(row.attr, row.dtype, args[0])
             return f"{args[0]} == 0 ? 0 : {text}" if self._drops_fraction(row) else text
@@ -215,7 +215,7 @@ class Nest:
 
     def _declare_indirect(self, n: int, row: Row, left: str) -> None:
         size, checked = row.attr
-        source, bound = self.ref(row.args[0]), self.index(size)
+        source, bound = self.ref(row.args[0]), self.index(size, "floor")
         self.out.add(f"const i64 w{n} = {source} + ({source} < 0 ? (i64)({bound}) : (i64)0);")
         self.out.add(f"const bool o{n} = (w{n} < 0) | (w{n} >= (i64)({bound}));")
         if checked:
@@ -267,7 +267,7 @@ class Nest:
             self.out.add("int bad = 0;")
             for row in self.plan.rows:
                 if is_checked(row) and len(row.args) == 1:
-                    self.out.add(f"if (({self.index(row.attr[0])}) <= 0) {{ *status = 1; return; }}")
+                    self.out.add(f"if (({self.index(row.attr[0], 'floor')}) <= 0) {{ *status = 1; return; }}")
         return name
 
     def _symbols(self) -> set[Sym]:
@@ -335,8 +335,14 @@ class Nest:
             self.out.close()
 
     def pragma(self) -> str:
-        """The vectorisation pragma."""
-        return "#pragma omp simd reduction(|:bad)" if self.has_checks else "#pragma omp simd"
+        """The vectorisation pragma. To reduce what the loop leaves alone would cost more than a short row."""
+        return "#pragma omp simd reduction(|:bad)" if self.checks_inside else "#pragma omp simd"
+
+    @property
+    def checks_inside(self) -> bool:
+        """Whether an index is checked in an innermost loop."""
+        rows = enumerate(self.plan.rows)
+        return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
 
     def open_lanes(self) -> None:
         """A loop over the lanes of a column nest's block."""

@@ -156,7 +156,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         That pays for sums of cheap rows, of which nothing else is written; g++ does not vectorise several selects.
         """
         reductions = self.accumulators(phase)
-        if not loops or not reductions or any(r.kind != "sum" for r in reductions) or self.has_checks:
+        if not loops or not reductions or any(r.kind != "sum" for r in reductions) or self.checks_inside:
             return False
         if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase):
             return False
@@ -225,7 +225,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_halves(phase, "v0", "l", self.lanes, "count")
-        if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.has_checks:
+        if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.checks_inside:
             self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll, which keeps two arrays in registers
             self.out.add(f"#pragma GCC unroll {MOST_VECTORS}")
         else:

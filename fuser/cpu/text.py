@@ -13,6 +13,15 @@ static inline i64 floor_div(i64 a, i64 b) {
 }
 static inline i64 floor_mod(i64 a, i64 b) { return b ? a - floor_div(a, b) * b : 0; }
 """
+# Places are less than 2**52, so that the quotient of doubles lies on the right side of each integer. There are vectors
+# of it, as of a number cut to an integer: not of integer division, nor of a number rounded down to one.
+PLACE_HELPERS = """\
+static inline i64 place_div(i64 a, i64 b) {
+  const i64 d = b ? b : 1, q = (i64)((double)a / (double)d);
+  return q - (i64)(a < q * d);
+}
+static inline i64 place_mod(i64 a, i64 b) { return a - place_div(a, b) * b; }
+"""
 
 
 def cpp_name(s: Sym) -> str:
@@ -20,29 +29,29 @@ def cpp_name(s: Sym) -> str:
     return f"t{s.name[1:]}" if s.kind == INDIRECT else s.name
 
 
-def cpp_expr(e: Expr, name: Callable[[Sym], str] = cpp_name) -> str:
-    """An integer expression."""
+def cpp_expr(e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor") -> str:
+    """An integer expression; `of` is "place" where its value and all that it divides are places in memory."""
     if not e.terms:
         return "0"
     parts: list[str] = []
     for monomial, c in e.terms:
-        factors = [name(a) if isinstance(a, Sym) else _call(a, name) for a in monomial]
+        factors = [name(a) if isinstance(a, Sym) else _call(a, name, of) for a in monomial]
         if c != 1 or not factors:
             factors.insert(0, str(c) if c >= 0 else f"({c})")
         parts.append(" * ".join(factors))
     return " + ".join(parts)
 
 
-def _call(c: Call, name: Callable[[Sym], str]) -> str:
-    a, b = cpp_expr(c.args[0], name), cpp_expr(c.args[1], name)
+def _call(c: Call, name: Callable[[Sym], str], of: str) -> str:
+    a, b = cpp_expr(c.args[0], name, of), cpp_expr(c.args[1], name, of)
     if c.fn in ("min", "max"):
         sign = "<" if c.fn == "min" else ">"
         return f"(({a}) {sign} ({b}) ? ({a}) : ({b}))"
     divisor = c.args[1].as_int()
     plain = is_nonnegative(c.args[0]) and divisor is not None and divisor > 0
     if c.fn == "floordiv":
-        return f"(({a}) / {b})" if plain else f"floor_div({a}, {b})"
-    return f"(({a}) % {b})" if plain else f"floor_mod({a}, {b})"
+        return f"(({a}) / {b})" if plain else f"{of}_div({a}, {b})"
+    return f"(({a}) % {b})" if plain else f"{of}_mod({a}, {b})"
 
 
 class Lines:
