@@ -15,10 +15,10 @@ from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import BlockedScan
 from fuser.cpu.chains import ChainedScan
 from fuser.cpu.ordered import Scan, Scatter
+from fuser.cpu.parts import ZEROS
 from fuser.cpu.pointwise import PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
-from fuser.cpu.segments import ZEROS
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import STREAM_HELPER
 from fuser.cpu.text import FLOOR_HELPERS, PLACE_HELPERS

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import torch
 
-from fuser.cpu.nest import Nest
+from fuser.cpu.parts import PartsNest
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, substitute, symbol, symbols
 from fuser.scheduler.plan import Store
 
 MOST_PIECES = 6  # more would not fit into the first level cache
 
 
-class HalvesNest(Nest):
+class HalvesNest(PartsNest):
     """A nest that reads and writes float16 by way of pieces of floats."""
 
     def half_loads(self, phase: int) -> list[int]:
         """Loads of float16 in a pass whose neighbours along the vector axis lie side by side."""
-        available = self._available(phase)
-        rows = [n for n in self.closure(self.roots(phase), available) if n not in available]
-        return [n for n in rows if self._reads_halves(n)]
+        return [n for n in self.rows_of(phase) if self._reads_halves(n)]
 
     def _reads_halves(self, n: int) -> bool:
         row = self.plan.rows[n]
-        if row.op != "load" or row.args or n in self.staged or n in self.guarded or n in self.moved:
+        if row.op != "load" or n in self.staged or n in self.guarded or n in self.moved:
+            return False
+        if row.args and not self.hangs_together(n):
             return False
         return self._is_line(row.attr[0], row.attr[1][0])
 
@@ -56,8 +56,8 @@ class HalvesNest(Nest):
         for n in self.half_loads(phase):
             buffer, (address,) = self.plan.rows[n].attr
             self.out.add(f"float piece{n}[{length}] __attribute__((aligned(64)));")
-            at = self.index(substitute(address, origin))
-            self.out.add(f"fuser_piece_from_half(piece{n}, {buffer} + ({at}), {count});")
+            at = f"part{n}" if n in self.parts else f"{buffer} + ({self.index(substitute(address, origin))})"
+            self.out.add(f"fuser_piece_from_half(piece{n}, {at}, {count});")
             self.pieces[n] = f"piece{n}[{place}]"
         for k, s in enumerate(self.half_stores(phase)):
             self.out.add(f"float result{phase}_{k}[{length}] __attribute__((aligned(64)));")

@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuser.cpu.nest import Nest
+from fuser.cpu.parts import LONGEST
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
 
-LONGEST = 1024  # elements of a segment: of as many is the page of zeros
 SHORTEST = 512  # elements of a vector axis that is worth it
 MOST_CUTS = 6
-ZEROS = f"""\
-static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
-"""
-
 _AFTER = {"lt": 0, "ge": 0, "le": 1, "gt": 1}  # where a comparison with an index on the left changes, after its bound
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 _LOGICAL = frozenset({"logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or"})
@@ -102,4 +98,4 @@ def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
         out.add(f"const auto* const part{n} = (decltype({buffer}))({text});")
 
 
-__all__ = ["ZEROS", "Segments", "find_edge", "find_segments", "open_segments"]
+__all__ = ["Segments", "find_edge", "find_segments", "open_segments"]
