@@ -186,10 +186,20 @@ class Nest:
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
     def _drops_fraction(self, row: Row) -> bool:
-        """Whether a number loses its fraction by way of an integer: g++ 12 takes that for `trunc`, which keeps -0.0."""
-        source = self.plan.rows[row.args[0]]
-        whole = row.dtype.is_floating_point and source.op == "to_dtype" and not source.dtype.is_floating_point
-        return whole and source.dtype is not torch.bool and self.plan.rows[source.args[0]].dtype.is_floating_point
+        """Whether a number may lose its fraction by way of integers: g++ 12 takes that for `trunc`, which keeps -0.0."""
+        if not row.dtype.is_floating_point or self.plan.rows[row.args[0]].dtype.is_floating_point:
+            return False
+        pending, seen = [row.args[0]], set[int]()
+        while pending:
+            n = pending.pop()
+            now = self.plan.rows[n]
+            if n in seen or now.dtype.is_floating_point or now.dtype is torch.bool:
+                continue
+            if now.op == "to_dtype" and self.plan.rows[now.args[0]].dtype.is_floating_point:
+                return True
+            seen.add(n)
+            pending += now.args
+        return False
 
     def _bits(self, n: int, dtype: torch.dtype) -> str:
         row = self.plan.rows[n]

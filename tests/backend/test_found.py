@@ -474,6 +474,9 @@ def test_a_number_cut_by_way_of_an_integer_has_no_sign_of_zero(whole):
     same(lambda x: x.to(whole).to(torch.float32), x)
     same(lambda x: x.clamp(-1, 1).to(whole).to(torch.float32) * 1, x)
     same(lambda x: x.double().clamp(-3, 3).to(whole).to(torch.float64), x)
+    same(lambda x: (x.clamp(-1, 1).to(whole) >> 0).to(torch.float32), x)
+    same(lambda x: torch.stack((torch.bitwise_or(x.clamp(-1, 1).to(whole), 0), x), 1).tril(-1), x)
+    same(lambda x: torch.where(x > -3, x.clamp(-1, 1).to(whole), 5).to(torch.float32), x)
 
 
 def test_an_index_into_computed_rows_that_are_all_the_same_is_checked():
