@@ -186,7 +186,7 @@ class Nest:
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
     def _drops_fraction(self, row: Row) -> bool:
-        """Whether a number may lose its fraction by way of integers: g++ 12 takes that for `trunc`, which keeps -0.0."""
+        """Whether a number may lose its fraction by integers: g++ 12 takes that for `trunc`, which keeps -0.0."""
         if not row.dtype.is_floating_point or self.plan.rows[row.args[0]].dtype.is_floating_point:
             return False
         pending, seen = [row.args[0]], set[int]()
