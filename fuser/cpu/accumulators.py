@@ -26,7 +26,7 @@ _VALUE_OF = {"argmax": "max", "argmin": "min"}
 _INDEX_OF = {value: index for index, value in _VALUE_OF.items()}
 _COUNTS = ("sum", "prod")  # what takes a value twice is wrong
 _WRAPPING = {"sum": "+", "prod": "*"}
-_NUMBERS = {"max": "x{0} > acc{0}[l] ? x{0} : acc{0}[l]", "min": "x{0} < acc{0}[l] ? x{0} : acc{0}[l]"}
+_BEYOND = {"max": ">", "min": "<"}
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -82,7 +82,7 @@ class AccumulatingNest(Nest):
 
     def notes_nans(self, r: Reduce) -> bool:
         """Whether an extreme is one of numbers, and NaNs are noted apart: one instruction each, that wait for less."""
-        return not self.is_column and r.kind in _NUMBERS and self.spec(r)[2].is_floating_point
+        return not self.is_column and r.kind in _BEYOND and self.spec(r)[2].is_floating_point
 
     def column_flush(self) -> int:
         """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
@@ -158,7 +158,7 @@ class AccumulatingNest(Nest):
                 now = f"l < skip ? {cpp_constant(spec.identity(acc), acc)} : {now}"
             self.out.add(f"const {CPP_TYPES[acc]} x{k} = {now};")
             if self.notes_nans(r):
-                self.out.add(f"acc{k}[l] = {_NUMBERS[r.kind].format(k)};")
+                self.out.add(f"acc{k}[l] = x{k} {_BEYOND[r.kind]} acc{k}[l] ? x{k} : acc{k}[l];")
                 self.out.add(f"nan{k}[l] |= x{k} != x{k};")
                 return
             self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
@@ -234,6 +234,8 @@ class AccumulatingNest(Nest):
             element = element.replace("i", "u")
 
         def joined(a: str, b: str) -> str:
+            if self.notes_nans(r):
+                return f"{b} {_BEYOND[kind]} {a} ? {b} : {a}"
             return f"{a} {sign} {b}" if sign else cpp_combine(kind, acc, a, b)
 
         self.out.open("")
@@ -261,10 +263,12 @@ class AccumulatingNest(Nest):
             if REDUCTIONS[r.kind].index:
                 self._fold_index(r, low)
                 continue
-            if self.notes_nans(r):
-                k, nan = r.number, cpp_constant(math.nan, self.spec(r)[2])
-                self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) acc{k}[l] = nan{k}[l] ? {nan} : acc{k}[l];")
             self.fold_lanes(r)
+            if self.notes_nans(r):
+                k, acc = r.number, self.spec(r)[2]
+                self.out.add(f"{_INTEGERS[acc.itemsize]} any{k} = 0;")
+                self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) any{k} |= nan{k}[l];")
+                self.out.add(f"acc{k}[0] = any{k} ? {cpp_constant(math.nan, acc)} : acc{k}[0];")
 
     def _fold_index(self, r: Reduce, low: str) -> None:
         """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).

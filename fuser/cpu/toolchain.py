@@ -25,8 +25,11 @@ FLAGS = (
     "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fvisibility=default",
     "-w",
 )  # fmt: skip
-# A loop under a condition that does not change in it becomes two loops: vectors are made of neither otherwise.
-_GCC_FLAGS = ("-fvect-cost-model=dynamic", "-mprefer-vector-width=512", "-funswitch-loops")
+# A loop under a condition that does not change in it becomes two loops: vectors are made of neither otherwise. Rows of
+# joins and pads that are normalised have more than the 50 instructions to which g++ keeps that.
+_GCC_FLAGS = (
+    "-fvect-cost-model=dynamic", "-mprefer-vector-width=512", "-funswitch-loops", "--param=max-unswitch-insns=200",
+)  # fmt: skip
 _lock = threading.Lock()
 
 
