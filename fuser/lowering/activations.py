@@ -221,7 +221,7 @@ def lower_shrink_backward(ctx: LoweringContext, grad: Operand, x: Operand, limit
 
 
 def _six(v: Value) -> Value:
-    return ops.minimum(ops.maximum(ops.add(v, 3.0), 0.0), 6.0)
+    return ops.minimum(number(6, v), ops.maximum(number(0, v), ops.add(v, 3.0)))
 
 
 @lower("aten.hardsigmoid")
@@ -379,7 +379,7 @@ def lower_logit(ctx: LoweringContext, x: Operand, eps: Any = None) -> TensorBox:
 
     def body(v: Value) -> Value:
         if eps is not None:
-            v = ops.minimum(ops.maximum(v, known(eps)), 1.0 - known(eps))
+            v = ops.minimum(number(1.0 - known(eps), v), ops.maximum(number(known(eps), v), v))
         return ops.log(ops.div(v, one_minus(v)))
 
     return elementwise(ctx, [x], body)

@@ -102,19 +102,14 @@ ROUNDING = tuple(
     )
 )
 
-def _extreme(wins: str) -> str:
-    """NaN if either argument is. Spelled so, since g++ 12 vectorises no chains of `(a > b) | (a != a) ? a : b`."""
-    return f"__builtin_isunordered({{0}}, {{1}}) ? {{0}} + {{1}} : {{0}} {wins} {{1}} ? {{0}} : {{1}}"
-
-
 # Ties give the second argument of maximum and minimum, the first of fmax and fmin: which zero comes out follows eager.
 EXTREMES = (
     OpRow(
-        "maximum", 2, torch.maximum, by(_extreme(">"), "{0} > {1} ? {0} : {1}", "{0} | {1}"),
+        "maximum", 2, torch.maximum, by("FUSER_EXTREME({0}, >, {1})", "{0} > {1} ? {0} : {1}", "{0} | {1}"),
         by(*_TRITON_MAX), cost=2,
     ),
     OpRow(
-        "minimum", 2, torch.minimum, by(_extreme("<"), "{0} < {1} ? {0} : {1}", "{0} & {1}"),
+        "minimum", 2, torch.minimum, by("FUSER_EXTREME({0}, <, {1})", "{0} < {1} ? {0} : {1}", "{0} & {1}"),
         by(*_TRITON_MIN), cost=2,
     ),
     OpRow(

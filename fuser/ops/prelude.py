@@ -38,6 +38,12 @@ _MACROS = {
 #define FUSER_VEC __attribute__((const))
 #endif
 """,
+    # NaN if either argument is, as g++ 12 vectorises chains of it: it does not those of `(a > b) | (a != a) ? a : b`.
+    # Where the first is a number, as the limits of clamp are, the comparison alone keeps the NaN of the second.
+    "FUSER_EXTREME": """\
+#define FUSER_EXTREME(a, wins, b) (__builtin_constant_p(a) ? ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b)) \\
+  : (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b)))
+""",
     # Fused where the machine can: elsewhere a call into libm for each would cost more than the last bit is worth.
     "FUSER_FMA": """\
 #if defined(__FMA__) || defined(__FP_FAST_FMA) || defined(__aarch64__)
