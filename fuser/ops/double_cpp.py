@@ -106,3 +106,54 @@ _add(
   return near ? __builtin_copysign(y, y == 0.0 ? x : y) : tan(large);
 """,
 )
+
+# The vector library takes what is outside a function's domain one element at a time: here it never sees that, but
+# another argument made of it. The domain is written in two ways, for the argument and for the value: of one, or of an
+# argument that is a number, g++ makes a branch around the call, and removes it.
+_POSITIVE = ("__builtin_fabs(x)", "x > 0.0", "x == 0.0 ? -__builtin_inf() : x < 0.0 ? NAN : x")
+_UNIT = ("__builtin_fabs(x) < 1.0000000000000002 ? x : x - __builtin_trunc(x)", "__builtin_fabs(x) <= 1.0", "NAN")
+for _name, (_argument, _inside, _edge) in {
+    "log": _POSITIVE,
+    "log2": _POSITIVE,
+    "log10": _POSITIVE,
+    "log1p": (
+        "x >= -0.9999999999999999 ? x : -2.0 - x", "x > -1.0", "x == -1.0 ? -__builtin_inf() : x < -1.0 ? NAN : x",
+    ),
+    "acosh": ("x > 0.9999999999999999 ? x : 2.0 - x", "x >= 1.0", "NAN"),
+    "atanh": (
+        "__builtin_fabs(x) <= 0.9999999999999999 ? x : x - __builtin_trunc(x)", "__builtin_fabs(x) < 1.0",
+        "__builtin_fabs(x) == 1.0 ? x * __builtin_inf() : NAN",
+    ),
+    "asin": _UNIT,
+    "acos": _UNIT,
+    "erfc": (
+        "(x >= -6.499999999999999) & (x <= 27.299999999999997) ? x : x - __builtin_trunc(x)",
+        "(x > -6.5) & (x < 27.3)", "x < 0.0 ? 2.0 : x != x ? x : 0.0",
+    ),
+}.items():  # fmt: skip
+    _add(
+        f"fuser_{_name}_f64",
+        f"""\
+  const double value = {_name}({_argument}), edge = {_edge.replace("NAN", '__builtin_nan("")')};
+  return {_inside} ? value : edge;
+""",
+    )
+_add(
+    "fuser_pow_f64",
+    """\
+  const double a = __builtin_fabs(x), half = 0.5 * y;
+  const bool zero = a == 0.0, inside = (a > 0.0) & (a < __builtin_inf());
+  const double unless_zero = FUSER_BITS(double, FUSER_BITS(u64, a) | (zero ? 0x3ff0000000000000ULL : 0ULL));
+  const double value = pow(unless_zero, y), flip = y > 0.0 ? a : 1.0 / a;
+  const double power = inside | (y == 0.0) ? value : flip;
+  const bool whole = __builtin_floor(y) == y, odd = whole & (__builtin_floor(half) != half);
+  const bool negative = FUSER_BITS(i64, x) < 0;
+  const double signed_power = negative & odd ? -power : power;
+  const bool undefined = (x < 0.0) & inside & !whole;
+  const double y_is_nan = y != y ? y : signed_power;
+  const bool unit = (x == -1.0) & (__builtin_fabs(y) == __builtin_inf());
+  const double one = unit | (x == 1.0) | (y == 0.0) ? 1.0 : y_is_nan;
+  return undefined & (y == y) ? __builtin_nan("") : one;
+""",
+    "double x, double y",
+)

@@ -21,6 +21,13 @@ for (
         f"FUSER_FN float fuser_{_name}_f32(float x) {{ return (float){_name}((double)x); }}\n"
     )
     HELPERS[f"fuser_{_name}_f64"] = f"FUSER_FN double fuser_{_name}_f64(double x) {{ return {_name}(x); }}\n"
+HELPERS["fuser_erfc_f32"] = """\
+FUSER_FN float fuser_erfc_f32(float x) {
+  const bool inside = (x > -4.0f) & (x < 10.5f), same = (x >= -3.9999998f) & (x <= 10.499999f);
+  const float value = (float)erfc((double)(same ? x : x - __builtin_truncf(x))), edge = x < 0.0f ? 2.0f : x != x ? x : 0.0f;
+  return inside ? value : edge;
+}
+"""
 for _name in "atan2 hypot pow".split():
     HELPERS[f"fuser_{_name}_f32"] = (
         f"FUSER_FN float fuser_{_name}_f32(float x, float y) {{ return (float){_name}((double)x, (double)y); }}\n"
