@@ -2,12 +2,25 @@
 
 Dividing by zero gives 0 and the smallest integer divided by -1 wraps: a machine instruction for either would end the
 process. Up to 32 bits the quotient is taken in floating point, where it is exact and vectorises: truncating a/b
-rounded to nearest is right as long as the type holds |a| with a bit to spare.
+rounded to nearest is right as long as the type holds |a| with a bit to spare. Of 64 bits the quotient is taken twice,
+of the dividend and of what the first leaves, and is then off by one at most.
 """
 
 from __future__ import annotations
 
 _TYPES = {"i8": "float", "i16": "float", "i32": "double", "u8": "float"}
+
+# By magnitudes, which are at most 2^63.
+_NARROW = """\
+const i64 d = (b == 0) | (b == -1) ? 1LL : b, q = a / d;
+    return b == -1 ? (i64)(0ULL - (u64)a) : b == 0 ? 0LL : q;"""
+_WIDE = """\
+const u64 m = a < 0 ? 0ULL - (u64)a : (u64)a, size = b < 0 ? 0ULL - (u64)b : (u64)b, n = size == 0 ? 1ULL : size;
+  const double inverse = 1.0 / (double)n;
+  const u64 q = (u64)((double)m * inverse), rest = m - q * n;
+  const i64 more = (i64)((double)(i64)rest * inverse), left = (i64)(rest - (u64)more * n);
+  const u64 whole = q + (u64)more - (u64)(left < 0) + (u64)((left >= 0) & ((u64)left >= n));
+  return b == 0 ? 0LL : (i64)((a < 0) != (b < 0) ? 0ULL - whole : whole);"""
 
 
 def _division(name: str, quotient: str | None) -> dict[str, str]:
@@ -18,9 +31,10 @@ def _division(name: str, quotient: str | None) -> dict[str, str]:
         body = f"const {quotient} q = __builtin_trunc{f}(({quotient})a / ({quotient})(b == 0 ? ({name})1 : b));\n"
         body += f"  return b == 0 ? ({name})0 : ({name})({via})q;"
     else:
-        body = "const i64 d = (b == 0) | (b == -1) ? 1LL : b, q = a / d;\n"
-        body += "  return b == -1 ? (i64)(0ULL - (u64)a) : b == 0 ? 0LL : q;"
+        # A division by a number is a multiplication, but what makes a floor of it costs more than it saves.
+        body = f"if (__builtin_constant_p(b)) {{\n    {_NARROW}\n  }}\n  return fuser_wide_div_i64(a, b);"
     wide = "u64" if name == "i64" else "u32"
+    floored = "fuser_wide_div_i64" if name == "i64" else f"fuser_trunc_div_{name}"
     return {
         f"fuser_trunc_div_{name}": f"""\
 FUSER_FN {name} fuser_trunc_div_{name}({name} a, {name} b) {{
@@ -29,7 +43,7 @@ FUSER_FN {name} fuser_trunc_div_{name}({name} a, {name} b) {{
 """,
         f"fuser_floor_div_{name}": f"""\
 FUSER_FN {name} fuser_floor_div_{name}({name} a, {name} b) {{
-  const {name} q = fuser_trunc_div_{name}(a, b);
+  const {name} q = {floored}(a, b);
   const {name} r = ({name})(({wide})a - ({wide})q * ({wide})b);
   return (b != 0) & (r != 0) & ((r < 0) != (b < 0)) ? ({name})(q - 1) : q;
 }}
@@ -42,7 +56,7 @@ FUSER_FN {name} fuser_fmod_{name}({name} a, {name} b) {{
 """,
         f"fuser_remainder_{name}": f"""\
 FUSER_FN {name} fuser_remainder_{name}({name} a, {name} b) {{
-  const {name} r = fuser_fmod_{name}(a, b);
+  const {name} r = ({name})(b == 0 ? 0 : ({wide})a - ({wide}){floored}(a, b) * ({wide})b);
   return (r != 0) & ((r < 0) != (b < 0)) ? ({name})(({wide})r + ({wide})b) : r;
 }}
 """,
@@ -107,7 +121,9 @@ FUSER_FN {name} fuser_lcm_{name}({name} a, {name} b) {{
     }
 
 
-HELPERS: dict[str, str] = {}
+HELPERS: dict[str, str] = {
+    "fuser_wide_div_i64": f"FUSER_FN i64 fuser_wide_div_i64(i64 a, i64 b) {{\n  {_WIDE}\n}}\n",
+}
 for _name, _bits in (("i8", 8), ("i16", 16), ("i32", 32), ("i64", 64), ("u8", 8)):
     HELPERS.update(_division(_name, _TYPES.get(_name)))
     HELPERS.update(_shifts(_name, _bits))

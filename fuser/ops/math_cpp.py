@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fuser.ops import special_fits
+from fuser.ops.float_cpp import horner
+
 HELPERS: dict[str, str] = {}
 
 
@@ -24,7 +27,8 @@ for (
 HELPERS["fuser_erfc_f32"] = """\
 FUSER_FN float fuser_erfc_f32(float x) {
   const bool inside = (x > -4.0f) & (x < 10.5f), same = (x >= -3.9999998f) & (x <= 10.499999f);
-  const float value = (float)erfc((double)(same ? x : x - __builtin_truncf(x))), edge = x < 0.0f ? 2.0f : x != x ? x : 0.0f;
+  const float value = (float)erfc((double)(same ? x : x - __builtin_truncf(x)));
+  const float edge = x < 0.0f ? 2.0f : x != x ? x : 0.0f;
   return inside ? value : edge;
 }
 """
@@ -60,29 +64,49 @@ template <int N, typename V> static inline __attribute__((always_inline)) V fuse
   if (__builtin_expect(far, 0)) FUSER_EACH out[i] = fmod(a[i], b[i]);
   return out;
 }
-#define FUSER_FMOD_OF(isa, n) \\
-  static __attribute__((used)) fuser_doubles<n>::type fuser_fmod_##isa( \\
-      fuser_doubles<n>::type a, fuser_doubles<n>::type b) __asm__("_ZGV" #isa "N" #n "vv_fuser_fmod_any"); \\
-  static fuser_doubles<n>::type fuser_fmod_##isa(fuser_doubles<n>::type a, fuser_doubles<n>::type b) { \\
-    return fuser_fmod_lanes<n>(a, b); \\
+// Of two floats: up to 2^28 their quotient in double is no whole number that it is not.
+template <int N, typename V> static inline __attribute__((always_inline)) V fuser_fmod_float_lanes(V a, V b) {
+  V out;
+  int far = 0;
+  FUSER_EACH {
+    const double size = __builtin_fabs(b[i]), r = __builtin_fma(-__builtin_trunc(a[i] / b[i]), b[i], a[i]);
+    out[i] = __builtin_copysign(r, a[i]);
+    far |= !(__builtin_fabs(a[i]) < size * 0x1p28) | !(size < __builtin_inf());
   }
-FUSER_FMOD_OF(b, 2) FUSER_FMOD_OF(c, 4) FUSER_FMOD_OF(d, 4)
+  if (__builtin_expect(far, 0)) FUSER_EACH out[i] = fmod(a[i], b[i]);
+  return out;
+}
+#define FUSER_FMOD_OF(name, isa, n) \\
+  static __attribute__((used)) fuser_doubles<n>::type name##_##isa( \\
+      fuser_doubles<n>::type a, fuser_doubles<n>::type b) __asm__("_ZGV" #isa "N" #n "vv_" #name "_any"); \\
+  static fuser_doubles<n>::type name##_##isa(fuser_doubles<n>::type a, fuser_doubles<n>::type b) { \\
+    return name##_lanes<n>(a, b); \\
+  }
 #if defined(__AVX512F__)
-FUSER_FMOD_OF(e, 8)
-#endif
-static __attribute__((used)) double fuser_fmod_one(double a, double b) __asm__("fuser_fmod_any");
-static double fuser_fmod_one(double a, double b) { return fmod(a, b); }
-extern "C" FUSER_VEC double fuser_fmod_any(double a, double b);
+#define FUSER_FMOD_WIDE(name) FUSER_FMOD_OF(name, e, 8)
 #else
+#define FUSER_FMOD_WIDE(name)
+#endif
+#define FUSER_FMOD_ALL(name) \\
+  FUSER_FMOD_OF(name, b, 2) FUSER_FMOD_OF(name, c, 4) FUSER_FMOD_OF(name, d, 4) FUSER_FMOD_WIDE(name) \\
+  static __attribute__((used)) double name##_one(double a, double b) __asm__(#name "_any"); \\
+  static double name##_one(double a, double b) { return fmod(a, b); } \\
+  extern "C" FUSER_VEC double name##_any(double a, double b);
+#else
+#define FUSER_FMOD_ALL(name)
 #define fuser_fmod_any(a, b) fmod(a, b)
+#define fuser_fmod_float_any(a, b) fmod(a, b)
 #endif
 """
-HELPERS["fuser_fmod_f64"] = _VECTOR_FMOD + (
-    "FUSER_FN double fuser_fmod_f64(double a, double b) { return fuser_fmod_any(a, b); }\n"
-)
-HELPERS["fuser_fmod_f32"] = (
-    "FUSER_FN float fuser_fmod_f32(float a, float b) { return (float)fuser_fmod_f64((double)a, (double)b); }\n"
-)
+HELPERS["FUSER_FMOD_ALL"] = _VECTOR_FMOD
+HELPERS["fuser_fmod_f64"] = """\
+FUSER_FMOD_ALL(fuser_fmod)
+FUSER_FN double fuser_fmod_f64(double a, double b) { return fuser_fmod_any(a, b); }
+"""
+HELPERS["fuser_fmod_f32"] = """\
+FUSER_FMOD_ALL(fuser_fmod_float)
+FUSER_FN float fuser_fmod_f32(float a, float b) { return (float)fuser_fmod_float_any((double)a, (double)b); }
+"""
 _both(
     "remainder",
     "a b",
@@ -151,6 +175,19 @@ _both(
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
 """,
 )
+# Of float32 by short polynomials in double: m + log(1 + e^d), d <= 0. e^d is 0 long before its exponent wraps.
+for _name, _steps, _scale in (
+    ("logaddexp", "fuser_exp_mid(d)", ""),
+    ("logaddexp2", "fuser_exp_mid(d * 0.6931471805599453)", " * 1.4426950408889634"),
+):
+    HELPERS[f"fuser_{_name}_f32"] = f"""\
+FUSER_FN float fuser_{_name}_f32(float a, float b) {{
+  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b, e = {_steps};
+  const float s = (float)FUSER_FMA(e, {horner("e", *special_fits.LOG1P_MID, double=True)}{_scale}, m);
+  const bool same_inf = (a == b) & (__builtin_fabsf(a) == __builtin_inff());
+  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
+}}
+"""
 _both(
     "xlogy",
     "a b",
