@@ -425,13 +425,7 @@ def lower_sinc(ctx: LoweringContext, x: Operand) -> TensorBox:
 def lower_ndtr(ctx: LoweringContext, x: Operand) -> TensorBox:
     """The normal distribution's area below x."""
 
-    def body(v: Value) -> Value:
-        t = ops.mul(v, math.sqrt(0.5))
-        tail = ops.mul(ops.erfc(ops.abs(t)), 0.5)
-        upper = ops.where(ops.gt(t, 0), ops.sub(ops.constant(1, v.dtype), tail), tail)
-        return ops.where(ops.lt(ops.abs(t), 1), ops.add(ops.mul(ops.erf(t), 0.5), 0.5), upper)
-
-    return elementwise(ctx, [x], body)
+    return elementwise(ctx, [x], lambda v: ops.call("half_erfc", ops.mul(v, -math.sqrt(0.5))))
 
 
 @lower("aten.polygamma")
@@ -450,9 +444,9 @@ def lower_polygamma(ctx: LoweringContext, n: int, x: TensorBox) -> TensorBox:
 def _trigamma(x: Value) -> Value:
     """Below 1/2 by its reflection, whose sine eager does not find to be zero at whole numbers."""
     sine = ops.sin(ops.mul(x, math.pi))
-    two, low = ops.constant(2, x.dtype), ops.lt(x, 0.5)
+    low = ops.lt(x, 0.5)
     turned = ops.div(ops.constant(math.pi**2, x.dtype), ops.mul(sine, sine))
-    value = ops.zeta(two, ops.where(low, ops.sub(ops.constant(1, x.dtype), x), x))
+    value = ops.call("trigamma_right", ops.where(low, ops.sub(ops.constant(1, x.dtype), x), x))
     return ops.where(low, ops.sub(turned, value), value)
 
 

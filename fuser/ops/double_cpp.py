@@ -157,3 +157,4 @@ _add(
 """,
     "double x, double y",
 )
+_add("fuser_half_erfc_f64", "  return 0.5 * fuser_erfc_f64(x);\n")

@@ -199,7 +199,7 @@ HELPERS = {"FUSER_LANES": _TEXT, **_PIECES}
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
 FUNCTIONS = frozenset(
     "exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf"
-    " asin acos atan sinh cosh asinh acosh atanh".split()
+    " asin acos atan sinh cosh asinh acosh atanh half_erfc".split()
 )
 _INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum")
 _FOR_VECTORS = (

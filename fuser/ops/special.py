@@ -87,6 +87,12 @@ BINARY = (
     ),
 )  # fmt: skip
 _sp = torch.special
+
+
+def _trigamma_right(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x >= 0.5, torch.polygamma(1, x), torch.nan)
+
+
 SPECIAL = (
     _unary("entr", _sp.entr, (0.0, 9.0), "fuser_entr({0})"),
     *(
@@ -94,6 +100,8 @@ SPECIAL = (
         for name, eval, triton, cost, domain in (
             ("lgamma", torch.lgamma, "libdevice.lgamma({0})", 80, (0.0, 30.0)),
             ("digamma", torch.digamma, None, 60, (0.0, 30.0)),
+            ("half_erfc", lambda x: 0.5 * torch.erfc(x), "(0.5 * libdevice.erfc({0}))", 25, (-4.0, 11.0)),
+            ("trigamma_right", _trigamma_right, None, 60, (0.5, 30.0)),
             ("erfinv", torch.erfinv, "libdevice.erfinv({0})", 40, (-1.0, 1.0)),
             ("i0", _sp.i0, "libdevice.cyl_bessel_i0({0})", 40, (-60.0, 60.0)),
             ("i0e", _sp.i0e, None, 40, (-60.0, 60.0)),

@@ -169,6 +169,23 @@ def _digamma(mid: str) -> str:
 
 double_pair(HELPERS, "digamma", _digamma)
 
+
+
+# From 1/2 on: 6.4.6 to a large argument, then 6.4.12.
+def _trigamma_right(mid: str) -> str:
+    steps = 6 if mid else 10
+    bernoulli = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)
+    series = polynomial("z", bernoulli[:3] if mid else bernoulli)
+    terms = " + ".join(f"1.0 / ((x + {k}.0) * (x + {k}.0))" for k in range(steps))
+    return f"""\
+  const double y = x + {steps}.0, r = 1.0 / y, z = r * r;
+  const double sum = {terms};
+  return x >= 0.5 ? sum + FUSER_FMA(r * z, {series}, FUSER_FMA(0.5, z, r)) : __builtin_nan("");
+"""
+
+
+double_pair(HELPERS, "trigamma_right", _trigamma_right)
+
 # Hurwitz's zeta by Euler and Maclaurin (23.2.23 with an offset): ten terms, then Bernoulli's numbers.
 _ZETA = """\
   if (s == 1) return __builtin_inf();

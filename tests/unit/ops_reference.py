@@ -54,6 +54,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "atan2": lambda y, x: mp.atan2(y, x) if x or y else mp.nan,  # mpmath has no signed zeros
     "lgamma": lambda x: mp.log(abs(mp.gamma(x))),
     "digamma": lambda x: mp.digamma(x),
+    "half_erfc": lambda x: mp.erfc(x) / 2,
+    "trigamma_right": lambda x: mp.psi(1, x) if x >= 0.5 else mp.nan,
     "erfinv": lambda x: mp.erfinv(x),
     "i0": lambda x: mp.besseli(0, x),
     "i0e": lambda x: mp.besseli(0, x) * mp.exp(-abs(x)),
