@@ -192,7 +192,7 @@ _ERFC_FAR = (
     1.0740069, -0.8833945, 0.59022784, -0.31046626, 0.11953349, -0.02683731, -0.0012402759, 0.0030709081,
     -0.00046962756, -0.00031449695,
 )  # fmt: skip
-# Half of erfc: below 1/2 by erf, from there on with e^(-a^2) of a square in two parts, and 2^n as in exp_below.
+# Half of erfc: below 3/4 by erf, from there on with e^(-a^2) of a square in two parts, and 2^n as in exp_below.
 _add(
     "fuser_half_erfc_f32",
     f"""\
@@ -202,7 +202,7 @@ _add(
   const float r = s - l, e = r * {horner("r", *EXP[1:])}, g = q * {horner("v", *_ERFC_FAR)};
   const float power = FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u);
   const float far = FUSER_FMAF(g, e, g) * power * 0x1p-65f, other = x < 0.0f ? 1.0f - far : far;
-  return a < 0.5f ? FUSER_FMAF(-0.5f, small, 0.5f) : other;
+  return a < 0.75f ? FUSER_FMAF(-0.5f, small, 0.5f) : other;
 """,
 )
 
