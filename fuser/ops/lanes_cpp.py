@@ -27,6 +27,9 @@ _TEXT = """\
 typedef float lanes_f __attribute__((vector_size(4 * FUSER_LANES)));
 typedef u32 lanes_u __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
+typedef double lanes_d __attribute__((vector_size(4 * FUSER_LANES)));
+typedef u64 lanes_q __attribute__((vector_size(4 * FUSER_LANES)));
+typedef float lanes_f2 __attribute__((vector_size(2 * FUSER_LANES)));
 typedef i16 lanes_w __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
 typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
@@ -38,6 +41,9 @@ typedef u16 lanes_m;
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
 #define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
 #define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps512_mask(x, (lanes_f){}, (u16)-1, 4)
+#define FUSER_LANES_ROUND(x, how) __builtin_ia32_rndscaleps_mask(x, 8 + how, (lanes_f){}, (u16)-1, 4)
+#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_cmpps512_mask(x, FUSER_L(y), 13, (u16)-1, 4)
+#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd512_mask(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c), (u8)-1, 4)
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
 #else
 #define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
@@ -45,9 +51,13 @@ typedef u16 lanes_m;
 #define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
 #define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
 #define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps256(x)
+#define FUSER_LANES_ROUND(x, how) __builtin_ia32_roundps256(x, 8 + how)
+#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_movmskps256((lanes_f)((x) >= (y)))
+#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd256(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c))
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
 #endif
 #define FUSER_L(x) ((x) - (lanes_f){})
+#define FUSER_LD(x) ((x) - (lanes_d){})
 // Some lanes of a vector, a bit for each: of what is in memory at the others nothing is read, or written.
 #if FUSER_LANES == 16
 typedef char lanes_c __attribute__((vector_size(16)));
@@ -226,6 +236,36 @@ _SCALAR = float_cpp.HELPERS | inverse_cpp.HELPERS
 for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
     HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(_SCALAR[_name])
 
+# As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number that is in one of
+# that helper's buckets, or infinite, ask it for each of theirs. The bits are the same.
+_NEAR = f"""\
+FUSER_FN lanes_d fuser_lanes_NAME_near(lanes_d x) {{
+  const lanes_d t = FUSER_LANES_FMAD(x, 0x1.45f306dc9c883p-1, 6755399441055744.0), n = t - 6755399441055744.0;
+  const lanes_d r = FUSER_LANES_FMAD(n, -0x1.1a62633145c07p-54, FUSER_LANES_FMAD(n, -0x1.921fb54442d18p+0, x));
+  const lanes_d z = r * r, s = r * {float_cpp.horner("z", *float_cpp.SIN, double=True)};
+  const lanes_d c = {float_cpp.horner("z", *float_cpp.COS, double=True)};
+  const lanes_q turn = (lanes_q)t + TURN;
+  return (lanes_d)((lanes_q)((turn & 1) != 0 ? c : s) ^ ((turn & 2) << 62));
+}}
+static __attribute__((noinline, unused)) lanes_f fuser_lanes_NAME_far(lanes_f x) {{
+  for (int k = 0; k < FUSER_LANES; ++k) x[k] = fuser_NAME_f32(x[k]);
+  return x;
+}}
+FUSER_FN lanes_f fuser_lanes_NAME_f32(lanes_f x) {{
+  if (__builtin_expect(FUSER_LANES_ANY_ABOVE(fuser_lanes_abs(x), {float_cpp.FIRST_BUCKET}), 0))
+    return fuser_lanes_NAME_far(x);
+  union {{ lanes_f all; lanes_f2 part[2]; }} u = {{x}};
+  for (int k = 0; k < 2; ++k) {{
+    const lanes_d y = fuser_lanes_NAME_near(__builtin_convertvector(u.part[k], lanes_d));
+    u.part[k] = __builtin_convertvector(y, lanes_f2);
+  }}
+  return u.all;
+}}
+""".replace("FUSER_FMA(", "FUSER_LANES_FMAD(")
+for _name, _turn in (("sin", "0"), ("cos", "1")):
+    _text = _NEAR.replace("NAME", _name).replace("TURN", _turn)
+    HELPERS[f"fuser_lanes_{_name}_f32"] = f"#if FUSER_LANES\n{_text}#endif\n"
+
 _ON_FLAGS = "logical_and logical_or logical_xor where identity"
 # Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
 SAME = {
@@ -242,6 +282,14 @@ OWN = {
         "fma": "FUSER_LANES_FMA({0}, {1}, {2})",
         **{name: f"fuser_lanes_{name}_f32({{0}})" for name in FUNCTIONS},
         "atan2": "fuser_lanes_atan2_f32({0}, {1})",
+        "sin": "fuser_lanes_sin_f32({0})",
+        "cos": "fuser_lanes_cos_f32({0})",
+        "round": "FUSER_LANES_ROUND({0}, 0)",
+        "floor": "FUSER_LANES_ROUND({0}, 1)",
+        "ceil": "FUSER_LANES_ROUND({0}, 2)",
+        "trunc": "FUSER_LANES_ROUND({0}, 3)",
+        "frac": "{0} - FUSER_LANES_ROUND({0}, 3)",
+        "trunc_div": "FUSER_LANES_ROUND({0} / {1}, 3)",
         "sqrt": "FUSER_LANES_SQRT({0})",
         "rsqrt": "1.0f / FUSER_LANES_SQRT({0})",
         "copysign": "fuser_lanes_copysign({0}, {1})",
