@@ -30,6 +30,7 @@ typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
 typedef double lanes_d __attribute__((vector_size(4 * FUSER_LANES)));
 typedef u64 lanes_q __attribute__((vector_size(4 * FUSER_LANES)));
 typedef float lanes_f2 __attribute__((vector_size(2 * FUSER_LANES)));
+typedef double lanes_d2 __attribute__((vector_size(2 * FUSER_LANES)));
 typedef i16 lanes_w __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
 typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
@@ -43,6 +44,10 @@ typedef u16 lanes_m;
 #define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps512_mask(x, (lanes_f){}, (u16)-1, 4)
 #define FUSER_LANES_ROUND(x, how) __builtin_ia32_rndscaleps_mask(x, 8 + how, (lanes_f){}, (u16)-1, 4)
 #define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_cmpps512_mask(x, FUSER_L(y), 13, (u16)-1, 4)
+#define FUSER_LANES_JOIN(a, b) ((lanes_f)__builtin_ia32_insertf64x4_mask( \\
+  (lanes_d)__builtin_ia32_ps512_256ps(a), (lanes_d2)(b), 1, (lanes_d){}, (u8)-1))
+#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd512_mask(x, (lanes_d){}, (u8)-1, 4)
+#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}
 #define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd512_mask(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c), (u8)-1, 4)
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
 #else
@@ -53,6 +58,9 @@ typedef u16 lanes_m;
 #define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps256(x)
 #define FUSER_LANES_ROUND(x, how) __builtin_ia32_roundps256(x, 8 + how)
 #define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_movmskps256((lanes_f)((x) >= (y)))
+#define FUSER_LANES_JOIN(a, b) __builtin_ia32_vinsertf128_ps256(__builtin_ia32_ps256_ps(a), b, 1)
+#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd256(x)
+#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14}
 #define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd256(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c))
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
 #endif
@@ -211,7 +219,7 @@ FUNCTIONS = frozenset(
     "exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf"
     " asin acos atan sinh cosh asinh acosh atanh half_erfc".split()
 )
-_INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum")
+_INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum", "turned")
 _FOR_VECTORS = (
     (r"\bfuser_(\w+)", r"fuser_lanes_\1"),
     (r"\bFUSER_FMAF\b", "FUSER_LANES_FMA"),
@@ -238,32 +246,29 @@ for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fus
 
 # As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number that is in one of
 # that helper's buckets, or infinite, ask it for each of theirs. The bits are the same.
-_NEAR = f"""\
-FUSER_FN lanes_d fuser_lanes_NAME_near(lanes_d x) {{
-  const lanes_d t = FUSER_LANES_FMAD(x, 0x1.45f306dc9c883p-1, 6755399441055744.0), n = t - 6755399441055744.0;
-  const lanes_d r = FUSER_LANES_FMAD(n, -0x1.1a62633145c07p-54, FUSER_LANES_FMAD(n, -0x1.921fb54442d18p+0, x));
-  const lanes_d z = r * r, s = r * {float_cpp.horner("z", *float_cpp.SIN, double=True)};
-  const lanes_d c = {float_cpp.horner("z", *float_cpp.COS, double=True)};
-  const lanes_q turn = (lanes_q)t + TURN;
-  return (lanes_d)((lanes_q)((turn & 1) != 0 ? c : s) ^ ((turn & 2) << 62));
-}}
+_SINE = f"""\
 static __attribute__((noinline, unused)) lanes_f fuser_lanes_NAME_far(lanes_f x) {{
-  for (int k = 0; k < FUSER_LANES; ++k) x[k] = fuser_NAME_f32(x[k]);
+  for (int i = 0; i < FUSER_LANES; ++i) x[i] = fuser_NAME_f32(x[i]);
   return x;
 }}
 FUSER_FN lanes_f fuser_lanes_NAME_f32(lanes_f x) {{
   if (__builtin_expect(FUSER_LANES_ANY_ABOVE(fuser_lanes_abs(x), {float_cpp.FIRST_BUCKET}), 0))
     return fuser_lanes_NAME_far(x);
-  union {{ lanes_f all; lanes_f2 part[2]; }} u = {{x}};
-  for (int k = 0; k < 2; ++k) {{
-    const lanes_d y = fuser_lanes_NAME_near(__builtin_convertvector(u.part[k], lanes_d));
-    u.part[k] = __builtin_convertvector(y, lanes_f2);
+  union {{ lanes_f all; lanes_f2 part[2]; }} of = {{x}};
+  lanes_d t[2], r[2];
+  for (int i = 0; i < 2; ++i) {{
+    const lanes_d p = FUSER_LANES_DOUBLE(of.part[i]);
+    t[i] = FUSER_LANES_FMAD(p, 0x1.45f306dc9c883p-1, 6755399441055744.0);
+    const lanes_d n = t[i] - 6755399441055744.0, h = FUSER_LANES_FMAD(n, -0x1.921fb54442d18p+0, p);
+    r[i] = FUSER_LANES_FMAD(n, -0x1.1a62633145c07p-54, h);
   }}
-  return u.all;
+  const lanes_f2 low = __builtin_convertvector(r[0], lanes_f2), high = __builtin_convertvector(r[1], lanes_f2);
+  const lanes_u turn = __builtin_shuffle((lanes_u)t[0], (lanes_u)t[1], FUSER_LANES_EVEN);
+  return fuser_lanes_turned_f32(FUSER_LANES_JOIN(low, high), turn + TURN);
 }}
-""".replace("FUSER_FMA(", "FUSER_LANES_FMAD(")
-for _name, _turn in (("sin", "0"), ("cos", "1")):
-    _text = _NEAR.replace("NAME", _name).replace("TURN", _turn)
+"""
+for _name, _turn in (("sin", "0u"), ("cos", "1u")):
+    _text = _SINE.replace("NAME", _name).replace("TURN", _turn)
     HELPERS[f"fuser_lanes_{_name}_f32"] = f"#if FUSER_LANES\n{_text}#endif\n"
 
 _ON_FLAGS = "logical_and logical_or logical_xor where identity"
