@@ -244,7 +244,7 @@ _SCALAR = float_cpp.HELPERS | inverse_cpp.HELPERS
 for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
     HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(_SCALAR[_name])
 
-# As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number that is in one of
+# As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number in one of
 # that helper's buckets, or infinite, ask it for each of theirs. The bits are the same.
 _SINE = f"""\
 static __attribute__((noinline, unused)) lanes_f fuser_lanes_NAME_far(lanes_f x) {{
