@@ -26,9 +26,9 @@ class HalvesNest(PartsNest):
         row = self.plan.rows[n]
         if row.op != "load" or n in self.staged or n in self.guarded or n in self.moved:
             return False
-        if row.args and not self.hangs_together(n):
-            return False
-        return self._is_line(row.attr[0], row.attr[1][0])
+        if self.is_part(n):
+            return self.dtypes[row.attr[0]] is torch.float16
+        return not row.args and self._is_line(row.attr[0], row.attr[1][0])
 
     def _is_line(self, buffer: str, address: Expr) -> bool:
         if self.vector is None or self.dtypes[buffer] is not torch.float16:

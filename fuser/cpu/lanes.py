@@ -16,7 +16,7 @@ import torch
 from fuser.cpu.nest import Nest, storage_type
 from fuser.cpu.segments import find_edge
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import INDIRECT, ONE, coefficient, symbols
+from fuser.ir.sizes import INDIRECT, ONE, Expr, coefficient, expr, symbols
 from fuser.ops import LOW, cpp_lanes
 from fuser.scheduler.plan import Store
 
@@ -55,8 +55,9 @@ class LaneLoop:
         self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in nest.parts}
         used = {nest.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {nest.dtypes[s.buffer] for s in self.full}
+        self.backward = {n for n in self.loads if self._step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
-        self.pairs = used == {torch.bfloat16} and not self.masked
+        self.pairs = used == {torch.bfloat16} and not self.masked and not self.backward
         self.vectors = VECTORS if len(self.rows) < MANY_ROWS else FEWER
 
     def fits(self) -> bool:
@@ -66,7 +67,7 @@ class LaneLoop:
             return False
         if nest.checks_inside or nest.staged or nest.hoisted or nest.kept_rows:
             return False
-        lone = self.masked or self.dtypes == {torch.bfloat16}
+        lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
         if not halves and not any(map(self._rounds, self.rows)):
             return False
@@ -76,15 +77,16 @@ class LaneLoop:
         row = self.plan.rows[n]
         return row.op == "round_to" and not self.nest.is_exact(row.args[0], row.attr)
 
-    def _runs_along(self, dtype: torch.dtype, address: object) -> bool:
+    def _step(self, address: Expr) -> Expr | None:
+        """How far apart in memory neighbours along the vector axis are."""
         assert self.nest.vector is not None
-        plain = not any(x.kind == INDIRECT for x in symbols(address))  # type: ignore[arg-type]
-        return dtype in NAMES and plain and coefficient(address, self.nest.vector.sym) == ONE  # type: ignore[arg-type]
+        indirect = any(x.kind == INDIRECT for x in symbols(address))
+        return None if indirect else coefficient(address, self.nest.vector.sym)
 
     def _store_fits(self, s: Store, n: int) -> bool:
         dtype = self.nest.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and self._runs_along(dtype, s.address)
+        return same and self.plan.rows[n].dtype in TYPES and dtype in NAMES and self._step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -94,7 +96,9 @@ class LaneLoop:
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            return n not in self.nest.guarded and self._runs_along(self.nest.dtypes[buffer], address)
+            if n in self.nest.guarded or self.nest.dtypes[buffer] not in NAMES:
+                return False
+            return self._step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None
@@ -183,6 +187,9 @@ class LaneLoop:
         masks = [some] if some else []
         if n in self.masked:
             masks.append(f"FUSER_MASK({args[0]})")
+        if n in self.backward:
+            lanes = "length - k" if some else "FUSER_LANES"
+            return f"fuser_lanes_back_{name}(from{n} - k - {at} * FUSER_LANES, {lanes})"
         if not masks:
             return f"fuser_lanes_load_{name}({place})"
         return f"fuser_lanes_part_{name}({place}, {' & '.join(masks)})"

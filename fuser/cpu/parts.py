@@ -1,13 +1,14 @@
-"""Loads under a condition that all neighbours along the vector axis share: a loop reads memory, or a page of zeros.
+"""Loads of which g++ makes no vectors in a loop, made ready for it.
 
-g++ makes no vectors of most loads under a condition, even where it is the same in each turn of the loop.
+- A load under a condition that all neighbours along the vector axis share: the loop reads memory, or a page of zeros.
+- A load that runs backwards, in a loop over elements of several widths: a piece of it is turned round before.
 """
 
 from __future__ import annotations
 
-from fuser.cpu.nest import Nest
+from fuser.cpu.nest import Nest, storage_type
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import LOOP, ONE, coefficient, substitute, symbol
+from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol
 
 LONGEST = 1024  # elements of a loop: of as many is the page of zeros
 ZEROS = f"""\
@@ -18,10 +19,17 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 class PartsNest(Nest):
     """A nest whose loops of at most `LONGEST` turns look at such conditions once."""
 
-    def open_parts(self, phase: int, start: str, place: str) -> None:
-        """Before a loop of elements from `start` on; it finds element `place` of a part."""
+    def open_parts(self, phase: int, start: str, place: str, count: str) -> None:
+        """Before a loop of `count` elements from `start` on; it finds element `place` of a part."""
         assert self.vector is not None
-        loads = [n for n in self.rows_of(phase) if self.hangs_together(n)]
+        for n in filter(self._runs_back, self.rows_of(phase)):
+            buffer, (address,) = self.plan.rows[n].attr
+            at = self.index(substitute(address, {self.vector.sym: symbol(start, LOOP)}))
+            self.out.add(f"{storage_type(self.dtypes[buffer])} part{n}[{LONGEST}] __attribute__((aligned(64)));")
+            self.out.add("#pragma omp simd")
+            self.out.add(f"for (i64 k = 0; k < {count}; ++k) part{n}[k] = {buffer}[{at} - k];")
+            self.parts[n] = f"part{n}[{place}]"
+        loads = [n for n in self.rows_of(phase) if self._hangs_together(n)]
         for n in self.closure(self.plan.rows[n].args[0] for n in loads):
             self.declare(n)
         for n in loads:
@@ -34,22 +42,33 @@ class PartsNest(Nest):
     def close_parts(self, phase: int) -> None:
         """After that loop."""
         for n in self.rows_of(phase):
-            if self.hangs_together(n):
+            if self.is_part(n):
                 del self.parts[n]
+
+    def is_part(self, n: int) -> bool:
+        """Whether row `n` is such a load."""
+        return self._hangs_together(n) or self._runs_back(n)
 
     def rows_of(self, phase: int) -> list[int]:
         """Rows that a pass computes in its loops."""
         available = self._available(phase)
         return [n for n in self.closure(self.roots(phase), available) if n not in available]
 
-    def hangs_together(self, n: int) -> bool:
-        """Whether row `n` is a load under such a condition."""
+    def _hangs_together(self, n: int) -> bool:
         row = self.plan.rows[n]
         if row.op != "load" or not row.args or self.vector is None or n in self.guarded or n in self.staged:
             return False
         if self.vector.sym in self.plan.varies[row.args[0]] or any(m in self.kept_rows for m in self.closure(row.args)):
             return False
         return not indirect_rows(row) and coefficient(row.attr[1][0], self.vector.sym) == ONE
+
+    def _runs_back(self, n: int) -> bool:
+        """Whether row `n` is a load that runs backwards in a loop over elements of several widths."""
+        row = self.plan.rows[n]
+        if row.op != "load" or row.args or self.vector is None or n in self.guarded or indirect_rows(row):
+            return False
+        widths = {d.itemsize for _, d in self.plan.buffers} | {r.dtype.itemsize for r in self.plan.rows}
+        return len(widths) > 1 and coefficient(row.attr[1][0], self.vector.sym) == expr(-1)
 
 
 __all__ = ["LONGEST", "ZEROS", "PartsNest"]

@@ -140,7 +140,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch_columns(phase, loops)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_parts(phase, "v0", "l")
+        self.open_parts(phase, "v0", "l", "count")
         self.open_halves(phase, "v0", "l", self.lanes, "count")
         self.open_lanes()
         self.emit_inner(phase)
@@ -204,7 +204,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 self.out.open(f"for (i64 w0 = {lo}; w0 < {hi}; w0 += {STREAM_TILE})")
                 self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < {hi} ? w0 + {STREAM_TILE} : {hi};")
                 self.open_streams(phase, "w0", f"{v} - w0", STREAM_TILE)
-                self.open_parts(phase, "w0", f"{v} - w0")
+                self.open_parts(phase, "w0", f"{v} - w0", "w1 - w0")
                 self.open_halves(phase, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
                 lo, hi = "w0", "w1"
             self.out.add(self.pragma())
@@ -228,7 +228,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch(phase)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_parts(phase, "v0", "l")
+        self.open_parts(phase, "v0", "l", "count")
         self.open_halves(phase, "v0", "l", self.lanes, "count")
         if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.checks_inside:
             self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll, which keeps two arrays in registers

@@ -113,10 +113,21 @@ FUSER_FN lanes_f fuser_lanes_from_float(lanes_f at) { return at; }
 FUSER_FN lanes_f fuser_lanes_from_half(lanes_h at) { return FUSER_FROM_HALF(at); }
 FUSER_FN lanes_f fuser_lanes_from_bfloat16(lanes_h at) { return (lanes_f)(FUSER_WIDEN(at) << 16); }
 FUSER_FN lanes_i fuser_lanes_from_bool(lanes_b at) { return __builtin_convertvector(at, lanes_i) != 0; }
+FUSER_FN lanes_f fuser_lanes_turn(lanes_f x) {
+  lanes_i from;
+  for (int l = 0; l < FUSER_LANES; ++l) from[l] = FUSER_LANES - 1 - l;
+  return __builtin_shuffle(x, from);
+}
+FUSER_FN lanes_i fuser_lanes_turn(lanes_i x) { return (lanes_i)fuser_lanes_turn((lanes_f)x); }
+// `load` reads a vector from p on, `part` some of it, `back` its first lanes or all, backwards, lane 0 from p itself.
 #define FUSER_LOAD(name, vector, T) \
   FUSER_FN auto fuser_lanes_load_##name(const T* p) { FUSER_AT(vector, p); return fuser_lanes_from_##name(at); } \
   FUSER_FN auto fuser_lanes_part_##name(const T* p, lanes_m m) { \
     return fuser_lanes_from_##name(fuser_lanes_some(p, m)); \
+  } \
+  FUSER_FN auto fuser_lanes_back_##name(const T* p, i64 n) { \
+    const lanes_m m = fuser_lanes_first(n) << (n < FUSER_LANES ? FUSER_LANES - n : 0); \
+    return fuser_lanes_turn(fuser_lanes_part_##name(p - (FUSER_LANES - 1), m)); \
   }
 FUSER_LOAD(float, lanes_f, float)
 FUSER_LOAD(half, lanes_h, u16)
