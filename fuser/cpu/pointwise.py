@@ -136,7 +136,8 @@ class PointwiseNest(StreamingNest):
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
-            self.open_parts(0, "w0", f"{v} - w0", "w1 - w0")
+            if not self.explicit:
+                self.open_parts(0, "w0", f"{v} - w0", "w1 - w0")
         if pieces:
             self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
         if self.segments is not None:
@@ -157,7 +158,8 @@ class PointwiseNest(StreamingNest):
         if pieces:
             self.close_halves(0, "w0", "w1 - w0")
         if streams or pieces:
-            self.close_parts(0)
+            if not self.explicit:
+                self.close_parts(0)
             self.close_streams(0, "w1 - w0")
             self.out.close()
 

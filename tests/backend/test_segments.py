@@ -1,4 +1,4 @@
-"""Loops that are cut where a condition on the index changes: joins, pads and rolls along the last dim."""
+"""Conditions on the index: loops cut where one changes, vectors read in part; what is read backwards."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ CASES: dict[str, Any] = {
     "rolled": lambda x, y: torch.roll(x, 3, -1) + y,
     "moved only": lambda x, y: F.pad(x, (1, 1)),
     "rows and columns": lambda x, y: F.pad(x, (1, 2, 1, 0)) - 1,
+    "backwards": lambda x, y: (x.flip(-1) + y, x.flip(-1) > 30),
+    "joined rows, reduced": lambda x, y: (torch.cat((x, y), 0).amax(-1), torch.cat((x, y), 0).amax(0)),
     "a mask returned": lambda x, y: (F.pad(x, (4, 0)) + 1, F.pad(x, (4, 0)) > 0),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
