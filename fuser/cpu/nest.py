@@ -354,11 +354,11 @@ class Nest:
         rows = enumerate(self.plan.rows)
         return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
 
-    def open_lanes(self) -> None:
-        """A loop over the lanes of a column nest's block."""
+    def open_lanes(self, count: str = "count") -> None:
+        """A loop over the lanes of a column nest's block, or as many."""
         assert self.vector is not None
         self.out.add(self.pragma())
-        self.out.open("for (i64 l = 0; l < count; ++l)")
+        self.out.open(f"for (i64 l = 0; l < {count}; ++l)")
         self.out.add(f"const i64 {self.vector.sym.name} = v0 + l;")
 
     def work(self) -> Expr:

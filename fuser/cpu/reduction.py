@@ -142,7 +142,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_parts(phase, "v0", "l", "count")
         self.open_halves(phase, "v0", "l", self.lanes, "count")
-        self.open_lanes()
+        self.open_lanes("(count + 15) / 16 * 16" if self._reads_pieces_only(phase) else "count")
         self.emit_inner(phase)
         self.out.close()
         self.close_halves(phase, "v0", "count")
@@ -152,6 +152,14 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if flush:
             self.emit_flush(phase, f"++turns == {self.column_flush()}")
 
+    def _reads_pieces_only(self, phase: int) -> bool:
+        """Whether a pass may go on to whole vectors: it reads and writes nothing but pieces, which have room."""
+        rows = self.rows_of(phase)
+        loads = {n for n in rows if self.plan.rows[n].op == "load"}
+        stores = any(s.phase == phase and self.store_is_full(s) for s in self.plan.stores)
+        plain = not (self.has_checks or stores or self.kept_rows) and all(r.op != "indirect" for r in self.plan.rows)
+        return plain and phase == 0 and bool(loads) and loads == set(self.half_loads(phase))
+
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
         """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
 
@@ -160,7 +168,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         reductions = self.accumulators(phase)
         if not loops or not reductions or any(r.kind != "sum" for r in reductions) or self.checks_inside:
             return False
-        if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase):
+        if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase) or self.half_loads(phase):
             return False
         rows = self.closure(self.roots(phase), self._available(phase))
         cost = sum(row_cost(self.plan.rows[n]) for n in rows)
