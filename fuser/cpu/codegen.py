@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fuser.cpu import transposes
+from fuser.cpu import bits, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import BlockedScan
 from fuser.cpu.chains import ChainedScan
@@ -56,7 +56,8 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
     shuffles += ZEROS if "fuser_zeros" in body else ""
     shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
-    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(body))}{floors}{transposes.helpers(body)}{shuffles}\n{body}"
+    vectors = transposes.helpers(body) + bits.helpers(body)
+    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(vectors + body))}{floors}{vectors}{shuffles}\n{body}"
 
 
 PART = 12_000  # characters of functions from which a source is compiled in several parts at the same time

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fuser.cpu.bits import BitsLoop
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
 from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, storage_type
@@ -27,9 +28,9 @@ TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COL
 
 
 class PointwiseNest(StreamingNest):
-    """No reduction. `explicit`: its innermost loop is written in vectors (lanes.py)."""
+    """No reduction. Its innermost loop may be written in vectors: `explicit` (lanes.py) or `bits` (bits.py)."""
 
-    explicit = False
+    explicit = bits = False
     segments: Segments | None = None
 
     def whole(self) -> Function:
@@ -46,6 +47,7 @@ class PointwiseNest(StreamingNest):
         computed = any(self.is_full(n) and n not in moved for n in floats)
         self.explicit = computed and not hoisted and LaneLoop(self).fits()
         self.moved = {} if self.explicit else moved
+        self.bits = tiled is None and self.segments is None and not hoisted and BitsLoop(self).fits()
         name = self.open_function()
         self.emitted |= self.constant
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
@@ -136,7 +138,7 @@ class PointwiseNest(StreamingNest):
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
-            if not self.explicit:
+            if not self.explicit and not self.bits:
                 self.open_parts(0, "w0", f"{v} - w0", "w1 - w0")
         if pieces:
             self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
@@ -147,18 +149,22 @@ class PointwiseNest(StreamingNest):
             self.out.add("#if FUSER_LANES")
             LaneLoop(self).emit(low, high)
             self.out.add("#else")
+        elif self.bits:
+            self.out.add("#if FUSER_MASKS")
+            BitsLoop(self).emit(low, high)
+            self.out.add("#else")
         self.out.add(self.pragma())
         self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
         self.emit_inner(0)
         self.out.close()
-        if self.explicit:
+        if self.explicit or self.bits:
             self.out.add("#endif")
         if self.segments is not None:
             self.out.close()
         if pieces:
             self.close_halves(0, "w0", "w1 - w0")
         if streams or pieces:
-            if not self.explicit:
+            if not self.explicit and not self.bits:
                 self.close_parts(0)
             self.close_streams(0, "w1 - w0")
             self.out.close()

@@ -139,8 +139,8 @@ def arithmetic(x):
 def conditions(x):
     """Loads under conditions on the index, which are lanes of a vector."""
     pad = torch.nn.functional.pad
-    joined = torch.cat((x[3:], x[:3] * 2)) + 1
-    return torch.roll(x, 3) + x, joined, pad(x, (-2, 2)) * 2, pad(x, (7, -7)) > 0, x.flip(0) * 2
+    rolled, joined = torch.roll(x, 3) + x, torch.cat((x[3:], x[:3] * 2)) + 1
+    return rolled, joined, pad(x, (-2, 2)) * 2, pad(x, (7, -7)) > 0, x.flip(0) * 2
 
 
 @pytest.mark.parametrize("dtype", HALVES)

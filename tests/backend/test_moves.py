@@ -69,3 +69,25 @@ def test_a_nan_keeps_its_bits(dtype: torch.dtype):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
     for fn in (lambda x: x.t().contiguous(), lambda x: F.pad(x, (0, 3)), lambda x: torch.cat((x, x), 1)):
         assert torch.equal(every_bit(fused(fn, every)), every_bit(fn(every)))
+
+
+def rearranged(x, y):
+    joined = torch.cat((x, y[:, :5], x), -1), torch.stack((x, y), 1)
+    padded = F.pad(x, (3, 5), value=1), F.pad(x, (-1, 2)), F.pad(y, (0, 1, 2, 0))
+    turned = x.flip(-1), y.flip(0), torch.roll(x, 3, -1), torch.cat((y[:, 2:], x[:, :2]), -1).flip(-1)
+    return *joined, *padded, *turned, torch.tril(x), torch.triu(y, 1), x[:, 1:-1].clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("columns", [9, 40])
+def test_short_rows_are_moved_in_registers_with_all_their_bits(dtype, columns):
+    """Rests of registers and rows of several; sizes other than the ones that the kernel was made for."""
+    graph = torch.fx.symbolic_trace(lambda x, y: (*rearranged(x, y), x[: columns % 3 + 1].clone()))
+    registration = REGISTRY.find(register_fusion(graph, functional=True))
+    generator = torch.Generator().manual_seed(3)
+    for rows, width in ((12, columns), (3, 7), (5, 64), (2, 65), (4, 300)):
+        bits = torch.randint(-32768, 32768, (2, rows, width), generator=generator).to(torch.int16)
+        x, y = bits.view(dtype) if dtype.itemsize == 2 else (bits % 3 if dtype is torch.bool else bits).to(dtype)
+        for got, want in zip(registration.handle(x, y), rearranged(x, y)):
+            assert torch.equal(*((every_bit(got), every_bit(want)) if dtype.itemsize == 2 else (got, want)))
+    assert "#if FUSER_MASKS" in "".join(k.source for k in registration.spec.store.kernels)
