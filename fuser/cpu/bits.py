@@ -1,4 +1,4 @@
-"""Loops over short rows of bytes or halves that are moved only: whole registers, of which some lanes are touched.
+"""Loops over short rows of bytes or halves that are moved as bits: whole registers, of which some lanes are touched.
 
 Pads, joins, slices, flips. g++ makes vectors of their loops too, but goes through a row shorter than a vector by
 elements. Conditions are masks, a bit for each lane. Machines without AVX-512 have the plain loop.
@@ -17,7 +17,8 @@ from fuser.scheduler.plan import Store
 
 SHORTEST, LONGEST = 4, 256  # bytes of a row
 _BYTES = (torch.bool, torch.uint8, torch.int8)
-_JOINED = {"logical_and": "&", "bitwise_and": "&", "logical_or": "|", "bitwise_or": "|", "logical_xor": "^"}
+_JOINED = {f"{kind}_{name}": sign for kind in ("logical", "bitwise") for name, sign in zip(("and", "or", "xor"), "&|^")}
+_TURNED = ("logical_not", "bitwise_not")
 _FIRST = """\
 #if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__)
 #define FUSER_MASKS 1
@@ -109,7 +110,8 @@ class BitsLoop:
             return same and known and plain and (along == ONE or (along == expr(-1) and not row.args))
         if row.op == "where":
             return row.args[0] in self.masks or not self.nest.is_full(row.args[0])
-        return row.op in ("round_to", "identity")
+        alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
+        return row.op in ("round_to", "identity") or (alike and row.op in (*_JOINED, *_TURNED))
 
     def emit(self, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names."""
@@ -151,7 +153,12 @@ class BitsLoop:
         if row.op == "where":
             _, a, b = row.args
             return f"{kind}_pick({self._mask(row.args[0])}, {self._data(a, kind)}, {self._data(b, kind)})"
-        return self._data(row.args[0], kind)
+        args = [self._data(a, kind) for a in row.args]
+        if row.op in _JOINED:
+            return f" {_JOINED[row.op]} ".join(args)
+        if row.op in _TURNED:
+            return f"{args[0]} ^ 1" if row.dtype is torch.bool else f"~{args[0]}"
+        return args[0]
 
     def _mask(self, n: int) -> str:
         return f"b{n}" if self.nest.is_full(n) else f"({self.nest.ref(n)} ? ~0ULL : 0ULL)"
