@@ -20,9 +20,9 @@ _BYTES = (torch.bool, torch.uint8, torch.int8)
 _JOINED = {f"{kind}_{name}": sign for kind in ("logical", "bitwise") for name, sign in zip(("and", "or", "xor"), "&|^")}
 _TURNED = ("logical_not", "bitwise_not")
 _FIRST = """\
-#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__BMI2__)
 #define FUSER_MASKS 1
-FUSER_FN u64 fuser_first(i64 n) { return n <= 0 ? 0 : n < 64 ? (1ULL << n) - 1 : ~0ULL; }
+FUSER_FN u64 fuser_first(i64 n) { return __builtin_ia32_bzhi_di(~0ULL, n < 0 ? 0 : n < 64 ? n : 64); }
 """
 # `back` gives the first `n` elements or all of those that end at p, backwards.
 _TEXT = """\

@@ -100,8 +100,11 @@ template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) 
   else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
 }
 #endif
-// The first lanes, `n` of them or all: as a mask where n is 1 at least, as flags for any n.
-FUSER_FN lanes_m fuser_lanes_first(i64 n) { return (lanes_m)((n < FUSER_LANES ? 1u << n : 1u << FUSER_LANES) - 1); }
+// The first lanes, `n` of them or all: as a mask where n is 1 at least, as flags for any n. The mask is computed, as
+// g++ makes a constant of all ones by an instruction that waits for what was in the register before.
+FUSER_FN lanes_m fuser_lanes_first(i64 n) {
+  return (lanes_m)(((1u << FUSER_LANES) - 1) >> (FUSER_LANES - (n < FUSER_LANES ? n : FUSER_LANES)));
+}
 FUSER_FN lanes_i fuser_lanes_before(i64 n) {
   lanes_i own;
   for (int l = 0; l < FUSER_LANES; ++l) own[l] = l;
