@@ -81,7 +81,10 @@ SETTINGS: tuple[Setting, ...] = (
         key=True, choices=("torch", "yes", "no"),
     ),
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback: 3 or 'first_3'", read=_calls),
-    Setting("slowest", 0.0, "a kernel that takes more than this times ATen's time goes; 0 measures none", read=_ratio),
+    Setting(
+        "slowest", 1.05,
+        "CPU: calls for which a kernel takes more than this times ATen's time go to ATen; 0 measures none", read=_ratio,
+    ),
     Setting(
         "random",
         "philox",

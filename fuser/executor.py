@@ -147,7 +147,7 @@ class Executor:
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
         self._prepared: dict[ArgSpec, Future[str | None]] = {}
         self._default_dtype = torch.get_default_dtype()
-        self._trials = Trials(spec, self._add, self._switch_off)
+        self._trials = Trials(spec, self._add, functools.partial(self._refuse, first=True))
         self._off: str | None = spec.blocked[0] if spec.blocked else None
         self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
         spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
@@ -172,13 +172,16 @@ class Executor:
             return self._fall_back(args, reason)
         return self._compile_and_run(args)
 
-    def _refuse(self, args: tuple[Any, ...], reason: str) -> None:
-        """Leave calls of this form to ATen from now on, without asking again; all calls if the group is blocked."""
+    def _refuse(self, args: tuple[Any, ...], reason: str, first: bool = False) -> None:
+        """Leave calls of this form to ATen from now on, without asking again; all calls if the group is blocked.
+
+        With `first` those, too, that a kernel takes.
+        """
         refuse, function = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
         if refuse is not None and function is not None:
             blocked = bool(self.spec.blocked)
             if blocked or len(self._refused) < MAX_FORMS:
-                refuse(function, reason, len(args) if blocked else args)
+                refuse(function, reason, len(args) if blocked else args, first)
         form = _form_of(args)
         if form is not None and len(self._refused) < MAX_FORMS:
             self._refused[form] = reason
@@ -287,8 +290,9 @@ class Executor:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            if (config.verify or config.slowest) and may_repeat(self.spec):
-                self._trials.add(kernel, config.verify, config.slowest)
+            slowest = config.slowest if self._device_of(args) == "cpu" else 0.0
+            if (config.verify or slowest) and may_repeat(self.spec):
+                self._trials.add(kernel, config.verify, slowest)
             else:
                 self._add(kernel)
         except Exception as e:
@@ -300,10 +304,6 @@ class Executor:
     def _add(self, kernel: FusedKernel) -> None:
         """Let calls run `kernel`."""
         self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
-
-    def _switch_off(self, reason: str) -> None:
-        """Compile no further kernel for this specification: from now on calls that none takes go straight to ATen."""
-        self._off = reason
 
     def _probe(self, args: tuple[Any, ...]) -> Any:
         """The result of a kernel, or `_MISS` if none takes the call."""

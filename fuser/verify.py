@@ -4,9 +4,10 @@ A kernel on trial has a handle of its own. Once n of its results were as good as
 fusion's handle, and costs no more than any other. If one is not, the fallback's result is kept, the kernel is never
 used again, and a reproducer is written.
 
-With `config.slowest = r` a kernel is also timed, in its first call over `LARGE` elements or more: one that takes more
-than r times the fallback's time is not used again, and its specification says so. It is off unless asked for, since
-a result's last bits would hang on a clock.
+With `config.slowest = r` a kernel is timed in its first call, if that is over `LEAST` to `MOST` elements: below, calls
+cost more than what they compute; above, memory decides, and no kernel reads it twice. Where it takes more than r times
+the fallback's time, calls of this form (dtypes, sizes, strides) go to the fallback, with a reason, and others do not.
+Under `torch.use_deterministic_algorithms` nothing is timed: a result's last bits would hang on a clock.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ TOLERANCE = {
 }
 
 
-LARGE = 4096
-_ROUNDS, _ROUND_SECONDS = 9, 3e-4
+LEAST, MOST = 4096, 1 << 19
+_ROUNDS, _ROUND_SECONDS = 9, 2e-4
+_CLEARLY = 0.9  # a kernel that takes less than this of the fallback's time, twice, is timed no longer
 
 
 @dataclass(eq=False)
@@ -52,16 +54,19 @@ class _Trial:
 
 
 class Trials:
-    """The kernels of one specification on trial. `promote` takes one that passed, `switch_off` says one is too slow."""
+    """The kernels of one specification on trial.
+
+    `promote` takes one that passed; `leave` leaves calls of the form of some arguments to the fallback, for a reason.
+    """
 
     def __init__(
-        self, spec: KernelSpec, promote: Callable[[FusedKernel], None], switch_off: Callable[[str], None]
+        self, spec: KernelSpec, promote: Callable[[FusedKernel], None], leave: Callable[[tuple[Any, ...], str], None]
     ) -> None:
-        self._spec, self._promote, self._switch_off = spec, promote, switch_off
+        self._spec, self._promote, self._leave = spec, promote, leave
         self._trials: list[_Trial] = []
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
-        """Have the next `calls` calls of `kernel` verified; and one timed if `slowest` is not 0."""
+        """Have the next `calls` calls of `kernel` verified; and the first one timed if `slowest` is not 0."""
         handle = launcher.make_handle(self._slow)
         handle.add_kernel(kernel.program, kernel.library)
         self._trials = [*self._trials, _Trial(kernel, handle, calls, slowest)]
@@ -74,40 +79,37 @@ class Trials:
         for trial in self._trials:
             got = trial.handle(*args)
             if got is not MISS:
-                if trial.slowest:
-                    self._time(trial, args)
+                self._time(trial, args)
                 return self._judge(trial, args, got) if trial.left else self._settle(trial, got)
         return MISS
 
     def _settle(self, trial: _Trial, got: Any) -> Any:
-        """End a trial with nothing left to verify, unless its time is still to be taken."""
+        """End a trial with nothing left to verify."""
         with trial.lock:
-            known = not trial.slowest and trial in self._trials
+            known = trial in self._trials
         if known:
             self._trials = [t for t in self._trials if t is not trial]
             self._promote(trial.kernel)
         return got
 
     def _time(self, trial: _Trial, args: tuple[Any, ...]) -> None:
-        """Compare times if the call is large enough; the kernel goes if it takes too much."""
+        """Compare times once; if the kernel takes too much, such calls are left to the fallback."""
+        with trial.lock:
+            limit, trial.slowest = trial.slowest, 0.0
         elements = max((a.numel() for a in args if isinstance(a, torch.Tensor)), default=0)
-        if elements < LARGE:
+        if not limit or not LEAST <= elements <= MOST or torch.are_deterministic_algorithms_enabled():
             return
-        found, limit = time_ratio(trial.handle, self._spec.fallback, args), trial.slowest
-        trial.slowest = 0.0
-        if found > limit and trial in self._trials:
-            self._trials = [t for t in self._trials if t is not trial]
+        found = time_ratio(trial.handle, self._spec.fallback, args)
+        if found > limit:
             sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
-            reason = f"kernel {trial.kernel.name} took {found:.2f} times as long as ATen for sizes {sizes}"
-            self._spec.store.disable(trial.kernel, reason)
-            self._switch_off(reason)
+            self._leave(args, f"kernel {trial.kernel.name} took {found:.2f} times as long as ATen for sizes {sizes}")
 
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)
         problem = difference(got, want, args, lambda: self._spec.fallback(*map(_wide, args)))
         with trial.lock:
             trial.left -= 1
-            ends = problem is not None or trial.left == 0 and not trial.slowest
+            ends = problem is not None or trial.left == 0
             known = trial in self._trials
         if ends and known:
             self._trials = [t for t in self._trials if t is not trial]
@@ -130,11 +132,12 @@ class Trials:
 
 
 def time_ratio(kernel: Callable[..., Any], eager: Callable[..., Any], args: Sequence[Any]) -> float:
-    """The kernel's time by eager's: the median of rounds in which either is called for 0.3 ms or more."""
-    return statistics.median(
-        seconds_a_call(kernel, args, _ROUND_SECONDS) / seconds_a_call(eager, args, _ROUND_SECONDS)
-        for _ in range(_ROUNDS)
-    )
+    """The kernel's time by eager's: the median of rounds in which either is called for 0.2 ms or more."""
+    ratios: list[float] = []
+    while len(ratios) < _ROUNDS and not (len(ratios) >= 2 and max(ratios) < _CLEARLY):
+        took = seconds_a_call(kernel, args, _ROUND_SECONDS)
+        ratios.append(took / seconds_a_call(eager, args, _ROUND_SECONDS))
+    return statistics.median(ratios)
 
 
 def seconds_a_call(function: Callable[..., Any], args: Sequence[Any], least: float) -> float:

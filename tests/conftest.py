@@ -14,6 +14,8 @@ _CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
 os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
 os.environ.setdefault("FUSER_CHECK_IR", "1")
 os.environ.setdefault("FUSER_CHECK_PASSES", "1")
+# What runs must not hang on a clock.
+os.environ.setdefault("FUSER_SLOWEST", "0")
 # Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
 # take the cores from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

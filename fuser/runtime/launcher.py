@@ -61,13 +61,16 @@ class Handle:
         if _reason is not None:
             _warn()
 
-    def refuse(self, function: Any, reason: str, which: Any) -> bool:
-        """Have the native launcher call `function` where it would call `slow`; see there. False if not, or not yet."""
+    def refuse(self, function: Any, reason: str, which: Any, first: bool = False) -> bool:
+        """Have the native launcher call `function` where it would call `slow`, or `first`; see there.
+
+        False if not, or not yet.
+        """
         with self._lock:
             if self._target is not self._python:
-                return bool(self._target.refuse(function, reason, which))
-            if not isinstance(which, tuple):
-                self._refusals.append((function, reason, which))
+                return bool(self._target.refuse(function, reason, which, first))
+            if first or not isinstance(which, tuple):
+                self._refusals.append((function, reason, which, first))
             return False
 
     @property
@@ -89,6 +92,7 @@ class Handle:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
             for refusal in self._refusals:
                 target.refuse(*refusal)
+            self._refusals.clear()
             self._target = target
 
     @property
@@ -128,7 +132,7 @@ class Handle:
 
 def make_handle(slow: Slow) -> Any:
     """A handle without kernels: `handle(*args)`, `add_kernel(program, library_path)`, `hits`, `misses`, `kernel_count`,
-    and, where it is native, `refuse(function, reason, which)` and `refused`.
+    and, where it is native, `refuse(function, reason, which, first=False)` and `refused`.
 
     `slow(args, status)` answers every call that no kernel takes (status 0) or whose kernel reported a status of
     `kernel_spec.STATUS`, and its result is the call's.

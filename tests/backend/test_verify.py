@@ -17,6 +17,7 @@ import torch.fx
 from fuser import compiler, config, debug, fusion_handle, register_fusion, verify
 from fuser.cpu import fused_kernel
 from fuser.kernel_cache import REGISTRY
+from fuser.runtime import launcher
 from fuser.verify import difference
 
 
@@ -156,31 +157,48 @@ def test_verify_from_the_environment():
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ratio, size, stays", [(1.3, 5000, False), (1.02, 5000, True), (9.0, 50, True)])
-def test_a_kernel_slower_than_eager_goes(monkeypatch, ratio, size, stays):
+@pytest.mark.parametrize("ratio, size, left", [(1.3, 5000, True), (1.02, 5000, False), (9.0, 50, False)])
+def test_calls_for_which_a_kernel_is_slower_go_to_eager(monkeypatch, ratio, size, left):
+    assert launcher.wait(60)
     monkeypatch.setattr(verify, "time_ratio", lambda *_: ratio)
     key = register(lambda x: torch.cos(x) * ratio - size)
     store, handle = REGISTRY.find(key).spec.store, fusion_handle(key)
-    x = torch.linspace(0, 1, size)
+    x, other = torch.linspace(0, 1, size), torch.linspace(0, 1, size + 1)
     with config.override(slowest=1.05):
         for _ in range(3):
             torch.testing.assert_close(handle(x), torch.cos(x) * ratio - size)
-    assert len(store.kernels) == stays
-    if not stays:
+    assert handle.hits == (0 if left else 2)  # of the second and third call; the first ran on trial
+    torch.testing.assert_close(handle(other), torch.cos(other) * ratio - size)
+    assert handle.hits == (1 if left else 3)  # another size
+    if left:
         (reason,) = store.fallbacks
         assert re.fullmatch(r"kernel \w+ took 1.30 times as long as ATen for sizes \(5000,\)", reason)
+        assert "took 1.30 times as long" in str(debug.explain(key))
 
 
-def test_a_kernel_that_was_called_with_little_waits_for_more(monkeypatch):
+def test_a_kernel_is_timed_in_its_first_call_or_never(monkeypatch):
     timed = []
     monkeypatch.setattr(verify, "time_ratio", lambda kernel, eager, args: timed.append(args[0].numel()) or 0.5)
-    key = register(lambda x: torch.sin(x) * 7.25)
-    handle = fusion_handle(key)
     with config.override(slowest=1.05):
-        for size in (10, 4095, 4096, 9000):
-            handle(torch.ones(size))
-            assert handle.kernel_count == (size >= 4096)
-    assert timed == [4096]
+        for first in (4095, 4096, 1 << 19, (1 << 19) + 1):
+            key = register(lambda x, first=first: torch.sin(x) * (first + 0.25))
+            for size in (first, 5000):
+                fusion_handle(key)(torch.ones(size))
+            assert fusion_handle(key).kernel_count == 1
+    assert timed == [4096, 1 << 19]
+
+
+def test_nothing_is_timed_where_results_must_not_differ(monkeypatch):
+    monkeypatch.setattr(verify, "time_ratio", lambda *_: 9.0)
+    key = register(lambda x: torch.sin(x) * 9.125)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with config.override(slowest=1.05):
+            for _ in range(2):
+                fusion_handle(key)(torch.ones(5000))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fusion_handle(key).hits == 1
 
 
 def test_calls_that_write_are_not_repeated():
@@ -194,4 +212,5 @@ def test_calls_that_write_are_not_repeated():
 def test_time_is_measured():
     x = torch.ones(100_000)
     slow = verify.time_ratio(lambda x: [x.exp() for _ in range(6)], lambda x: x.exp(), (x,))
-    assert slow > 1.05
+    fast = verify.time_ratio(lambda x: x.exp(), lambda x: [x.exp() for _ in range(6)], (x,))
+    assert fast < 1.0 < 1.05 < slow

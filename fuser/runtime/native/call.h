@@ -73,8 +73,8 @@ bool has_form(const Refusal* r, const int64_t* form, size_t words) {
   return r->words == words && !memcmp(r->form, form, words * sizeof(int64_t));
 }
 
-// What was refused in this form, the most recently used first; else what is refused in all; else null.
-Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
+// What was refused in this form, the most recently used first; null if nothing was.
+Refusal* find_form(Handle* h, const Arg* args, Py_ssize_t n) {
   int64_t form[kForm];
   size_t words = h->n_refusals ? form_of(args, n, form) : 0;
   for (Py_ssize_t i = -1; words && i < h->n_refusals; i++) {
@@ -83,7 +83,13 @@ Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
     h->last_refusal = at;
     return h->refusals[at];
   }
-  return h->all && n == h->arity ? h->all : nullptr;
+  return nullptr;
+}
+
+// The same; else what is refused in all; else null.
+Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
+  Refusal* found = find_form(h, args, n);
+  return found ? found : h->all && n == h->arity ? h->all : nullptr;
 }
 
 PyObject* call_refused(Handle* h, Refusal* r, PyObject* const* objects, Py_ssize_t n) {
@@ -138,9 +144,10 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   if (context_is_plain(ts) && read_args(objects, n, args, device)) {
     Frame f;
     const int64_t* rest;
-    k = h->n_kernels ? find_kernel(h, args, n, words, f, rest) : nullptr;
+    refusal = h->refusals_first ? find_form(h, args, n) : nullptr;
+    k = h->n_kernels && !refusal ? find_kernel(h, args, n, words, f, rest) : nullptr;
     if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
-    else refusal = find_refusal(h, args, n);
+    else if (!refusal) refusal = find_refusal(h, args, n);
   }
   free(more);
   if (refusal) return call_refused(h, refusal, objects, n);

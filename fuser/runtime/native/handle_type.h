@@ -142,7 +142,8 @@ bool read_form(Handle* h, PyObject* example, int64_t* form, size_t& words) {
 PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
   Handle* h = (Handle*)self;
   PyObject *function, *reason, *which;
-  if (!PyArg_ParseTuple(arguments, "OOO:refuse", &function, &reason, &which)) return nullptr;
+  int first = 0;
+  if (!PyArg_ParseTuple(arguments, "OOO|p:refuse", &function, &reason, &which, &first)) return nullptr;
   bool all = !PyTuple_Check(which);
   Py_ssize_t arity = all ? PyNumber_AsSsize_t(which, PyExc_OverflowError) : 0;
   if (PyErr_Occurred()) return nullptr;
@@ -164,6 +165,7 @@ PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
     free_refusal(r);
     return PyErr_NoMemory();
   }
+  h->refusals_first |= first && !all;
   Py_RETURN_TRUE;
 }
 
@@ -252,8 +254,9 @@ PyMethodDef handle_methods[] = {
      "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
      "or for a GPU an object with `entries` and `functions`."},
     {"refuse", handle_refuse, METH_VARARGS,
-     "refuse(function, reason, which): calls that no kernel takes go to function(*args), those with tensors of the "
-     "dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments. False if not so."},
+     "refuse(function, reason, which, first=False): calls that no kernel takes go to function(*args), those with "
+     "tensors of the dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments; with "
+     "`first` those of the tuple's form also where a kernel takes them. False if not so."},
     {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
      "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
      "results as a tuple if `keep`, else None."},

@@ -32,6 +32,7 @@ struct Handle {
   Py_ssize_t n_kernels, last;
   Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel takes
   Py_ssize_t n_refusals, last_refusal, arity;
+  bool refusals_first;  // some were refused although a kernel takes them: they are looked for before kernels
   int64_t words;  // scratch words that the hungriest kernel needs for a call
   unsigned long long hits, misses;
 };
