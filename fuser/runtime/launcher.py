@@ -69,8 +69,8 @@ class Handle:
         with self._lock:
             if self._target is not self._python:
                 return bool(self._target.refuse(function, reason, which, first))
-            if first or not isinstance(which, tuple):
-                self._refusals.append((function, reason, which, first))
+            if not isinstance(which, tuple):
+                self._refusals.append((function, reason, which))
             return False
 
     @property
@@ -92,7 +92,6 @@ class Handle:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
             for refusal in self._refusals:
                 target.refuse(*refusal)
-            self._refusals.clear()
             self._target = target
 
     @property
