@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
@@ -378,9 +380,15 @@ def lower_logit(ctx: LoweringContext, x: Operand, eps: Any = None) -> TensorBox:
     """log(x / (1 - x)), with x clamped to [eps, 1 - eps] if eps is given"""
 
     def body(v: Value) -> Value:
-        if eps is not None:
-            v = ops.minimum(number(1.0 - known(eps), v), ops.maximum(number(known(eps), v), v))
-        return ops.log(ops.div(v, one_minus(v)))
+        y = ops.log(ops.div(v, one_minus(v)))
+        if eps is None:
+            return y
+        # The ends' values take the result's place: of a logarithm of either number or x, g++ makes branches.
+        low = torch.tensor(known(eps), dtype=v.dtype)
+        ends = [torch.log(end / (1 - end)).item() for end in (low, torch.tensor(1.0 - known(eps), dtype=v.dtype))]
+        return ops.where(
+            ops.lt(v, known(eps)), number(ends[0], v), ops.where(ops.gt(v, 1.0 - known(eps)), number(ends[1], v), y)
+        )  # fmt: skip
 
     return elementwise(ctx, [x], body)
 
