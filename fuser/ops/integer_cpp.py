@@ -86,12 +86,16 @@ FUSER_FN {name} fuser_rshift_{name}({name} a, {name} b) {{
 def _loops(name: str) -> dict[str, str]:
     wide = "u64" if name == "i64" else "u32"
     product = "i64" if name == "i64" else "i32"
+    # As many steps as a narrow exponent has bits, one after another, become vectors; a loop does not.
+    step = "r = n & 1 ? r * p : r;"
+    steps = {"i8": 7, "u8": 8, "i16": 15}.get(name)
+    power = " p *= p; n >>= 1;\n  ".join([step] * steps) if steps else f"for (; n; n >>= 1, p *= p) {step}"
     return {
         # A negative exponent gives the integer part of the real power: 1, -1 or 0.
         f"fuser_pow_{name}": f"""\
 FUSER_FN {name} fuser_pow_{name}({name} a, {name} b) {{
-  {wide} r = 1, p = ({wide})a;
-  for ({wide} n = b < 0 ? 0 : ({wide})b; n; n >>= 1, p *= p) r = n & 1 ? r * p : r;
+  {wide} r = 1, p = ({wide})a, n = b < 0 ? 0 : ({wide})b;
+  {power}
   const {name} inverse = a == 1 ? ({name})1 : ({wide})a == ({wide})-1 ? ({name})(b % 2 ? -1 : 1) : ({name})0;
   return b < 0 ? inverse : ({name})r;
 }}
