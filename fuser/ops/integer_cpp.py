@@ -67,19 +67,19 @@ def _shifts(name: str, bits: int) -> dict[str, str]:
     wide = "u64" if name == "i64" else "u32"
     most = bits if name == "u8" else bits - 1
     right = "0" if name == "u8" else f"a >> {most}"
-    return {
-        f"fuser_lshift_{name}": f"""\
-FUSER_FN {name} fuser_lshift_{name}({name} a, {name} b) {{
+    left = f"""\
   const bool out = (b < 0) | (b >= {bits});
-  return out ? ({name})0 : ({name})(({wide})a << (out ? ({name})0 : b));
-}}
-""",
-        f"fuser_rshift_{name}": f"""\
-FUSER_FN {name} fuser_rshift_{name}({name} a, {name} b) {{
+  return out ? ({name})0 : ({name})(({wide})a << (out ? ({name})0 : b));"""
+    down = f"""\
   const bool out = (b < 0) | (b >= {most});
-  return out ? ({name})({right}) : ({name})(a >> (out ? ({name})0 : b));
-}}
-""",
+  return out ? ({name})({right}) : ({name})(a >> (out ? ({name})0 : b));"""
+    if bits < 32:  # what is shifted out is out, with the bits of the wider type that have room for it
+        own = f"u{bits}"
+        left = f"  const {own} n = ({own})b < {bits} ? ({own})b : ({own}){bits};\n  return ({name})(a << n);"
+        down = f"  const {own} n = ({own})b < {most} ? ({own})b : ({own}){most};\n  return ({name})(a >> n);"
+    return {
+        f"fuser_lshift_{name}": f"FUSER_FN {name} fuser_lshift_{name}({name} a, {name} b) {{\n{left}\n}}\n",
+        f"fuser_rshift_{name}": f"FUSER_FN {name} fuser_rshift_{name}({name} a, {name} b) {{\n{down}\n}}\n",
     }
 
 
