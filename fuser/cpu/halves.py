@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from fuser.cpu.parts import PartsNest
+from fuser.cpu.segments import find_edge
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, substitute, symbol, symbols
 from fuser.scheduler.plan import Store
 
@@ -28,7 +29,35 @@ class HalvesNest(PartsNest):
             return False
         if self.is_part(n):
             return self.dtypes[row.attr[0]] is torch.float16
-        return not row.args and self._is_line(row.attr[0], row.attr[1][0])
+        if row.args and (n in self.parts or not self._bounds(row.args[0])):
+            return False
+        return self._is_line(row.attr[0], row.attr[1][0])
+
+    def _bounds(self, mask: int) -> list[tuple[bool, str]]:
+        """Whether a condition on the index holds before a place or from it on, and which; none if it is another.
+
+        What does not hang on the index along the vector axis holds before no place, or before all.
+        """
+        found: list[tuple[bool, str]] = []
+        pending = [mask]
+        while pending:
+            n = pending.pop()
+            edge = find_edge(self, self.plan.rows[n])
+            if edge is not None:
+                found.append(edge)
+            elif not self.is_full(n) and not self.is_lane(n):
+                found.append((True, f"({self.ref(n)} ? 1LL << 62 : -(1LL << 62))"))
+            elif self.is_full(n) and self.plan.rows[n].op in ("logical_and", "bitwise_and"):
+                pending += self.plan.rows[n].args
+            else:
+                return []
+        return found
+
+    def _declare_bounds(self, n: int, start: str, count: str) -> None:
+        self.out.add(f"i64 low{n} = 0, high{n} = {count};")
+        for before, place in self._bounds(self.plan.rows[n].args[0]):
+            side, overtakes = (f"high{n}", "<") if before else (f"low{n}", ">")
+            self.out.add(f"{{ const i64 edge = {place} - {start}; {side} = edge {overtakes} {side} ? edge : {side}; }}")
 
     def _is_line(self, buffer: str, address: Expr) -> bool:
         if self.vector is None or self.dtypes[buffer] is not torch.float16:
@@ -57,7 +86,11 @@ class HalvesNest(PartsNest):
             buffer, (address,) = self.plan.rows[n].attr
             self.out.add(f"float piece{n}[{length}] __attribute__((aligned(64)));")
             at = f"part{n}" if n in self.parts else f"{buffer} + ({self.index(substitute(address, origin))})"
-            self.out.add(f"fuser_piece_from_half(piece{n}, {at}, {count});")
+            if self.plan.rows[n].args and n not in self.parts:
+                self._declare_bounds(n, start, count)
+                self.out.add(f"fuser_piece_between(piece{n}, {at}, {count}, low{n}, high{n});")
+            else:
+                self.out.add(f"fuser_piece_from_half(piece{n}, {at}, {count});")
             self.pieces[n] = f"piece{n}[{place}]"
         for k, s in enumerate(self.half_stores(phase)):
             self.out.add(f"float result{phase}_{k}[{length}] __attribute__((aligned(64)));")

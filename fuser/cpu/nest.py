@@ -17,6 +17,7 @@ from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, 
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
+_ZEROS = ("0.0", "0", "False")
 TILE_COLUMNS = 128
 TILE_STRIDE = TILE_COLUMNS + 16  # so that the rows of a tile do not all lie in the same sets of the cache
 ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
@@ -173,6 +174,8 @@ class Nest:
         if n in self.moved:
             args = [self._bits(a, self.moved[n]) for a in row.args]
             return f"{args[0]} ? {args[1]} : {args[2]}" if row.op == "where" else args[0]
+        if row.op == "where" and self._is_zero_already(row):
+            return args[1]
         if row.op == "scalar":
             return f"f[{self.bindings.floats[row.attr]}]"
         if row.op == "index":
@@ -184,6 +187,11 @@ class Nest:
             tame = row.args[0] in self.tame
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
+
+    def _is_zero_already(self, row: Row) -> bool:
+        """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""
+        load, other = (self.plan.rows[a] for a in row.args[1:])
+        return load.op == "load" and load.args == row.args[:1] and other.op == "const" and other.attr in _ZEROS
 
     def _drops_fraction(self, row: Row) -> bool:
         """Whether a number may lose its fraction by integers: g++ 12 takes that for `trunc`, which keeps -0.0."""

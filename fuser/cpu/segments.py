@@ -68,7 +68,7 @@ def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
         return None
     for at, (own, other) in enumerate((row.args, row.args[::-1])):
         index = nest.plan.rows[own]
-        if index.op != "index" or not nest.is_full(own) or nest.is_full(other):
+        if index.op != "index" or not nest.is_full(own) or nest.is_full(other) or nest.is_lane(other):
             continue
         assert nest.vector is not None
         v, e = nest.vector.sym, index.attr

@@ -213,6 +213,19 @@ FUSER_FN void fuser_piece_from_half(float* to, const u16* from, i64 count) {
 #endif
 }
 """,
+    # Zeros before the element `low` and from `high` on, where nothing is read.
+    "fuser_piece_between": """\
+FUSER_FN void fuser_piece_between(float* to, const u16* from, i64 count, i64 low, i64 high) {
+#if FUSER_LANES
+  for (i64 k = 0; k < count; k += FUSER_LANES) {
+    const lanes_i inside = fuser_lanes_before(high - k) & ~fuser_lanes_before(low - k);
+    fuser_lanes_store_float(to + k, fuser_lanes_part_half(from + k, FUSER_MASK(inside)));
+  }
+#else
+  for (i64 k = 0; k < count; ++k) to[k] = (k >= low) & (k < high) ? fuser_load_half(from[k]) : 0.0f;
+#endif
+}
+""",
     "fuser_piece_to_half": """\
 FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 #if FUSER_LANES
