@@ -27,11 +27,11 @@ _SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch
 class BlockedScan(ChainedScan):
     """A scan along one row for each unit, or along a chunk of it."""
 
-    @staticmethod
-    def of(plan: KernelPlan, name: str, bindings: Bindings) -> BlockedScan | None:
+    @classmethod
+    def of(cls, plan: KernelPlan, name: str, bindings: Bindings) -> BlockedScan | None:
         """The nest of a scan over no lanes, whose one axis becomes the lanes'; None if blocks do not fit it."""
         (axis,) = plan.reduced_axes
-        nest = BlockedScan(dataclasses.replace(plan, vector=axis.sym), name, bindings)
+        nest = cls(dataclasses.replace(plan, vector=axis.sym), name, bindings)
         return nest if axis.hint >= SHORTEST and nest.element() is not None else None
 
     def element(self) -> torch.dtype | None:

@@ -12,19 +12,25 @@ import math
 import torch
 
 from fuser.cpu.ordered import Scan
-from fuser.cpu.records import Function, Generated, Partial
+from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
 from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_step
-from fuser.scheduler.plan import Axis
+from fuser.scheduler.plan import Axis, KernelPlan
 
 SIDE_BY_SIDE = 4  # chains of a unit
+SIDE_BY_SIDE_FROM = 25  # elements of a row: processors look ahead over several shorter ones by themselves
 FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
 LEAST_CHUNK, MOST_CHUNKS = 4096, 64
 
 
 class ChainedScan(Scan):
     """A scan whose axis is one loop, over no lanes."""
+
+    @classmethod
+    def of(cls, plan: KernelPlan, name: str, bindings: Bindings) -> ChainedScan | None:
+        """The nest of a scan along rows; None if it does not pay."""
+        return cls(plan, name, bindings) if plan.reduced_axes[0].hint >= SIDE_BY_SIDE_FROM else None
 
     def generate(self) -> Generated:
         """One function, or where rows are cut one for what chunks add up to and one for the scan."""

@@ -43,7 +43,9 @@ def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     if plan.ordered.kind != "scan":
         return Generated((Scatter(plan, name, bindings).function(),), ())
     if plan.vector is None and len(plan.reduced_axes) == 1:
-        return (BlockedScan.of(plan, name, bindings) or ChainedScan(plan, name, bindings)).generate()
+        nest = BlockedScan.of(plan, name, bindings) or ChainedScan.of(plan, name, bindings)
+        if nest is not None:
+            return nest.generate()
     return Generated((Scan(plan, name, bindings).function(),), ())
 
 

@@ -23,6 +23,7 @@ from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Scalar, memory_order
 from fuser.lowering.known_shapes import known_meta
 from fuser.lowering.registry import find, supports
+from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import corrected
 from fuser.lowering.without_dynamo import without_dynamo
 
@@ -69,10 +70,11 @@ def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = 
         metas.append(meta)
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
     read = Counter(i for node in graph.calls for i in node.refs())  # one that reads a value twice may not write it
+    scanned = {i for node in graph.calls if node.op in SCANS for i in node.refs()}
     returned = Counter(refs_of(graph.output))
     with without_dynamo():
         for node in graph.calls:
-            ctx.n_readers = readers[node.index]
+            ctx.n_readers, ctx.is_scanned = readers[node.index], node.index in scanned
             value, meta = _lower_node(ctx, node, values, metas)
             _claim(ctx, value, read[node.index] + returned[node.index])
             values.append(value)

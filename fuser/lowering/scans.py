@@ -70,4 +70,6 @@ def lower_diff(
 
 refuse("areas under curves are left to ATen", "aten.trapezoid", "aten.cumulative_trapezoid")
 
-__all__ = ["scanned"]
+SCANS = frozenset({"aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax", "aten.cummin"})
+
+__all__ = ["SCANS", "scanned"]

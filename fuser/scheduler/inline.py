@@ -40,6 +40,7 @@ class Producers:
     by_buffer: Mapping[str, Node]
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
+    shared: Collection[str] = ()  # buffers that loops read which no scan can join
 
     def points(self, node: Node) -> int:
         """Points of the loops of `node` in the example."""
@@ -53,10 +54,16 @@ class Producers:
         return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
 
-def inline_cheap(nodes: list[Node], hint: Callable[[Expr], int], stored: Collection[str] = ()) -> None:
-    """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution."""
+def inline_cheap(
+    nodes: list[Node], hint: Callable[[Expr], int], stored: Collection[str] = (), scans_share: bool = False
+) -> None:
+    """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
+
+    `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
+    """
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
-    producers = Producers(makers, hint, stored)
+    shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
+    producers = Producers(makers, hint, stored, shared)
     for node in nodes:
         if any(_should_inline(producers, node, r, node.rows) for r in node.rows if r.op == "load"):
             _inline_into(node, producers)
@@ -72,6 +79,9 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     if not reads_all_checked(producer, load, reader.sizes()):
         return False
     if reader.ordered is not None:  # it shares its loops with nobody
+        dear = producer.cost() > CHEAP or any(r.op == "indirect" for r in producer.rows)
+        if dear and reader.ordered.kind == "scan" and load.attr[0] in producers.shared:
+            return False
         return len(rows) + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
     sizes = reader.sizes()

@@ -48,7 +48,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     nodes = make_nodes(ctx, live)
     if ctx.device_type == "cuda":
         unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint, roots)
+    inline_cheap(nodes, ctx.hint, roots, scans_share=ctx.device_type == "cpu")
     nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}

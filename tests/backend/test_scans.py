@@ -137,6 +137,20 @@ def test_blocks_of_rows(dtype):
     assert any(f"fuser_scan_max_{name}(" in k.source for k in spec.store.kernels)
 
 
+def test_a_scan_reads_what_is_joined_and_what_others_look_up_too():
+    """Neither is computed point by point in the scan."""
+    x, i = values(40, 24), torch.randint(0, 40, (40, 24), generator=torch.Generator().manual_seed(5))
+
+    def fn(x, i):
+        joined, looked_up = torch.cat((x, x * 2, x), 1), x.gather(0, i)
+        return joined.cumsum(1), joined + 1, looked_up.cummax(0)[0], looked_up * looked_up
+
+    spec = check(fn, x, i, tol=CLOSE)
+    lowered = lower_graph(spec.graph, (x, i))
+    plans = schedule(lowered, config.max_body_rows).plans
+    assert not any(r.args or r.op == "indirect" for p in plans if p.ordered for r in p.rows)
+
+
 def test_products_of_a_long_row_in_order():
     """What is infinite stays so, also where what comes later would be 0 by itself; and the other way round."""
     up, down = torch.full((50_000,), 2.0), torch.full((50_000,), 0.5)
