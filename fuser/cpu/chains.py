@@ -15,12 +15,14 @@ from fuser.cpu.ordered import Scan
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
-from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_step
+from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_convert, cpp_step
+from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan
 
 SIDE_BY_SIDE = 4  # chains of a unit
 SIDE_BY_SIDE_FROM = 25  # elements of a row: processors look ahead over several shorter ones by themselves
 FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
+FILLED_COST, FILLED = 8, 256  # operations of an element from which lanes compute a block before its scan; its elements
 LEAST_CHUNK, MOST_CHUNKS = 4096, 64
 
 
@@ -86,23 +88,44 @@ class ChainedScan(Scan):
         units = units * minimum(axis.size, 1)
         return Function(name, self.close_function(), units, self.work(), expr(0))
 
-    def _point(self, axis: str, stores: bool) -> None:
-        """A function that takes a chain one step on: all rows that vary at all are computed in it."""
-        kept = "".join(f"const i64 {a.sym.name}, " for a in self.kept)
-        kind = CPP_TYPES[self.accumulator()]
-        self.out.open(
-            f"auto point = [&]({kind}& acc, i64& at, {kept}const i64 {axis}) __attribute__((always_inline))"
-        )
+    def _varying(self, roots: list[int]) -> list[int]:
+        """The rows that vary at all of those that `roots` need."""
         wanted: set[int] = set()
-        pending = self._wanted()
+        pending = list(roots)
         while pending:
             n = pending.pop()
             if n not in wanted and self.plan.varies[n]:
                 wanted.add(n)
                 pending += self.deps(n)
-        for n in sorted(wanted):
+        return sorted(wanted)
+
+    def _fills(self) -> bool:
+        """Whether what is scanned costs so much that lanes compute it before, a block at a time."""
+        cost = sum(row_cost(self.plan.rows[n]) for n in self._varying([self.value_row()]))
+        return cost >= FILLED_COST and not self._has_index()
+
+    def _point(self, axis: str, stores: bool) -> None:
+        """A function that takes a chain one step on: all rows that vary at all are computed in it, or before."""
+        kept = "".join(f"const i64 {a.sym.name}, " for a in self.kept)
+        kind, value = CPP_TYPES[self.accumulator()], self.value_row()
+        given = ""
+        if self._fills():
+            given = f", const {kind} x"
+            self.out.open(f"auto fill = [&]({kind}* xs, {kept}const i64 from, const i64 count)")
+            self.out.add(self.pragma())
+            self.out.open("for (i64 l = 0; l < count; ++l)")
+            self.out.add(f"const i64 {axis} = from + l;")
+            for n in self._varying([value]):
+                self.declare(n)
+            self.out.add(f"xs[l] = {cpp_convert(self.plan.rows[value].dtype, self.accumulator(), self.ref(value))};")
+            self.out.close()
+            self.out.close("};")
+        self.out.open(
+            f"auto point = [&]({kind}& acc, i64& at, {kept}const i64 {axis}{given}) __attribute__((always_inline))"
+        )
+        for n in self._varying(self._wanted()) if not given else ():
             self.declare(n)
-        self.put(stores)
+        self.put(stores, given=bool(given))
         self.out.close("};")
 
     def _starts(self, digits: list[tuple[str, str]], joins: bool) -> None:
@@ -131,18 +154,31 @@ class ChainedScan(Scan):
         self.out.close()
 
     def _run(self) -> None:
-        """All chains side by side as far as the shortest goes, then each to its end."""
+        """All chains side by side as far as the shortest goes, then each to its end; perhaps block by block."""
+        fills, every = self._fills(), range(SIDE_BY_SIDE)
+        kind = CPP_TYPES[self.accumulator()]
 
         def call(acc: str, at: str, j: object, place: str) -> str:
             kept = "".join(f"of_{a.sym.name}[{j}], " for a in self.kept)
-            return f"point({acc}, {at}, {kept}low[{j}] + {place});"
+            return f"point({acc}, {at}, {kept}low[{j}] + {place}{f', xs[{j}][{place}]' if fills else ''});"
 
-        kind, every = CPP_TYPES[self.accumulator()], range(SIDE_BY_SIDE)
+        self.out.add(f"i64 size[{SIDE_BY_SIDE}];")
+        if fills:
+            self.out.add(f"{kind} xs[{SIDE_BY_SIDE}][{FILLED}] __attribute__((aligned(64)));")
+            self.out.add("i64 longest = 0;")
+            self.out.add("for (i64 j = 0; j < count; ++j) if (high[j] - low[j] > longest) longest = high[j] - low[j];")
+            self.out.open(f"for (i64 b = 0; b < longest; b += {FILLED})")
+        self.out.open("for (i64 j = 0; j < count; ++j)")
+        self.out.add("size[j] = high[j] - low[j];")
+        if fills:
+            self.out.add(f"if (size[j] > {FILLED}) size[j] = {FILLED};")
+            self.out.add(f"fill(xs[j], {''.join(f'of_{a.sym.name}[j], ' for a in self.kept)}low[j], size[j]);")
+        self.out.close()
         self.out.add("i64 done = 0;")
         self.out.open(f"if (count == {SIDE_BY_SIDE})")
-        self.out.add("done = high[0] - low[0];")
+        self.out.add("done = size[0];")
         for j in every[1:]:
-            self.out.add(f"if (high[{j}] - low[{j}] < done) done = high[{j}] - low[{j}];")
+            self.out.add(f"if (size[{j}] < done) done = size[{j}];")
         self.out.add(f"{kind} {', '.join(f'acc{j} = accs[{j}]' for j in every)};")
         self.out.add(f"i64 {', '.join(f'at{j} = ats[{j}]' for j in every)};")
         self.out.open("for (i64 i = 0; i < done; ++i)")
@@ -152,13 +188,20 @@ class ChainedScan(Scan):
         for j in every:
             self.out.add(f"accs[{j}] = acc{j}; ats[{j}] = at{j};")
         self.out.close()
+        self._run_rest(kind, call("acc", "at", "j", "i"), fills)
+        if fills:
+            self.out.close()
+
+    def _run_rest(self, kind: str, step: str, fills: bool) -> None:
+        """Each chain by itself to its end."""
         self.out.open("for (i64 j = 0; j < count; ++j)")
         self.out.add(f"{kind} acc = accs[j];")
         self.out.add("i64 at = ats[j];")
-        self.out.open("for (i64 i = done; i < high[j] - low[j]; ++i)")
-        self.out.add(call("acc", "at", "j", "i"))
+        self.out.open("for (i64 i = done; i < size[j]; ++i)")
+        self.out.add(step)
         self.out.close()
         self.out.add("accs[j] = acc; ats[j] = at;")
+        self.out.add("low[j] += size[j];") if fills else None
         self.out.close()
 
 

@@ -77,7 +77,7 @@ class OrderedNest(ReductionNest):
     def before(self) -> None:
         """What a unit needs before its loops."""
 
-    def put(self, stores: bool = True) -> None:
+    def put(self, stores: bool = True, given: bool = False) -> None:
         """What happens at one point, and what it stores."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class OrderedNest(ReductionNest):
 class Scatter(OrderedNest):
     """The value of each point goes to the place that its rows compute."""
 
-    def put(self, stores: bool = True) -> None:
+    def put(self, stores: bool = True, given: bool = False) -> None:
         """Combine the value with what is in its place."""
         (s,) = self.plan.stores
         dtype, value = self.dtypes[s.buffer], self.ref(s.row)
@@ -141,13 +141,14 @@ class Scan(OrderedNest):
         """The dtype of what goes on from point to point."""
         return SCANS[self.ordered.how].accumulate(self.plan.rows[self.value_row()].dtype)
 
-    def put(self, stores: bool = True) -> None:
-        """The next step of the scan. Its results are stored unless the caller wants the last one alone."""
+    def put(self, stores: bool = True, given: bool = False) -> None:
+        """The next step of the scan, of `x` if that is given. Results are stored but where the last one is all."""
         spec, kind = SCANS[self.ordered.how], self.accumulator()
         acc, at = ("acc", "at") if self.vector is None else ("accs[l]", "ats[l]")
         value = self.value_row()
-        x = cpp_convert(self.plan.rows[value].dtype, kind, self.ref(value))
-        self.out.add(f"const {CPP_TYPES[kind]} x = {x};")
+        if not given:
+            x = cpp_convert(self.plan.rows[value].dtype, kind, self.ref(value))
+            self.out.add(f"const {CPP_TYPES[kind]} x = {x};")
         step = cpp_step(self.ordered.how, kind, acc, "x")
         if self.vector is None and self.ordered.how in _LOSES:
             self._take_extreme()

@@ -62,6 +62,7 @@ class SplitNest(ReductionNest):
         self.open_units(digits)
         if self.is_column:
             self._column_block()
+        decided = self._open_undecided()
         self.out.add("const i64 from = chunk * each;")
         self.out.add(f"const i64 to = from + each < n_{axis.sym.name} ? from + each : n_{axis.sym.name};")
         self._turns = False
@@ -69,8 +70,30 @@ class SplitNest(ReductionNest):
         if not self.is_column:
             self.emit_fold(0, "from" if axis is self.vector else "0")
         self._store_partials()
+        if decided:
+            self.out.close()
         self.close_units(digits)
         return Function(name, self.close_function(), units * chunks, self.work(), expr(0))
+
+    def _open_undecided(self) -> bool:
+        """Whether a chunk is left out after one with a NaN, which is the extreme of all: eager looks no further either.
+
+        Its partial results are those of the one before, if that is at hand. What follows is for all other chunks.
+        """
+        found = self.accumulators(0)
+        if self.is_column or self.has_checks or not found:
+            return False
+        if not all(REDUCTIONS[r.kind].index and self.total_dtype(r).is_floating_point for r in found):
+            return False
+        before, here = self._partial_at("(chunk - 1)"), self._partial_at("chunk")
+        values = [f"{self.name}_p{r.number}" for r in found]
+        nan = " & ".join(f"({p}[{before}] != {p}[{before}])" for p in values)
+        self.out.open(f"if ((u > begin) & (chunk > 0) && ({nan}))")
+        for p in (*values, *(f"{self.name}_i{r.number}" for r in found)):
+            self.out.add(f"{p}[{here}] = {p}[{before}];")
+        self.out.close()
+        self.out.open("else")
+        return True
 
     def _split_digits(self) -> tuple[list[tuple[str, str]], Expr]:
         if self.is_column:

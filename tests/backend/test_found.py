@@ -509,3 +509,18 @@ def test_extremes_of_rows_with_nans_infinities_and_zeros(dtype, size):
     x[5], x[6, 3], x[7, 3], x[8] = torch.nan, torch.inf, -torch.inf, torch.arange(size) % 2 * -0.0
     same(lambda x: (torch.amax(x, 1), torch.amin(x, 1), torch.amax(x * 1, (0, 1)), torch.amin(x * 1, (0, 1))), x)
     same(lambda x: (torch.amax(x * 1, (0, 1)), torch.amin(x * 1, (0, 1))), x[6:])
+
+
+@pytest.mark.parametrize("rows", [(), (3,)], ids=str)
+def test_the_first_nan_of_a_long_row_ends_the_search(rows):
+    """Chunks after one with a NaN are left out, on any threads; those of the next row are not."""
+    fn = lambda x: (x.max(-1)[0], x.max(-1)[1], x.argmin(-1))  # noqa: E731
+    key = register_fusion(torch.fx.symbolic_trace(fn), functional=True)
+    for places in ([7, 9, 30_000], [30_001, 70_000], [99_999], [4096], []):
+        x = torch.randn(*rows, 100_000, generator=torch.Generator().manual_seed(len(places)))
+        for place in places:
+            x[(0,) * len(rows)][place] = float("nan")
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for got, eager in zip(REGISTRY.find(key).handle(x), fn(x)):
+                torch.testing.assert_close(got, eager, equal_nan=True, rtol=0, atol=0)

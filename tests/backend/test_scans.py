@@ -151,6 +151,19 @@ def test_a_scan_reads_what_is_joined_and_what_others_look_up_too():
     assert not any(r.args or r.op == "indirect" for p in plans if p.ordered for r in p.rows)
 
 
+@pytest.mark.parametrize("fn", [lambda x: x.exp().cumsum(1), lambda x: x.exp().logcumsumexp(1)], ids=["sum", "log"])
+def test_costly_values_are_computed_a_block_at_a_time(fn):
+    """In order: float64 has eager's own bits but for those of the function."""
+    handle, spec = fuse(fn)
+    for size in ((9, 300), (1, 40_000), (4, 256), (5, 3), (2, 0)):
+        x = values(*size, dtype=torch.float64)
+        compare(handle(x), fn(x), tol={"rtol": 1e-13, "atol": 0})
+    x = torch.cat((values(3, 100) / 8, torch.full((3, 1), float("nan"))), 1)
+    compare(handle(x), fn(x), tol=CLOSE)
+    no_fallback(spec)
+    assert all("auto fill" in k.source for k in spec.store.kernels if k.name.startswith("scan_logaddexp"))
+
+
 def test_products_of_a_long_row_in_order():
     """What is infinite stays so, also where what comes later would be 0 by itself; and the other way round."""
     up, down = torch.full((50_000,), 2.0), torch.full((50_000,), 0.5)
