@@ -54,11 +54,15 @@ class OrderedNest(ReductionNest):
         for a in self.red_axes:
             self.out.open(f"for (i64 {a.sym.name} = 0; {a.sym.name} < n_{a.sym.name}; ++{a.sym.name})")
         if self.vector is not None:
+            self.before_lanes()
             self.open_lanes()
         for n in inner:
             self.declare(n)
         self.put()
-        for _ in range(len(self.red_axes) + (self.vector is not None)):
+        if self.vector is not None:
+            self.out.close()
+            self.after_lanes()
+        for _ in self.red_axes:
             self.out.close()
         self.close_units(digits)
         units = units * minimum(product(a.size for a in self.red_axes), 1)
@@ -76,6 +80,12 @@ class OrderedNest(ReductionNest):
 
     def before(self) -> None:
         """What a unit needs before its loops."""
+
+    def before_lanes(self) -> None:
+        """What a loop over lanes needs before it."""
+
+    def after_lanes(self) -> None:
+        """What is left to do after it."""
 
     def put(self, stores: bool = True, given: bool = False) -> None:
         """What happens at one point, and what it stores."""
@@ -111,6 +121,14 @@ class Scan(OrderedNest):
         self.out.add(f"i64 ats[{self.lanes}];") if spec.index else None
         also = " ats[l] = 0;" if spec.index else ""
         self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ accs[l] = {start};{also} }}")
+
+    def before_lanes(self) -> None:
+        """Floats of the float16 that a line reads and writes."""
+        self.open_halves(0, "v0", "l", self.lanes, "count")
+
+    def after_lanes(self) -> None:
+        """Floats become float16."""
+        self.close_halves(0, "v0", "count")
 
     def loaded(self, n: int) -> str:
         """What the load `n` reads, as a value."""
@@ -159,6 +177,9 @@ class Scan(OrderedNest):
         else:
             self.out.add(f"{acc} = {step};")
         for s in self.plan.stores if stores else ():
+            if s in self.results:
+                self.out.add(f"{self.results[s]} = {cpp_convert(kind, torch.float32, acc)};")
+                continue
             result = at if self.is_place(s) else self._stored(self.dtypes[s.buffer], acc)
             self.out.add(f"{s.buffer}[{self.index(s.address)}] = {result};")
 

@@ -226,12 +226,14 @@ def test_the_interpreters_agree():
         compare(interpret_schedule(lowered, plan, (X,)), want, tol=CLOSE)
 
 
-def test_every_float16_goes_through_a_chain():
-    """Each of them, NaN and subnormal ones too, is read and stored as it is."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 1)
-    fn = lambda x: torch.cumsum(torch.cat((x, x), 1), 1)  # noqa: E731
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_float16_goes_through_a_chain(dim):
+    """Each of them, NaN and subnormal ones too, is read and stored as it is: alone, and in lanes."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).unsqueeze(dim)
+    fn = lambda x: torch.cumsum(torch.cat((x, x), dim), dim)  # noqa: E731
     handle, spec = fuse(fn)
-    out, eager = handle(x), fn(x)
+    out, eager = handle(x).select(dim, 0), fn(x).select(dim, 0)
     no_fallback(spec)
-    assert "fuser_lone_load_half" in spec.store.kernels[0].source
-    assert torch.equal(out[:, 0].isnan(), x[:, 0].isnan()) and torch.equal(out.nan_to_num(7.0), eager.nan_to_num(7.0))
+    assert ("fuser_piece_to_half" if dim == 0 else "fuser_lone_load_half") in spec.store.kernels[0].source
+    assert torch.equal(out.isnan(), x.flatten().isnan()) and torch.equal(out.nan_to_num(7.0), eager.nan_to_num(7.0))
+    assert torch.equal(handle(x).nan_to_num(7.0), fn(x).nan_to_num(7.0))
