@@ -151,19 +151,20 @@ for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
     )
 for _d, _i in (("f32", "i32"), ("f64", "i64")):
     HELPERS[f"fuser_nextafter_{_d}"] = HELPERS[f"fuser_nextafter_{_d}"].replace("{I}", _i)
-for _name, _exp in (
-    ("logaddexp", "fuser_exp_f64"),
-    ("logaddexp_in_order", "__builtin_exp"),  # one after another, libm's own is done sooner than one made for vectors
+for _name, _exp, _log1p in (
+    ("logaddexp", "fuser_exp_f64", "fuser_log1p_f64"),
+    # One after another, libm's own are done sooner than those made for vectors.
+    ("logaddexp_in_order", "__builtin_exp", "__builtin_log1p"),
 ):
     _both(
         _name,
         "a b",
         """\
   const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
-  const {T} s = ({T})(m + fuser_log1p_f64(EXP(d)));
+  const {T} s = ({T})(m + LOG1P(EXP(d)));
   const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
-""".replace("EXP", _exp),
+""".replace("EXP", _exp).replace("LOG1P", _log1p),
     )
 _both(
     "logaddexp2",
