@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,27 +28,43 @@ BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
 
 
-class PointwiseNest(StreamingNest):
-    """No reduction. Its innermost loop may be written in vectors: `explicit` (lanes.py) or `bits` (bits.py)."""
+@dataclass(frozen=True)
+class Choice:
+    """How the innermost loop is written: cut into segments, what is computed before, and in which vectors if in any."""
 
-    explicit = bits = False
-    segments: Segments | None = None
+    segments: Segments | None
+    hoisted: Sequence[int]
+    vectors: tuple[str, type[LaneLoop | BitsLoop]] | None  # where a macro is not 0; else the plain loop
+
+
+class PointwiseNest(StreamingNest):
+    """No reduction."""
+
+    choice = Choice(None, (), None)
+
+    def _choose(self, outer: Sequence[Axis]) -> Choice:
+        """What is best for the loop inside those over `outer`; what it says of rows is kept for all who ask."""
+        segments = find_segments(self) if self.tile_axis is None else None
+        if segments is not None:
+            self.constant, self.parts = frozenset(segments.rows), segments.parts(self)
+        hoisted = [] if segments is not None else self._choose_hoisted(outer)
+        moved = moved_rows(self.plan)
+        floats = [n for n, r in enumerate(self.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
+        computed = any(self.is_full(n) and n not in moved for n in floats)
+        if computed and not hoisted and LaneLoop(self).fits():
+            return Choice(segments, hoisted, ("FUSER_LANES", LaneLoop))
+        self.moved = moved
+        if self.tile_axis is None and segments is None and not hoisted and BitsLoop(self).fits():
+            return Choice(segments, hoisted, ("FUSER_MASKS", BitsLoop))
+        return Choice(segments, hoisted, None)
 
     def whole(self) -> Function:
         """The single function of the plan."""
         self.find_transposed()
         tiled = self.tile_axis
         outer = [a for a in self.kept if a is not self.vector and a is not tiled]
-        self.segments = find_segments(self) if tiled is None else None
-        if self.segments is not None:
-            self.constant, self.parts = frozenset(self.segments.rows), self.segments.parts(self)
-        hoisted = self._choose_hoisted(outer if tiled is None else [*outer, tiled])
-        moved = moved_rows(self.plan)
-        floats = [n for n, r in enumerate(self.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
-        computed = any(self.is_full(n) and n not in moved for n in floats)
-        self.explicit = computed and not hoisted and LaneLoop(self).fits()
-        self.moved = {} if self.explicit else moved
-        self.bits = tiled is None and self.segments is None and not hoisted and BitsLoop(self).fits()
+        self.choice = self._choose(outer if tiled is None else [*outer, tiled])
+        hoisted = self.choice.hoisted
         name = self.open_function()
         self.emitted |= self.constant
         digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
@@ -81,7 +98,7 @@ class PointwiseNest(StreamingNest):
 
     def _choose_hoisted(self, outer: Sequence[Axis]) -> list[int]:
         """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every turn."""
-        if self.vector is None or self.segments is not None or math.prod(a.hint for a in outer) < LEAST_TURNS:
+        if self.vector is None or math.prod(a.hint for a in outer) < LEAST_TURNS:
             return []
         alone = {n for n, along in enumerate(self.plan.varies) if along == {self.vector.sym}}
         roots = {self.unrounded(s) for s in self.plan.stores if self.store_is_full(s)}
@@ -131,40 +148,37 @@ class PointwiseNest(StreamingNest):
         self.emit_outer_stores(0)
 
     def _vector_loop(self, v: str) -> None:
+        vectors, segments = self.choice.vectors, self.choice.segments
         streams = bool(self.streams(0))
-        pieces = not self.explicit and self.has_halves(0)
+        pieces = vectors is None and self.has_halves(0)
         low, high = ("w0", "w1") if streams or pieces else ("v0", "v1")
         if streams or pieces:
             self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
-            if not self.explicit and not self.bits:
+            if vectors is None:
                 self.open_parts(0, "w0", f"{v} - w0", "w1 - w0")
         if pieces:
             self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
-        if self.segments is not None:
-            open_segments(self, self.segments, low, high)
+        if segments is not None:
+            open_segments(self, segments, low, high)
             low, high = "from", "to"
-        if self.explicit:
-            self.out.add("#if FUSER_LANES")
-            LaneLoop(self).emit(low, high)
-            self.out.add("#else")
-        elif self.bits:
-            self.out.add("#if FUSER_MASKS")
-            BitsLoop(self).emit(low, high)
+        if vectors is not None:
+            self.out.add(f"#if {vectors[0]}")
+            vectors[1](self).emit(low, high)
             self.out.add("#else")
         self.out.add(self.pragma())
         self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
         self.emit_inner(0)
         self.out.close()
-        if self.explicit or self.bits:
+        if vectors is not None:
             self.out.add("#endif")
-        if self.segments is not None:
+        if segments is not None:
             self.out.close()
         if pieces:
             self.close_halves(0, "w0", "w1 - w0")
         if streams or pieces:
-            if not self.explicit and not self.bits:
+            if vectors is None:
                 self.close_parts(0)
             self.close_streams(0, "w1 - w0")
             self.out.close()
