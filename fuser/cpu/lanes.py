@@ -57,7 +57,8 @@ class LaneLoop:
         used |= {nest.dtypes[s.buffer] for s in self.full}
         self.backward = {n for n in self.loads if self._step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
-        self.pairs = used == {torch.bfloat16} and not self.masked and not self.backward
+        in_order = self.masked or self.backward or any(n in self.edges for n in self.rows)  # lanes of pairs are not
+        self.pairs = used == {torch.bfloat16} and not in_order
         self.vectors = VECTORS if len(self.rows) < MANY_ROWS else FEWER
 
     def fits(self) -> bool:

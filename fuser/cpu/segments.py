@@ -17,6 +17,7 @@ from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
 
 SHORTEST = 512  # elements of a vector axis that is worth it
 MOST_CUTS = 6
+FARTHEST = 1 << 60
 _AFTER = {"lt": 0, "ge": 0, "le": 1, "gt": 1}  # where a comparison with an index on the left changes, after its bound
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 _LOGICAL = frozenset({"logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or"})
@@ -75,8 +76,19 @@ def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
         if coefficient(e, v) != ONE or any(s.kind == INDIRECT for s in symbols(e)):
             continue
         op = row.op if at == 0 else _SWAPPED[row.op]
-        return op in ("lt", "le"), f"{nest.ref(other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
+        return op in ("lt", "le"), f"{_bound(nest, other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
     return None
+
+
+def _bound(nest: Nest, n: int) -> str:
+    """What an index is compared with, cut to what is beyond all indices: sums with the largest integer overflow."""
+    row = nest.plan.rows[n]
+    if row.op == "index":
+        return nest.ref(n)
+    if row.op == "const":
+        return str(max(-FARTHEST, min(int(row.attr), FARTHEST)))
+    text = nest.ref(n)
+    return f"({text} < -{FARTHEST} ? -{FARTHEST} : {text} > {FARTHEST} ? {FARTHEST} : {text})"
 
 
 def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
