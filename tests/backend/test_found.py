@@ -526,14 +526,13 @@ def test_the_first_nan_of_a_long_row_ends_the_search(rows):
                 torch.testing.assert_close(got, eager, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_conditions_on_the_index_in_loops_over_halves(dtype):
-    same(lambda x: (x * 1.5).tril(), torch.ones(70, 70, dtype=dtype))
+def test_conditions_on_the_index_in_loops_over_halves(dtype, compare):
+    def kept(x: Any, last: Any) -> Any:
+        held = compare(torch.arange(x.shape[-1]), last[:, None])
+        return torch.where(held, x * 1.5, x), torch.where(held, x, 0.0)
+
     ends = [0, 5, 130, -1, 2**63 - 1, -(2**63), 2**63 - 2]
-    for compare in (operator.lt, operator.le, operator.gt, operator.ge):
-
-        def kept(x: Any, last: Any, compare: Any = compare) -> Any:
-            held = compare(torch.arange(x.shape[-1]), last[:, None])
-            return torch.where(held, x * 1.5, x), torch.where(held, x, 0.0)
-
-        same(kept, torch.ones(7, 200, dtype=dtype), torch.tensor(ends))
+    same(kept, torch.ones(7, 200, dtype=dtype), torch.tensor(ends))
+    same(lambda x: (x * 1.5).tril(), torch.ones(70, 70, dtype=dtype))
