@@ -133,7 +133,7 @@ class BitsLoop:
         for n in self.rows:
             out.add(f"const {'u64' if n in self.masks else kind} b{n} = {self._value(n, kind)};")
         for k, s in enumerate(self.stores):
-            out.add(f"{kind}_store(into{k} + k, {self._data(s.row, kind)}, some);")
+            out.add(f"{kind}_store(into{k} + k, {self._data(s.row, s.row, kind)}, some);")
         out.close()
         out.close()
 
@@ -152,8 +152,8 @@ class BitsLoop:
             return f"({kind})({text} != 0) & 1" if row.dtype is torch.bool else text
         if row.op == "where":
             _, a, b = row.args
-            return f"{kind}_pick({self._mask(row.args[0])}, {self._data(a, kind)}, {self._data(b, kind)})"
-        args = [self._data(a, kind) for a in row.args]
+            return f"{kind}_pick({self._mask(row.args[0])}, {self._data(a, n, kind)}, {self._data(b, n, kind)})"
+        args = [self._data(a, n, kind) for a in row.args]
         if row.op in _JOINED:
             return f" {_JOINED[row.op]} ".join(args)
         if row.op in _TURNED:
@@ -163,10 +163,11 @@ class BitsLoop:
     def _mask(self, n: int) -> str:
         return f"b{n}" if self.nest.is_full(n) else f"({self.nest.ref(n)} ? ~0ULL : 0ULL)"
 
-    def _data(self, n: int, kind: str) -> str:
+    def _data(self, n: int, user: int, kind: str) -> str:
+        """Row `n` in the lanes of row `user`; a constant is of the half that this one is."""
         if self.nest.is_full(n):
             return f"b{n}"
-        row, half = self.plan.rows[n], next(iter(self.nest.moved.values()), None)
+        row, half = self.plan.rows[n], self.nest.moved.get(user)
         if row.op == "const":
             text = str(bits_of(float(row.attr), half)) if half is not None else constant_text(row)
         else:

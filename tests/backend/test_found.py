@@ -536,3 +536,12 @@ def test_conditions_on_the_index_in_loops_over_halves(dtype, compare):
     ends = [0, 5, 130, -1, 2**63 - 1, -(2**63), 2**63 - 2]
     same(kept, torch.ones(7, 200, dtype=dtype), torch.tensor(ends))
     same(lambda x: (x * 1.5).tril(), torch.ones(70, 70, dtype=dtype))
+
+
+def test_a_constant_joins_rows_of_both_halves():
+    def kept(a: Any, b: Any, last: Any) -> Any:
+        held = torch.arange(a.shape[-1]) < last[:, None]
+        return torch.where(held, a, 1.5), torch.where(held, b, 1.5)
+
+    x = torch.full((8, 20), 0.5)
+    same(kept, x.half(), x.bfloat16(), torch.arange(8) * 3)
