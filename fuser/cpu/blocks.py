@@ -63,7 +63,7 @@ class BlockedScan(ChainedScan):
             digits.append(("chunk", "chunks"))
         self.open_units(digits)
         inner = self.closure(self._wanted())
-        self.emit_unit_rows([d for n in inner for d in self.deps(n)], 0)
+        self.emit_unit_rows([*self._wanted(), *(d for n in inner for d in self.deps(n))], 0)
         self._start(cut and stores)
         low, high = ("from", "to") if cut else ("0", f"n_{axis.sym.name}")
         if cut:
@@ -99,7 +99,10 @@ class BlockedScan(ChainedScan):
         assert element is not None
         kind, value = CPP_TYPES[element], self.value_row()
         source = self._line(value)
-        self.open_halves(0, "v0", "l", BLOCK, "count") if source is None else None
+        is_line = source is not None
+        if not is_line:
+            self.open_parts(0, "v0", "l", "count")
+            self.open_halves(0, "v0", "l", BLOCK, "count")
         if value in self.pieces:
             source = f"piece{value}"
         if source is None:
@@ -123,6 +126,8 @@ class BlockedScan(ChainedScan):
                 self._copy(s, torch.int64 if place else element, to[place])
         self.close_halves(0, "v0", "count") if stores else self.pieces.clear()
         self.results.clear()
+        if not is_line:
+            self.close_parts(0)
 
     def _open_block(self) -> None:
         self.out.add(self.pragma())

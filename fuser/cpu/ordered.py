@@ -123,12 +123,14 @@ class Scan(OrderedNest):
         self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ accs[l] = {start};{also} }}")
 
     def before_lanes(self) -> None:
-        """Floats of the float16 that a line reads and writes."""
+        """What a line reads backwards or under a condition, and floats of the float16 that it reads and writes."""
+        self.open_parts(0, "v0", "l", "count")
         self.open_halves(0, "v0", "l", self.lanes, "count")
 
     def after_lanes(self) -> None:
         """Floats become float16."""
         self.close_halves(0, "v0", "count")
+        self.close_parts(0)
 
     def loaded(self, n: int) -> str:
         """What the load `n` reads, as a value."""

@@ -237,3 +237,18 @@ def test_every_float16_goes_through_a_chain(dim):
     assert ("fuser_piece_to_half" if dim == 0 else "fuser_lone_load_half") in spec.store.kernels[0].source
     assert torch.equal(out.isnan(), x.flatten().isnan()) and torch.equal(out.nan_to_num(7.0), eager.nan_to_num(7.0))
     assert torch.equal(handle(x).nan_to_num(7.0), fn(x).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_runs_backwards_or_stands_still(dtype):
+    x = (torch.arange(3 * 70) % 13 - 6).view(3, 70).to(dtype) / 2
+
+    def fn(x):
+        back = x.flip(1).cumsum(1), x.flip(1).cumsum(0), x.flip(0, 1).cummax(1)[1], (x.flip(1) + x).cummin(1)[0]
+        under = torch.nn.functional.pad(x, (0, 0, 2, 1)).cumsum(0), x[:, :1].expand(-1, 40).cumsum(1)
+        return (*back, *under, x[:, :1].expand(-1, 40).cummax(1)[1])
+
+    handle, spec = fuse(fn)
+    for part in (x, x[:2, :33].contiguous()):
+        compare(handle(part), fn(part), tol={"rtol": 1e-3, "atol": 1e-3})
+    no_fallback(spec)
