@@ -65,12 +65,21 @@ class Trials:
     ) -> None:
         self._spec, self._promote, self._leave = spec, promote, leave
         self._trials: list[_Trial] = []
+        self._lock = threading.Lock()  # of the list
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
         """Have the next `calls` calls of `kernel` verified; and the first one timed if `slowest` is not 0."""
         handle = launcher.make_handle(self._slow)
         handle.add_kernel(kernel.program, kernel.library)
-        self._trials = [*self._trials, _Trial(kernel, handle, calls, slowest)]
+        with self._lock:
+            self._trials = [*self._trials, _Trial(kernel, handle, calls, slowest)]
+
+    def _take(self, trial: _Trial) -> bool:
+        """End a trial; whether it was not over, as it may be in another thread."""
+        with self._lock:
+            known = trial in self._trials
+            self._trials = [t for t in self._trials if t is not trial]
+        return known
 
     def _slow(self, args: tuple[Any, ...], status: int) -> Any:
         return self._spec.fallback(*args) if status else MISS
@@ -86,10 +95,7 @@ class Trials:
 
     def _settle(self, trial: _Trial, got: Any) -> Any:
         """End a trial with nothing left to verify."""
-        with trial.lock:
-            known = trial in self._trials
-        if known:
-            self._trials = [t for t in self._trials if t is not trial]
+        if self._take(trial):
             self._promote(trial.kernel)
         return got
 
@@ -102,7 +108,10 @@ class Trials:
             return
         if not launcher.wait(0):  # the launcher in Python, which it may begin with, takes longer than many kernels
             return
-        found = time_ratio(trial.handle, self._spec.fallback, args)
+        try:
+            found = time_ratio(trial.handle, self._spec.fallback, args)
+        except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
+            return
         if found > limit:
             sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
             self._leave(args, f"kernel {trial.kernel.name} took {found:.2f} times as long as ATen for sizes {sizes}")
@@ -113,9 +122,7 @@ class Trials:
         with trial.lock:
             trial.left -= 1
             ends = problem is not None or trial.left == 0
-            known = trial in self._trials
-        if ends and known:
-            self._trials = [t for t in self._trials if t is not trial]
+        if ends and self._take(trial):
             if problem is None:
                 self._promote(trial.kernel)
             else:

@@ -216,3 +216,20 @@ def test_time_is_measured():
     slow = verify.time_ratio(lambda x: [x.exp() for _ in range(6)], lambda x: x.exp(), (x,))
     fast = verify.time_ratio(lambda x: x.exp(), lambda x: [x.exp() for _ in range(6)], (x,))
     assert fast < 1.0 < 1.05 < slow
+
+
+def test_what_only_a_kernel_can_compute_is_not_timed(monkeypatch):
+    assert launcher.wait(120)
+    key = register(lambda x: torch.sin(x) + 2.25)
+    x = torch.randn(5000)
+    want = torch.sin(x) + 2.25
+
+    def refusing(*args):
+        raise NotImplementedError("not implemented for this dtype")
+
+    spec = REGISTRY.find(key).spec
+    handle = fusion_handle(key)
+    monkeypatch.setattr(verify, "time_ratio", refusing)
+    with config.override(slowest=1.05):
+        torch.testing.assert_close(handle(x), want)
+    assert handle.kernel_count == 1 and not spec.store.fallbacks
