@@ -24,8 +24,17 @@ def translate_getitem(b: Builder, base: Any, index: Any) -> Any:
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1 or any(isinstance(i, (bool, list, tuple, str, float)) for i in items):
         raise Untranslatable("an index that is not made of numbers, slices, None, ... and tensors")
-    out = _indexed(b, base, items, dots)
+    out = _indexed(b, _with_dims_for(b, base, items), items, dots)
     return b.aten("alias", base) if out is base else out  # x[:] shares x's memory, but is another tensor
+
+
+def _with_dims_for(b: Builder, base: Any, items: list[Any]) -> Any:
+    """`base`, seen to have a dim for each item: a `:` asks for one and leaves it, and other items look at theirs."""
+    taking = [item for item in items if item is not None and item is not Ellipsis]
+    last = taking if Ellipsis in items else taking[-1:]
+    if not any(isinstance(item, slice) and item == slice(None) for item in last):
+        return base
+    return b.aten("slice", base, len(taking) - 1, None, None, 1)
 
 
 def _indexed(b: Builder, base: Any, items: list[Any], dots: list[int]) -> Any:

