@@ -82,11 +82,12 @@ def fit(name: str, mid: str, x: str) -> str:
 def _bessel(order: int, scaled: bool) -> Callable[[str], str]:
     def body(mid: str) -> str:
         small = fit(f"I{order}", mid, "z")
+        growth = "({exp}(a) + (a - a))" if mid else "{exp}(a)"  # infinity by 0 is no number, in eager too
         return f"""\
   const double a = __builtin_fabs(x), b = a < 8.0 ? a : 8.0, z = b * b;
   const double u = FUSER_FMA(16.0, 1.0 / (a < 8.0 ? 8.0 : a), -1.0);
   const double small = {small}, large = {fit(f"I{order}_TAIL", mid, "u")} / __builtin_sqrt(a);
-  const double out = {"a < 8.0 ? {exp}(-b) * SMALL : large" if scaled else "a < 8.0 ? SMALL : {exp}(a) * large"};
+  const double out = {"a < 8.0 ? {exp}(-b) * SMALL : large" if scaled else f"a < 8.0 ? SMALL : {growth} * large"};
   return {"x < 0 ? -out : out" if order else "out"};
 """.replace("SMALL", "(b * small)" if order else "small")
 

@@ -579,3 +579,9 @@ def test_what_is_padded_from_nothing_is_row_major():
     for size in ((2, 2, 2, 4), (2, 2, 2, 0), (2, 2, 2, 3)):
         x = torch.randn(size).contiguous(memory_format=torch.channels_last)
         assert handle(x).stride() == fn(x).stride()
+
+
+@pytest.mark.parametrize("op", [torch.special.i0, torch.special.i1, torch.special.i0e, torch.special.i1e])
+def test_bessel_functions_of_what_is_infinite(op):
+    inf = float("inf")
+    same(lambda x: op(x), torch.tensor([inf, -inf, float("nan"), 1e30, -1e30, 200.0, 80.0, -80.0, 3.0, 0.0]))
