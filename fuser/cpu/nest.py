@@ -211,7 +211,9 @@ class Nest:
 
     def _bits(self, n: int, dtype: torch.dtype) -> str:
         row = self.plan.rows[n]
-        return f"(u16){bits_of(float(row.attr), dtype)}" if row.op == "const" else self.ref(n)
+        if row.op != "const" or row.dtype is torch.bool:  # a number; or a condition
+            return self.ref(n)
+        return f"(u16){bits_of(float(row.attr), dtype)}"
 
     def _element(self, buffer: str, address: Expr) -> str:
         """An element in memory. One of less than a word that lanes look up is gathered."""

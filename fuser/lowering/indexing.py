@@ -39,7 +39,7 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
     return index
 
 
-def _looked_at(ctx: LoweringContext, x: TensorBox, value: Value, size: Expr, at: Expr) -> Value:
+def looked_at(ctx: LoweringContext, x: TensorBox, value: Value, size: Expr, at: Expr) -> Value:
     """`value`, read at `at` of a dim of `size` of `x`. Where no address depends on the index, its check still must.
 
     One does in an input without strides of 0; what is computed may be computed in place, from anything.
@@ -62,7 +62,7 @@ def selected(
     def inner(index: Index) -> Value:
         own = list(at(index))
         own[dim] = place_at(index)
-        return _looked_at(ctx, x, load(tuple(own)), along, own[dim])
+        return looked_at(ctx, x, load(tuple(own)), along, own[dim])
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 
@@ -221,7 +221,7 @@ def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> T
         at = how.at(index)
         value = load(at)
         for d in how.dims:
-            value = _looked_at(ctx, x, value, how.own[d], at[d])
+            value = looked_at(ctx, x, value, how.own[d], at[d])
         return value
 
     out = ctx.pointwise(how.size, x.dtype, inner, ctx.order_of_meta())
@@ -263,4 +263,4 @@ def lower_one_hot(ctx: LoweringContext, x: TensorBox, num_classes: int | Expr = 
     return ctx.pointwise((*size, classes), result_dtype(ctx), inner, ctx.order_of_meta())
 
 
-__all__ = ["Indexed", "index_tensor", "place", "selected"]
+__all__ = ["Indexed", "index_tensor", "looked_at", "place", "selected"]

@@ -11,7 +11,7 @@ from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.indexing import place
+from fuser.lowering.indexing import looked_at, place
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import ask_elsewhere, lower
 from fuser.lowering.reshape import reshape_box
@@ -101,7 +101,8 @@ def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, so
             along = along * s + i
         mine = holds(index)
         next_one = ops.where(mine, ops.sub(number((along,)), 1), ops.constant(0, torch.int64))
-        return ops.where(mine, new((place(next_one, given),)), load(index))
+        at = place(next_one, given)
+        return ops.where(mine, looked_at(ctx, source, new((at,)), given, at), load(index))
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 

@@ -429,6 +429,9 @@ def lower_unfold(ctx: LoweringContext, x: TensorBox, dim: int, size: Int, step: 
     d = wrap_dim(dim, len(own))
     ctx.assume("le", width, own[d])
     count = ctx.canon(floordiv(own[d] - width, expr(step)) + 1)
+    if step == 1:  # both have one stride: of a result it is the larger's that is larger
+        few, many = sorted((count, width), key=ctx.hint)
+        ctx.assume("lt" if ctx.hint(few) < ctx.hint(many) else "eq", few, many)
 
     def reindex(index: Index) -> Index:
         return (*index[:d], index[d] * step + index[-1], *index[d + 1 : -1])

@@ -585,3 +585,27 @@ def test_what_is_padded_from_nothing_is_row_major():
 def test_bessel_functions_of_what_is_infinite(op):
     inf = float("inf")
     same(lambda x: op(x), torch.tensor([inf, -inf, float("nan"), 1e30, -1e30, 200.0, 80.0, -80.0, 3.0, 0.0]))
+
+
+def test_too_few_elements_for_a_mask_that_are_all_the_same():
+    fn = lambda x, m: torch.masked_scatter(x, m, x.new_zeros(8))  # noqa: E731
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    m = torch.arange(30) % 4 == 0
+    assert torch.equal(handle(torch.ones(30), m), fn(torch.ones(30), m))
+    with pytest.raises(RuntimeError, match="Number of elements of source"):
+        handle(torch.ones(30), m | (torch.arange(30) == 2))
+
+
+def test_layouts_of_windows_by_their_number_and_width():
+    fn = lambda x: (x.unfold(1, 3, 1) * 2, x.unfold(1, 3, 1).transpose(1, 2) + 1)  # noqa: E731
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    for n in (4, 5, 6, 9, 4):
+        x = torch.randn(2, n)
+        for a, b in zip(handle(x), fn(x)):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_a_condition_that_is_a_constant_selects_halves():
+    x, y = torch.randn(9).to(torch.float16), torch.randn(9).to(torch.float16)
+    same(lambda x, y: torch.where(x.new_zeros(()).bool(), x, y), x, y)
+    same(lambda x, y: (torch.where(x.new_ones((), dtype=torch.bool), x, y), (x.float() * 2)), x, y)
