@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.ir.nodes import Buffer, strides_of
-from fuser.ir.sizes import INDIRECT, LOOP, STRIDE, Expr, Sym, maximum, program, relation_program, symbols
+from fuser.ir.sizes import (
+    INDIRECT,
+    LOOP,
+    STRIDE,
+    Expr,
+    Sym,
+    expr,
+    maximum,
+    program,
+    relation_program,
+    substitute,
+    symbols,
+)
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
@@ -81,7 +93,9 @@ class ProgramBuilder:
         own = e.as_symbol()
         if own is not None and own not in self.slots:
             return Bind(self._slot(own))
-        return Check(program(e, self.slots))
+        # What is known of a symbol may be another that comes later; of one without a slot it is a number.
+        known = substitute(e, {s: self.ctx.canon(expr(s)) for s in symbols(e) if s not in self.slots})
+        return Check(program(known, self.slots))
 
     def _slot(self, s: Sym) -> int:
         return self.slots.setdefault(s, len(self.slots))

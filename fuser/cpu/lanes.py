@@ -121,7 +121,7 @@ class LaneLoop:
         out.add(f"const i64 {v} = start;")
         for stream, const in streams:
             out.add(f"{const}{stream.kind}* const {stream.name} = &{stream.address};")
-        needed = {m for n in (*self.rows, *self.stored) for m in (n, *self._deps(n))}
+        needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted(needed - set(self.rows)):
             flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
             kind = TYPES[self.plan.rows[n].dtype]

@@ -260,7 +260,7 @@ def lower_one_hot(ctx: LoweringContext, x: TensorBox, num_classes: int | Expr = 
         hot = place(load(index[:-1]), classes, wraps=False)
         return ops.to_dtype(ops.eq(ops.index_expr(index[-1]), ops.index_expr(hot)), torch.int64)
 
-    return ctx.pointwise((*size, classes), result_dtype(ctx), inner, ctx.order_of_meta())
+    return ctx.pointwise((*size, classes), result_dtype(ctx), inner)  # eager scatters into what is row-major
 
 
 __all__ = ["Indexed", "index_tensor", "looked_at", "place", "selected"]

@@ -609,3 +609,20 @@ def test_a_condition_that_is_a_constant_selects_halves():
     x, y = torch.randn(9).to(torch.float16), torch.randn(9).to(torch.float16)
     same(lambda x, y: torch.where(x.new_zeros(()).bool(), x, y), x, y)
     same(lambda x, y: (torch.where(x.new_ones((), dtype=torch.bool), x, y), (x.float() * 2)), x, y)
+
+
+def test_what_is_hot_is_row_major():
+    i = torch.arange(16).reshape(2, 2, 2, 2) % 5
+    fn = lambda i: F.one_hot(i.transpose(1, -4), 5)  # noqa: E731
+    got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(i)
+    assert torch.equal(got, fn(i)) and got.stride() == fn(i).stride()
+
+
+def test_flags_of_a_constant_beside_computed_halves():
+    x = torch.randn(4, 16).to(torch.float16)
+    same(lambda x: (x * 1.5, torch.signbit(x.new_zeros((4, 16), dtype=torch.int64)).expand_as(x).clone()), x)
+
+
+def test_strides_of_sizes_that_are_known_from_later_inputs():
+    fn = lambda i, x: torch.addcmul(torch.cat((x, x), -2), i, i, value=2)  # noqa: E731
+    same(fn, torch.arange(4).reshape(1, 1, 4, 1), torch.randn(2, 2, 2, 4))
