@@ -104,7 +104,7 @@ def _judge(
     # Which zero an extreme or a sum of both is, hangs on the order, which is not the same on a GPU.
     zeros = zeros and (test_device() == "cpu" or not any(t in s.fn for s in program.steps for t in _EITHER_ZERO))
     wide, _, largest, low = _wide_run(program, sizes)
-    if any("layer_norm" in s.fn for s in program.steps):
+    if any(n in s.fn for s in program.steps for n in ("layer_norm", "group_norm", "batch_norm", "instance_norm")):
         largest *= 400  # 1 / sqrt(eps): what it makes of the rounding of a mean where all values are equal
         if any(x.layout == "expanded" for x in program.inputs):
             largest *= max(x.numel() for x in make_inputs(program, sizes))  # and may be added up
