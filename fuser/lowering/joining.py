@@ -211,8 +211,8 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
     fill = cast_loader(ctx, value, (), dtype)
     load = _padded(ctx.loader(x, own, dtype), dims, lambda: fill(()))
     order = ctx.order_of_meta()
-    for size in own if order is not None else ():  # what eager makes of nothing is row-major
-        ctx.assume("lt", 0, size)
+    for size in own if order is not None else ():  # what eager makes of nothing, or of single places, is row-major
+        ctx.assume("lt", int(ctx.hint(size) > 1), size)
     return ctx.pointwise(out, dtype, load, order)
 
 

@@ -579,6 +579,11 @@ def test_what_is_padded_from_nothing_is_row_major():
     for size in ((2, 2, 2, 4), (2, 2, 2, 0), (2, 2, 2, 3)):
         x = torch.randn(size).contiguous(memory_format=torch.channels_last)
         assert handle(x).stride() == fn(x).stride()
+    fn = lambda x: F.pad(torch.bitwise_not(x), (1, 0))  # noqa: E731
+    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    for size in ((1, 3, 4, 4), (1, 2, 1, 1), (1, 3, 1, 4)):
+        x = torch.ones(size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+        assert handle(x).stride() == fn(x).stride()
 
 
 @pytest.mark.parametrize("op", [torch.special.i0, torch.special.i1, torch.special.i0e, torch.special.i1e])
