@@ -161,7 +161,16 @@ def _test(name: str) -> Callable[..., TensorBox]:
 
 
 def _logical(name: str) -> Callable[..., TensorBox]:
-    return lambda ctx, a, b: elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, torch.bool)
+    def fn(ctx: LoweringContext, a: TensorBox, b: TensorBox) -> TensorBox:
+        common = common_dtype(ctx)
+        if all(torch.promote_types(x.dtype, common) is common for x in (a, b)):
+            return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), torch.bool, torch.bool)
+        # What has no dims takes the others' dtype first, and what is not zero may be zero there: 256 among bytes.
+        return elementwise(
+            ctx, [a, b], lambda x, y: ops.call(name, ops.ne(x, 0), ops.ne(y, 0)), torch.bool, common, cast=True
+        )
+
+    return fn
 
 
 _MAKERS = (

@@ -33,6 +33,8 @@ def searched(
     if dtype is torch.bool:
         raise Unsupported("a search among masks, which eager refuses unless there are none")
     own, size, wide = ctx.size_of(bounds), ctx.size_of(x), compute_dtype(dtype)
+    if len(own) != 1 and len(own) != len(size):
+        raise Unsupported("sorted values of other dims than those that are looked for: eager refuses them")
     n = own[-1]
     steps = ctx.hint(n).bit_length()
     if steps > MOST_STEPS:
@@ -77,6 +79,8 @@ def lower_bucketize(
     ctx: LoweringContext, x: Any, bounds: TensorBox, out_int32: Any = False, right: Any = False
 ) -> TensorBox:
     """The bucket between `bounds` in which each element lies."""
+    if len(ctx.size_of(bounds)) != 1:
+        raise Unsupported("bounds of buckets in other than one dim: eager refuses them")
     return searched(ctx, bounds, x, right is True)
 
 

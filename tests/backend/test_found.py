@@ -15,6 +15,11 @@ from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
 
 
+def handle_of(fn: Any, functional: bool = False) -> Any:
+    """What runs `fn` fused."""
+    return REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=functional)).handle
+
+
 def same(fn: Any, *inputs: Any, native: bool = True) -> None:
     """`fn` fused gives what it gives in eager, zeros' signs included; by a kernel if `native`."""
     key = register_fusion(torch.fx.symbolic_trace(fn), functional=True)
@@ -88,7 +93,7 @@ def test_an_empty_diagonal():
 
 def aliases(fn: Any, *inputs: torch.Tensor) -> None:
     """`fn` registered as it is: each result is an input, a view of one or neither, as in eager."""
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    handle = handle_of(fn)
     got, want = handle(*inputs), fn(*inputs)
     for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
         assert torch.equal(a, b) and a.stride() == b.stride()
@@ -180,7 +185,7 @@ def test_a_part_that_was_all_is_no_dense_result_for_more():
 def test_any_index_into_nothing_is_refused():
     index = torch.tensor([0, 1])
     for fn in (lambda x, i: x[i], lambda x, i: torch.index_select(x, 0, i), lambda x, i: F.embedding(i, x)):
-        handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+        handle = handle_of(fn, functional=True)
         for x in (torch.zeros(4, 2), torch.zeros(0, 0), torch.zeros(1, 2)):
             try:
                 want = fn(x, index)
@@ -229,12 +234,8 @@ def test_roll_gives_eagers_layout(shape):
             def fn(x, shifts=shifts, dims=dims):
                 return torch.roll(x, shifts, dims)
 
-            got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(x)
+            got = handle_of(fn)(x)
             torch.testing.assert_close(got, fn(x), rtol=0, atol=0, check_stride=True)
-
-
-def handle_of(fn: Any) -> Any:
-    return REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -419,14 +420,14 @@ def test_an_index_out_of_range_is_an_error_where_only_a_part_is_read(name):
     fn, native = PARTS[name]
     good, bad = torch.tensor([2, 0, 1]), torch.tensor([0, 1, 3])
     same(fn, X, good, native=native)
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    handle = handle_of(fn, functional=True)
     with pytest.raises(IndexError):
         handle(X, bad)
 
 
 def test_a_view_that_other_sizes_refuse():
     fn = lambda x: x.chunk(2, -1)[1].view((1, 1, -1)) + 0  # noqa: E731
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    handle = handle_of(fn, functional=True)
     for size in ((17, 3), (1, 6), (5, 3)):
         x = torch.randn(size)
         assert torch.equal(handle(x), fn(x))
@@ -449,7 +450,7 @@ def test_layouts_after_casts_of_expanded_tensors(name):
 def test_what_follows_a_group_norm_has_its_layout():
     x = torch.randn(2, 4, 3, 5).to(memory_format=torch.channels_last)
     fn = lambda x: F.avg_pool2d(F.group_norm(x, 2), 2, 1)  # noqa: E731
-    got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(x)
+    got = handle_of(fn)(x)
     assert got.stride() == fn(x).stride()
 
 
@@ -482,7 +483,7 @@ def test_a_number_cut_by_way_of_an_integer_has_no_sign_of_zero(whole):
 def test_an_index_into_computed_rows_that_are_all_the_same_is_checked():
     fn = lambda c, x, i: F.embedding(i, torch.where(c, x.sum(), x.amax(0)))  # noqa: E731
     c, x = torch.tensor([[True]]).expand(4, 1), torch.randn(5, 6)
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    handle = handle_of(fn, functional=True)
     torch.testing.assert_close(handle(c, x, torch.tensor([0, 3])), fn(c, x, torch.tensor([0, 3])))
     with pytest.raises(IndexError):
         handle(c, x, torch.tensor([0, 4]))
@@ -567,7 +568,7 @@ def test_more_indices_than_dims():
         lambda x: (x * 2)[0, :] + 1, lambda x: (x * 2)[:, :] + 1, lambda x: (x * 2)[0, :, ...] + 1,
         lambda x: (x * 2)[:, ..., 0] + 1, lambda x: (x * 2)[None, ..., :, 0] + 1,
     ):  # fmt: skip
-        handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+        handle = handle_of(fn, functional=True)
         assert torch.equal(handle(X), fn(X))
         with pytest.raises(IndexError):
             handle(X[0])
@@ -575,12 +576,12 @@ def test_more_indices_than_dims():
 
 def test_what_is_padded_from_nothing_is_row_major():
     fn = lambda x: torch.pow(F.pad(x, (0, 1, 0, 0)), 2)  # noqa: E731
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    handle = handle_of(fn)
     for size in ((2, 2, 2, 4), (2, 2, 2, 0), (2, 2, 2, 3)):
         x = torch.randn(size).contiguous(memory_format=torch.channels_last)
         assert handle(x).stride() == fn(x).stride()
     fn = lambda x: F.pad(torch.bitwise_not(x), (1, 0))  # noqa: E731
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    handle = handle_of(fn)
     for size in ((1, 3, 4, 4), (1, 2, 1, 1), (1, 3, 1, 4)):
         x = torch.ones(size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
         assert handle(x).stride() == fn(x).stride()
@@ -594,7 +595,7 @@ def test_bessel_functions_of_what_is_infinite(op):
 
 def test_too_few_elements_for_a_mask_that_are_all_the_same():
     fn = lambda x, m: torch.masked_scatter(x, m, x.new_zeros(8))  # noqa: E731
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=True)).handle
+    handle = handle_of(fn, functional=True)
     m = torch.arange(30) % 4 == 0
     assert torch.equal(handle(torch.ones(30), m), fn(torch.ones(30), m))
     with pytest.raises(RuntimeError, match="Number of elements of source"):
@@ -603,7 +604,7 @@ def test_too_few_elements_for_a_mask_that_are_all_the_same():
 
 def test_layouts_of_windows_by_their_number_and_width():
     fn = lambda x: (x.unfold(1, 3, 1) * 2, x.unfold(1, 3, 1).transpose(1, 2) + 1)  # noqa: E731
-    handle = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle
+    handle = handle_of(fn)
     for n in (4, 5, 6, 9, 4):
         x = torch.randn(2, n)
         for a, b in zip(handle(x), fn(x)):
@@ -619,7 +620,7 @@ def test_a_condition_that_is_a_constant_selects_halves():
 def test_what_is_hot_is_row_major():
     i = torch.arange(16).reshape(2, 2, 2, 2) % 5
     fn = lambda i: F.one_hot(i.transpose(1, -4), 5)  # noqa: E731
-    got = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn))).handle(i)
+    got = handle_of(fn)(i)
     assert torch.equal(got, fn(i)) and got.stride() == fn(i).stride()
 
 
@@ -631,3 +632,30 @@ def test_flags_of_a_constant_beside_computed_halves():
 def test_strides_of_sizes_that_are_known_from_later_inputs():
     fn = lambda i, x: torch.addcmul(torch.cat((x, x), -2), i, i, value=2)  # noqa: E731
     same(fn, torch.arange(4).reshape(1, 1, 4, 1), torch.randn(2, 2, 2, 4))
+
+
+@pytest.mark.parametrize("op", [torch.logical_and, torch.logical_or, torch.logical_xor])
+def test_what_is_not_zero_before_it_takes_the_dtype_of_the_others(op):
+    t, byte, half = torch.tensor, torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.float16)
+    pairs = [
+        (t(256), byte), (t(257), byte), (t(1e-50, dtype=torch.float64), half.float()), (t(1e-10), half),
+        (t(1e-10), t(1.0).half()), (t(0.5), byte), (t(2**31), half), (t(256), half.bool()), (t([1e-10]), half),
+    ]  # fmt: skip
+    for a, b in pairs:
+        same(lambda x, y: op(x, y), a, b)
+        same(lambda x, y: op(x, y), b + 1, a)
+
+
+def test_sorted_values_in_other_dims_than_eager_takes():
+    bucketize = handle_of(lambda x, b: torch.bucketize(x, b))
+    searchsorted = handle_of(lambda b, x: torch.searchsorted(b, x))
+    for x, b in ((X, X), (X, X[0, 0]), (X[0], X), (X[0, 0], X), (X[None], X)):
+        with pytest.raises(RuntimeError, match="boundaries tensor must be 1 dimension"):
+            bucketize(x, b)
+        if b.dim() != x.dim():
+            with pytest.raises(RuntimeError, match=r"torch.searchsorted\(\)"):
+                searchsorted(b, x)
+    square = handle_of(lambda x: torch.bucketize(x.squeeze(-1), x.squeeze(-1)))
+    assert torch.equal(square(X[:, :1]), torch.arange(3))
+    with pytest.raises(RuntimeError, match="boundaries tensor must be 1 dimension"):
+        square(X[:, :2])
