@@ -152,7 +152,7 @@ def _value_difference(a: torch.Tensor, b: torch.Tensor, exact: Any) -> str:
     x, y, e = a.double(), b.double(), exact.double()
     odd = ~(x.isfinite() & y.isfinite() & e.isfinite())
     same_odd = (x == y) | (x.isnan() & y.isnan()) | (x == e) | (x.isnan() & e.isnan())
-    overflow = (x == e.to(b.dtype).double()) | (e.abs() > 0.99 * torch.finfo(b.dtype).max) & x.isinf()
+    overflow = (x == e.to(b.dtype).double()) | (e.abs() > 0.99 * torch.finfo(b.dtype).max) & (x == e * float("inf"))
     if bool((odd & ~same_odd & ~overflow).any()):
         return _describe(a, b)
     mine, theirs = (x - e).abs()[~odd], (y - e).abs()[~odd]

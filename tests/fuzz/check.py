@@ -35,6 +35,7 @@ from fuser.scheduler.verifier import verify_lowered
 from tests import compare
 from tests.device import test_device
 from tests.fuzz import program as programs
+from tests.fuzz.judge import is_identical, make_inputs, what_differs, wide_run
 from tests.fuzz.program import Program, graph_of, map_refs, run, run_step
 
 FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile", "dynamic")
@@ -43,14 +44,8 @@ FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile", "dyna
 Judge = Callable[[], str]
 
 
-_EITHER_ZERO = ("max", "min", "clamp", "relu", "hard", "sum")
 # Where several values go to one place, any of them stays on a GPU, in eager too.
 _IN_NO_ORDER = ("index_put", "index_copy", ".scatter", "torch.scatter", "setitem")
-
-
-def make_inputs(program: Program, sizes: dict[int, int] | None = None) -> list[torch.Tensor]:
-    """The program's inputs, on the device that is tested."""
-    return programs.make_inputs(program, sizes, test_device())
 
 
 def check(program: Program, way: str) -> str:
@@ -94,117 +89,6 @@ def _eager(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...] | Excepti
         return e
 
 
-def _judge(
-    program: Program, got: Sequence[Any], want: Sequence[Any], sizes: dict[int, int] | None, strides: bool,
-    zeros: bool = True,
-) -> list[str]:  # fmt: skip
-    """Differences of results: exact values to the bit (unless not `zeros`, with the zeros' signs), others as near as
-    the roundings allow."""
-    found = []
-    # Which zero an extreme or a sum of both is, hangs on the order, which is not the same on a GPU.
-    zeros = zeros and (test_device() == "cpu" or not any(t in s.fn for s in program.steps for t in _EITHER_ZERO))
-    wide, _, largest, low = _wide_run(program, sizes)
-    if any(n in s.fn for s in program.steps for n in ("layer_norm", "group_norm", "batch_norm", "instance_norm")):
-        largest *= 400  # 1 / sqrt(eps): what it makes of the rounding of a mean where all values are equal
-        if any(x.layout == "expanded" for x in program.inputs):
-            largest *= max(x.numel() for x in make_inputs(program, sizes))  # and may be added up
-    for n, o in enumerate(program.outputs):
-        a, b = got[n], want[n]
-        if o in program.exact and _identical(b.double(), wide[n].double()):
-            form = compare.differences([a], [b], strides=strides)
-            if form or not _identical(a, b, zeros):
-                found.append(f"output {n} (exact): {form or compare._describe(a, b)}")
-            continue
-        for p in compare.differences([a], [b], lambda n=n: [wide[n]], strides=strides, low=low):
-            form = compare._form_difference(a, b, strides)
-            noise = _is_noise(a, b, wide[n], largest, low) or _as_on_cpu(program, n, a, wide[n], sizes)
-            if form or not (noise or _as_in_float32(program, n, a, sizes, low)):
-                found.append(f"output {n}: {p}")
-    return found
-
-
-def _as_on_cpu(
-    program: Program, output: int, got: torch.Tensor, exact: torch.Tensor, sizes: dict[int, int] | None
-) -> bool:  # fmt: skip
-    """Whether a result of a GPU is about as near to the exact one as eager's on the CPU, which adds in another order.
-
-    Where a sum is nearly nothing and others are divided by it, eager's results on the two are as far apart.
-    """
-    if got.device.type == "cpu" and test_device() == "cpu":
-        return False
-    want = run(program, programs.make_inputs(program, sizes))[output]
-    return not compare.differences([got.cpu()], [want], lambda: [exact.cpu()], strides=False)
-
-
-def _as_in_float32(
-    program: Program, output: int, got: torch.Tensor, sizes: dict[int, int] | None, low: torch.dtype | None
-) -> bool:
-    """Whether a result is eager's with halves in float32: where a half underflows to 0, infinity times it is no number,
-    and which infinity it is else may hang on the sign of what is left of `sin(pi)`."""
-    if low not in (torch.float16, torch.bfloat16):
-        return False
-    values: list[Any] = [v.float() if _is_half(v) else v for v in make_inputs(program, sizes)]
-    for s in program.steps:
-        values.append(run_step(s, values))
-    want = values[program.outputs[output]]
-    return not compare.differences([got], [want.to(got.dtype)], strides=False, low=low)
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-
-
-def _identical(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    x, y = a.double(), b.double()
-    same = (x == y) & (torch.signbit(x) == torch.signbit(y)) if zeros else x == y
-    return bool((same | x.isnan() & y.isnan()).all())
-
-
-def _wide_run(
-    program: Program, sizes: dict[int, int] | None
-) -> tuple[list[Any], list[Any], float, torch.dtype | None]:  # fmt: skip
-    """Outputs in float64, the inputs after that run; on the way there the largest magnitude and least precise dtype."""
-    real, wide = make_inputs(program, sizes), _wide_inputs(program, sizes)
-    for s in program.steps:
-        real.append(run_step(s, real))
-        wide.append(run_step(_widened(s), wide))
-    floats = [v for v in compare.leaves(wide) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    finite = [float(v[v.isfinite()].abs().max()) for v in floats if v.isfinite().any()]
-    largest, low = max(finite, default=1.0), compare.lowest(compare.leaves(real))
-    return [wide[o] for o in program.outputs], wide[: len(program.inputs)], largest, low
-
-
-def _wide_inputs(program: Program, sizes: dict[int, int] | None) -> list[Any]:
-    """The inputs in float64, which alias each other as the real ones do."""
-    wide: list[Any] = []
-    for x, own in zip(program.inputs, make_inputs(program, sizes)):
-        wide.append(programs.VIEWS[x.view](wide[x.of]) if x.of >= 0 else compare.in_float64([own])[0])
-    return wide
-
-
-def _widened(s: Any) -> Any:
-    from tests.fuzz.generate import _widened as widened
-
-    return widened(s)
-
-
-def _is_noise(a: Any, b: Any, exact: Any, largest: float, low: torch.dtype | None) -> bool:
-    """Whether a difference is what roundings of values as large as `largest` can make.
-
-    Where eager's own result is no number, since halves overflowed on its way, the exact one alone counts; and so it
-    does for integers made of such results.
-    """
-    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    if not b.is_floating_point():
-        return exact.dtype is b.dtype and bool(((a == b) | (a == exact)).all())
-    x, y, e = a.double(), b.double(), exact.double()
-    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, torch.fmin((x - y).abs(), (x - e).abs()))
-    return bool((gap <= 16 * torch.finfo(low or b.dtype).eps * max(largest, 1.0)).all())
-
-
 # -- functional programs -----------------------------------------------------------------------------------------------
 def _by_plans(program: Program) -> str:
     inputs = make_inputs(program)
@@ -221,10 +105,10 @@ def _by_plans(program: Program) -> str:
     verify_lowered(lowered, plans)
     want = run(program, make_inputs(program))
     # Which zero an interpreter's maximum gives is torch's affair; kernels have eager's.
-    problems = _judge(program, interpret_schedule(lowered, plans, args), want, None, strides=False, zeros=False)
+    problems = what_differs(program, interpret_schedule(lowered, plans, args), want, None, strides=False, zeros=False)
     if not problems:
         return ""
-    before = _judge(program, interpret_lowered(lowered, args), want, None, strides=False, zeros=False)
+    before = what_differs(program, interpret_lowered(lowered, args), want, None, strides=False, zeros=False)
     return "lowered: " + "; ".join(before) if before else "plans: " + "; ".join(problems)
 
 
@@ -280,11 +164,11 @@ def _run_and_compare(
     got = got if isinstance(got, tuple) else tuple(got) if isinstance(got, list) else (got,)
     if sizes and not _comparable(program, sizes):
         return ""
-    problems = _judge(program, got, want, sizes, strides=not functional)
+    problems = what_differs(program, got, want, sizes, strides=not functional)
     if functional:
-        problems += [f"input {i} changed" for i, (a, b) in enumerate(zip(mine, before)) if not _identical(a, b)]
+        problems += [f"input {i} changed" for i, (a, b) in enumerate(zip(mine, before)) if not is_identical(a, b)]
         return "; ".join(problems)
-    return "; ".join(problems + _compare_memory(mine, own, got, want, identity, lambda: _wide_run(program, sizes)[1]))
+    return "; ".join(problems + _compare_memory(mine, own, got, want, identity, lambda: wide_run(program, sizes)[1]))
 
 
 def _has_meaning(program: Program, sizes: dict[int, int] | None) -> bool:

@@ -6,9 +6,9 @@ import numpy
 import pytest
 import torch
 
-from tests.fuzz import check as check_module
+from tests.fuzz import judge
 from tests.fuzz.__main__ import run_batch, run_seed
-from tests.fuzz.check import check
+from tests.fuzz.check import _compare_memory, check
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Ref, Step, graph_of, make_inputs, run
 from tests.fuzz.shrink import shrink
@@ -91,14 +91,14 @@ def test_a_result_of_a_gpu_may_be_as_far_off_as_eagers_on_the_cpu(monkeypatch):
     """Seed 603435: divided by a sum that is nearly nothing."""
     summed, divided = Step("torch.sum", (Ref(0), (0, 1))), Step("torch.div", (Ref(0), Ref(1)))
     program = Program((Input((33, 40), torch.float32, "offset", "normal", 90548020),), (summed, divided), (2,))
-    (exact,), _, _, _ = check_module._wide_run(program, None)
-    monkeypatch.setattr(check_module, "test_device", lambda: "cuda")
-    monkeypatch.setattr(check_module, "run", lambda p, inputs: ((exact * (1 + 6e-5)).float(),))
+    (exact,), _, _, _ = judge.wide_run(program, None)
+    monkeypatch.setattr(judge, "test_device", lambda: "cuda")
+    monkeypatch.setattr(judge, "run", lambda p, inputs: ((exact * (1 + 6e-5)).float(),))
     near, far = (exact * (1 - 3e-5)).float(), (exact * (1 + 3e-4)).float()
-    assert check_module._as_on_cpu(program, 0, near, exact, None)
-    assert not check_module._as_on_cpu(program, 0, far, exact, None)
-    monkeypatch.setattr(check_module, "test_device", lambda: "cpu")
-    assert not check_module._as_on_cpu(program, 0, near, exact, None)
+    assert judge._as_on_cpu(program, 0, near, exact, None)
+    assert not judge._as_on_cpu(program, 0, far, exact, None)
+    monkeypatch.setattr(judge, "test_device", lambda: "cpu")
+    assert not judge._as_on_cpu(program, 0, near, exact, None)
 
 
 def test_what_an_input_holds_afterwards_may_be_nearer_than_eagers():
@@ -108,7 +108,21 @@ def test_what_an_input_holds_afterwards_may_be_nearer_than_eagers():
     near, far = exact.half(), torch.from_numpy(numpy.cumsum(x.numpy(), dtype=numpy.float16))
 
     def problems(mine, eager):
-        return check_module._compare_memory([mine], [eager], (), (), False, lambda: [exact])
+        return _compare_memory([mine], [eager], (), (), False, lambda: [exact])
 
     assert not problems(near, far)
     assert "input 0 afterwards" in problems(far, near)[0]
+
+
+def test_what_underflows_on_the_way_to_a_product_may_be_nothing():
+    """Seeds 1422756 and 1494807: 0.95 to the 5000th is 1e-44 where eager multiplies one after the other, and infinity
+    times it is no number elsewhere."""
+    powers = Program(
+        (Input((5000,), torch.float32, "expanded", "normal", 858397497), Input((1,), torch.float32)),
+        (Step("torch.prod", (Ref(0), 0)), Step("torch.div", (Ref(1), 0.0)), Step("torch.mul", (Ref(2), Ref(3)))), (4,),
+    )  # fmt: skip
+    (infinite,) = run(powers, make_inputs(powers))
+    assert infinite.isinf().all()
+    assert not judge.what_differs(powers, (infinite * 0,), (infinite,), None, True)
+    assert judge.what_differs(powers, (-infinite,), (infinite,), None, True)
+    assert judge.what_differs(powers, (torch.ones(1),), (infinite,), None, True)
