@@ -10,9 +10,9 @@ import torch
 
 from fuser.cpu.moves import bits_of
 from fuser.cpu.nest import Nest, constant_text, storage_type
-from fuser.cpu.segments import find_edge
+from fuser.cpu.segments import find_edges
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import INDIRECT, ONE, Expr, coefficient, expr, symbols
+from fuser.ir.sizes import ONE, expr
 from fuser.scheduler.plan import Store
 
 SHORTEST, LONGEST = 4, 256  # bytes of a row
@@ -63,8 +63,7 @@ class BitsLoop:
     def __init__(self, nest: Nest) -> None:
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         self.stores = [s for s in self.plan.stores if nest.store_is_full(s)]
-        every = [n for n in range(len(self.plan.rows)) if nest.vector is not None and nest.is_full(n)]
-        self.edges = {n: e for n in every if (e := find_edge(nest, self.plan.rows[n])) is not None}
+        self.edges = find_edges(nest)
         self.rows = nest.closure([s.row for s in self.stores], set(self.edges))
         self.masks: set[int] = set(self.edges)
         for n in self.rows:
@@ -82,18 +81,13 @@ class BitsLoop:
         short = SHORTEST <= nest.vector.hint * self.size < LONGEST
         return short and all(map(self._store_fits, self.stores)) and all(map(self._row_fits, self.rows))
 
-    def _step(self, address: Expr) -> Expr | None:
-        assert self.nest.vector is not None
-        indirect = any(x.kind == INDIRECT for x in symbols(address))
-        return None if indirect else coefficient(address, self.nest.vector.sym)
-
     def _is_moved(self, n: int) -> bool:
         return n in self.nest.moved or self.plan.rows[n].dtype in _BYTES
 
     def _store_fits(self, s: Store) -> bool:
         dtype = self.nest.dtypes[s.buffer]
         same = dtype is self.nest.moved.get(s.row, self.plan.rows[s.row].dtype)
-        return same and s.row not in self.masks and dtype.itemsize == self.size and self._step(s.address) == ONE
+        return same and s.row not in self.masks and dtype.itemsize == self.size and self.nest.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -104,7 +98,7 @@ class BitsLoop:
         if row.op == "load":
             own = self.nest.dtypes[row.attr[0]]
             same = own is self.nest.moved.get(n, row.dtype) and own.itemsize == self.size
-            along = self._step(row.attr[1][0])
+            along = self.nest.step(row.attr[1][0])
             known = not row.args or row.args[0] in self.masks or not self.nest.is_full(row.args[0])
             plain = not indirect_rows(row) and n not in self.nest.guarded and n not in self.nest.parts
             return same and known and plain and (along == ONE or (along == expr(-1) and not row.args))
@@ -147,7 +141,7 @@ class BitsLoop:
             return f"~{args[0]}" if row.op == "logical_not" else f" {_JOINED[row.op]} ".join(args)
         if row.op == "load":
             mask = f"some & {self._mask(row.args[0])}" if row.args else "some"
-            back = self._step(row.attr[1][0]) != ONE
+            back = self.nest.step(row.attr[1][0]) != ONE
             text = f"{kind}_back(from{n} - k, length - k)" if back else f"{kind}_load(from{n} + k, {mask})"
             return f"({kind})({text} != 0) & 1" if row.dtype is torch.bool else text
         if row.op == "where":

@@ -101,8 +101,7 @@ class BlockedScan(ChainedScan):
         source = self._line(value)
         is_line = source is not None
         if not is_line:
-            self.open_parts(0, "v0", "l", "count")
-            self.open_halves(0, "v0", "l", BLOCK, "count")
+            self.open_pieces(0, "v0", "l", BLOCK, "count")
         if value in self.pieces:
             source = f"piece{value}"
         if source is None:
@@ -124,10 +123,10 @@ class BlockedScan(ChainedScan):
         for place, s in goals.items():
             if to[place] in OWN and s not in self.results:
                 self._copy(s, torch.int64 if place else element, to[place])
-        self.close_halves(0, "v0", "count") if stores else self.pieces.clear()
-        self.results.clear()
+        if not stores:
+            self.results.clear()
         if not is_line:
-            self.close_parts(0)
+            self.close_pieces(0, "v0", "count")
 
     def _open_block(self) -> None:
         self.out.add(self.pragma())

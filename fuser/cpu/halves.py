@@ -10,7 +10,7 @@ import torch
 
 from fuser.cpu.parts import PartsNest
 from fuser.cpu.segments import find_edge
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, Expr, substitute, symbol
 from fuser.scheduler.plan import Store
 
 MOST_PIECES = 6  # more would not fit into the first level cache
@@ -60,10 +60,7 @@ class HalvesNest(PartsNest):
             self.out.add(f"{{ const i64 edge = {place} - {start}; {side} = edge {overtakes} {side} ? edge : {side}; }}")
 
     def _is_line(self, buffer: str, address: Expr) -> bool:
-        if self.vector is None or self.dtypes[buffer] is not torch.float16:
-            return False
-        plain = not any(x.kind == INDIRECT for x in symbols(address))
-        return plain and coefficient(address, self.vector.sym) == ONE
+        return self.dtypes[buffer] is torch.float16 and self.step(address) == ONE
 
     def half_stores(self, phase: int) -> list[Store]:
         """The same of stores."""
@@ -75,11 +72,20 @@ class HalvesNest(PartsNest):
         """Whether a pass over pieces converts float16 before and after each."""
         return 0 < len(self.half_loads(phase)) + len(self.half_stores(phase)) <= MOST_PIECES
 
-    def open_halves(self, phase: int, start: str, place: str, length: int, count: str) -> None:
-        """Before a loop of `count` elements from `start` on, at most `length`; it finds element `place` of a piece."""
+    def open_pieces(self, phase: int, start: str, place: str, length: int, count: str) -> None:
+        """Before a loop of `count` elements from `start` on, at most `length`; it finds element `place` of what is made
+        ready: of parts, and of halves as floats."""
+        self._open_parts(phase, start, place, count)
+        if self.has_halves(phase):
+            self._open_halves(phase, start, place, length, count)
+
+    def close_pieces(self, phase: int, start: str, count: str) -> None:
+        """After that loop; no result is converted that is no longer in `results`."""
+        self._close_halves(phase, start, count)
+        self._close_parts(phase)
+
+    def _open_halves(self, phase: int, start: str, place: str, length: int, count: str) -> None:
         assert self.vector is not None
-        if not self.has_halves(phase):
-            return
         origin = {self.vector.sym: symbol(start, LOOP)}
         length = -(-length // 16) * 16  # whole vectors
         for n in self.half_loads(phase):
@@ -96,8 +102,7 @@ class HalvesNest(PartsNest):
             self.out.add(f"float result{phase}_{k}[{length}] __attribute__((aligned(64)));")
             self.results[s] = f"result{phase}_{k}[{place}]"
 
-    def close_halves(self, phase: int, start: str, count: str) -> None:
-        """After that loop."""
+    def _close_halves(self, phase: int, start: str, count: str) -> None:
         assert self.vector is not None
         self.pieces.clear()
         for k, s in enumerate(self.half_stores(phase) if self.results else []):

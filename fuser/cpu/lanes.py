@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from fuser.cpu.nest import Nest, storage_type
-from fuser.cpu.segments import find_edge
+from fuser.cpu.segments import find_edges
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import INDIRECT, ONE, Expr, coefficient, expr, symbols
+from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, cpp_lanes
 from fuser.scheduler.plan import Store
 
@@ -48,14 +48,13 @@ class LaneLoop:
         self.nest, self.plan, self.out = nest, nest.plan, nest.out
         self.full = [s for s in self.plan.stores if nest.store_is_full(s)]
         self.stored = [nest.unrounded(s) for s in self.full]
-        every = [n for n, row in enumerate(self.plan.rows) if nest.vector is not None and nest.is_full(n)]
-        self.edges = {n: e for n in every if (e := find_edge(nest, self.plan.rows[n])) is not None}
+        self.edges = find_edges(nest)
         self.rows = nest.closure(self.stored, set(self.edges))
         self.loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
         self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in nest.parts}
         used = {nest.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {nest.dtypes[s.buffer] for s in self.full}
-        self.backward = {n for n in self.loads if self._step(self.plan.rows[n].attr[1][0]) == expr(-1)}
+        self.backward = {n for n in self.loads if nest.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
         in_order = self.masked or self.backward or any(n in self.edges for n in self.rows)  # lanes of pairs are not
         self.pairs = used == {torch.bfloat16} and not in_order
@@ -78,16 +77,10 @@ class LaneLoop:
         row = self.plan.rows[n]
         return row.op == "round_to" and not self.nest.is_exact(row.args[0], row.attr)
 
-    def _step(self, address: Expr) -> Expr | None:
-        """How far apart in memory neighbours along the vector axis are."""
-        assert self.nest.vector is not None
-        indirect = any(x.kind == INDIRECT for x in symbols(address))
-        return None if indirect else coefficient(address, self.nest.vector.sym)
-
     def _store_fits(self, s: Store, n: int) -> bool:
         dtype = self.nest.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and dtype in NAMES and self._step(s.address) == ONE
+        return same and self.plan.rows[n].dtype in TYPES and dtype in NAMES and self.nest.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -99,7 +92,7 @@ class LaneLoop:
             buffer, (address,) = row.attr
             if n in self.nest.guarded or self.nest.dtypes[buffer] not in NAMES:
                 return False
-            return self._step(address) == ONE or (n in self.backward and not row.args)
+            return self.nest.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None

@@ -86,6 +86,12 @@ class Nest:
         """Whether a store happens inside the innermost loops."""
         return self.is_full(s.row) or bool(symbols(s.address) & self.inside)
 
+    def step(self, address: Expr) -> Expr | None:
+        """How far apart in memory neighbours along the vector axis are; None where a computed index is part of it."""
+        if self.vector is None or any(s.kind == INDIRECT for s in symbols(address)):
+            return None
+        return coefficient(address, self.vector.sym)
+
     def deps(self, n: int) -> list[int]:
         """Rows that row `n` needs."""
         row = self.plan.rows[n]
@@ -415,13 +421,10 @@ class Nest:
 
     def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
         """Buffers, and where in them, that loads among `rows` read line by line along the vector axis."""
-        assert self.vector is not None
         out: dict[tuple[str, Expr], None] = {}
         for n in rows:
             row = self.plan.rows[n]
-            if row.op != "load" or row.args or coefficient(row.attr[1][0], self.vector.sym) != ONE:
-                continue
-            if not any(s.kind == INDIRECT for s in symbols(row.attr[1][0])):
+            if row.op == "load" and not row.args and self.step(row.attr[1][0]) == ONE:
                 out[(row.attr[0], row.attr[1][0])] = None
         return list(out)
 

@@ -124,13 +124,11 @@ class Scan(OrderedNest):
 
     def before_lanes(self) -> None:
         """What a line reads backwards or under a condition, and floats of the float16 that it reads and writes."""
-        self.open_parts(0, "v0", "l", "count")
-        self.open_halves(0, "v0", "l", self.lanes, "count")
+        self.open_pieces(0, "v0", "l", self.lanes, "count")
 
     def after_lanes(self) -> None:
         """Floats become float16."""
-        self.close_halves(0, "v0", "count")
-        self.close_parts(0)
+        self.close_pieces(0, "v0", "count")
 
     def loaded(self, n: int) -> str:
         """What the load `n` reads, as a value."""

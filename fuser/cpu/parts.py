@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from fuser.cpu.nest import Nest, storage_type
-from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol
+from fuser.ir.sizes import LOOP, ONE, expr, substitute, symbol
 
 LONGEST = 1024  # elements of a loop: of as many is the page of zeros
 ZEROS = f"""\
@@ -19,7 +18,7 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 class PartsNest(Nest):
     """A nest whose loops of at most `LONGEST` turns look at such conditions once."""
 
-    def open_parts(self, phase: int, start: str, place: str, count: str) -> None:
+    def _open_parts(self, phase: int, start: str, place: str, count: str) -> None:
         """Before a loop of `count` elements from `start` on; it finds element `place` of a part."""
         assert self.vector is not None
         for n in filter(self._runs_back, self.rows_of(phase)):
@@ -39,7 +38,7 @@ class PartsNest(Nest):
             self.out.add(f"const auto* const part{n} = (decltype({row.attr[0]}))({text});")
             self.parts[n] = f"part{n}[{place}]"
 
-    def close_parts(self, phase: int) -> None:
+    def _close_parts(self, phase: int) -> None:
         """After that loop."""
         for n in self.rows_of(phase):
             if self.is_part(n):
@@ -60,15 +59,15 @@ class PartsNest(Nest):
             return False
         if self.vector.sym in self.plan.varies[row.args[0]] or any(m in self.kept_rows for m in self.closure(row.args)):
             return False
-        return not indirect_rows(row) and coefficient(row.attr[1][0], self.vector.sym) == ONE
+        return self.step(row.attr[1][0]) == ONE
 
     def _runs_back(self, n: int) -> bool:
         """Whether row `n` is a load that runs backwards in a loop over elements of several widths."""
         row = self.plan.rows[n]
-        if row.op != "load" or row.args or self.vector is None or n in self.guarded or indirect_rows(row):
+        if row.op != "load" or row.args or n in self.guarded:
             return False
         widths = {d.itemsize for _, d in self.plan.buffers} | {r.dtype.itemsize for r in self.plan.rows}
-        return len(widths) > 1 and coefficient(row.attr[1][0], self.vector.sym) == expr(-1)
+        return len(widths) > 1 and self.step(row.attr[1][0]) == expr(-1)
 
 
 __all__ = ["LONGEST", "ZEROS", "PartsNest"]

@@ -157,9 +157,7 @@ class PointwiseNest(StreamingNest):
             self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
             self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
             if vectors is None:
-                self.open_parts(0, "w0", f"{v} - w0", "w1 - w0")
-        if pieces:
-            self.open_halves(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
+                self.open_pieces(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
         if segments is not None:
             open_segments(self, segments, low, high)
             low, high = "from", "to"
@@ -175,11 +173,9 @@ class PointwiseNest(StreamingNest):
             self.out.add("#endif")
         if segments is not None:
             self.out.close()
-        if pieces:
-            self.close_halves(0, "w0", "w1 - w0")
         if streams or pieces:
             if vectors is None:
-                self.close_parts(0)
+                self.close_pieces(0, "w0", "w1 - w0")
             self.close_streams(0, "w1 - w0")
             self.out.close()
 

@@ -140,13 +140,11 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch_columns(phase, loops)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_parts(phase, "v0", "l", "count")
-        self.open_halves(phase, "v0", "l", self.lanes, "count")
+        self.open_pieces(phase, "v0", "l", self.lanes, "count")
         self.open_lanes("(count + 15) / 16 * 16" if self._reads_pieces_only(phase) else "count")
         self.emit_inner(phase)
         self.out.close()
-        self.close_halves(phase, "v0", "count")
-        self.close_parts(phase)
+        self.close_pieces(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
         if flush:
@@ -212,16 +210,14 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 self.out.open(f"for (i64 w0 = {lo}; w0 < {hi}; w0 += {STREAM_TILE})")
                 self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < {hi} ? w0 + {STREAM_TILE} : {hi};")
                 self.open_streams(phase, "w0", f"{v} - w0", STREAM_TILE)
-                self.open_parts(phase, "w0", f"{v} - w0", "w1 - w0")
-                self.open_halves(phase, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
+                self.open_pieces(phase, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
                 lo, hi = "w0", "w1"
             self.out.add(self.pragma())
             self.out.open(f"for (i64 {v} = {lo}; {v} < {hi}; ++{v})")
             self.emit_inner(phase)
             self.out.close()
             if pieces:
-                self.close_halves(phase, "w0", "w1 - w0")
-                self.close_parts(phase)
+                self.close_pieces(phase, "w0", "w1 - w0")
                 self.close_streams(phase, "w1 - w0")
                 self.out.close()
             return
@@ -236,8 +232,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._prefetch(phase)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_parts(phase, "v0", "l", "count")
-        self.open_halves(phase, "v0", "l", self.lanes, "count")
+        self.open_pieces(phase, "v0", "l", self.lanes, "count")
         if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.checks_inside:
             self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll, which keeps two arrays in registers
             self.out.add(f"#pragma GCC unroll {MOST_VECTORS}")
@@ -247,8 +242,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self.out.add(f"const i64 {v} = v0 + l;")
         self.emit_inner(phase)
         self.out.close()
-        self.close_halves(phase, "v0", "count")
-        self.close_parts(phase)
+        self.close_pieces(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
         self.out.close("};")
@@ -305,7 +299,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
                     wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
         for buffer, address, write in dict.fromkeys(wanted):
-            if coefficient(address, v) != ONE or any(s.kind == INDIRECT for s in symbols(address)):
+            if self.step(address) != ONE:
                 continue
             at = self.index(substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
             step = max(1, 64 // self.dtypes[buffer].itemsize)

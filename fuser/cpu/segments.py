@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fuser.cpu.nest import Nest
 from fuser.cpu.parts import LONGEST
 from fuser.cpu.text import cpp_expr
-from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import INDIRECT, ONE, coefficient, expr, symbols
+from fuser.ir.loop_body import Row
+from fuser.ir.sizes import ONE, expr
 
 SHORTEST = 512  # elements of a vector axis that is worth it
 MOST_CUTS = 6
@@ -41,15 +41,14 @@ def find_segments(nest: Nest) -> Segments | None:
     """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
     if nest.vector is None or nest.vector.hint < SHORTEST:
         return None
+    edges = find_edges(nest)
+    places = dict.fromkeys(place for _, place in edges.values())
     rows: list[int] = []
-    places: dict[str, None] = {}
     for n, row in enumerate(nest.plan.rows):
-        if not nest.is_full(n):
-            continue
-        found = find_edge(nest, row)
-        if found is not None:
-            places[found[1]] = None
+        if n in edges:
             rows.append(n)
+        elif not nest.is_full(n):
+            continue
         elif row.op in _LOGICAL and all(a in rows or not nest.is_full(a) for a in row.args):
             rows.append(n)
     loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, rows)]
@@ -57,10 +56,13 @@ def find_segments(nest: Nest) -> Segments | None:
 
 
 def _reads_a_part(nest: Nest, row: Row, rows: Sequence[int]) -> bool:
-    if row.op != "load" or not row.args or row.args[0] not in rows or indirect_rows(row):
-        return False
-    assert nest.vector is not None
-    return coefficient(row.attr[1][0], nest.vector.sym) == ONE
+    return row.op == "load" and bool(row.args) and row.args[0] in rows and nest.step(row.attr[1][0]) == ONE
+
+
+def find_edges(nest: Nest) -> dict[int, tuple[bool, str]]:
+    """The rows that are such comparisons, each with its edge, see `find_edge`."""
+    full = (n for n in range(len(nest.plan.rows)) if nest.vector is not None and nest.is_full(n))
+    return {n: e for n in full if (e := find_edge(nest, nest.plan.rows[n])) is not None}
 
 
 def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
@@ -73,7 +75,7 @@ def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
             continue
         assert nest.vector is not None
         v, e = nest.vector.sym, index.attr
-        if coefficient(e, v) != ONE or any(s.kind == INDIRECT for s in symbols(e)):
+        if nest.step(e) != ONE:
             continue
         op = row.op if at == 0 else _SWAPPED[row.op]
         return op in ("lt", "le"), f"{_bound(nest, other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
@@ -110,4 +112,4 @@ def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
         out.add(f"const auto* const part{n} = (decltype({buffer}))({text});")
 
 
-__all__ = ["Segments", "find_edge", "find_segments", "open_segments"]
+__all__ = ["Segments", "find_edge", "find_edges", "find_segments", "open_segments"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fuser.cpu.halves import HalvesNest
 from fuser.cpu.nest import storage_type
 from fuser.cpu.text import cpp_expr
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, coefficient, product, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, product, substitute, symbol
 from fuser.scheduler.plan import Store
 
 STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
@@ -84,8 +84,7 @@ class StreamingNest(HalvesNest):
         out = []
         read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
         for s in self.plan.stores:
-            plain = s.buffer not in read and not any(x.kind == INDIRECT for x in symbols(s.address))
-            if plain and self.store_is_full(s) and coefficient(s.address, self.vector.sym) == ONE:
+            if s.buffer not in read and self.store_is_full(s) and self.step(s.address) == ONE:
                 out.append(s)
         if len(out) > MOST_STREAMS:
             return []
