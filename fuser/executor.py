@@ -148,7 +148,6 @@ class Executor:
         self._prepared: dict[ArgSpec, Future[str | None]] = {}
         self._default_dtype = torch.get_default_dtype()
         self._trials = Trials(spec, self._add, functools.partial(self._refuse, first=True))
-        self._off: str | None = spec.blocked[0] if spec.blocked else None
         self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
         spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
 
@@ -165,10 +164,10 @@ class Executor:
         filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
-        reason = self._off or self._why_not(args)
+        if self.spec.blocked:
+            self._refuse(args, self.spec.blocked[0])
+        reason = self.spec.blocked[0] if self.spec.blocked else self._why_not(args)
         if reason is not None:
-            if reason is self._off:
-                self._refuse(args, reason)
             return self._fall_back(args, reason)
         return self._compile_and_run(args)
 
@@ -210,8 +209,6 @@ class Executor:
     def _why_not(self, args: tuple[Any, ...]) -> str | None:
         if not config.enabled:
             return "fusion is switched off (config.enabled is False)"
-        if self.spec.blocked:
-            return self.spec.blocked[0]
         if not torch_abi.plain_context():
             return "a mode, a transform, autocast or a forward derivative is at work in this thread"
         if torch.get_default_dtype() is not self._default_dtype:

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ class _Trial:
     handle: Any
     left: int
     slowest: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Trials:
@@ -65,7 +64,7 @@ class Trials:
     ) -> None:
         self._spec, self._promote, self._leave = spec, promote, leave
         self._trials: list[_Trial] = []
-        self._lock = threading.Lock()  # of the list
+        self._lock = threading.Lock()  # of the list, and of what changes in its trials
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
         """Have the next `calls` calls of `kernel` verified; and the first one timed if `slowest` is not 0."""
@@ -101,7 +100,7 @@ class Trials:
 
     def _time(self, trial: _Trial, args: tuple[Any, ...]) -> None:
         """Compare times once; if the kernel takes too much, such calls are left to the fallback."""
-        with trial.lock:
+        with self._lock:
             limit, trial.slowest = trial.slowest, 0.0
         elements = max((a.numel() for a in args if isinstance(a, torch.Tensor)), default=0)
         if not limit or not LEAST <= elements <= MOST or torch.are_deterministic_algorithms_enabled():
@@ -119,7 +118,7 @@ class Trials:
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)
         problem = difference(got, want, args, lambda: self._spec.fallback(*map(_wide, args)))
-        with trial.lock:
+        with self._lock:
             trial.left -= 1
             ends = problem is not None or trial.left == 0
         if ends and self._take(trial):
