@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.lowering.shapes import broadcast, elementwise_meta, promoted, result_strides
+from fuser.lowering.shapes import broadcast, elementwise_meta, operands, promoted, result_strides
 
 Rule = Callable[..., "torch.Tensor | None"]
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -88,7 +88,7 @@ def _where(condition: Any, a: Any, b: Any) -> torch.Tensor | None:
         return None
     if not all(isinstance(v, (torch.Tensor, int, float)) for v in (a, b)):
         return None
-    tensors = [t for t in (condition, a, b) if isinstance(t, torch.Tensor)]
+    tensors = operands("aten.where", (condition, a, b))
     size = broadcast([tuple(t.shape) for t in tensors], "aten.where")
     return torch.empty_strided(size, result_strides(size, tensors), dtype=promoted((a, b)), device="meta")
 

@@ -55,7 +55,15 @@ def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> to
     elif kind == BOOL:
         dtype = torch.bool
     size = broadcast([tuple(t.shape) for t in tensors], op)
-    return torch.empty_strided(size, result_strides(size, tensors), dtype=dtype, device="meta")
+    return torch.empty_strided(size, result_strides(size, operands(op, args)), dtype=dtype, device="meta")
+
+
+def operands(op: str, args: Sequence[Any]) -> list[torch.Tensor]:
+    """What eager's iterator has as operands, in its order: a number is a tensor without dims."""
+    given = args[:2] if op in KINDS else args
+    number = torch.empty((), device="meta")
+    found = [a if isinstance(a, torch.Tensor) else number for a in given if isinstance(a, (torch.Tensor, int, float))]
+    return found[::-1] if op == "aten.rsub" else found
 
 
 def _is_operand(a: Any) -> bool:
@@ -95,6 +103,8 @@ def result_strides(size: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tu
     same_size = all(tuple(t.shape) == size for t in tensors)
     if same_size and all(t.is_contiguous() for t in tensors):
         return dense_strides(size, list(range(len(size))))
+    if same_size and len(size) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
+        return dense_strides(size, [0, 2, 3, 1])
     if same_size and len({t.stride() for t in tensors}) == 1 and _is_dense(tensors[0]):
         return tuple(tensors[0].stride())
     strides = [_expanded_strides(size, t) for t in tensors]
@@ -244,33 +254,67 @@ def _index(meta: Any, device: str, x: torch.Tensor, indices: Sequence[torch.Tens
     return torch.empty_strided(size, result_strides(size, [source, *spread]), dtype=meta.dtype, device="meta")
 
 
-def _zero(meta: Any, device: str, x: torch.Tensor) -> Any:
-    """As a clone of `x` lies in memory: torch 2.11 says that it is contiguous."""
-    return torch.empty_like(x)
+def _contiguous(meta: Any, device: str, *args: Any) -> Any:
+    """Whatever its arguments' layout."""
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, torch.Tensor) else meta
 
 
 def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
     """The CPU's kernel gives contiguous results, whatever its argument's layout."""
     if device != "cpu":
         return meta
-    both = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (meta if isinstance(meta, tuple) else (meta,))]
-    return tuple(both) if isinstance(meta, tuple) else both[0]
+    return tuple(map(_contiguous, meta, meta)) if isinstance(meta, tuple) else _contiguous(meta, device)
 
 
-def _after_casts(meta: Any, device: str, *args: Any) -> Any:
-    """The CPU casts operands of another dtype than the common one first: a copy of an expanded tensor is dense.
+def _as_first(meta: Any, device: str, x: Any, *args: Any) -> Any:
+    """As a copy of the first argument lies in memory, if the result is of its size."""
+    if not isinstance(x, torch.Tensor) or not isinstance(meta, torch.Tensor) or meta.shape != x.shape:
+        return meta
+    return torch.empty_strided(meta.shape, x.clone().stride(), dtype=meta.dtype, device="meta")
 
+
+def _as_second(meta: Any, device: str, _: Any, x: Any, *args: Any) -> Any:
+    return _as_first(meta, device, x)
+
+
+def _like(meta: Any, device: str, x: Any, *args: Any) -> Any:
+    """The same, unless a layout is asked for: then the shape function is right."""
+    return _as_first(meta, device, x) if meta.stride() != x.stride() and _is_dense(x) else meta
+
+
+def _pow(meta: Any, device: str, a: Any, b: Any) -> Any:
+    """Powers of a number are contiguous."""
+    return _in_order(meta, device, a, b) if isinstance(a, torch.Tensor) else _contiguous(meta, device)
+
+
+def _in_order(meta: Any, device: str, *args: Any) -> Any:
+    """Numbers among the arguments are no operands of the iterator."""
+    return _iterated([a for a in args if isinstance(a, torch.Tensor)], meta, device)
+
+
+def _in_reverse(meta: Any, device: str, *args: Any) -> Any:
+    return _iterated([a for a in args if isinstance(a, torch.Tensor)][::-1], meta, device)
+
+
+def _with_numbers(meta: Any, device: str, *args: Any) -> Any:
+    """Numbers among the arguments are operands, too."""
+    return _iterated(operands("", args), meta, device)
+
+
+def _iterated(tensors: Sequence[torch.Tensor], meta: Any, device: str, common: torch.dtype | None = None) -> Any:
+    """Strides of an elementwise result by the rule of TensorIterator, where it is one.
+
+    The CPU casts operands of another dtype than the common one first: a copy of an expanded tensor is dense.
     Source: `compute_types` in aten/src/ATen/TensorIterator.cpp.
     """
-    tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
-    if device != "cpu" or len(tensors) < 2:
+    if not isinstance(meta, torch.Tensor):
         return meta
-    common = promoted(args[:2]) if meta.dtype is torch.bool else meta.dtype
-    if all(t.dtype is common or _is_dense(t) for t in tensors):
+    size, common = tuple(meta.shape), common or meta.dtype
+    if not tensors or size != broadcast([tuple(t.shape) for t in tensors], ""):
         return meta
-    read = [t if t.dtype is common or _is_dense(t) else _dense_copy(t) for t in tensors]
-    size = tuple(meta.shape)
-    return torch.empty_strided(size, result_strides(size, read), dtype=meta.dtype, device="meta")
+    if device == "cpu" and common is not torch.bool and len(tensors) > 1:
+        tensors = [t if t.dtype is common or not t.dim() or _is_dense(t) else _dense_copy(t) for t in tensors]
+    return torch.empty_strided(size, result_strides(size, tensors), dtype=meta.dtype, device="meta")
 
 
 def _dense_copy(t: torch.Tensor) -> torch.Tensor:
@@ -278,11 +322,47 @@ def _dense_copy(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(size, result_strides(size, [t]), dtype=t.dtype, device="meta")
 
 
+_IN_ORDER = (
+    "addcdiv addcmul angle celu clamp clamp_min clamp_max elu elu_backward erfinv gcd gelu_backward hardshrink "
+    "hardshrink_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside "
+    "huber_loss hypot i0 igamma igammac isclose isneginf isposinf lcm leaky_relu lerp logaddexp logaddexp2 logit "
+    "logit_backward max min mish mish_backward mse_loss native_dropout_backward nextafter polygamma _prelu_kernel "
+    "round selu sigmoid_backward signbit silu_backward sinc smooth_l1_loss softplus softplus_backward softshrink "
+    "softshrink_backward special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
+    "special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
+    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtr special_ndtri "
+    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 tanh_backward "
+    "threshold"
+)
+_WITH_NUMBERS = (
+    "bitwise_left_shift bitwise_right_shift copysign special_xlog1py special_zeta xlogy "
+    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+    "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
+    "special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t "
+    "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+    "special_shifted_chebyshev_polynomial_w"
+)
+_IN_REVERSE = "leaky_relu_backward threshold_backward"
+_AS_FIRST = (
+    "_conj_physical binary_cross_entropy deg2rad fill flip fliplr flipud hardtanh isreal nan_to_num rad2deg relu6 zero"
+)
+_LIKE = "empty_like full_like ones_like zeros_like"
+_CONTIGUOUS = (
+    "_log_softmax _log_softmax_backward_data _softmax_backward_data glu_backward huber_loss_backward masked_fill "
+    "mse_loss_backward smooth_l1_loss_backward tril triu"
+)
+_LAYOUTS = (
+    (_in_order, _IN_ORDER), (_with_numbers, _WITH_NUMBERS), (_in_reverse, _IN_REVERSE), (_as_first, _AS_FIRST),
+    (_like, _LIKE), (_contiguous, _CONTIGUOUS),
+)  # fmt: skip
+
+
 CORRECTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(KINDS, _after_casts),
+    **{f"aten.{name}": rule for rule, names in _LAYOUTS for name in names.split()},
+    "aten.pow": _pow,
+    "aten.binary_cross_entropy_backward": _as_second,
     "aten.log_sigmoid": _log_sigmoid,
     "aten.log_sigmoid_forward": _log_sigmoid,
-    "aten.zero": _zero,
     "aten.roll": _roll,
     "aten.index": _index,
     "aten._unsafe_index": _index,
@@ -301,4 +381,7 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
 def corrected(op: str, device: str, meta: Any, args: Sequence[Any]) -> Any:
     """What an operator's shape function gives, as eager's kernels on `device` have it."""
     packet = op.rsplit(".", 1)[0] if op.count(".") == 2 else op
+    if packet in KINDS:
+        common = promoted(args[:2]) if meta.dtype is torch.bool else meta.dtype
+        return _iterated(operands(packet, args), meta, device, common)
     return CORRECTIONS[packet](meta, device, *args) if packet in CORRECTIONS else meta

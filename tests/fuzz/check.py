@@ -198,7 +198,11 @@ def _may_read_nothing(program: Program, sizes: dict[int, int]) -> bool:
     """Whether a wrong index may lead to no element: eager looks at all, a kernel at those that it reads."""
     # What `isinf` gives for booleans is a constant, too.
     constant = any(s.fn.endswith(("_like", ".new_zeros", "isinf", "isnan", "isfinite")) for s in program.steps)
-    return constant or any(0 in x.shape for x in make_inputs(program, sizes))
+    values: list[Any] = list(make_inputs(program))  # `narrow` to nothing, whatever the sizes
+    for s in program.steps:
+        values.append(run_step(s, values))
+    tensors = [v for v in compare.leaves(values) if isinstance(v, torch.Tensor)]
+    return constant or any(0 in x.shape for x in (*tensors, *make_inputs(program, sizes)))
 
 
 def _comparable(program: Program, sizes: dict[int, int]) -> bool:

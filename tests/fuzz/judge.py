@@ -49,9 +49,9 @@ def what_differs(
             form = compare._form_difference(a, b, strides)
             noise = _is_noise(a, b, wide[n], largest, low) or _as_on_cpu(program, n, a, wide[n], sizes)
             noise = noise or _as_in_float32(program, n, a, sizes, low)
-            noise = noise or any(
-                _is_noise(a, b, _in_float64(program, sizes, keeps)[o], largest, low) for keeps in (True, False)
-            )
+            noise = noise or _is_noise(a, b, _in_float64(program, sizes, True)[o], largest, low)
+            noise = noise or _is_noise(a, b, _in_float64(program, sizes, False)[o], largest, low)
+            noise = noise or (bool(norms) and _is_noise(_settled(program, o, a, b, sizes), b, wide[n], largest, low))
             if form or not noise:
                 found.append(f"output {n}: {p}")
     return found
@@ -77,9 +77,14 @@ def _as_in_float32(
     and which infinity it is else may hang on the sign of what is left of `sin(pi)`."""
     if low not in (torch.float16, torch.bfloat16):
         return False
-    values: list[Any] = [v.float() if _is_half(v) else v for v in make_inputs(program, sizes)]
+    real = make_inputs(program, sizes)
+    values: list[Any] = [v.float() if _is_half(v) else v for v in real]
     for s in program.steps:
-        values.append(run_step(s, values))
+        real.append(run_step(s, real))
+        given = values
+        if s.fn == ".to":  # the cast that is asked for is of the half
+            given = [v.to(r.dtype) if _is_half(r) else v for v, r in zip(values, real)]
+        values.append(run_step(s, given))
     want = values[program.outputs[output]]
     return not compare.differences([got], [want.to(got.dtype)], strides=False, low=low)
 
@@ -105,6 +110,24 @@ def _in_float64(program: Program, sizes: dict[int, int] | None, keeps: bool) -> 
         real.append(run_step(s, real))
         wide.append(_without_small(real[-1], run_step(_widened(s), wide)))
     return wide
+
+
+def _settled(program: Program, value: int, a: Any, b: Any, sizes: dict[int, int] | None) -> Any:
+    """`a` with eager's values `b` where what is infinite, or no number, turns on the last bits of inputs: what a norm
+    leaves of a value that is the mean is nothing, or so little of either sign that infinity times it is infinite."""
+    if not isinstance(b, torch.Tensor) or not b.is_floating_point() or a.shape != b.shape:
+        return a
+    kinds = []
+    for sign in (1e-6, -1e-6):
+        draw, values = torch.Generator().manual_seed(0), _wide_inputs(program, sizes)
+        for i, v in enumerate(values):
+            if v.is_floating_point():
+                values[i] = v * (1 + sign * torch.randn(v.shape, generator=draw, dtype=v.dtype))
+        for s in program.steps:
+            values.append(run_step(_widened(s), values))
+        x = values[value]
+        kinds.append(torch.where(x.isnan(), 2.0, torch.where(x.isinf(), x.sign(), 0.0)))
+    return torch.where((kinds[0] != kinds[1]) & ~(a.isfinite() & b.isfinite()), b, a)
 
 
 def _without_small(real: Any, wide: Any) -> Any:

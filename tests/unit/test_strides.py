@@ -1,0 +1,135 @@
+"""Strides of elementwise results: what the package says is what eager does, for every operator that it lowers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser.lowering.graph import run_meta
+from fuser.lowering.registry import LOWERINGS
+from fuser.lowering.shapes import corrected
+from tests.backend.test_found import handle_of
+
+# Made of several operators, each with a layout of its own; drawing random numbers; contiguous where nothing broadcasts.
+OTHERS = {
+    "_prelu_kernel", "channel_shuffle", "float_power", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
+    "ldexp", "log_sigmoid_backward", "margin_ranking_loss", "native_channel_shuffle", "pixel_shuffle", "rot90",
+    "rrelu", "soft_margin_loss", "soft_margin_loss_backward", "mse_loss_backward", "huber_loss_backward",
+    "smooth_l1_loss_backward", "poisson_nll_loss", "binary_cross_entropy_with_logits",
+}  # fmt: skip
+NUMBERS = {"number": 1.0, "float": 1.0, "int": 1, "bool": False}
+
+
+def overloads() -> Iterator[tuple[str, Any]]:
+    """Overloads of lowered operators that make one new tensor of tensors and numbers."""
+    for name in sorted(n.removeprefix("aten.") for n in LOWERINGS if n.startswith("aten.")):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None and name not in OTHERS else ():
+            schema = getattr(packet, overload)._schema
+            plain = [str(r.type) for r in schema.returns] == ["Tensor"] and "out" not in overload
+            if plain and not name.endswith("_") and not any(a.alias_info for a in schema.arguments):
+                yield f"aten.{name}", getattr(packet, overload)
+
+
+def tensors(draw: random.Random) -> list[torch.Tensor]:
+    """Three that broadcast, of 2 to 4 dims: dense, channels-last, reversed in memory, or every second element."""
+    size, found = [draw.choice((1, 2, 3, 4)) for _ in range(4)], []
+    for _ in range(3):
+        rank = draw.choice((2, 3, 4, 4, 4))
+        own = [n if draw.random() < 0.7 else 1 for n in size[4 - rank :]]
+        x, layout = torch.ones(own), draw.choice(("dense", "channels_last", "reversed", "strided"))
+        if layout == "channels_last" and rank == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        elif layout == "reversed":
+            x = torch.ones(own[::-1]).permute(*reversed(range(rank)))
+        elif layout == "strided":
+            x = torch.ones(*own[:-1], 2 * own[-1])[..., ::2]
+        found.append(x)
+    return found
+
+
+def arguments(overload: Any, given: list[torch.Tensor]) -> list[Any] | None:
+    """Positional arguments of an overload; None if there is one of another kind."""
+    rest, out = iter(given), []
+    for a in overload._schema.arguments:
+        kind = str(a.type)
+        if a.kwarg_only:
+            break
+        if kind not in ("Tensor", "Optional[Tensor]", *NUMBERS) and not a.has_default_value():
+            return None
+        tensor = "Tensor" in kind and kind != "List[Tensor]"
+        out.append(next(rest, None) if tensor else a.default_value if a.has_default_value() else NUMBERS[kind])
+    return [0 if a.name == "reduction" else v for a, v in zip(overload._schema.arguments, out)]
+
+
+def strides(overload: Any, name: str, given: list[torch.Tensor]) -> tuple[Any, Any] | None:
+    """Eager's and ours; None where the operator does not take the arguments, or does not go by elements."""
+    for dtype in (torch.float32, torch.int32):
+        args = arguments(overload, [x.to(dtype) for x in given])
+        mine = [a for a in args or () if isinstance(a, torch.Tensor)]
+        try:
+            want = overload(*args)
+            if want.shape != torch.broadcast_shapes(*(a.shape for a in mine)):
+                return None
+        except Exception:  # whatever an operator has against the arguments
+            continue
+        meta = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor)
+                else a for a in args]  # fmt: skip
+        got = corrected(name, "cpu", run_meta(name, meta, {}), meta)
+        return want.stride(), got.stride()
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_strides_of_results_are_eagers():
+    draw, compared, wrong = random.Random(11), set(), []
+    for _ in range(40):
+        given = tensors(draw)
+        for name, overload in overloads():
+            both = strides(overload, name, given)
+            if both is not None:
+                compared.add(str(overload))
+                if both[0] != both[1]:
+                    wrong.append((str(overload), [(tuple(x.shape), x.stride()) for x in given], both))
+    assert not wrong, ({name for name, _, _ in wrong}, wrong[:3])
+    assert len(compared) > 200 and {"aten.copysign.Tensor", "aten.rsub.Tensor", "aten.lerp.Tensor"} <= compared
+
+
+FUNCTIONS = {
+    "copysign": lambda x, y: torch.copysign(x, y),
+    "rsub": lambda x, y: torch.rsub(x, y),
+    "masked_fill": lambda x, y: torch.masked_fill(x, y > 0, 2.0),
+    "hardtanh": lambda x, y: F.hardtanh(x) * 2,
+    "pow": lambda x, y: 2.0**y,
+    "log_softmax": lambda x, y: torch.log_softmax(x + y, -1),
+    "tril": lambda x, y: torch.tril(y + 1.0),
+    "logaddexp": lambda x, y: torch.logaddexp(x, y),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_write_where_eager_does(name):
+    """In dims of several elements: one kernel serves all strides of the others."""
+    fn, draw, seen = FUNCTIONS[name], random.Random(3), set()
+    handle = handle_of(fn)
+    for _ in range(12):
+        x, y, _ = tensors(draw)
+        want, got = fn(x, y), handle(x, y)
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+        wide = [d for d in range(want.dim()) if want.shape[d] > 1]
+        assert [got.stride(d) for d in wide] == [want.stride(d) for d in wide]
+        seen.add(tuple(sorted(wide, key=want.stride)))
+    assert len(seen) > 1
+
+
+def test_a_layout_hangs_on_the_strides_of_dims_of_one_element():
+    """Seed 1629908: what is pooled is channels-last if the stride of its only image says so."""
+    masks = (torch.arange(32).reshape(1, 2, 4, 4) % 3 == 0).contiguous(memory_format=torch.channels_last)
+    x, fn = torch.randn(1, 2, 1, 1), lambda x, y, z: F.avg_pool2d(torch.addcmul(x, y, z), 2, 2)
+    want, got = fn(x, masks[0], masks), handle_of(fn)(x, masks[0], masks)
+    assert torch.allclose(got, want) and got.stride() == want.stride() == (8, 1, 4, 2)
