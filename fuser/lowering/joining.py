@@ -105,6 +105,9 @@ def lower_cat(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) 
     for t in parts:
         own = ctx.size_of(t)
         pieces.append(Piece(own[d], cast_loader(ctx, t, own, dtype)))
+    if ctx.order_of_meta() is not None:  # what eager makes of single channels or places may be row-major
+        for size in (s for t in parts for s in ctx.size_of(t)[1:]):
+            ctx.assume("le", min(ctx.hint(size), 2), size)
     return joined(ctx, pieces, d, rest, dtype)
 
 

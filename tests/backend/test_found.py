@@ -659,3 +659,13 @@ def test_sorted_values_in_other_dims_than_eager_takes():
     assert torch.equal(square(X[:, :1]), torch.arange(3))
     with pytest.raises(RuntimeError, match="boundaries tensor must be 1 dimension"):
         square(X[:, :2])
+
+
+def test_joins_of_single_channels_are_row_major():
+    for fn in (lambda x: torch.cat((x, x), 1), lambda x: torch.cat((x * 2, x, x), 2)):
+        handle = handle_of(fn)
+        for size in ((2, 4, 3, 5), (1, 4, 3, 5), (2, 1, 3, 1), (2, 1, 3, 4), (2, 4, 1, 1), (1, 1, 3, 1)):
+            x = torch.randn(size).contiguous(memory_format=torch.channels_last)
+            assert torch.equal(handle(x), fn(x))
+            wide = [d for d, n in enumerate(fn(x).shape) if n > 1]
+            assert [handle(x).stride(d) for d in wide] == [fn(x).stride(d) for d in wide], size
