@@ -278,8 +278,9 @@ def _as_second(meta: Any, device: str, _: Any, x: Any, *args: Any) -> Any:
 
 
 def _like(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    """The same, unless a layout is asked for: then the shape function is right."""
-    return _as_first(meta, device, x) if meta.stride() != x.stride() and _is_dense(x) else meta
+    """The same in dims of one element; in others the shape function is right, for a layout that is asked for, too."""
+    alike = all(n == 1 or a == b for n, a, b in zip(x.shape, meta.stride(), x.stride()))
+    return _as_first(meta, device, x) if alike and _is_dense(x) else meta
 
 
 def _pow(meta: Any, device: str, a: Any, b: Any) -> Any:

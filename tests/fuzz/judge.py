@@ -90,8 +90,8 @@ def _as_in_float32(
 
 
 def _in_float64(program: Program, sizes: dict[int, int] | None, keeps: bool) -> list[Any]:
-    """All values of a program with quotients of integers in float64, too; unless it `keeps` them, with nothing in place
-    of what the real dtype has no normal number for.
+    """All values of a program with quotients of integers in float64, too; unless it `keeps` them, or writes into some,
+    with nothing in place of what the real dtype has no normal number for.
 
     Which of the factors of a product overflow or underflow before the others come hangs on the order, and infinity
     times what is left is infinity or no number.
@@ -103,7 +103,7 @@ def _in_float64(program: Program, sizes: dict[int, int] | None, keeps: bool) -> 
             wide.append(run_step(_widened(s), wide))
     finally:
         torch.set_default_dtype(torch.float32)
-    if keeps:
+    if keeps or any(s.fn.endswith("_") or "setitem" in s.fn for s in program.steps):
         return wide
     wide = wide[: len(real)]
     for s in program.steps:

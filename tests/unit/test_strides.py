@@ -133,3 +133,25 @@ def test_a_layout_hangs_on_the_strides_of_dims_of_one_element():
     x, fn = torch.randn(1, 2, 1, 1), lambda x, y, z: F.avg_pool2d(torch.addcmul(x, y, z), 2, 2)
     want, got = fn(x, masks[0], masks), handle_of(fn)(x, masks[0], masks)
     assert torch.allclose(got, want) and got.stride() == want.stride() == (8, 1, 4, 2)
+
+
+def test_new_tensors_lie_as_the_layout_that_is_asked_for_says():
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    layouts = (torch.preserve_format, torch.contiguous_format, torch.channels_last)
+    for like in (torch.zeros_like, torch.ones_like, torch.empty_like):
+        for y in (x, x.contiguous(), x[:, :, ::2], x[:1], x[:, :1]):
+            for layout in layouts:
+                fn = lambda y: like(y, memory_format=layout).fill_(2.0) + 1  # noqa: B023, E731
+                want = fn(y)
+                got = handle_of(fn)(y)
+                wide = [d for d in range(4) if want.shape[d] > 1]
+                assert [got.stride(d) for d in wide] == [want.stride(d) for d in wide]
+
+
+def test_flips_lie_in_memory_as_copies():
+    draw, flip = random.Random(5), torch.ops.aten.flip.default
+    for _ in range(60):
+        for x in tensors(draw):
+            meta = torch.empty_strided(x.shape, x.stride(), device="meta")
+            got = corrected("aten.flip", "cpu", run_meta("aten.flip", [meta, [0]], {}), [meta, [0]])
+            assert got.stride() == flip(x, [0]).stride()
