@@ -105,10 +105,16 @@ def lower_cat(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) 
     for t in parts:
         own = ctx.size_of(t)
         pieces.append(Piece(own[d], cast_loader(ctx, t, own, dtype)))
-    if ctx.order_of_meta() is not None:  # what eager makes of single channels or places may be row-major
-        for size in (s for t in parts for s in ctx.size_of(t)[1:]):
-            ctx.assume("le", min(ctx.hint(size), 2), size)
+    _keep_order(ctx, [s for t in parts for s in ctx.size_of(t)[1:]])
     return joined(ctx, pieces, d, rest, dtype)
+
+
+def _keep_order(ctx: LoweringContext, sizes: Sequence[Expr]) -> None:
+    """Serve no other tensors with nothing or one element in a dim of `sizes`: what eager makes of these may be
+    row-major where this result is not."""
+    if ctx.order_of_meta() is not None:
+        for size in sizes:
+            ctx.assume("le", min(ctx.hint(size), 2), size)
 
 
 def _is_nothing(ctx: LoweringContext, t: TensorBox) -> bool:
@@ -213,10 +219,8 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
             dims.append((d, before, own[d]))
     fill = cast_loader(ctx, value, (), dtype)
     load = _padded(ctx.loader(x, own, dtype), dims, lambda: fill(()))
-    order = ctx.order_of_meta()
-    for size in own if order is not None else ():  # what eager makes of nothing, or of single places, is row-major
-        ctx.assume("lt", int(ctx.hint(size) > 1), size)
-    return ctx.pointwise(out, dtype, load, order)
+    _keep_order(ctx, own)
+    return ctx.pointwise(out, dtype, load, ctx.order_of_meta())
 
 
 def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:
