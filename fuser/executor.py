@@ -164,9 +164,10 @@ class Executor:
         filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
-        if self.spec.blocked:
-            self._refuse(args, self.spec.blocked[0])
-        reason = self.spec.blocked[0] if self.spec.blocked else self._why_not(args)
+        blocked = self.spec.blocked
+        reason = blocked[0] if blocked else self._why_not(args)
+        if blocked:
+            self._refuse(args, blocked[0])
         if reason is not None:
             return self._fall_back(args, reason)
         return self._compile_and_run(args)
