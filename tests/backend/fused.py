@@ -27,6 +27,11 @@ def fuse(
     return fuser.fusion_handle(key), interface.kernel_spec(key)
 
 
+def handle_of(fn: Callable[..., Any], functional: bool = False) -> Callable[..., Any]:
+    """What runs `fn` fused."""
+    return fuse(fn, functional)[0]
+
+
 def flat(value: Any) -> list[Any]:
     return [v for item in value for v in flat(item)] if isinstance(value, (tuple, list)) else [value]
 

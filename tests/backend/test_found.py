@@ -13,20 +13,16 @@ import torch.nn.functional as F
 from fuser import register_fusion
 from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
-
-
-def handle_of(fn: Any, functional: bool = False) -> Any:
-    """What runs `fn` fused."""
-    return REGISTRY.find(register_fusion(torch.fx.symbolic_trace(fn), functional=functional)).handle
+from tests.backend.fused import fuse, handle_of
 
 
 def same(fn: Any, *inputs: Any, native: bool = True) -> None:
     """`fn` fused gives what it gives in eager, zeros' signs included; by a kernel if `native`."""
-    key = register_fusion(torch.fx.symbolic_trace(fn), functional=True)
+    handle, spec = fuse(fn, functional=True)
     want = fn(*inputs)
-    got = REGISTRY.find(key).handle(*inputs)
+    got = handle(*inputs)
     if native:
-        assert not REGISTRY.find(key).spec.store.fallbacks
+        assert not spec.store.fallbacks
     for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)

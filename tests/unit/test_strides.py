@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fuser.lowering.graph import run_meta
 from fuser.lowering.registry import LOWERINGS
 from fuser.lowering.shapes import corrected
-from tests.backend.test_found import handle_of
+from tests.backend.fused import handle_of
 
 # Made of several operators, each with a layout of its own; drawing random numbers; contiguous where nothing broadcasts.
 OTHERS = {
