@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda cubins opinfo fuzz stress lint types imports bench clean
+.PHONY: help demo test test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith stress lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000, make stress, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make stress, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -37,10 +37,29 @@ cubins: $(VENV)/.has-test
 opinfo: $(VENV)/.has-test
 	$(BIN)/python -m tests.opinfo --workers $(JOBS) --write docs/operators.md $(ARGS)
 
+strides: $(VENV)/.has-test
+	FUSER_STRIDES=full $(BIN)/python -m pytest -q tests/unit/test_strides.py tests/unit/test_strides_everywhere.py $(ARGS)
+
 fuzz: $(VENV)/.has-test
 	$(BIN)/python -m tests.fuzz $(N) --workers $(JOBS) $(ARGS)
 
+exactness: $(VENV)/.has-test
+	$(BIN)/python -m tests.models.exactness $(ARGS)
+
+spellings: $(VENV)/.has-test
+	$(BIN)/python -m tests.fuzz.spellings $(N) --workers $(JOBS) $(ARGS)
+
+nnsmith: $(VENV)/.has-test $(VENV)/.has-nnsmith
+	$(BIN)/python -m tests.nnsmith $(N) --workers $(JOBS) $(ARGS)
+
+peers: $(VENV)/.has-test
+	$(BIN)/python -m tests.peers --workers $(JOBS) $(ARGS)
+
+zoo: $(VENV)/.has-test $(VENV)/.has-zoo
+	$(BIN)/python -m tests.zoo --workers $(JOBS) --write docs/zoo.md $(ARGS)
+
 stress: $(VENV)/.has-test
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest tests/unit/test_runtime_reentry.py
 	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py $(ARGS)
 
 lint: $(VENV)/.has-dev

@@ -44,6 +44,8 @@ def extensions() -> list[Extension]:
 TRITON = "triton>=3.4,<3.8; platform_system == 'Linux'"
 # pytest 9.2 no longer lets xdist keep the tests of a group together: each worker would interpret every Triton kernel.
 TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", TRITON]
+# A generator of models; what a seed gives depends on its solver, so constraints.txt pins both.
+NNSMITH = ["nnsmith", "z3-solver"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(
@@ -60,7 +62,9 @@ setup(
     extras_require={
         "cuda": [TRITON],
         "test": TEST,
+        "nnsmith": NNSMITH,
         "bench": BENCH,
+        "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],
         "dev": ["ruff", "mypy", *TEST],
     },
     entry_points={"torch_dynamo_backends": ["fuser = fuser.frontends.dynamo:fuser_backend"]},

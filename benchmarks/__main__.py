@@ -24,6 +24,7 @@ SUITES = {
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
     "optimizers": "an optimiser's step over the parameters of GPT-2, and over 500 small ones",
+    "singles": "some ninety single operators at 64 KB to 64 MB beside eager, with one thread and with all",
     "numerics": "what eager's very bits (numerics='eager') cost over numerics='fast', on chains of simple operators",
 }
 

@@ -65,34 +65,49 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def sample(call: Call, inner: int, device: str) -> float:
+Clock = Callable[[], float]
+
+
+def sample(call: Call, inner: int, device: str, clock: Clock = time.perf_counter) -> float:
     """Seconds per call of `inner` calls in a row; results are dropped inside the timed region, as a user's would be."""
     fn, args = call.fn, call.args
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(inner):
         fn(*args)
     synchronize(device)
-    return (time.perf_counter() - start) / inner
+    return (clock() - start) / inner
 
 
-def calibrate(call: Call, budget: Budget, device: str) -> int:
+def calibrate(call: Call, budget: Budget, device: str, clock: Clock = time.perf_counter) -> int:
     """Calls per sample so that a sample lasts `sample_seconds`; warms the call up on the way."""
-    sample(call, 2, device)
-    once = min(sample(call, 1, device) for _ in range(3))
+    sample(call, 2, device, clock)
+    once = min(sample(call, 1, device, clock) for _ in range(3))
     return max(1, min(100_000, math.ceil(budget.sample_seconds / max(once, 1e-7))))
 
 
-def interleave(calls: Mapping[str, Call], budget: Budget, device: str = "cpu") -> dict[str, Timing]:
-    """Time the calls round by round (A B C, A B C, ...) and return a Timing for each."""
-    inner = {name: calibrate(call, budget, device) for name, call in calls.items()}
+def interleave(
+    calls: Mapping[str, Call],
+    budget: Budget,
+    device: str = "cpu",
+    clock: Clock = time.perf_counter,
+    equal: bool = False,
+) -> dict[str, Timing]:
+    """Time the calls round by round (A B C, A B C, ...) and return a Timing for each.
+
+    With `time.thread_time` as the clock, calls that run in this thread alone are not disturbed by other processes. With
+    `equal` a sample has as many calls for each, so that what a first call pays (cold caches) weighs the same.
+    """
+    inner = {name: calibrate(call, budget, device, clock) for name, call in calls.items()}
+    if equal:
+        inner = dict.fromkeys(inner, max(inner.values()))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     for done in range(budget.max_rounds):
         if done >= budget.min_rounds and time.perf_counter() - start > budget.row_seconds:
             break
         for name, call in calls.items():
-            samples[name].append(sample(call, inner[name], device))
+            samples[name].append(sample(call, inner[name], device, clock))
     return {name: Timing(tuple(s)) for name, s in samples.items()}
 
 

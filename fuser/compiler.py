@@ -26,6 +26,7 @@ from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.lowering import supports
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.lowering.host import is_host
+from fuser.lowering.survey import Survey, alone, survey
 from fuser.scheduler.schedule import Schedule, schedule
 from fuser.scheduler.verifier import verify_lowered
 
@@ -251,13 +252,42 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:
     """The source of the kernel of `spec` for arguments like `args`; no compiler and no device needed."""
-    numbers = frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
-    graph = with_numbers(spec.graph, numbers)
-    lowered = lower_graph(graph, args, config.numerics)
+    return _generate(with_numbers(spec.graph, _numbers(args)), args, backend, spec.graph.text)
+
+
+def _generate(
+    graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
+) -> Source:
+    lowered = lower_graph(graph, args, config.numerics, device_type)
     plan = schedule(lowered, config.max_body_rows)
     if config.check_ir:
         verify_lowered(lowered, plan)
-    return backend.codegen(lowered, plan, graph.single, spec.graph.text)
+    return backend.codegen(lowered, plan, graph.single, comment)
+
+
+def _numbers(args: Sequence[Any]) -> frozenset[int]:
+    return frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
+
+
+def find_refused(graph: CanonicalGraph, args: Sequence[Any]) -> Survey:
+    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like.
+
+    First those that cannot be lowered; if there are none, those for which there is no code.
+    """
+    graph = with_numbers(graph, _numbers(args))
+    found = survey(graph, args, config.numerics)
+    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    backend = find_backend(device_type)
+    if found.refused or backend is None:
+        return found
+    for node in graph.calls:
+        by_itself = None if node.op == "getitem" or is_host(node.op) else alone(graph, node.index, found.metas)
+        if by_itself is not None:
+            try:
+                _generate(*by_itself, backend, "", device_type)
+            except Unsupported as e:
+                found.refused[node.index] = e.reason
+    return found
 
 
 def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGraph:

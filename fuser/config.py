@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,11 @@ def _ratio(value: Any) -> Any:
 
 
 def _default_cache_dir() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return str(pathlib.Path(base) / "fuser")
+    """Under the user's own cache; none without a home: kernels never come from the working directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    if not os.path.isabs(base):  # to be ignored then, says the specification of that variable
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return str(pathlib.Path(base) / "fuser") if os.path.isabs(base) else ""
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -90,6 +93,12 @@ SETTINGS: tuple[Setting, ...] = (
         "philox",
         "'philox': drawn in kernels, of seeds from torch's generator; 'eager': the very numbers eager draws",
         choices=("philox", "eager"),
+    ),
+    Setting(
+        "check_bounds", False,
+        "CPU: kernels check each offset into memory, and one outside is an error that names kernel, buffer and offset; "
+        "their loops are plain ones, without vectors",
+        key=True, choices=(True, False),
     ),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),
@@ -160,15 +169,14 @@ class Config(types.ModuleType):
     def _start(self) -> None:
         self.__dict__["_values"] = {s.name: _from_environment(s) for s in SETTINGS}
         self.__dict__["_local"] = threading.local()
+        self.__dict__["_watchers"] = {}
         _warn_of_unknown()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _BY_NAME:
             raise AttributeError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
-        for layer in reversed(getattr(self._local, "layers", ())):
-            if name in layer:
-                return layer[name]
-        return self._values[name]
+        here = self.overridden(name)
+        return self._values[name] if here is None else here
 
     def __setattr__(self, name: str, value: Any) -> None:
         """`config.numerics = "eager"` is `config.set(numerics="eager")`."""
@@ -177,9 +185,25 @@ class Config(types.ModuleType):
         else:
             self.set(**{name: value})
 
+    def overridden(self, name: str) -> Any:
+        """The value of a setting that is in force in this thread only; None if there is none."""
+        for layer in reversed(getattr(self._local, "layers", ())):
+            if name in layer:
+                return layer[name]
+        return None
+
+    def watch(self, name: str, changed: Callable[[], None]) -> None:
+        """Have `changed` called after the setting was changed, in the thread that did so."""
+        self._watchers[name] = changed
+
+    def _tell(self, names: Iterable[str]) -> None:
+        for name in self._watchers.keys() & names:
+            self._watchers[name]()
+
     def set(self, **values: Any) -> None:
         """Change settings for the process. ConfigError for an unknown name or value."""
         self._values.update({k: check(k, v) for k, v in values.items()})
+        self._tell(values)
 
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[None]:
@@ -187,10 +211,12 @@ class Config(types.ModuleType):
         layer = {k: check(k, v) for k, v in values.items()}
         layers = self._local.__dict__.setdefault("layers", [])
         layers.append(layer)
+        self._tell(values)
         try:
             yield
         finally:
-            layers.remove(layer)
+            layers[:] = [other for other in layers if other is not layer]  # not an equal one further out
+            self._tell(values)
 
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""

@@ -38,6 +38,10 @@ class VerifyError(FuserError, AssertionError):
     """An IR or a plan that breaks its own rules: a defect of `fuser`."""
 
 
+class BoundsError(FuserError, AssertionError):
+    """A kernel with `config.check_bounds` that would reach outside of its buffer: a defect of `fuser`."""
+
+
 class Unsupported(FuserError):
     """Something that is not fused. Normal: the group is split or falls back, and the reason is kept.
 

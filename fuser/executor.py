@@ -17,19 +17,22 @@ from typing import Any
 import torch
 
 from fuser import compiler, config
-from fuser.canonical import REQUIRED, CanonicalGraph, text_of
-from fuser.errors import InputError, Unsupported
-from fuser.kernel_cache import FusedKernel, KernelEntry, KernelSpec, reason_of
-from fuser.kernel_spec import STATUS, ArgSpec, TensorSpec
+from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
+from fuser.errors import FuserError, InputError, Unsupported
+from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
+from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
 from fuser.runtime import launcher, torch_abi
-from fuser.verify import MISS as _MISS
-from fuser.verify import Trials
+from fuser.runtime.bounds import bounds_error
+from fuser.runtime.python_launcher import ALL_MAGNITUDES
+from fuser.splitting import Split, is_hopeless, split
+from fuser.trials import MISS as _MISS
+from fuser.trials import PLAIN_TENSORS, Trials, form_of
 
+Function = Callable[..., Any]
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
 MAX_VARIANTS = 24
 # Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
 MAX_FORMS = 1024
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float)
 _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
 
@@ -101,7 +104,7 @@ def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
 
 
 def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
-    if type(a) not in _PLAIN_TENSORS:
+    if type(a) not in PLAIN_TENSORS:
         return f"is of the tensor subclass {type(a).__name__}"
     if torch._C._functorch.is_functorch_wrapped_tensor(a):
         return "is inside a transform of torch.func"
@@ -117,74 +120,140 @@ def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
 NO_TENSOR = "there is no tensor among the inputs"
 
 
-def _form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What tells calls apart but for numbers' values and memory's alignment; None where a tensor is no plain one."""
-    form: list[Any] = []
-    for a in args:
-        if type(a) in _PLAIN_TENSORS and a.layout is torch.strided and not (a.is_nested or a.dtype.is_complex):
-            form.append((a.shape, a.stride(), a.dtype, a.device))
-        elif isinstance(a, torch.Tensor):
-            return None
-        else:
-            form.append(type(a))
-    return tuple(form)
-
-
 def may_repeat(spec: KernelSpec) -> bool:
     """Whether a call may run more than once: it writes into no input and draws no random numbers."""
     draws = any(word in node.op for node in spec.graph.calls for word in _DRAWING)
     return not spec.registered.writes and not draws
 
 
+# -- registration ------------------------------------------------------------------------------------------------------
+def register(
+    registry: Registry, graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False
+) -> Registration:
+    """The registration of a graph; see `interface.register_fusion`."""
+    settings = config.key()
+
+    def identity_of(registered: Registered) -> Identity:
+        objects = (*map(id, registered.opaque), int(in_place and registered.writes))
+        return registered.graph.hash, (*settings, torch.get_default_dtype()), objects
+
+    registered = canonicalize(graph, functional, in_place)
+    identity = identity_of(registered)
+    form = None if registry.knows(identity) else skeleton(registered.graph)
+    if form is not None and not registry.is_first(form, identity):
+        registered = canonicalize(graph, functional, in_place, lifting=True)
+        identity = identity_of(registered)
+
+    def make_spec(key: int) -> tuple[KernelSpec, Executor]:
+        spec = compiler.compile_upfront(registered, key, settings)
+        return spec, Executor(spec, registry)
+
+    return registry.register(identity, registered.bound, make_spec, registered.container)
+
+
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
     """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call."""
 
-    def __init__(self, spec: KernelSpec) -> None:
+    def __init__(self, spec: KernelSpec, registry: Registry) -> None:
         self.spec = spec
+        self._registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
         self._prepared: dict[ArgSpec, Future[str | None]] = {}
+        self._lock = threading.Lock()
         self._default_dtype = torch.get_default_dtype()
-        self._trials = Trials(spec, self._add, functools.partial(self._refuse, first=True))
-        self._refused: dict[tuple[Any, ...], str] = {}  # why calls of this form run by ATen
+        self._trials = Trials(spec, self._admit, functools.partial(self._refuse, first=True))
+        self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
+        self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
         spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
+        if status == OUT_OF_BOUNDS:
+            raise bounds_error((k.library, k.program) for k in self.spec.store.kernels)
         if status:
             return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}")
         if getattr(self._local, "probing", False):
             return _MISS
-        form = _form_of(args) if self._refused else None
+        form = form_of(args) if self._refused else None
         refused = self._refused.get(form) if form is not None else None
         if refused is not None:
-            return self._fall_back(args, refused)
+            return self._fall_back(args, *refused)
         filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
-        blocked = self.spec.blocked
-        reason = blocked[0] if blocked else self._why_not(args)
-        if blocked:
-            self._refuse(args, blocked[0])
+        reason = self._why_not(args)
+        if self.spec.blocked:
+            return self._run_blocked(args, reason)
         if reason is not None:
             return self._fall_back(args, reason)
         return self._compile_and_run(args)
 
-    def _refuse(self, args: tuple[Any, ...], reason: str, first: bool = False) -> None:
-        """Leave calls of this form to ATen from now on, without asking again; all calls if the group is blocked.
+    def _run_blocked(self, args: tuple[Any, ...], why_not: str | None) -> Any:
+        """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
+        (reason, *_), splits = self.spec.blocked, self._splits
+        if None not in splits and why_not is None:
+            with self._lock:
+                if None not in splits:
+                    splits[None] = self._split(args)
+        function = self._function(None)
+        if None in splits or self._is_hopeless:
+            self._refuse(args, reason, function=function)
+        return self._fall_back(args, reason, function)
 
-        With `first` those, too, that a kernel takes.
+    @functools.cached_property
+    def _is_hopeless(self) -> bool:
+        return is_hopeless(self.spec.registered)
+
+    def _function(self, key: ArgSpec | None) -> Function:
+        """What runs calls that no kernel takes: the group in pieces, or else all of it by ATen."""
+        found = self._splits.get(key)
+        return found.function if found is not None else self.spec.fallback
+
+    def _refuse(
+        self, args: tuple[Any, ...], reason: str, first: bool = False, function: Function | None = None
+    ) -> bool:  # fmt: skip
+        """Leave calls of this form to `function` or ATen from now on, without asking again.
+
+        All calls if the group is blocked. With `first` those, too, that a kernel takes. Whether the launcher knows of
+        it; with `first`, nothing is left to ATen that the launcher does not know of.
         """
-        refuse, function = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
-        if refuse is not None and function is not None:
+        known = False
+        refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
+        if refuse is not None and native is not None:
             blocked = bool(self.spec.blocked)
             if blocked or len(self._refused) < MAX_FORMS:
-                refuse(function, reason, len(args) if blocked else args, first)
-        form = _form_of(args)
-        if form is not None and len(self._refused) < MAX_FORMS:
-            self._refused[form] = reason
+                plain = function is None or function is self.spec.fallback
+                known = refuse(native if plain else function, reason, len(args) if blocked else args, first)
+        form = form_of(args)
+        if form is not None and len(self._refused) < MAX_FORMS and (known or not first):
+            self._refused[form] = reason, function or self.spec.fallback
+        return known
+
+    def _split(self, args: tuple[Any, ...]) -> Split | None:
+        """The group in pieces around the calls that no kernel makes for arguments like `args`; None if that is no use.
+
+        Each piece is a group of its own, which may be split again.
+        """
+        try:
+            with config.override(**dict(self.spec.config)):
+                found = compiler.find_refused(self.spec.graph, args)
+                if any(reason.startswith("eager raises") for reason in found.refused.values()):
+                    return None
+                made = split(self.spec.registered, found, self._register_piece)
+        except Exception as e:
+            if not isinstance(e, FuserError):
+                _warn_once(reason_of(e))
+            return None
+        if made is not None:
+            self.spec.store.note_split(made)
+        return made
+
+    def _register_piece(self, graph: torch.fx.Graph) -> tuple[int, Function]:
+        made = register(self._registry, graph, functional=self.spec.graph.functional)
+        return made.key, made.handle
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
@@ -249,11 +318,11 @@ class Executor:
         while True:
             if have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
-            entry, compiled = store.get_or_compile(key, lambda: self._compile(args), have)
+            entry, compiled = store.get_or_compile(key, lambda: self._compile(args, key), have)
             entry.example = entry.example or tuple(map(_described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
-                self._refuse(args, entry.reason)
-                return self._fall_back(args, entry.reason)
+                self._refuse(args, entry.reason, function=self._function(key))
+                return self._fall_back(args, entry.reason, self._function(key))
             result = self._probe(args)
             if result is not _MISS:
                 return result
@@ -264,7 +333,7 @@ class Executor:
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]:
         """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""
         settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
-        args = tuple(map(_concrete, examples))
+        args = tuple(map(concrete, examples))
         spec = arg_spec(args, self.spec.config)
         running = self._prepared.get(spec)
         if running is None or running.done():  # a second thread would do nothing but wait for the first
@@ -280,28 +349,42 @@ class Executor:
             if reason is not None or not config.enabled:
                 return reason or "fusion is switched off (config.enabled is False)"
             key = arg_spec(args, self.spec.config)
-            entry, _ = self.spec.store.get_or_compile(key, lambda: self._compile(args), 0)
+            entry, _ = self.spec.store.get_or_compile(key, lambda: self._compile(args, key), 0)
             entry.example = entry.example or tuple(map(_described, args))
+            self._prepare_pieces(self._splits.get(key), device)
             return None if entry.kernels else entry.reason
 
-    def _compile(self, args: tuple[Any, ...]) -> FusedKernel:
+    def _prepare_pieces(self, made: Split | None, device_type: str) -> None:
+        """Have the pieces of a split compiled as far as their inputs are known."""
+        for key, piece in zip(made.keys, made.pieces, strict=True) if made is not None else ():
+            if None not in piece.examples:
+                self._registry.find(key).runner.prepare([_on(device_type, e) for e in piece.examples])
+
+    def _compile(self, args: tuple[Any, ...], key: ArgSpec) -> FusedKernel:
         try:
             with config.override(**dict(self.spec.config)):
                 kernel = compiler.compile_runtime(self.spec, args)
-            slowest = config.slowest if self._device_of(args) == "cpu" else 0.0
+            timed = self._device_of(args) == "cpu" and not dict(self.spec.config).get("check_bounds")
+            slowest = config.slowest if timed else 0.0
             if (config.verify or slowest) and may_repeat(self.spec):
                 self._trials.add(kernel, config.verify, slowest)
             else:
-                self._add(kernel)
+                self._admit(kernel, ALL_MAGNITUDES, None)
         except Exception as e:
             if not isinstance(e, Unsupported):
                 _warn_once(reason_of(e))
+            self._splits[key] = self._split(args)
             raise
         return kernel
 
-    def _add(self, kernel: FusedKernel) -> None:
-        """Let calls run `kernel`."""
-        self.handle.add_kernel(kernel.program, kernel.library)  # type: ignore[attr-defined]
+    def _admit(self, kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
+        """Let calls of these magnitudes run `kernel`, which has a number in the handle if it is there. The number."""
+        handle: Any = self.handle
+        if number is not None:
+            handle.widen(number, magnitudes)
+            return number
+        added: int = handle.add_kernel(kernel.program, kernel.library, magnitudes)
+        return added
 
     def _probe(self, args: tuple[Any, ...]) -> Any:
         """The result of a kernel, or `_MISS` if none takes the call."""
@@ -312,9 +395,9 @@ class Executor:
             self._local.probing = False
         return self._trials.run(args) if result is _MISS else result
 
-    def _fall_back(self, args: tuple[Any, ...], reason: str) -> Any:
+    def _fall_back(self, args: tuple[Any, ...], reason: str, function: Function | None = None) -> Any:
         self.spec.store.note_fallback(reason)
-        return self.spec.fallback(*args)
+        return (function or self.spec.fallback)(*args)
 
 
 @functools.cache
@@ -323,18 +406,28 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(config.compile_workers or os.cpu_count() or 1, thread_name_prefix="fuser-compile")
 
 
-def _concrete(example: Any) -> Any:
+def _on(device_type: str, example: Any) -> Any:
+    """A meta tensor as a fake one on a device."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device_type)
+
+
+def concrete(example: Any) -> Any:
     """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
     if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if example.node.hint is None:
             raise Unsupported("a size among the inputs depends on data and is not known ahead")
         return example.node.hint
-    if not isinstance(example, torch.Tensor) or type(example) in _PLAIN_TENSORS:
+    if not isinstance(example, torch.Tensor) or type(example) in PLAIN_TENSORS:
         return example
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-    size = [_concrete(n) for n in example.shape]
-    stride = [_concrete(n) for n in example.stride()]
+    size = [concrete(n) for n in example.shape]
+    stride = [concrete(n) for n in example.stride()]
     with unset_fake_temporarily(), FakeTensorMode():
         return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
 
@@ -342,7 +435,7 @@ def _concrete(example: Any) -> Any:
 def _described(a: Any) -> Any:
     if not isinstance(a, torch.Tensor):
         return a
-    return a.dtype, a.device.type, tuple(map(_concrete, a.shape)), tuple(map(_concrete, a.stride()))
+    return a.dtype, a.device.type, tuple(map(concrete, a.shape)), tuple(map(concrete, a.stride()))
 
 
 def _is_acceptable(a: Any) -> bool:

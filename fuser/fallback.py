@@ -50,6 +50,13 @@ class Fallback:
             return self._function
 
 
+def is_plain_name(text: Any) -> bool:
+    """Whether Python's source means `text` itself by it: other letters than ASCII's may stand for different ones."""
+    if type(text) is not str or not text.isascii() or not text.isidentifier():
+        return False
+    return not keyword.iskeyword(text) and text != "__debug__"
+
+
 class _Writer:
     """Spells the rows. Objects that have no literal become globals of the function."""
 
@@ -96,10 +103,11 @@ class _Writer:
             return f"b{value.index}" if isinstance(value, Ref) else self.value(value)
         args = [self.value(a) for a in row.args]
         named = [f"{k}={self.value(v)}" for k, v in row.kwargs.items()]
-        if any(keyword.iskeyword(k) for k in row.kwargs):
-            named = [f"**{self.value(row.kwargs)}"]
+        if not all(map(is_plain_name, row.kwargs)):
+            named = [f"**{self.value(dict(row.kwargs))}"]
         if row.op == "call_method":
-            return f"{args[0]}.{row.target}({', '.join(args[1:] + named)})"
+            method = f"{args[0]}.{row.target}" if is_plain_name(row.target) else f"getattr({args[0]}, {row.target!r})"
+            return f"{method}({', '.join(args[1:] + named)})"
         return f"{self.name_of(row.target)}({', '.join(args + named)})"
 
     def value(self, value: Any) -> str:
@@ -125,7 +133,7 @@ class _Writer:
         name = self.known.get(id(thing))
         if name is None:
             base = str(getattr(thing, "__name__", None) or type(thing).__name__).replace(".", "_")
-            name = base if base.isidentifier() and not keyword.iskeyword(base) and base not in _RESERVED else "fn"
+            name = base if is_plain_name(base) and base not in _RESERVED else "fn"
             while name in self.globals or name[:1] in ("v", "b") and name[1:].isdigit():
                 name = f"{name}_{len(self.globals)}"
             self.globals[name] = thing
@@ -133,4 +141,4 @@ class _Writer:
         return name
 
 
-_RESERVED = frozenset({"slice", "fallback", "torch", "inf", "nan", "True", "False", "None"})
+_RESERVED = frozenset({"slice", "getattr", "fallback", "torch", "inf", "nan", "True", "False", "None"})

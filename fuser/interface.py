@@ -11,10 +11,10 @@ import torch
 import torch.fx
 
 from fuser import compiler, config
-from fuser.canonical import canonicalize, operators_of
+from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
-from fuser.executor import Executor, why_unfit
+from fuser.executor import register, why_unfit
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.runtime import launcher
 
@@ -25,22 +25,14 @@ Graph = torch.fx.Graph | torch.fx.GraphModule
 def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = False) -> int:
     """The key of `graph`, a torch.fx Graph or GraphModule of ATen or torch-level calls. GraphError says what is wrong.
 
-    An equal graph gives the same key. Tensors that the graph holds itself are bound as they are now. The settings that
-    change generated code, and torch's default dtype, are those in force now. `functional` promises that nobody will
-    write into the inputs or the results, so that a result may be a copy where eager gives a view. `in_place` promises
-    that an input into which the graph writes by `copy_` shares no memory with another input, so that a kernel may
-    write it; the caller counts up its version.
+    An equal graph gives the same key. Tensors that the graph holds itself are bound as they are now. So are constants
+    if the graph differs from an earlier one in nothing else: all further ones share one specification. The settings
+    that change generated code, and torch's default dtype, are those in force now. `functional` promises that nobody
+    will write into the inputs or the results, so that a result may be a copy where eager gives a view. `in_place`
+    promises that an input into which the graph writes by `copy_` shares no memory with another input, so that a kernel
+    may write it; the caller counts up its version.
     """
-    registered = canonicalize(graph, functional, in_place)
-    settings = config.key()
-    objects = (*map(id, registered.opaque), int(in_place and registered.writes))
-    identity = registered.graph.hash, (*settings, torch.get_default_dtype()), objects
-
-    def make_spec(key: int) -> tuple[KernelSpec, Executor]:
-        spec = compiler.compile_upfront(registered, key, settings)
-        return spec, Executor(spec)
-
-    return REGISTRY.register(identity, registered.bound, make_spec).key
+    return register(REGISTRY, graph, functional, in_place).key
 
 
 def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
@@ -48,13 +40,12 @@ def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
     registration = REGISTRY.find(key)
     if not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
-    args = tuple(inputs)
-    result = registration.handle(*args) if config.enabled else registration.runner.slow((*registration.bound, *args), 0)
-    return list(result) if isinstance(result, tuple) else [result]
+    result = registration.handle(*inputs)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def fusion_handle(key: int) -> Callable[..., Any]:
-    """What to call with the inputs, for speed: returns a tensor, or a tuple, as the graph's output does."""
+    """What to call with the inputs, for speed: returns a tensor, tuple, named tuple or list, as the graph does."""
     return REGISTRY.find(key).handle
 
 

@@ -21,6 +21,7 @@ from fuser.canonical import CanonicalGraph, Registered
 from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
+from fuser.splitting import Split
 
 
 class FusedKernel(Protocol):
@@ -66,6 +67,7 @@ class KernelStore:
         self._changed = threading.Condition(self._lock)
         self._entries: dict[ArgSpec, KernelEntry] = {}
         self._fallbacks: Counter[str] = Counter()
+        self._splits: list[Split] = []
         self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
 
     def get_or_compile(
@@ -119,9 +121,20 @@ class KernelStore:
                     entry.reason = reason
 
     def note_fallback(self, reason: str) -> None:
-        """Count one call that ran by ATen."""
+        """Count one call that ran by ATen, whole or in part."""
         with self._lock:
             self._fallbacks[reason] += 1
+
+    def note_split(self, split: Split) -> None:
+        """Keep how the group was split for some arguments."""
+        with self._lock:
+            self._splits.append(split)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """How the group was split for arguments that no kernel takes, in the order of arrival."""
+        with self._lock:
+            return tuple(self._splits)
 
     @property
     def entries(self) -> tuple[KernelEntry, ...]:
@@ -131,7 +144,7 @@ class KernelStore:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Calls that ran by ATen, by reason. Calls that a kernel took are not seen here."""
+        """Calls that ran by ATen, whole or in part, by reason. Calls that a kernel took are not seen here."""
         with self._lock:
             found = self._fallbacks.copy()
         for reason, calls in self.native_fallbacks():
@@ -212,16 +225,20 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A key's meaning: a specification, the tensors bound to it, its runner, and the handle that calls take."""
+    """A key's meaning: a specification, what is bound to it, its runner, and the handle that calls take."""
 
     key: int
     spec: KernelSpec
-    bound: tuple[torch.Tensor, ...]
+    bound: tuple[Any, ...]
     runner: Runner
     handle: Callable[..., Any]
 
 
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
+
+
+def _contained(handle: Callable[..., Any], container: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *args: container(handle(*args))
 
 
 class Registry:
@@ -230,15 +247,30 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._specs: dict[Identity, tuple[KernelSpec, Runner]] = {}
-        self._by_identity: dict[tuple[Identity, tuple[int, ...]], Registration] = {}
+        self._by_identity: dict[tuple[Identity, tuple[Any, ...]], Registration] = {}
+        self._forms: dict[tuple[str, tuple[Any, ...], tuple[int, ...]], Identity] = {}
         self._by_key: dict[int, Registration] = {}
 
+    def knows(self, identity: Identity) -> bool:
+        """Whether there is a specification of what `identity` computes."""
+        with self._lock:
+            return identity in self._specs
+
+    def is_first(self, form: str, identity: Identity) -> bool:
+        """Whether no other graph came before that is of this form, the text of a graph without some constants."""
+        with self._lock:
+            return self._forms.setdefault((form, *identity[1:]), identity) == identity
+
     def register(
-        self, identity: Identity, bound: tuple[torch.Tensor, ...],
-        make_spec: Callable[[int], tuple[KernelSpec, Runner]],
+        self, identity: Identity, bound: tuple[Any, ...],
+        make_spec: Callable[[int], tuple[KernelSpec, Runner]], container: Callable[[Any], Any] | None = None,
     ) -> Registration:  # fmt: skip
-        """The registration of what `identity` computes on `bound`; `make_spec(key)` makes its specification if new."""
-        full = identity, tuple(id(t) for t in bound)
+        """The registration of what `identity` computes on `bound`, tensors and numbers.
+
+        `make_spec(key)` makes its specification if it is new. `container` makes what a call gives of the tuple of
+        results, if it is no tuple.
+        """
+        full = identity, (*(id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound), container)
         with self._lock:
             known = self._by_identity.get(full)
             if known is not None:
@@ -247,8 +279,9 @@ class Registry:
             if identity not in self._specs:
                 self._specs[identity] = make_spec(key)
             spec, runner = self._specs[identity]
-            # A partial is native code too; bound tensors are the first inputs.
+            # A partial is native code too; what is bound comes first among the inputs.
             handle = functools.partial(runner.handle, *bound) if bound else runner.handle
+            handle = handle if container is None else _contained(handle, container)
             registration = Registration(key, spec, bound, runner, handle)
             self._by_identity[full] = self._by_key[key] = registration
             return registration

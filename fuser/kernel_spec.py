@@ -95,7 +95,8 @@ class Step:
 
 
 ALIGNMENT = 16
-STATUS = {1: "index out of range"}
+OUT_OF_BOUNDS = 2  # by kernels with `config.check_bounds` alone: a defect of the kernel
+STATUS = {1: "index out of range", OUT_OF_BOUNDS: "an offset outside of its buffer"}
 
 
 @dataclass(frozen=True)

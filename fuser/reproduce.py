@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import pathlib
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fuser import config
 from fuser.canonical import Ref, Row
+from fuser.fallback import is_plain_name
 from fuser.kernel_cache import KernelSpec
+from fuser.runtime import files
 
 _MODULES = {"operator": operator, "math": math, "torch": torch, "torch.nn.functional": torch.nn.functional}
 
 _SCRIPT = '''\
-"""{why}"""
+{why}
 import math, operator, pathlib, sys
 import torch, torch.fx
 import fuser
@@ -44,32 +49,47 @@ sys.exit(problem or 0)
 '''
 
 
-def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: str) -> str:
-    """Write the script and its inputs (`args`, bound tensors first) into `folder`; the script's path.
+def write_reproducer(spec: KernelSpec, args: Sequence[Any], why: str, folder: str | None = None) -> str:
+    """Write the script and its inputs (`args`, bound tensors first), for this user alone; the script's path.
 
+    It is written to `folder`. Without one it goes to the cache, or to a new folder if the cache cannot be used. Raises
     TypeError if the graph holds Python objects that no script can name.
     """
-    path = pathlib.Path(folder) / f"{spec.hash[:12]}.py"
     graph = "\n".join(_graph_lines(spec))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    n = len(spec.registered.bound)
-    torch.save((list(args[:n]), list(args[n:])), path.with_suffix(".pt"))
+    path = _place(folder) / f"{spec.hash[:12]}.py"
+    n = sum(isinstance(value, torch.Tensor) for value in spec.registered.bound)
+    with files.working_folder(path.parent) as work:
+        torch.save((list(args[:n]), list(args[n:])), work / "tensors")
+        files.put(work / "tensors", path.with_suffix(".pt"), sealed=False)
     settings = ", ".join(f"{k}={v!r}" for k, v in (*spec.config, ("verify", 0)))
-    path.write_text(
-        _SCRIPT.format(
-            why=why.replace('"""', "'''"), graph=graph, settings=settings,
-            functional=spec.graph.functional,
-        )
-    )  # fmt: skip
+    text = _SCRIPT.format(why=repr(why), graph=graph, settings=settings, functional=spec.graph.functional)
+    files.write(path, text.encode(), sealed=False)
     return str(path)
+
+
+def _place(folder: str | None) -> pathlib.Path:
+    if folder is not None:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        return pathlib.Path(folder)
+    if config.cache_dir:
+        with contextlib.suppress(OSError):
+            return files.folder(config.cache_dir, "reproducers")
+    return pathlib.Path(tempfile.mkdtemp(prefix="fuser-reproducer-"))
 
 
 def _graph_lines(spec: KernelSpec) -> list[str]:
     lines = []
     defaults = iter(spec.registered.inputs)
     for row in spec.registered.rows:
-        lines.append(f"v{row.index} = {_row(row, defaults)}")
+        lines.append(f"v{row.index} = {_lifted(row, spec) or _row(row, defaults)}")
     return [*lines, f"g.output({_value(spec.registered.output)})"]
+
+
+def _lifted(row: Row, spec: KernelSpec) -> str | None:
+    """A number that was bound, which becomes one of the first inputs, as the kernel has it; None for other rows."""
+    value = spec.registered.bound[row.target.index] if row.op == "get_attr" and isinstance(row.target, Ref) else None
+    kind = type(value).__name__
+    return f'g.placeholder("c{row.index}", type_expr={kind})' if isinstance(value, (int, float)) else None
 
 
 def _row(row: Row, names: Any) -> str:
@@ -105,15 +125,21 @@ def _value(value: Any) -> str:
 def path_of(thing: Any) -> str:
     """An expression that gives `thing` in a script with `torch`, `operator` and `math`. TypeError if there is none."""
     if isinstance(thing, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return f"torch.ops.{str(thing).replace('::', '.')}"
+        return "".join(["torch.ops", *map(_attribute, str(thing).replace("::", ".").split("."))])
     name = getattr(thing, "__name__", "")
     for path, module in _MODULES.items():
         if name and getattr(module, name, None) is thing:
-            return f"{path}.{name}"
+            return path + _attribute(name)
     home = sys.modules.get(getattr(thing, "__module__", None) or "")
     if home is not None and name and getattr(home, name, None) is thing:
-        return f"__import__({home.__name__!r}, fromlist=[{name!r}]).{name}"
+        return f"__import__({home.__name__!r}, fromlist=[{name!r}])" + _attribute(name)
     raise TypeError(f"the graph holds {thing!r}, which a script cannot name")
+
+
+def _attribute(name: str) -> str:
+    if not is_plain_name(name):
+        raise TypeError(f"the graph holds {name!r}, which a script cannot name")
+    return f".{name}"
 
 
 __all__ = ["path_of", "write_reproducer"]

@@ -24,11 +24,14 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests import compilers  # noqa: E402
+
 THREADS = 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    compilers.watch()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -59,6 +62,15 @@ def same_start() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     yield
+
+
+@pytest.fixture(autouse=True)
+def quick_compilers() -> Iterator[None]:
+    """No test makes a kernel that holds the compiler."""
+    before = len(compilers.runs)
+    yield
+    slow = compilers.too_slow(before)
+    assert not slow, "; ".join(slow)
 
 
 @pytest.fixture

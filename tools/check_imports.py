@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lowering",),
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
-    ("compiler", "executor", "kernel_cache", "fallback", "reproduce", "verify"),
+    ("compiler", "executor", "kernel_cache", "fallback", "reproduce", "splitting", "verify", "contest", "trials"),
     ("interface",),
     ("passes",),
     ("frontends",),

@@ -47,6 +47,15 @@ kernel of its own; a ReLU's mask is taken inside the norm's own backward. It cos
 Behind a sum, as at the end of ResNet's blocks, the activation is saved, since the sum has a second input.
 """
 
+GROUPING = """## Grouping
+
+Behind `post_grad`, `passes/classify.py` says of each call whether it can be fused. Operators that are lowered for some
+arguments only, such as `index` and `scatter`, are tried; the verdict is remembered by dtypes, sizes and strides.
+`passes/grouping.py` makes groups of the calls that can, and `passes/rounding.py` marks the values that a decision in
+another group, or in the backward, depends on: kernels round these as eager does. A group that no kernel takes after
+all is split at its first call (`splitting.py`).
+"""
+
 NOT_DONE = """## What is left off, and why
 
 - **Linears with a shared input as one.** Measured on one AVX-512 core, 512 tokens: three products of width 768 take
@@ -76,7 +85,7 @@ def text() -> str:
             number += 1
             lines.append(f"| {number} | `{p.name}` | {p.doc} |")
         lines.append("")
-    return "\n".join([*lines, KEPT, NOT_DONE]).rstrip() + "\n"
+    return "\n".join([*lines, GROUPING, KEPT, NOT_DONE]).rstrip() + "\n"
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from fuser.canonical.build import REQUIRED, Registered, Row, canonicalize, opera
 from fuser.canonical.calls import HOST_OF_PACKET, HOST_OPS
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, map_refs, refs_of, text_of
 from fuser.canonical.interpret import interpret
+from fuser.canonical.lifting import skeleton
 from fuser.canonical.schemas import Kind
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "map_refs",
     "operators_of",
     "refs_of",
+    "skeleton",
     "text_of",
 ]

@@ -10,6 +10,8 @@ ALIASES = {
     "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
     "fix": "trunc", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "linalg_matmul": "matmul",
     "moveaxis": "movedim", "multiply": "mul", "negative": "neg", "not_equal": "ne", "row_stack": "vstack",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__iand__": "bitwise_and_",
+    "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_",
     "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc", "special_erfinv": "erfinv",
     "special_exp2": "exp2", "special_expit": "sigmoid", "special_expm1": "expm1", "special_gammaln": "lgamma",
     "special_i0": "i0", "special_log1p": "log1p", "special_logit": "logit", "special_logsumexp": "logsumexp",

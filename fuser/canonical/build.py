@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,17 @@ import torch.fx
 
 from fuser.canonical.builder import Builder, renumber
 from fuser.canonical.calls import named_operator, translate
-from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, is_constant, map_refs, refs_of
+from fuser.canonical.graph import (
+    ROUNDED,
+    CanonicalGraph,
+    CanonicalNode,
+    Opaque,
+    Ref,
+    is_constant,
+    map_refs,
+    refs_of,
+)  # fmt: skip
+from fuser.canonical.lifting import as_literal, map_literals, plain
 from fuser.canonical.modules import graph_of
 from fuser.canonical.schemas import Kind
 from fuser.errors import GraphError
@@ -34,13 +44,18 @@ class Row:
 class Registered:
     """A graph taken in: what it computes, and how it was written.
 
-    `bound` are the tensors that the graph holds itself (parameters, buffers, constants); they are its first inputs.
+    `bound` are its first inputs: the tensors that the graph holds itself (parameters, buffers), then numbers that were
+    lifted (see `lifting`), each with a row of its own.
     `inputs` and `defaults` are the placeholders, in order. `opaque` are Python objects that only identity tells apart.
-    `blocked` says, if not empty, why no kernel can run this graph. `writes`: it writes into inputs.
+    `blocked` says, if not empty, why no kernel can run this graph. `writes`: it writes into inputs. `origins` names for
+    each canonical node the row that it came from, `results` for each row the canonical node of its value, or -1;
+    `kinds` says what is known of the value; `impure` are the rows whose order matters: they write, draw random numbers,
+    or run Python; `writing` those that may write. `container` makes the list or named tuple
+    that the graph returns of the tuple that its calls give; None if the graph returns a tuple or a single value.
     """
 
     graph: CanonicalGraph
-    bound: tuple[torch.Tensor, ...]
+    bound: tuple[Any, ...]
     inputs: tuple[str, ...]
     defaults: tuple[Any, ...]
     opaque: tuple[Any, ...]
@@ -49,6 +64,12 @@ class Registered:
     rows: tuple[Row, ...]
     output: Any
     writes: bool = False
+    origins: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+    impure: frozenset[int] = frozenset()
+    writing: frozenset[int] = frozenset()
+    container: Callable[[Any], Any] | None = None
 
 
 @dataclass
@@ -63,14 +84,21 @@ class _State:
     placeholders: list[tuple[int, str, Any]] = field(default_factory=list)
     bound: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     impure_rows: set[int] = field(default_factory=set)
+    writing_rows: set[int] = field(default_factory=set)
+    first: list[int] = field(default_factory=list)  # of each row: the first canonical node that it made, if any
     output: Any = None
+    container: Callable[[Any], Any] | None = None
     has_output: bool = False
 
 
 def canonicalize(
-    graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False
-) -> Registered:
-    """The canonical form of `graph`. Linear in its nodes. GraphError says what is wrong with it."""
+    graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False,
+    lifting: bool = False,
+) -> Registered:  # fmt: skip
+    """The canonical form of `graph`. Linear in its nodes. GraphError says what is wrong with it.
+
+    With `lifting`, its constants that may be arguments are.
+    """
     module = graph if isinstance(graph, torch.fx.GraphModule) else getattr(graph, "owning_module", None)
     fx = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
     if not isinstance(fx, torch.fx.Graph):
@@ -78,7 +106,7 @@ def canonicalize(
             f"a graph was expected, a torch.fx.Graph or GraphModule, and not {type(graph).__name__}: "
             "torch.fx.symbolic_trace makes one of a module or function"
         )
-    state = _State(Builder(), module)
+    state = _State(Builder(lifting), module)
     for node in fx.nodes:
         _visit(state, node)
     if not state.rows:
@@ -99,10 +127,12 @@ def _visit(state: _State, node: torch.fx.Node) -> None:
     state.raw[node] = index
     target = _fetch(state, node) if node.op == "call_module" else _target(node)
     state.rows.append(Row(index, node.op, target, args, kwargs))
+    state.first.append(len(state.builder.nodes))
     if node.op == "output":
         if state.has_output:
             raise GraphError(f"the graph has a second output, {node.name!r}: expected one, with a tuple of results")
         state.output, state.has_output = args[0] if args else None, True
+        state.container = _container(node.args[0]) if node.args else None
         state.env.append(None)
     else:
         state.env.append(_value(state, node, target, args, kwargs))
@@ -150,7 +180,7 @@ def _raw(state: _State, user: torch.fx.Node, value: Any) -> Any:
         return {k: _raw(state, user, v) for k, v in value.items()}
     if isinstance(value, slice):
         return slice(*(_raw(state, user, v) for v in (value.start, value.stop, value.step)))
-    return value
+    return as_literal(value) if state.builder.lifting and user.op.startswith("call_") else value
 
 
 def _target(node: torch.fx.Node) -> Any:
@@ -171,7 +201,7 @@ def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...
         return ref
     if node.op == "get_attr":
         return _attribute(state, node)
-    before = len(b.nodes)
+    before, written = len(b.nodes), _writes_so_far(b)
     if node.op == "call_module":
         here = tuple(_here(state, a) for a in args), {k: _here(state, v) for k, v in kwargs.items()}
         value: Any = b.opaque_call(f"call.module.{type(target).__name__}", target, *here)
@@ -183,9 +213,18 @@ def _value(state: _State, node: torch.fx.Node, target: Any, args: tuple[Any, ...
             raise GraphError(f"node {node.name!r}: {e}") from None
     else:
         raise GraphError(f"node {node.name!r} is of the unknown kind {node.op!r}: expected one of torch.fx's")
+    if node.meta.get(ROUNDED):
+        b.round_from(before)
     if any(i in b.impure for i in range(before, len(b.nodes))):
         state.impure_rows.add(len(state.rows) - 1)
+    if _writes_so_far(b) > written:
+        state.writing_rows.add(len(state.rows) - 1)
     return value
+
+
+def _writes_so_far(b: Builder) -> int:
+    """Calls made so far that write, or of which nothing is known."""
+    return len(b.mutations) + len(b.writes) + len(b.unknown)
 
 
 def _here(state: _State, value: Any) -> Any:
@@ -235,17 +274,22 @@ def _finish(state: _State, functional: bool, in_place: bool) -> Registered:
     output = _tuples(_here(state, state.output))
     if not is_constant(output):
         output = b.spell(output)
-    inputs = [i for i, _ in state.bound.values()] + [i for i, _, _ in state.placeholders]
+    inputs = [i for i, _ in (*state.bound.values(), *b.lifted)] + [i for i, _, _ in state.placeholders]
     live = _live(b.nodes, set(refs_of(output)) | b.impure)
     order = [*inputs, *(i for i in sorted(live) if b.nodes[i].op != "input")]
     nodes, output = renumber(b.nodes, order, output)
     new = {old: i for i, old in enumerate(order)}
     _spell_defaults(b, state, nodes)
     rows = _live_rows(state)
+    ends = [*state.first[1:], len(b.nodes)]
+    made_by = [row for row, (a, z) in enumerate(zip(state.first, ends)) for _ in range(a, z)]
+    for n, (index, _) in enumerate(b.lifted):
+        made_by[index] = len(state.rows) + n
+    values = [*state.env, *(Ref(index) for index, _ in b.lifted)]  # of all rows
     graph = CanonicalGraph(tuple(nodes), len(inputs), output, functional)
     return Registered(
         graph=graph,
-        bound=tuple(t for _, t in state.bound.values()),
+        bound=(*(t for _, t in state.bound.values()), *(plain(value) for _, value in b.lifted)),
         inputs=tuple(name for _, name, _ in state.placeholders),
         defaults=tuple(default for _, _, default in state.placeholders),
         opaque=tuple(b.opaque),
@@ -254,15 +298,28 @@ def _finish(state: _State, functional: bool, in_place: bool) -> Registered:
         rows=rows,
         output=_tuples(state.output),
         writes=bool(b.writes),
+        origins=tuple(made_by[old] for old in order),
+        results=tuple(new.get(v.index, -1) if isinstance(v, Ref) else -1 for v in values),
+        kinds=tuple(map(b.kind, values)),
+        impure=frozenset(state.impure_rows),
+        writing=frozenset(state.writing_rows),
+        container=state.container,
     )
 
 
 def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> None:
     """A default value is part of what the graph computes."""
-    first = len(state.bound)
+    first = len(state.bound) + len(b.lifted)
     for i, (_, _, default) in enumerate(state.placeholders):
         if default is not REQUIRED:
             nodes[first + i] = CanonicalNode(first + i, "input", (), (("default", b.spell(default)),))
+
+
+def _container(output: Any) -> Callable[[Any], Any] | None:
+    if isinstance(output, list):
+        return list
+    make: Callable[[Any], Any] | None = getattr(type(output), "_make", None) if isinstance(output, tuple) else None
+    return make
 
 
 def _tuples(value: Any) -> Any:
@@ -292,7 +349,27 @@ def _live_rows(state: _State) -> tuple[Row, ...]:
             row = Row(row.index, row.op, _bound_value(state, row), (), {})
         if row.op == "placeholder" or (row.index in live and row.op != "output"):
             kept.append(row)
-    return tuple(kept)
+    if not state.builder.lifting:
+        return tuple(kept)
+    told = (Row(r.index, r.op, r.target, _told(state, r.args), _told(state, r.kwargs)) for r in kept)
+    return (*_lifted_rows(state), *told)
+
+
+def _lifted_rows(state: _State) -> list[Row]:
+    """A row for each lifted number, which reads it as one of a bound tensor does."""
+    first, n = len(state.rows), len(state.bound)
+    return [Row(first + i, "get_attr", Ref(n + i), (), {}) for i in range(len(state.builder.lifted))]
+
+
+def _told(state: _State, value: Any) -> Any:
+    """`value` with the rows of lifted literals in place of these, and plain numbers in place of others."""
+    lifted = [literal for _, literal in state.builder.lifted]
+
+    def told(literal: Any) -> Any:
+        found = next((n for n, known in enumerate(lifted) if known is literal), None)
+        return plain(literal) if found is None else Ref(len(state.rows) + found)
+
+    return map_literals(value, told)
 
 
 def _bound_value(state: _State, row: Row) -> Any:

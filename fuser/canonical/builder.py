@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from fuser.canonical.aliases import main_overload, main_packet
 from fuser.canonical.graph import CanonicalNode, Opaque, Ref, is_constant, map_refs
+from fuser.canonical.lifting import is_literal, lifted_places, map_literals, plain
 from fuser.canonical.schemas import Call, Kind, bind_overload, bind_packet
 
 
@@ -20,8 +21,12 @@ class Untranslatable(Exception):
 
 @dataclass
 class Builder:
-    """Nodes made so far, in order. `impure` are those that must stay though nobody reads them."""
+    """Nodes made so far, in order. `impure` are those that must stay though nobody reads them.
 
+    With `lifting`, constants that may be arguments become inputs: `lifted` are their numbers, and the constants.
+    """
+
+    lifting: bool = False
     nodes: list[CanonicalNode] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     impure: set[int] = field(default_factory=set)
@@ -30,13 +35,19 @@ class Builder:
     writes: list[str] = field(default_factory=list)  # of whole inputs, by copy_
     unknown: list[str] = field(default_factory=list)
     pointwise: set[int] = field(default_factory=set)
+    lifted: list[tuple[int, int | float]] = field(default_factory=list)
 
     def add(self, op: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], kind: Kind) -> Ref:
         """A node as it stands."""
         index = len(self.nodes)
-        self.nodes.append(CanonicalNode(index, op, tuple(args), tuple(kwargs)))
+        arguments = tuple(args), tuple(kwargs)
+        self.nodes.append(CanonicalNode(index, op, *(map_literals(arguments) if self.lifting else arguments)))
         self.kinds.append(kind)
         return Ref(index)
+
+    def round_from(self, first: int) -> None:
+        """Mark the nodes from number `first` on as rounded."""
+        self.nodes[first:] = [replace(n, rounded=True) for n in self.nodes[first:]]
 
     def kind(self, value: Any) -> Kind:
         """What is known of a canonical value."""
@@ -78,7 +89,8 @@ class Builder:
         kind = s.result
         if s.pointwise and kind is Kind.TENSOR and args and all(self.is_number(a) for a in args):
             kind = Kind.NUMBER
-        ref = self.add(call.op, call.args, call.kwargs, kind)
+        arguments = self._lift(call) if self.lifting else (call.args, call.kwargs)
+        ref = self.add(call.op, *arguments, kind)
         if s.pointwise:
             self.pointwise.add(ref.index)
         if s.mutable:
@@ -86,6 +98,22 @@ class Builder:
         if s.mutable or s.random or kind is Kind.NONE:
             self.impure.add(ref.index)
         return ref
+
+    def _lift(self, call: Call) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """The arguments of a call with inputs in place of constants that can be lifted."""
+        args, kwargs = list(call.args), dict(call.kwargs)
+        places = list(lifted_places(call.op, call.args, call.kwargs))
+        holders: list[Any] = [args if isinstance(place, int) else kwargs for place, _ in places]
+        if not all(is_literal(holder[place]) for holder, (place, _) in zip(holders, places)):
+            return call.args, call.kwargs  # computed while it was translated: the fallback could not be told
+        before = Ref(-1)
+        for holder, (place, behind) in zip(holders, places):
+            value = holder[place]
+            own = self.add("input", (type(plain(value)).__name__,), (), Kind.NUMBER)
+            self.lifted.append((own.index, value))
+            before = own if behind is None else self.add("host.add", (before, behind), (), Kind.NUMBER)
+            holder[place] = before
+        return tuple(args), tuple(kwargs.items())
 
     def _writes_an_input(self, call: Call) -> bool:
         target = call.args[0] if call.args else None
@@ -96,7 +124,7 @@ class Builder:
         head: tuple[Any, ...] = () if what is None else (self.object(what),)
         spelled = tuple(self.spell(a) for a in args)
         named = sorted((k, self.spell(v)) for k, v in kwargs.items())
-        ref = self.add(op, (*head, *spelled), named, Kind.ANY)
+        ref = self.add(op, (*head, *spelled), named, Kind.ANY if op.startswith("attribute.") else Kind.INPUT)
         self.impure.add(ref.index)
         self.unknown.append(op)
         return ref
@@ -125,7 +153,7 @@ def renumber(nodes: Sequence[CanonicalNode], order: Sequence[int], output: Any) 
     new = {old: Ref(i) for i, old in enumerate(order)}
     refs: Callable[[Ref], Ref] = lambda r: new[r.index]  # noqa: E731
     kept = [
-        CanonicalNode(i, n.op, map_refs(n.args, refs), map_refs(n.kwargs, refs))
+        CanonicalNode(i, n.op, map_refs(n.args, refs), map_refs(n.kwargs, refs), n.rounded)
         for i, n in enumerate(nodes[old] for old in order)
     ]
     return kept, map_refs(output, refs)

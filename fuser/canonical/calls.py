@@ -16,6 +16,8 @@ from fuser.canonical.builder import Builder, Untranslatable
 from fuser.canonical.functionals import FUNCTIONALS
 from fuser.canonical.graph import Ref
 from fuser.canonical.indexing import translate_getitem
+from fuser.canonical.mutation import WRITING, effect, is_binding
+from fuser.canonical.numbers import divide, power, square_root
 from fuser.canonical.schemas import Kind, signature
 from fuser.errors import GraphError
 
@@ -67,6 +69,7 @@ def translate(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Map
         return _function(b, target, args, kwargs)
     except (Untranslatable, TypeError):  # TypeError: arguments that the row does not have
         del b.nodes[before[0] :], b.kinds[before[0] :], b.mutations[before[1] :], b.writes[before[2] :]
+        b.lifted = [item for item in b.lifted if item[0] < before[0]]
         b.impure = {i for i in b.impure if i < before[0]}
         b.pointwise = {i for i in b.pointwise if i < before[0]}
     return _as_python(b, op, target, args, kwargs)
@@ -85,23 +88,13 @@ def _function(b: Builder, target: Any, args: Sequence[Any], kwargs: Mapping[str,
     name = getattr(target, "__name__", "")
     if getattr(torch.Tensor, name, None) is target:
         return _method(b, name, args, kwargs)
-    if _is_torch_function(target, name):
+    if is_binding(target):
         return b.aten(name, *args, **kwargs)
     raise Untranslatable("a Python function")
 
 
 def _hashable(target: Any) -> bool:
     return getattr(type(target), "__hash__", None) is not None
-
-
-_HOMES = (torch, *(getattr(torch._C, n) for n in ("_nn", "_special", "_linalg", "_fft")))
-
-
-def _is_torch_function(target: Any, name: str) -> bool:
-    """Whether `target` is torch's own binding of an operator: a builtin, never Python code under the same name."""
-    if not isinstance(target, type(torch.add)) and not isinstance(target, type(len)):
-        return False
-    return any(getattr(home, name, None) is target for home in _HOMES)
 
 
 def _overload(b: Builder, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,7 +144,7 @@ def _dunder(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
     if name in BINARY and len(args) == 2:
         return _binary(b, name, *args)
     if name[:1] == "r" and name[1:] in BINARY and len(args) == 2:
-        return _binary(b, name[1:], args[1], args[0])
+        return _reflected(b, name[1:], *args)
     if name[:1] == "i" and name[1:] in BINARY and len(args) == 2:
         return b.aten(f"{BINARY[name[1:]]}_", *args)
     if name in UNARY and len(args) == 1:
@@ -159,6 +152,15 @@ def _dunder(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
     if name == "getitem":
         return translate_getitem(b, *args)
     raise Untranslatable("a method without an operator")
+
+
+def _reflected(b: Builder, name: str, x: Any, other: Any) -> Any:
+    """`x.__radd__(other)` and the like: torch swaps the operands only where their order matters."""
+    if name in ("add", "mul", "and", "or", "xor"):
+        return _binary(b, name, x, other)
+    if name == "truediv":
+        return b.aten("mul", b.aten("reciprocal", x), other)
+    return _binary(b, name, other, x)
 
 
 def _getattr(b: Builder, value: Any, name: str) -> Any:
@@ -261,6 +263,11 @@ def _host(b: Builder, name: str, *args: Any, **kwargs: Any) -> Any:
     return b.add(name, args, (), Kind.NUMBER)
 
 
+def _power(b: Builder, x: Any, y: Any) -> Any:
+    """A power of numbers that is a float for integers too."""
+    return _binary(b, "pow", _host(b, "host.float", x), y)
+
+
 def _length(b: Builder, x: Any) -> Any:
     if isinstance(x, tuple):
         return len(x)
@@ -284,9 +291,11 @@ _ROWS: dict[Any, Row] = {
     **{getattr(operator, _PYTHON_NAMES.get(n, n)): _named(_binary, n) for n in BINARY},
     **{getattr(operator, n): _named(_unary, n) for n in UNARY},
     **{target: _named(_host, name) for target, name in _HOST_CALLS.items()},
-    **{getattr(operator, f"i{n}"): _named(_in_place, n) for n in BINARY if hasattr(operator, f"i{n}")},
+    **{getattr(operator, f"i{n}"): _named(_in_place, n) for n in BINARY if hasattr(torch.Tensor, f"__i{n}__")},
+    operator.imatmul: _named(_binary, "matmul"),  # Tensor has no method for it: the product is a new tensor
     operator.getitem: translate_getitem, builtins.getattr: _getattr, builtins.abs: _named(_unary, "abs"),
-    builtins.len: _length, builtins.pow: _named(_binary, "pow"), torch.Size: _torch_size,
+    builtins.len: _length, divide: _named(_binary, "truediv"), power: _power, square_root: _named(_host, "host.sqrt"),
+    builtins.pow: _named(_binary, "pow"), torch.Size: _torch_size,
 }  # fmt: skip
 _METHODS: dict[str, Row] = {
     "size": _size, "stride": _stride, "to": _to, "type": _type, "numel": lambda b, x: b.aten("sym_numel", x),
@@ -297,10 +306,7 @@ _METHODS: dict[str, Row] = {
 }  # fmt: skip
 
 
-
-
 # -- what only Python can run ------------------------------------------------------------------------------------------
-_IN_PLACE_FUNCTIONS = (operator.setitem, operator.delitem)
 
 
 def _as_python(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
@@ -309,7 +315,7 @@ def _as_python(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Ma
         may_exist = b.kind(args[0]) not in (Kind.TENSOR, Kind.INPUT) if args else False
         if not may_exist and not hasattr(torch.Tensor, name):
             raise GraphError(f"method {name!r} does not exist: expected a method of torch.Tensor")
-        if name.endswith("_") and not name.startswith("__"):
+        if effect(op, name, args, kwargs) in WRITING:
             b.mutations.append(f"method.{name}")
         return b.opaque_call(f"method.{name}", None, args, kwargs)
     if target is builtins.getattr:
@@ -321,7 +327,7 @@ def _as_python(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Ma
         return b.opaque_call(f"call.{target}", None, args, kwargs)
     if not callable(target):
         raise GraphError(f"{target!r} cannot be called: expected a function, an operator or the name of one")
-    if target in _IN_PLACE_FUNCTIONS or kwargs.get("out") is not None or kwargs.get("inplace") is True:
+    if effect(op, target, args, kwargs) in WRITING:
         b.mutations.append(f"call.{target.__name__}")
     module, name = getattr(target, "__module__", "") or "", getattr(target, "__qualname__", type(target).__name__)
     return b.opaque_call(f"call.{module}.{name}".replace("..", "."), target, args, kwargs)

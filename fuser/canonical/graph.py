@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 FORMAT = "fuser graph 1"
+ROUNDED = "rounded"  # key in the meta of an FX node whose result is rounded to its dtype whatever reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,19 @@ class CanonicalNode:
     numbers and sizes, see `HOST_OPS`); "prim.dtype" or "prim.device" of a tensor; or "call.<name>", "method.<name>",
     "attribute.<name>": Python that only the fallback can run.
     `args` are positional as in the schema, without trailing defaults; `kwargs` are the keyword-only arguments that
-    differ from their defaults, sorted. Sequences are tuples; values of other nodes are `Ref`s.
+    differ from their defaults, sorted. Sequences are tuples; values of other nodes are `Ref`s. `rounded`: the result
+    has the bits that eager's has, also where a kernel reads it from a register (see `lowering.decisive`).
     """
 
     index: int
     op: str
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
+    rounded: bool = False
 
     def __str__(self) -> str:
         parts = [text_of(a) for a in self.args] + [f"{k}={text_of(v)}" for k, v in self.kwargs]
-        return f"%{self.index} = {self.op}({', '.join(parts)})"
+        return f"%{self.index} = {self.op}({', '.join(parts)}){' rounded' if self.rounded else ''}"
 
     def refs(self) -> Iterator[int]:
         """The indices of the nodes that this one reads, repeats included."""
@@ -142,7 +145,18 @@ def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
     return value
 
 
-_PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+class IntLiteral(int):
+    """An integer as it stands in a call of the graph, told apart by identity; arithmetic on it gives plain integers."""
+
+
+class FloatLiteral(float):
+    """A float as it stands in a call of the graph."""
+
+
+_PLAIN = (
+    int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, IntLiteral,
+    FloatLiteral,
+)  # fmt: skip
 
 
 def is_constant(value: Any) -> bool:

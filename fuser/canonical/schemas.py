@@ -95,8 +95,8 @@ _NEUTRAL = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
 _ALIASES = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self", "x1": "self", "x2": "other"}
 # Operators for which eager takes a number where the schema says Tensor.
 NUMBERS_AS_TENSORS = frozenset(
-    "add sub mul div subtract multiply divide true_divide floor_divide".split()
-)  # fmt: skip
+    f"aten.{name}" for name in "add sub mul div subtract multiply divide true_divide floor_divide".split()
+)
 
 
 def _param(a: Any) -> Param:
@@ -269,7 +269,7 @@ def bind_packet(
             given = _slots(s, (*args[:-1], (args[-1],)), kwargs)
             if given is not None and _fits(s, given, kinds):
                 return _bound(s, given, kinds, s.packet)
-    if packet.__name__ in NUMBERS_AS_TENSORS:
+    if candidates[0].packet in NUMBERS_AS_TENSORS:
         for s, given in zip(candidates, slots):
             if given is not None and not s.mutable:
                 return _bound(s, given, kinds, s.packet)

@@ -114,7 +114,7 @@ class ProgramBuilder:
         outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
         for b in buffers:
             is_output = b.name in outputs
-            self.add_buffer(b.name, b.dtype, b.size, _result_strides(b) if is_output else b.stride, is_output)
+            self.add_buffer(b.name, b.dtype, b.size, result_strides(b) if is_output else b.stride, is_output)
 
     @property
     def n_inputs(self) -> int:
@@ -139,7 +139,7 @@ class ProgramBuilder:
         )  # fmt: skip
 
 
-def _result_strides(b: Buffer) -> tuple[Expr, ...]:
+def result_strides(b: Buffer) -> tuple[Expr, ...]:
     """Dense strides as torch gives them to results, where a size of 0 counts as 1."""
     at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in b.size)
     return strides_of(at_least_one, b.order)

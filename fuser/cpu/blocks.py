@@ -144,7 +144,7 @@ class BlockedScan(ChainedScan):
     def _memory(self, buffer: str, address: Expr, dtype: torch.dtype | None) -> str | None:
         axis = self.red_axes[0].sym
         plain = not any(x.kind == INDIRECT and self.is_full(int(x.name[1:])) for x in symbols(address))
-        if self.dtypes[buffer] is not dtype or coefficient(address, axis) != ONE or not plain:
+        if self.checked or self.dtypes[buffer] is not dtype or coefficient(address, axis) != ONE or not plain:
             return None
         return f"{buffer} + ({self.index(substitute(address, {axis: symbol('v0', LOOP)}))})"
 

@@ -14,6 +14,7 @@ from fuser.cpu import bits, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import BlockedScan
 from fuser.cpu.chains import ChainedScan
+from fuser.cpu.checked import CHECKED_HELPER
 from fuser.cpu.ordered import Scan, Scatter
 from fuser.cpu.parts import ZEROS
 from fuser.cpu.pointwise import PointwiseNest
@@ -21,7 +22,7 @@ from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import STREAM_HELPER
-from fuser.cpu.text import FLOOR_HELPERS, PLACE_HELPERS
+from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
 from fuser.scheduler.plan import KernelPlan
 
@@ -53,24 +54,26 @@ def source_text(functions: Iterable[Function], comment: str) -> str:
     """A complete source: typedefs, the helpers that are called, the functions."""
     body = "\n".join(f.text for f in functions)
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
+    floors += HIDDEN_HELPER if "hidden(" in body else ""
     floors += PLACE_HELPERS if "place_div(" in body or "place_mod(" in body else ""
     head = "".join(f"// {line}\n" for line in comment.splitlines())
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
     shuffles += ZEROS if "fuser_zeros" in body else ""
+    shuffles += CHECKED_HELPER if "fuser_checked<" in body else ""
     shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
     vectors = transposes.helpers(body) + bits.helpers(body)
     return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(vectors + body))}{floors}{vectors}{shuffles}\n{body}"
 
 
-PART = 12_000  # characters of functions from which a source is compiled in several parts at the same time
+PART = 12_000  # most characters of functions that are compiled together; longer sources become parts
 
 
 def source_parts(functions: Sequence[Function], comment: str) -> tuple[str, ...]:
-    """The sources of all functions: one, or several of about equal length where they are long."""
+    """The sources of all functions: one, or several that are compiled at the same time. A function stays whole."""
     parts: list[list[Function]] = [[]]
     length = 0
     for f in functions:
-        if length > PART:
+        if length and length + len(f.text) > PART:
             parts.append([])
             length = 0
         parts[-1].append(f)

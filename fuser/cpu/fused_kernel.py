@@ -6,11 +6,13 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from fuser import config
 from fuser.codegen.program import ProgramBuilder
 from fuser.cpu import codegen, toolchain
-from fuser.ir.sizes import ONE
+from fuser.cpu.checked import span
+from fuser.ir.sizes import ONE, Expr
 from fuser.kernel_spec import LaunchProgram
-from fuser.lowering.graph import Lowered
+from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.schedule import Schedule
 
 
@@ -47,7 +49,8 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
-    bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats)
+    counts = _counts(lowered, plan) if config.check_bounds else None
+    bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats, counts)
     functions: list[codegen.Function] = []
     for number, kernel in enumerate(plan.plans):
         made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
@@ -60,6 +63,15 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
     return Source(name, parts, program, len(plan.plans), plan.reasons)
+
+
+def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:
+    """The elements of memory that each input and buffer spans."""
+    canon, out = lowered.ctx.canon, {b.name: span(b.size, b.stride) for b in plan.buffers}
+    for number, record in enumerate(lowered.inputs):
+        if isinstance(record, TensorInput):
+            out[f"in{number}"] = span(tuple(map(canon, record.size)), tuple(map(canon, record.stride)))
+    return out
 
 
 def compile_source(source: Source) -> FusedKernel:

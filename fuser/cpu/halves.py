@@ -21,7 +21,7 @@ class HalvesNest(PartsNest):
 
     def half_loads(self, phase: int) -> list[int]:
         """Loads of float16 in a pass whose neighbours along the vector axis lie side by side."""
-        return [n for n in self.rows_of(phase) if self._reads_halves(n)]
+        return [n for n in self.rows_of(phase) if not self.checked and self._reads_halves(n)]
 
     def _reads_halves(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -65,7 +65,7 @@ class HalvesNest(PartsNest):
     def half_stores(self, phase: int) -> list[Store]:
         """The same of stores."""
         full = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
-        mine = [s for s in full if s.row not in self.moved]
+        mine = [s for s in full if s.row not in self.moved and not self.checked]
         return [s for s in mine if self._is_line(s.buffer, s.address)]
 
     def has_halves(self, phase: int) -> bool:

@@ -7,20 +7,29 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fuser.cpu.checked import checked_pointer
 from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, is_checked, row_exprs
-from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
+from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_round, cpp_store
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 _ZEROS = ("0.0", "0", "False")
+_WINS = {"maximum": ">", "minimum": "<"}  # extremes, by the comparison that the first value has to win
 TILE_COLUMNS = 128
 TILE_STRIDE = TILE_COLUMNS + 16  # so that the rows of a tile do not all lie in the same sets of the cache
 ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
+# Largest constant distance between neighbouring lanes that g++ sees. It takes the loads of one array that are a
+# constant distance apart for a group of interleaved elements, in time that grows with the square of the distance.
+MOST_INTERLEAVED = 16
+# Most loads of less than a word that a loop gathers by vectors. A vector gather of bytes is some 20 instructions for
+# eight lanes, and 64 lanes are taken at once: many of them, as windows read, are faster as scalar loads.
+MOST_GATHERED = 4
 
 
 class Nest:
@@ -29,6 +38,8 @@ class Nest:
     def __init__(self, plan: KernelPlan, name: str, bindings: Bindings) -> None:
         self.plan, self.name, self.bindings = plan, name, bindings
         self.dtypes = dict(plan.buffers)
+        self.extents = {a.sym: a.size for a in plan.axes}
+        self.checked = bindings.counts is not None
         self.reduced = {a.sym for a in plan.axes if a.reduced}
         self.kept = [a for a in plan.axes if not a.reduced]
         self.red_axes = [a for a in plan.axes if a.reduced]
@@ -54,6 +65,8 @@ class Nest:
         self._exact: dict[torch.dtype, frozenset[int]] = {}
         self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
         self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
+        self.hidden: set[int] = set()  # constants that the function keeps from the compiler
+        self.head = 0  # the line of the function where they go
 
     def _choose_lanes(self) -> int:
         if self.vector is None:
@@ -155,7 +168,22 @@ class Nest:
 
     def index(self, e: Expr, of: str = "place") -> str:
         """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
-        return cpp_expr(e, lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s), of)
+        if of == "place":
+            e = self._with_hidden_step(e)
+        name = lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s)  # noqa: E731
+        return cpp_expr(e, name, of, self.extents)
+
+    def _with_hidden_step(self, address: Expr) -> Expr:
+        """`address` with a name for a large constant distance between neighbouring lanes."""
+        if self.vector is None:
+            return address
+        own = (self.vector.sym,)
+        step = next((c for monomial, c in address.terms if monomial == own), 0)
+        if abs(step) <= MOST_INTERLEAVED:
+            return address
+        self.hidden.add(abs(step))
+        name = symbol(f"far{abs(step)}", LOOP)
+        return address + expr(self.vector.sym) * ((name if step > 0 else -name) - step)
 
     def value(self, n: int) -> str:
         """The right-hand side of row `n`."""
@@ -192,6 +220,8 @@ class Nest:
         if row.op == "round_to":
             tame = row.args[0] in self.tame
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
+        if row.op in _WINS and row.dtype.is_floating_point and not self.is_full(row.args[0]):
+            return f"FUSER_BOUND({args[0]}, {_WINS[row.op]}, {args[1]})"
         return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
 
     def _is_zero_already(self, row: Row) -> bool:
@@ -224,9 +254,18 @@ class Nest:
     def _element(self, buffer: str, address: Expr) -> str:
         """An element in memory. One of less than a word that lanes look up is gathered."""
         at, dtype = self.index(address), self.dtypes[buffer]
-        if dtype.itemsize >= 4 or not any(self.is_full(m) for m in _indirects(address)):
+        if self.checked or not self._is_narrow_gather(buffer, address) or self._narrow_gathers > MOST_GATHERED:
             return f"{buffer}[{at}]"
         return f"fuser_gather_{storage_type(dtype)}({buffer}, {at})"
+
+    def _is_narrow_gather(self, buffer: str, address: Expr) -> bool:
+        return self.dtypes[buffer].itemsize < 4 and any(self.is_full(m) for m in _indirects(address))
+
+    @functools.cached_property
+    def _narrow_gathers(self) -> int:
+        """Loads of less than a word that lanes look up."""
+        loads = (r.attr for r in self.plan.rows if r.op == "load")
+        return sum(self._is_narrow_gather(buffer, address) for buffer, (address,) in loads)
 
     def declare(self, n: int, target: str | None = None) -> None:
         """Statements that compute row `n` into `t<n>` (or assign to `target`)."""
@@ -271,16 +310,23 @@ class Nest:
         self.out = Lines()
         self.emitted, self.arrays = set(), set()
         name = self.name + suffix
+        if self.checked:
+            self.out.add(f'extern "C" {{ i64 {name}_bounds[3] = {{}}; }}')
         self.out.open(
             f'extern "C" void {name}(char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, '
             "char* scratch, i32* status)"
         )
+        self.hidden, self.head = set(), len(self.out.lines)
         stored = {s.buffer for s in self.plan.stores} | {p.name for p in self.partials}
         names = [(b, d) for b, d in self.plan.buffers] + [(p.name, p.dtype) for p in self.partials]
         for buffer, dtype in names:
             kind = storage_type(dtype)
             const = "" if buffer in stored else "const "
             at = self.bindings.pointers[buffer]
+            if self.bindings.counts is not None:
+                count = self.bindings.counts.get(buffer) or next(p.size for p in self.partials if p.name == buffer)
+                self.out.add(checked_pointer(const + kind, buffer, at, count, self.bindings.slots, name))
+                continue
             self.out.add(f"{const}{kind}* __restrict {buffer} = ({const}{kind}*)ptrs[{at}];")
         for sym in sorted(self._symbols()):
             self.out.add(f"const i64 {cpp_name(sym)} = s[{self.bindings.slots[sym]}];")
@@ -305,8 +351,10 @@ class Nest:
     def close_function(self) -> str:
         """The function's tail; returns the text."""
         if self.has_checks:
-            self.out.add("if (bad) *status = 1;")
+            first = f" && *status != {OUT_OF_BOUNDS}" if self.checked else ""
+            self.out.add(f"if (bad{first}) *status = 1;")
         self.out.close()
+        self.out.lines[self.head : self.head] = [f"  const i64 far{n} = hidden({n});" for n in sorted(self.hidden)]
         return self.out.text()
 
     def open_units(self, digits: Sequence[tuple[str, str]]) -> None:
@@ -422,7 +470,7 @@ class Nest:
     def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
         """Buffers, and where in them, that loads among `rows` read line by line along the vector axis."""
         out: dict[tuple[str, Expr], None] = {}
-        for n in rows:
+        for n in rows if not self.checked else ():
             row = self.plan.rows[n]
             if row.op == "load" and not row.args and self.step(row.attr[1][0]) == ONE:
                 out[(row.attr[0], row.attr[1][0])] = None

@@ -21,6 +21,8 @@ class PartsNest(Nest):
     def _open_parts(self, phase: int, start: str, place: str, count: str) -> None:
         """Before a loop of `count` elements from `start` on; it finds element `place` of a part."""
         assert self.vector is not None
+        if self.checked:
+            return
         for n in filter(self._runs_back, self.rows_of(phase)):
             buffer, (address,) = self.plan.rows[n].attr
             at = self.index(substitute(address, {self.vector.sym: symbol(start, LOOP)}))
@@ -46,7 +48,7 @@ class PartsNest(Nest):
 
     def is_part(self, n: int) -> bool:
         """Whether row `n` is such a load."""
-        return self._hangs_together(n) or self._runs_back(n)
+        return not self.checked and (self._hangs_together(n) or self._runs_back(n))
 
     def rows_of(self, phase: int) -> list[int]:
         """Rows that a pass computes in its loops."""

@@ -44,6 +44,8 @@ class PointwiseNest(StreamingNest):
 
     def _choose(self, outer: Sequence[Axis]) -> Choice:
         """What is best for the loop inside those over `outer`; what it says of rows is kept for all who ask."""
+        if self.checked:
+            return Choice(None, self._choose_hoisted(outer), None)
         segments = find_segments(self) if self.tile_axis is None else None
         if segments is not None:
             self.constant, self.parts = frozenset(segments.rows), segments.parts(self)
@@ -181,7 +183,7 @@ class PointwiseNest(StreamingNest):
 
     def find_transposed(self) -> None:
         """Loads that run along another axis than the vector axis go through tiles, if there is one such axis."""
-        if self.vector is None:
+        if self.vector is None or self.checked:
             return
         others = [a for a in self.kept if a is not self.vector]
         along: dict[int, Axis] = {}

@@ -39,8 +39,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Bindings:
-    """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar."""
+    """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar.
+
+    `counts` has the elements of memory that each buffer spans, where functions check their offsets (`checked.py`).
+    """
 
     pointers: dict[str, int]
     slots: dict[Sym, int]
     floats: dict[str, int]
+    counts: dict[str, Expr] | None = None

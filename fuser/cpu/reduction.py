@@ -169,8 +169,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase) or self.half_loads(phase):
             return False
         rows = self.closure(self.roots(phase), self._available(phase))
-        cost = sum(row_cost(self.plan.rows[n]) for n in rows)
-        return cost <= TOGETHER_COST and not any(n in self.kept_rows and self.first_pass(n) == phase for n in rows)
+        keeps = any(n in self.kept_rows and self.first_pass(n) == phase for n in rows)
+        return self._cost_of(phase) <= TOGETHER_COST and not keeps
 
     def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[str, str]) -> None:
         assert self.vector is not None
@@ -233,8 +233,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_pieces(phase, "v0", "l", self.lanes, "count")
-        if any(self.notes_nans(r) for r in self.accumulators(phase)) and not self.checks_inside:
-            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll, which keeps two arrays in registers
+        if self._unrolls(phase):
+            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll
             self.out.add(f"#pragma GCC unroll {MOST_VECTORS}")
         else:
             self.out.add(self.pragma())
@@ -270,6 +270,22 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if flush and len(self.red_axes) > 1:
             self.emit_flush(phase, f"++turns == {SHORT_FLUSH}")
 
+    def _unrolls(self, phase: int) -> bool:
+        """Whether the loop over lanes becomes one piece, which keeps accumulators of several registers in these.
+
+        Where the lanes take four registers, g++ would load and store them in each turn: 1.8 times the time of a sum.
+        Costly rows do not gain from it.
+        """
+        if self.checks_inside:
+            return False
+        notes = any(self.notes_nans(r) for r in self.accumulators(phase))
+        return notes or self._cost_of(phase) <= TOGETHER_COST
+
+    def _cost_of(self, phase: int) -> int:
+        """Operations of the rows that a pass computes."""
+        rows = self.closure(self.roots(phase), self._available(phase))
+        return sum(row_cost(self.plan.rows[n]) for n in rows)
+
     def _takes_some_twice(self, phase: int) -> bool:
         """Whether a row that fills no whole number of lane arrays ends with a full one, some of which it took before.
 
@@ -285,7 +301,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         Between the passes over a row that lies in cache, memory would otherwise idle.
         """
         assert self.vector is not None
-        if self.plan.split or phase != self._costliest_pass():
+        if self.checked or self.plan.split or phase != self._costliest_pass():
             return
         v = self.vector.sym
         wanted = []
@@ -336,7 +352,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def _look_ahead(self, phase: int) -> list[int]:
         """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""
         assert self.vector is not None
-        if self.plan.split or phase == 0 or phase != self._costliest_pass() or len(self.kept) != 1:
+        if self.checked or self.plan.split or phase == 0 or phase != self._costliest_pass() or len(self.kept) != 1:
             return []
         v = self.vector.sym
         steps: list[int] = []

@@ -15,7 +15,7 @@ from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
 
-SHORTEST = 512  # elements of a vector axis that is worth it
+SHORTEST = 256  # elements of a vector axis that is worth it
 MOST_CUTS = 6
 FARTHEST = 1 << 60
 _AFTER = {"lt": 0, "ge": 0, "le": 1, "gt": 1}  # where a comparison with an index on the left changes, after its bound

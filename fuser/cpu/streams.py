@@ -79,7 +79,7 @@ class StreamingNest(HalvesNest):
 
         What is also read lies in cache by then.
         """
-        if self.vector is None or self.plan.split or self.vector.hint < STREAM_SHORTEST:
+        if self.checked or self.vector is None or self.plan.split or self.vector.hint < STREAM_SHORTEST:
             return []
         out = []
         read = {row.attr[0] for row in self.plan.rows if row.op == "load"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuser.ir.sizes import INDIRECT, Call, Expr, Sym, is_nonnegative
+from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
+from fuser.ir.sizes import INDIRECT, Call, Expr, Sym
 
 FLOOR_HELPERS = """\
 static inline i64 floor_div(i64 a, i64 b) {
@@ -12,6 +13,9 @@ static inline i64 floor_div(i64 a, i64 b) {
   return q - (b && (a % b != 0) && ((a < 0) != (b < 0)));
 }
 static inline i64 floor_mod(i64 a, i64 b) { return b ? a - floor_div(a, b) * b : 0; }
+"""
+HIDDEN_HELPER = """\
+static inline __attribute__((always_inline)) i64 hidden(i64 n) { __asm__("" : "+r"(n)); return n; }
 """
 # Places are less than 2**52, so that the quotient of doubles lies on the right side of each integer. There are vectors
 # of it, as of a number cut to an integer: not of integer division, nor of a number rounded down to one.
@@ -29,26 +33,29 @@ def cpp_name(s: Sym) -> str:
     return f"t{s.name[1:]}" if s.kind == INDIRECT else s.name
 
 
-def cpp_expr(e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor") -> str:
-    """An integer expression; `of` is "place" where its value and all that it divides are places in memory."""
+def cpp_expr(
+    e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor", extents: Extents = NO_LOOPS
+) -> str:  # fmt: skip
+    """An integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are below 2**52."""
     if not e.terms:
         return "0"
     parts: list[str] = []
     for monomial, c in e.terms:
-        factors = [name(a) if isinstance(a, Sym) else _call(a, name, of) for a in monomial]
+        factors = [name(a) if isinstance(a, Sym) else _call(a, name, of, extents) for a in monomial]
         if c != 1 or not factors:
             factors.insert(0, str(c) if c >= 0 else f"({c})")
         parts.append(" * ".join(factors))
     return " + ".join(parts)
 
 
-def _call(c: Call, name: Callable[[Sym], str], of: str) -> str:
-    a, b = cpp_expr(c.args[0], name, of), cpp_expr(c.args[1], name, of)
+def _call(c: Call, name: Callable[[Sym], str], of: str, extents: Extents) -> str:
+    a, b = (cpp_expr(x, name, of, extents) for x in c.args)
     if c.fn in ("min", "max"):
         sign = "<" if c.fn == "min" else ">"
         return f"(({a}) {sign} ({b}) ? ({a}) : ({b}))"
     divisor = c.args[1].as_int()
-    plain = is_nonnegative(c.args[0]) and divisor is not None and divisor > 0
+    plain = divisor is not None and divisor > 0 and is_nonnegative(c.args[0], extents)  # C's `/` and `%` truncate
+    of = of if is_nonnegative(c.args[1], extents) else "floor"
     if c.fn == "floordiv":
         return f"(({a}) / {b})" if plain else f"{of}_div({a}, {b})"
     return f"(({a}) % {b})" if plain else f"{of}_mod({a}, {b})"

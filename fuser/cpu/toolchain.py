@@ -12,12 +12,11 @@ import shlex
 import shutil
 import tempfile
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from fuser import config
 from fuser.errors import CompileError
-from fuser.runtime import process
+from fuser.runtime import files, process
 
 # -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
 FLAGS = (
@@ -78,9 +77,15 @@ def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
 def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     identity = hashlib.sha256(f"{compiler}{FLAGS}{_GCC_FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
-    remembered = _remembered(known)
-    if remembered is not None:
-        return remembered
+    timeout = config.compile_timeout_seconds
+    choices = (
+        ((*FLAGS, *_GCC_FLAGS, "-DFUSER_SIMD_MATH"), ("-Wl,--no-undefined", "-lmvec", "-lm")),
+        ((*FLAGS, *_GCC_FLAGS), ("-Wl,--no-undefined", "-lm")),
+        (FLAGS, ("-lm",)),
+    )
+    remembered = files.read(known)  # the number of a choice: no flags are taken from a file
+    if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
+        return choices[int(remembered)]
     source = (
         'extern "C" __attribute__((simd("notinbranch"), const)) float expf(float);\n'
         'extern "C" __attribute__((simd("notinbranch"), const)) float erfcf(float);\n'
@@ -88,34 +93,19 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
         "#pragma omp simd\n"
         "for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n"
     )
-    timeout = config.compile_timeout_seconds
-    choices = (
-        ((*FLAGS, *_GCC_FLAGS, "-DFUSER_SIMD_MATH"), ("-Wl,--no-undefined", "-lmvec", "-lm")),
-        ((*FLAGS, *_GCC_FLAGS), ("-Wl,--no-undefined", "-lm")),
-        (FLAGS, ("-lm",)),
-    )
     log = ""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "probe.cpp"
         plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
-        for flags, libraries in choices:
+        for number, (flags, libraries) in enumerate(choices):
             path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
             code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
                 with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
-                    _write(known, f"{shlex.join(flags)}\n{shlex.join(libraries)}\n")
+                    files.write(known, str(number).encode())
                 return flags, libraries
     command = shlex.join(compiler)
     raise CompileError(f"{command} does not compile a small loop ({_gist(log)}); is it a C++17 compiler?", log)
-
-
-def _remembered(known: pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The flags and libraries that an earlier process found out; None if there are none, or the file is damaged."""
-    try:
-        flags, libraries = known.read_text().splitlines()
-        return tuple(shlex.split(flags)), tuple(shlex.split(libraries))
-    except (OSError, ValueError):
-        return None
 
 
 _TELLING = ("No space left", "cannot write", "error")
@@ -157,12 +147,10 @@ def _cache_folder() -> pathlib.Path:
     """Where kernels are kept for other processes; this process's own folder if there is no such place."""
     if not config.cache_dir:
         return pathlib.Path(_private_folder().name)
-    folder = pathlib.Path(config.cache_dir) / "cpu"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return files.folder(config.cache_dir, "cpu")
     except OSError as e:
-        return _instead_of(folder, str(e))
-    return folder
+        return _instead_of(pathlib.Path(config.cache_dir) / "cpu", str(e))
 
 
 def _folder_for(library: pathlib.Path) -> pathlib.Path:
@@ -172,26 +160,14 @@ def _folder_for(library: pathlib.Path) -> pathlib.Path:
     return _instead_of(library.parent, "it cannot be written")
 
 
-_said: set[str] = set()
-
-
 def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
     """This process's own folder, with one warning."""
-    if str(folder) not in _said:
-        _said.add(str(folder))
-        warnings.warn(
-            f"fuser: kernels are not kept in {folder}, so that each process compiles them again: {why}; "
-            "set FUSER_CACHE_DIR to a folder that can be written, or to '' for none",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    files.say_once(
+        folder,
+        f"kernels are not kept in {folder}, so that each process compiles them again: {why}; "
+        "set FUSER_CACHE_DIR to a folder that can be written, or to '' for none",
+    )
     return pathlib.Path(_private_folder().name)
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def compile_library(parts: tuple[str, ...]) -> str:
@@ -203,33 +179,63 @@ def compile_library(parts: tuple[str, ...]) -> str:
     flags, libraries = flags_for(compiler)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
-    if library.exists() and _loads(library) is None:
-        return str(library)
+    kept = _kept(library)
+    if kept is not None:
+        return str(kept)
     folder = _folder_for(library)
-    library = folder / library.name
-    if library.exists() and _loads(library) is None:
-        return str(library)
-    stem = folder / f"{library.stem}.{os.getpid()}.{threading.get_ident()}"
-    made = stem.with_name(stem.name + ".so")
-    temporary = [made]
+    kept = _kept(folder / library.name) if folder != library.parent else None
+    return str(kept or _make(folder / library.name, parts))
+
+
+def _kept(library: pathlib.Path) -> pathlib.Path | None:
+    """Where an earlier library is loaded from; None if there is none that is whole and loads."""
+    data = files.read(library)
+    if data is None:
+        return None
+    problem = _loads(library)
+    return library if problem is None else _elsewhere(library, data, problem)
+
+
+def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path | None:
+    """A copy of a whole library in this process's own folder, if that loads: the other may be mounted with noexec."""
+    own = pathlib.Path(_private_folder().name)
+    if own == library.parent:
+        return None
+    with contextlib.suppress(OSError):
+        files.write(own / library.name, data)
+        if _loads(own / library.name) is None:
+            return _instead_of(library.parent, f"no library loads from there: {problem}") / library.name
+    return None
+
+
+def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
+    """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
+    compiler = find_compiler(os.environ.get("CXX"))
+    flags, libraries = flags_for(compiler)
     try:
-        if len(parts) == 1:
-            inputs = [_source_file(stem, 0, parts[0], temporary)]
-        else:
-            with ThreadPoolExecutor(max_workers=len(parts)) as pool:
-                inputs = list(pool.map(lambda at: _object_file(stem, at, parts[at], temporary), range(len(parts))))
-        run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
-        problem = _loads(made) if made.exists() else "it wrote no library"
-        if problem is not None:
-            raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
-        os.replace(made, library)
-        _write(library.with_suffix(".cpp"), "\n".join(parts))
+        with files.working_folder(library.parent) as work:
+            if len(parts) == 1:
+                inputs = [_source_file(work, 0, parts[0])]
+            else:
+                with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+                    inputs = list(pool.map(lambda at: _object_file(work, at, parts[at]), range(len(parts))))
+            made = work / library.name
+            run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
+            problem: str | None = "it wrote no library"
+            found: pathlib.Path | None = None
+            if made.exists():
+                problem, data = _loads(made), made.read_bytes()
+                found = library if problem is None else _elsewhere(library, data, problem)
+            if found is None:
+                raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
+            files.put(made, library)
     except OSError as e:
-        raise CompileError(f"cannot write the kernel to {folder}: {e}") from None
-    finally:
-        for leftover in temporary:
-            leftover.unlink(missing_ok=True)
-    return str(library)
+        if str(library.parent) == _private_folder().name:
+            raise CompileError(f"cannot write the kernel to {library.parent}: {e}") from None
+        return _make(_instead_of(library.parent, str(e)) / library.name, parts)
+    with contextlib.suppress(OSError):  # for reading only
+        files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
+    return found
 
 
 def _loads(library: pathlib.Path) -> str | None:
@@ -241,19 +247,17 @@ def _loads(library: pathlib.Path) -> str | None:
     return None
 
 
-def _source_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib.Path]) -> pathlib.Path:
-    path = stem.with_name(f"{stem.name}.{at}.cpp")
-    temporary.append(path)
+def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
+    path = work / f"{at}.cpp"
     path.write_text(text)
     return path
 
 
-def _object_file(stem: pathlib.Path, at: int, text: str, temporary: list[pathlib.Path]) -> pathlib.Path:
+def _object_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
     compiler = find_compiler(os.environ.get("CXX"))
     flags, _ = flags_for(compiler)
-    source = _source_file(stem, at, text, temporary)
+    source = _source_file(work, at, text)
     made = source.with_suffix(".o")
-    temporary.append(made)
     run_compiler([*compiler, *(f for f in flags if f != "-shared"), "-c", str(source), "-o", str(made)])
     return made
 

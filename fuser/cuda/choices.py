@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fuser.cuda import toolchain
+from fuser.runtime import files
 
-FORMAT = 1
+FORMAT = 2
 MARGIN = 0.97  # a rival has to take less than this of the incumbent's time
 ROUNDS = 15
 _FLUSH_BYTES = 1 << 28  # more than any cache
@@ -59,10 +60,10 @@ def find(name: str) -> Choice | None:
     if folder is None:
         return None
     try:
-        found = json.loads((folder / f"{name}.choice.json").read_text())
+        found = json.loads(files.read(folder / f"{name}.choice.json") or b"")
         times = tuple((str(n), float(t)) for n, t in found["times"])
         choice = Choice(str(found["winner"]), str(found["reason"]), times, str(found["what"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     _made[name] = choice
     return choice

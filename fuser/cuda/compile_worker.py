@@ -7,6 +7,7 @@ when its memory has grown, and when the process that started it has ended, howev
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import linecache
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE_SECONDS = 60.0
@@ -48,7 +50,55 @@ def _triton_compile(r: dict[str, Any]) -> Any:
         options["num_stages"] = r["stages"]
     if r["registers"]:
         options["maxnreg"] = r["registers"]
-    return compile(source, target=GPUTarget("cuda", r["capability"], 32), options=options)
+    with _pairs_added_apart() as always:
+        target = GPUTarget("cuda", r["capability"], 32)
+        made = compile(source, target=target, options=options)
+        if _PAIR.search(made.asm["ptx"]):  # from Triton's own cache: made without the rewriting
+            always()
+            made = compile(source, target=target, options=options)
+    if _PAIR.search(made.asm["ptx"]):
+        raise RuntimeError("this Triton cannot be kept from adding pairs of 16-bit integers, which ptxas gets wrong")
+    return made
+
+
+_PAIR = re.compile(r"add\.s16x2\s+(%\w+),\s*(%\w+),\s*(%\w+);")
+_APART = (
+    "{{ .reg .b16 %fuser<4>; mov.b32 {{%fuser0, %fuser1}}, {1}; mov.b32 {{%fuser2, %fuser3}}, {2}; "
+    "add.s16 %fuser0, %fuser0, %fuser2; add.s16 %fuser1, %fuser1, %fuser3; mov.b32 {0}, {{%fuser0, %fuser1}}; }}"
+)
+
+
+def add_pairs_apart(ptx: str) -> str:
+    """PTX whose additions of two 16-bit integers at once are two additions.
+
+    ptxas 12.8 and 12.9 lose the constant of `add.s16x2` on sm_90 where only the lower half of the sum is read: they
+    encode `VIADD.16x2 R, R, 0x0` whatever the constant is. LLVM writes such pairs for index arithmetic in small ranges.
+    """
+    return _PAIR.sub(lambda m: _APART.format(*m.groups()), ptx)
+
+
+@contextlib.contextmanager
+def _pairs_added_apart() -> Iterator[Callable[[], None]]:
+    """Rewrite Triton's PTX by `add_pairs_apart` in this block; the value makes Triton leave its own cache alone."""
+    from triton import knobs  # type: ignore[import-not-found,unused-ignore]
+
+    runtime, compilation = knobs.runtime, knobs.compilation
+    hook, always = getattr(runtime, "add_stages_inspection_hook", None), compilation.always_compile
+
+    def rewrite(*asked: Any) -> Any:
+        found = hook(*asked) if hook is not None else None
+        if not asked:  # later Tritons ask for what the stages add to the keys of their cache
+            key, digest = found or ("", "")
+            return f"{key} pairs apart", f"{digest} pairs apart"
+        stages = asked[1]
+        make = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: add_pairs_apart(make(source, metadata))
+
+    runtime.add_stages_inspection_hook = rewrite
+    try:
+        yield lambda: setattr(compilation, "always_compile", True)
+    finally:
+        runtime.add_stages_inspection_hook, compilation.always_compile = hook, always
 
 
 @functools.lru_cache(maxsize=64)

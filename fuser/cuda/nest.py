@@ -65,7 +65,7 @@ class Nest:
     def __init__(self, plan: KernelPlan, name: str, ctx: Context, layout: Layout | None = None) -> None:
         self.plan, self.name, self.ctx = plan, name, ctx
         self.dtypes = dict(plan.buffers)
-        self.params = Params(ctx.hint, ctx.aligned, self.dtypes)
+        self.params = Params(ctx.hint, ctx.aligned, self.dtypes, {a.sym: a.size for a in plan.axes})
         self.bits = 64 if ctx.wide else 32
         self.reduced = {a.sym for a in plan.axes if a.reduced}
         if layout is None:

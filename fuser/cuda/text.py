@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, is_nonnegative, mod, symbols
+from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, mod, symbols
 from fuser.ops import TRITON_POINTERS
 
 VECTOR = 16  # bytes of the widest access, and the divisor that lets the compiler use it
@@ -35,12 +36,14 @@ Guard = tuple[str, Expr, Expr]
 class Params:
     """The parameters of one kernel in order of need, and what their being divisible rests on.
 
-    `hint` gives an expression's value in the example, `aligned` says which buffers start at a multiple of 16 bytes.
+    `hint` gives an expression's value in the example, `aligned` says which buffers start at a multiple of 16 bytes,
+    `extents` how far the loop variables run.
     """
 
     hint: Callable[[Expr], int]
     aligned: Callable[[str], bool]
     dtypes: Mapping[str, torch.dtype]
+    extents: Extents = field(default_factory=lambda: NO_LOOPS)
     known: dict[str, Param] = field(default_factory=dict)
     guards: dict[Guard, None] = field(default_factory=dict)
     _numbers: dict[tuple[Expr, str], str] = field(default_factory=dict)
@@ -114,7 +117,7 @@ def _call(c: Call, params: Params, bits: int, name: Callable[[Sym], str]) -> str
     if c.fn in ("min", "max"):
         return f"tl.{c.fn}imum({a}, {b})"
     helper = "fuser_floor_div_int" if c.fn == "floordiv" else "fuser_remainder_int"
-    if is_nonnegative(c.args[0]) and is_nonnegative(c.args[1]):
+    if all(is_nonnegative(x, params.extents) for x in c.args):  # Triton's `//` and `%` truncate
         return f"(({a}) {'//' if c.fn == 'floordiv' else '%'} ({b}))"
     return f"{helper}({a}, ({b}) + tl.zeros_like({a}))"
 

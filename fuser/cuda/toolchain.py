@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,10 @@ from fuser.cuda import compile_worker, pool
 from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
 from fuser.errors import CompileError
+from fuser.runtime import files
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
-FORMAT = 1  # of what is kept on disk
+FORMAT = 2  # of what is kept on disk
 settings: Any = config
 _lock = threading.Lock()  # one compilation at a time inside this process: parts of Triton keep state there
 
@@ -101,8 +101,8 @@ def source_path(text: str) -> str:
     if folder is None:
         return f"<fuser {digest}>"
     path = folder / f"{digest}.py"
-    if not path.exists():
-        write(path, text.encode())
+    if not path.exists():  # for reading only: no process takes it from there
+        write(path, text.encode(), sealed=False)
     return str(path)
 
 
@@ -140,23 +140,20 @@ def cache_folder() -> pathlib.Path | None:
     """Where binaries are kept; None if nothing can be."""
     if not settings.cache_dir:
         return None
-    folder = pathlib.Path(settings.cache_dir) / "cuda"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
+        return files.folder(settings.cache_dir, "cuda")
+    except OSError as e:
+        where = pathlib.Path(settings.cache_dir) / "cuda"
+        files.say_once(where, f"kernels are not kept in {where}, so that each process compiles them again: {e}")
         return None
-    return folder
 
 
 def _read(folder: pathlib.Path, r: Request) -> Entry | None:
-    try:
-        facts = json.loads((folder / f"{r.digest}.json").read_text())
-        cubin = (folder / f"{r.digest}.cubin").read_bytes()
-    except (OSError, ValueError):
+    facts, cubin = files.read(folder / f"{r.digest}.json"), files.read(folder / f"{r.digest}.cubin")
+    if facts is None or cubin is None:
         return None
-    if hashlib.sha256(cubin).hexdigest() != facts.pop("sha256", None):
-        return None
-    return Entry(cubin=cubin, **facts)
+    known = json.loads(facts)
+    return Entry(cubin=cubin, **known) if known.pop("sha256") == hashlib.sha256(cubin).hexdigest() else None
 
 
 def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
@@ -168,12 +165,7 @@ def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
     write(folder / f"{r.digest}.json", json.dumps(facts).encode())
 
 
-def write(path: pathlib.Path, data: bytes) -> None:
-    """Write whole or not at all; a disk that cannot be written is no error."""
-    try:
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        os.replace(part, path)
-    except OSError:
-        pass
+def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
+    """Write an entry whole or not at all; a disk that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        files.write(path, data, sealed)

@@ -27,20 +27,25 @@ def explain(key: int) -> str:
     count = len(spec.graph.calls)
     lines = [f"fusion {key}, {count} operation{'s' * (count != 1)}, hash {spec.hash[:16]}", *_graph_lines(spec)]
     if registration.bound:
-        lines.append(f"bound at registration: the first {len(registration.bound)} inputs")
+        numbers = ", ".join(str(v) for v in registration.bound if not isinstance(v, torch.Tensor))
+        lines.append(f"bound at registration: the first {len(registration.bound)} inputs{numbers and f' ({numbers})'}")
     for group in spec.broadcast_groups:
         lines.append(f"broadcast together: {', '.join(f'%{i}' for i in group)}")
     if spec.blocked:
         lines.append("never fused:")
         lines += [f"  {reason}" for reason in spec.blocked]
     lines += _kernel_lines(spec)
+    for made in spec.store.splits:
+        lines.append(f"split into the fusions {', '.join(map(str, made.keys))}, and by ATen:")
+        lines += [f"  {op.op}: {op.reason}" for op in made.unfused]
     hits = getattr(registration.runner.handle, "hits", 0)
     if hits:
         lines.append(f"{hits} call{'s' * (hits != 1)} ran by kernels")
+    split = bool(spec.store.splits)
     for reason, count in spec.store.fallbacks.items():
-        lines.append(f"{count} call{'s' * (count != 1)} ran by ATen: {reason}")
+        lines.append(f"{count} call{'s' * (count != 1)} ran by ATen{', in part' * split}: {reason}")
     why = why_unfused(spec)
-    lines.append("fused" if why is None else f"not fused: {why}")
+    lines.append("fused" if why is None else f"not fused{' as one group' * split}: {why}")
     return "\n".join(lines) + "\n"
 
 

@@ -50,8 +50,9 @@ def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
         record = last_compilation()
         return _of_graphs([record]) if record is not None else Report()
     graphs = compilations()
-    known = {key for g in graphs for key in g.keys}
-    others = [(r.spec, 1) for r in REGISTRY.registrations() if r.key not in known]
+    registrations = REGISTRY.registrations()
+    known = {key for g in graphs for key in g.keys} | {k for r in registrations for k in _pieces(r.spec)}
+    others = [(r.spec, 1) for r in registrations if r.key not in known]
     return _of_graphs(graphs, others)
 
 
@@ -66,6 +67,7 @@ def _of_graphs(graphs: list[CompiledGraph], others: list[tuple[KernelSpec, int]]
 def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str], by_eager: Counter[str] | None = None) -> Report:
     fused = 0
     unfused = Counter(outside)
+    groups = [part for spec, count in groups for part in _parts(spec, count, unfused)]
     specs = list(dict.fromkeys(spec for spec, _ in groups))
     for spec, count in groups:
         ops = count * sum(not _is_free(node.op) for node in spec.graph.calls)
@@ -86,6 +88,22 @@ def _sum(groups: list[tuple[KernelSpec, int]], outside: Iterable[str], by_eager:
         fallback_calls=dict(_by_count(calls)),
         compile_seconds=sum(spec.store.compile_seconds for spec in specs),
     )
+
+
+def _pieces(spec: KernelSpec) -> tuple[int, ...]:
+    """The keys of the groups that a group without a kernel was split into."""
+    splits = spec.store.splits
+    return splits[-1].keys if splits and not spec.store.kernels else ()
+
+
+def _parts(spec: KernelSpec, count: int, unfused: Counter[str]) -> list[tuple[KernelSpec, int]]:
+    """A group, or what it was split into; adds to `unfused` the calls between the pieces."""
+    keys = _pieces(spec)
+    if not keys:
+        return [(spec, count)]
+    for op in spec.store.splits[-1].unfused:
+        unfused[op.reason] += count
+    return [part for key in keys for part in _parts(REGISTRY.find(key).spec, count, unfused)]
 
 
 def _is_free(op: str) -> bool:

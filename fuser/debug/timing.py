@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from fuser.contest import seconds_a_call
 from fuser.debug.reporting import why_unfused
 from fuser.errors import Unsupported
 from fuser.executor import may_repeat
 from fuser.kernel_cache import REGISTRY
-from fuser.verify import seconds_a_call
 
 _ROUNDS, _ROUND_SECONDS = 15, 2e-3
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
 from fuser.compiler import CpuBackend
 from fuser.cuda.graphs import Recorded
-from fuser.errors import ConfigError
-from fuser.frontends import training
+from fuser.errors import ConfigError, FuserError
+from fuser.frontends import fakes, training
+from fuser.frontends.containers import flattened, takes_containers
+from fuser.frontends.effects import drop_tokens, with_tokens
+from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.overlaps import REASON as OVERLAP
@@ -31,12 +34,11 @@ from fuser.startup import import_dynamo
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
-_log = logging.getLogger(__name__)
-_said: set[str] = set()
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
+_ANTIALIASED = ("bilinear", "bicubic", "lanczos")
 
 CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
 import_dynamo()
@@ -57,6 +59,9 @@ def fuser_backend(
     with config.override(**{**racing, **checked}), _no_collection():
         function = _compile(gm, example_inputs, {**racing, **checked}, mode in _RECORDED_MODES)
     return _with_options(function, checked) if checked else function
+
+
+fakes.follow_dynamo(fuser_backend)
 
 
 @contextlib.contextmanager
@@ -101,9 +106,14 @@ def _with_options(function: Function, options: dict[str, Any]) -> Function:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
 ) -> Function:  # fmt: skip
-    reason = _why_eager(gm, example_inputs)
+    reason = _why_eager(gm)
     if reason is not None:
         return _run_eager(gm, reason, options)
+    if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
+        flat = flattened(gm, example_inputs)
+        if flat is None:
+            return _run_eager(gm, "the graph has inputs that are containers of more than tensors", options)
+        return takes_containers(_compile(*flat, options, recorded), gm, example_inputs)
     if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
         return _compile_single(gm, example_inputs, options, recorded)
     return _GraphCompiler(gm, example_inputs, options, recorded).compile()
@@ -121,28 +131,36 @@ def _compile_single(
     return lambda *args: function(*args)[0]
 
 
-def _why_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+def _why_eager(gm: fx.GraphModule) -> str | None:
     if not config.enabled:
         return "config.enabled is False"
-    if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
-        return "the graph has inputs that are containers"
-    if any(map(_resizes_bytes, gm.graph.nodes)):
+    if any(map(_resizes_bytes, training.all_nodes(gm))):
         return "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats"
     return None
+
+
+_RESIZES = frozenset(
+    {F.interpolate, F.upsample}.union(
+        getattr(home, name)
+        for home in (torch._C._nn, torch.ops.aten)
+        for name in ("upsample_bilinear2d", "upsample_bicubic2d", *(f"_upsample_{n}2d_aa" for n in _ANTIALIASED))
+        if hasattr(home, name)
+    )
+)
 
 
 def _resizes_bytes(node: fx.Node) -> bool:
     value = node.meta.get("example_value", node.meta.get("val"))
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype is not torch.uint8:
         return False
-    name = getattr(node.target, "__name__", "")
-    return name == "interpolate" or "upsample_bi" in name or name == "upsample"
+    if getattr(node.target, "overloadpacket", node.target) not in _RESIZES:
+        return False
+    mode = node.kwargs.get("mode", node.args[3] if len(node.args) > 3 else "nearest")
+    return node.target not in (F.interpolate, F.upsample) or mode not in ("nearest", "nearest-exact")
 
 
 def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:
-    if reason not in _said:
-        _said.add(reason)
-        _log.warning("a graph runs unfused: %s", reason)
+    say_unfused(reason)
     remember(CompiledGraph("eager", reason, options=options))
     return gm.forward
 
@@ -171,11 +189,7 @@ class _GraphCompiler:
         try:
             wrapped = self._trace(steps)
         except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException
-
-            if isinstance(error, TorchDynamoException) or not overlap_of_examples(self.example_inputs, None):
-                raise
-            return _run_eager(self.gm, OVERLAP, self.options)  # AOTAutograd cannot do it
+            return _run_eager(self.gm, self._why_not_traced(error), self.options)
         if self.direct is not None:
             return self.direct
         written = self._written_inputs()
@@ -183,14 +197,25 @@ class _GraphCompiler:
             return _run_eager(self.gm, OVERLAP, self.options)
         written = frozenset(range(len(self.example_inputs))) if written is None else written
         if steps.cut and self._may_run_again(steps):
-            wrapped = differentiable_twice(wrapped, self.gm)
+            wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
 
+    def _why_not_traced(self, error: Exception) -> str:
+        """Why AOTAutograd could not make graphs of a program that eager may run; raises what is meant for others."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        if isinstance(error, (TorchDynamoException, FuserError)):
+            raise error
+        if overlap_of_examples(self.example_inputs, None):
+            return OVERLAP
+        return f"it cannot be traced: {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
+        fakes.correct(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None))
         wrapped: Function = aot_module_simplified(
             self.gm,
             self.example_inputs,
@@ -223,6 +248,8 @@ class _GraphCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
+        tokens = _tokens()
+        drop_tokens(gm, tokens)
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
@@ -231,9 +258,11 @@ class _GraphCompiler:
             self.direct = compiled.alone or compiled.program.function
             if self.recorded:
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
+            if compiled.alone is None and not any(map(training.draws, gm.graph.nodes)):
+                self.direct = guarded(self.direct, self.gm, self.by_eager)
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
-        return compiled.recorded("inference") if self.recorded else compiled.boxed
+        return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
 
     def _why_wrapped(self, module: fx.GraphModule) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""
@@ -248,7 +277,13 @@ class _GraphCompiler:
             return "autocast is on"
         if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
             return "the traced graph has other inputs"
-        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
+        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), ordered=True)
+
+
+def _tokens() -> int:
+    """How many tokens AOTAutograd passes through the graph, to order calls with effects."""
+    meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    return len(getattr(meta, "tokens", ()))
 
 
 def _are_distinct(inputs: Sequence[Any]) -> bool:
@@ -257,8 +292,11 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
     return len({id(t) for t in tensors}) == len(tensors)
 
 
-def _metadata_reason(context: Any, inputs: int) -> str | None:
-    """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?"""
+def _metadata_reason(context: Any, inputs: int, ordered: bool = False) -> str | None:
+    """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
+
+    `ordered`: calls with effects are in order without tokens.
+    """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:
         return "the analysis of aliases and mutations is not at hand"
@@ -268,7 +306,7 @@ def _metadata_reason(context: Any, inputs: int) -> str | None:
             "an output is a view of an input or of another output": meta.num_outputs_aliased,
             "an intermediate result is the base of an output": meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
-            "effects are ordered by tokens": len(meta.tokens),
+            "effects are ordered by tokens": 0 if ordered else len(meta.tokens),
             "grad mode is changed": int(meta.grad_enabled_mutation is not None),
             "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),

@@ -27,6 +27,7 @@ from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage
 from fuser.passes.reinplacing import reinplace
+from fuser.passes.rounding import round_decided
 from fuser.passes.runner import PassRecord
 
 _log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def compile_functional(
     start = time.perf_counter()
     passes = (*earlier, *(record for stage in stages for record in run_stage(stage, module)))
     grouping = group_nodes(module.graph)
+    round_decided(module.graph, grouping.kinds)
     plan, writing = reinplace(extract(module.graph, grouping), grouping)
     keys = tuple(interface.register_fusion(g.graph, in_place=i in writing) for i, g in enumerate(plan.groups))
     handles = {k: interface.fusion_handle(k) for k in keys}

@@ -64,8 +64,11 @@ class _Input:
 
 def _extend(made_by: Any, gm: fx.GraphModule) -> None:
     """Have the class of AOTAutograd's function answer for backwards that are to be differentiated."""
+    from torch._dynamo import disable
+
     compiled = made_by.backward
 
+    @disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         inputs = getattr(ctx, "fuser_inputs", None)
         if not torch.is_grad_enabled() or inputs is None:

@@ -6,11 +6,12 @@ that its memory serves the next statement.
 
 from __future__ import annotations
 
+import functools
 import keyword
 import linecache
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from torch import fx
 
 from fuser.errors import Unsupported
 from fuser.frontends import batching
-from fuser.passes.classify import MARK, is_view
+from fuser.passes.classify import MARK, is_ordered, is_view
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
 
 _SERIAL = [0]
+# Views of a traced graph that strides other than the traced ones may not allow: eager's `reshape` copies then.
+_COPIES_IF_NEEDED: dict[Any, Any] = {
+    getattr(torch.ops.aten, name).default: torch.ops.aten.reshape.default for name in ("view", "_unsafe_view")
+}
 _INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -134,17 +139,25 @@ class Program:
     # Statements.
 
     def _call(self, node: fx.Node) -> str:
+        if is_ordered(node):
+            token, effect, *rest = node.args
+            assert isinstance(effect, torch._ops.OpOverload)
+            several = "*" if len(effect._schema.returns) > 1 else ""
+            return f"({self._literal(token)}, {several}{self._called(effect, rest, node.kwargs)})"
         args = [self._literal(a) for a in node.args]
         if node.target is operator.getitem:
             return f"{args[0]}[{args[1]}]"
         infix = _INFIX.get(node.target)  # type: ignore[arg-type]
         if infix is not None and not node.kwargs:
             return f"{args[0]} {infix} {args[1]}"
-        args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        target = node.target
+        return self._called(node.target, node.args, node.kwargs)
+
+    def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        given = [*map(self._literal, args), *(f"{k}={self._literal(v)}" for k, v in kwargs.items())]
         label = str(getattr(target, "__name__", "call")).replace(".", "_")
+        target = _COPIES_IF_NEEDED.get(target, target)
         call = getattr(target, "_op", target)  # an overload's bare builtin: one Python frame less
-        return f"{self._bind(call, label if label.isidentifier() else 'call')}({', '.join(args)})"
+        return f"{self._bind(call, label if label.isidentifier() else 'call')}({', '.join(given)})"
 
     def _outside(self, node: fx.Node, rank: int) -> _Statement:
         if node.op == "get_attr":
@@ -157,8 +170,10 @@ class Program:
         first = MARK in node.meta
         return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes, first=first)
 
-    def _group(self, plan: GroupPlan, function: str, each: str | None, rank: int) -> _Statement:
-        inputs = tuple(map(self._name, plan.inputs))
+    def _group(
+        self, plan: GroupPlan, function: str, each: str | None, numbers: tuple[Any, ...], rank: int
+    ) -> _Statement:  # fmt: skip
+        inputs = (*map(self._literal, numbers), *map(self._name, plan.inputs))
         results = tuple(map(self._name, plan.outputs))
         several = isinstance(plan.graph.output_node().args[0], tuple)
         target = f"({', '.join(results)},)" if several else results[0]
@@ -170,13 +185,14 @@ class Program:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
         found = [self._outside(n, rank[n]) for n in self.plan.outside]
         names: dict[int, tuple[str, str | None]] = {}
-        for plan, (name, function) in zip(self.plan.groups, self._functions, strict=True):
+        for plan, (name, call) in zip(self.plan.groups, self._functions, strict=True):
+            function, numbers = _apart(call)
             if id(function) not in names:
                 each = getattr(function, "each", None) if plan.inputs else None
                 bound = self._bind(function, name)
                 names[id(function)] = bound, self._bind(each, f"{name}_each") if each is not None else None
             place = len(rank) if any(map(is_grown, plan.outputs)) else max(rank[o] for o in plan.outputs)
-            found.append(self._group(plan, *names[id(function)], place))
+            found.append(self._group(plan, *names[id(function)], numbers, place))
         return self._batched(found)
 
     def _batched(self, statements: list[_Statement]) -> list[_Statement]:
@@ -243,6 +259,13 @@ class Program:
             exec(compile(text, filename, "exec"), scope)
             found = self._compiled[text] = scope["call"]
         return found
+
+
+def _apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A handle and the numbers bound before its arguments: calls with other numbers can be made together with it."""
+    if isinstance(function, functools.partial) and all(isinstance(a, (int, float)) for a in function.args):
+        return function.func, function.args
+    return function, ()
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

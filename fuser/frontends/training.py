@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import compile_functional
 from fuser.passes.classify import tensors_of
 from fuser.passes.registry import run_stage
+from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
 
 Function = Callable[..., Any]
+# Operators that run another one under a state of the generator.
+_UNDER_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 # A step's large results (saved tensors, gradients) differ in size and live long: what one of them leaves behind would
 # lie idle beside the others when most memory is needed. Fresh huge pages cost a step about a hundredth.
 _LEAN = {"output_limit_bytes": 0}
@@ -55,7 +58,7 @@ class Training:
                 self.forward = boxed if isinstance(boxed, Recorded) else None
             return _under({**_LEAN, **self.options}, boxed)
 
-        return compile_stage
+        return compile_stage if stage == "forward" else _hidden(compile_stage)
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
@@ -69,17 +72,39 @@ class Training:
         from torch._functorch import config as functorch_config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        self.cut, self.random = True, any(_draws(n) for n in joint.graph.nodes)
+        self.cut, self.random = True, any(draws(n) for n in all_nodes(joint))
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
         on_cpu = all(t.device.type == "cpu" for n in joint.graph.nodes for t in tensors_of(n.meta.get("val")))
         with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu):
-            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        round_both(forward, backward)
+        return forward, backward
 
 
-def _draws(node: fx.Node) -> bool:
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded in tags or "rng" in str(node.target)
+def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the graphs that its higher-order operators run."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node of a graph draws random numbers."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "rngprims"
+    return isinstance(target, torch._ops.HigherOrderOperator) and str(target) in _UNDER_STATE
+
+
+def _hidden(compile_stage: Function) -> Function:
+    """A compiler of which, and of whose result, Dynamo traces nothing.
+
+    Dynamo traces what Python runs behind a graph break, and a `backward()` there compiles and runs a backward.
+    """
+    from torch._dynamo import disable
+
+    return disable(lambda *args: disable(compile_stage(*args)))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _under(options: dict[str, Any], function: Function) -> Function:

@@ -9,12 +9,13 @@ cross over to it at the frontends, where sizes come from `torch.fx`'s shape envi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
 # Kinds of symbol. A "size" is positive or zero and fixed for a run; a "stride" any integer, fixed for a run; a "loop"
-# variable runs from 0 to its size - 1; an "indirect" one is a value that a row of the same loop body computed.
+# variable runs from 0 to its size - 1; an "indirect" one is the value of an `indirect` row of the same loop body,
+# which is 0 where it would be out of range.
 SIZE, STRIDE, LOOP, INDIRECT = "size", "stride", "loop", "indirect"
 
 
@@ -310,104 +311,6 @@ def coefficient(e: Expr, s: Sym) -> Expr | None:
             rest.remove(s)
             out[tuple(rest)] = c
     return Expr(out)
-
-
-def upper_bound(e: Expr, sizes: Mapping[Sym, Expr]) -> Expr | None:
-    """The largest value of `e` when each loop variable runs below its size, if `e` grows with each; else None."""
-    out = ZERO
-    for m, c in e.terms:
-        if c < 0:
-            return None
-        term = expr(c)
-        for a in m:
-            if isinstance(a, Call):
-                if a.fn == "mod":
-                    term = term * (a.args[1] - 1)
-                    continue
-                inner = upper_bound(a.args[0], sizes) if a.fn == "floordiv" else None
-                if inner is None:
-                    return None
-                term = term * floordiv(inner, a.args[1])
-            elif a.kind == LOOP:
-                if a not in sizes:
-                    return None
-                term = term * (sizes[a] - 1)
-            else:
-                term = term * expr(a)
-        out = out + term
-    return out
-
-
-def is_nonnegative(e: Expr) -> bool:
-    """Whether `e >= 0` is plain from its form: no negative coefficient, no stride or indirect symbol."""
-    return all(
-        c >= 0 and all(isinstance(a, Call) or a.kind in (SIZE, LOOP) for a in m) for m, c in e.terms
-    )
-
-
-def simplify_divmod(e: Expr, sizes: Mapping[Sym, Expr]) -> Expr:
-    """`e` with divisions and remainders resolved where the loop bounds `sizes` allow it.
-
-    `(q*d + r) // d` is `q` and `(q*d + r) % d` is `r` when `0 <= r < d`; sizes are taken as at least 1, since the
-    index of an empty loop is never used.
-    """
-    if not any(isinstance(a, Call) for a in atoms(e)):
-        return e
-    out = ZERO
-    for m, c in e.terms:
-        term = expr(c)
-        for a in m:
-            term = term * (expr(a) if isinstance(a, Sym) else _simplify_call(a, sizes))
-        out = out + term
-    return out
-
-
-def _simplify_call(a: Call, sizes: Mapping[Sym, Expr]) -> Expr:
-    x, d = simplify_divmod(a.args[0], sizes), simplify_divmod(a.args[1], sizes)
-    if a.fn not in ("floordiv", "mod"):
-        return call(a.fn, x, d)
-    quotient, rest = ZERO, ZERO
-    for m, c in x.terms:
-        term = Expr({m: c})
-        exact = divide_exactly(term, d)
-        if exact is None:
-            rest = rest + term
-        else:
-            quotient = quotient + exact
-    bound = upper_bound(rest, sizes) if is_nonnegative(rest) else None
-    if bound is not None and is_nonnegative(d - 1 - bound):
-        return quotient if a.fn == "floordiv" else rest
-    # A remainder may drop multiples of d; a quotient may split them off, whatever is left.
-    if a.fn == "mod":
-        return mod(rest, d)
-    # (x // a) // b with a nested quotient: one division by the product.
-    inner = rest.terms[0][0][0] if len(rest.terms) == 1 and len(rest.terms[0][0]) == 1 else None
-    if isinstance(inner, Call) and inner.fn == "floordiv" and rest.terms[0][1] == 1:
-        nested = Call("floordiv", (inner.args[0], inner.args[1] * d))
-        return quotient + _simplify_call(nested, sizes)
-    return quotient + floordiv(rest, d)
-
-
-def recombined(e: Expr) -> Expr:
-    """`e` with `d * (x // d) + x % d` put together to `x` wherever such a pair has a common factor."""
-    while True:
-        found = next((new for m, c in e.terms for new in _joined(e, m, c)), None)
-        if found is None:
-            return e
-        e = found
-
-
-def _joined(e: Expr, m: tuple[Atom, ...], c: int) -> Iterator[Expr]:
-    """`e` without the term `c * m`, whose remainder finds its quotient among the other terms."""
-    for n, a in enumerate(m):
-        if not isinstance(a, Call) or a.fn != "mod":
-            continue
-        factor = Expr({(*m[:n], *m[n + 1 :]): c})
-        x, d = a.args
-        quotient = factor * d * _simplify_call(Call("floordiv", (x, d)), {})
-        terms = dict(e.terms)
-        if all(terms.get(k) == v for k, v in quotient.terms):
-            yield e - Expr({m: c}) - quotient + factor * x
 
 
 # -- programs: expressions for the launcher's stack machine ------------------------------------------------------------

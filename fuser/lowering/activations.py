@@ -128,7 +128,7 @@ def lower_hardtanh(ctx: LoweringContext, x: Operand, low: Operand = -1, high: Op
     return elementwise(ctx, [x, low, high], lambda v, a, b: ops.minimum(b, ops.maximum(a, v)), cast=True)
 
 
-@lower("aten.hardtanh_backward")
+@lower("aten.hardtanh_backward", decisive=(1,))
 def lower_hardtanh_backward(ctx: LoweringContext, grad: Operand, x: Operand, low: Operand, high: Operand) -> TensorBox:
     """grad inside the limits"""
 
@@ -144,7 +144,7 @@ def lower_leaky_relu(ctx: LoweringContext, x: Operand, slope: Operand = 0.01) ->
     return elementwise(ctx, [x, slope], lambda v, s: ops.where(ops.gt(v, 0), v, ops.mul(v, s)))
 
 
-@lower("aten.leaky_relu_backward")
+@lower("aten.leaky_relu_backward", decisive=(1,))
 def lower_leaky_relu_backward(
     ctx: LoweringContext, grad: Operand, x: Operand, slope: Operand, is_result: bool
 ) -> TensorBox:
@@ -162,13 +162,13 @@ def lower_rrelu(
     return lower_leaky_relu(ctx, x, (lower_end + upper) / 2)
 
 
-@lower("aten.threshold")
+@lower("aten.threshold", decisive=(0,))
 def lower_threshold(ctx: LoweringContext, x: Operand, threshold: Operand, value: Operand) -> TensorBox:
     """`value` up to the threshold, x above"""
     return elementwise(ctx, [x, threshold, value], lambda v, t, o: ops.where(ops.le(v, t), o, v), cast=True)
 
 
-@lower("aten.threshold_backward")
+@lower("aten.threshold_backward", decisive=(1,))
 def lower_threshold_backward(ctx: LoweringContext, grad: Operand, x: Operand, threshold: Operand) -> TensorBox:
     """grad above the threshold"""
     return elementwise(
@@ -190,7 +190,7 @@ def lower_prelu(ctx: LoweringContext, x: TensorBox, weight: TensorBox) -> Tensor
     return elementwise(ctx, [x, weight], lambda v, w: ops.where(ops.gt(v, 0), v, ops.mul(w, v)))
 
 
-@lower("aten.hardshrink")
+@lower("aten.hardshrink", decisive=(0,))
 def lower_hardshrink(ctx: LoweringContext, x: Operand, limit: Operand = 0.5) -> TensorBox:
     """0 within the limit, x outside"""
 
@@ -212,7 +212,7 @@ def lower_softshrink(ctx: LoweringContext, x: Operand, limit: Operand = 0.5) -> 
     return elementwise(ctx, [x, limit], body)
 
 
-@lower("aten.hardshrink_backward", "aten.softshrink_backward")
+@lower("aten.hardshrink_backward", "aten.softshrink_backward", decisive=(1,))
 def lower_shrink_backward(ctx: LoweringContext, grad: Operand, x: Operand, limit: Operand) -> TensorBox:
     """grad outside the limit"""
 
@@ -238,7 +238,7 @@ def lower_hardswish(ctx: LoweringContext, x: Operand) -> TensorBox:
     return elementwise(ctx, [x], lambda v: ops.div(ops.mul(v, _six(v)), 6.0))
 
 
-@lower("aten.hardsigmoid_backward")
+@lower("aten.hardsigmoid_backward", decisive=(1,))
 def lower_hardsigmoid_backward(ctx: LoweringContext, grad: Operand, x: Operand) -> TensorBox:
     """grad / 6 between -3 and 3"""
 
@@ -249,7 +249,7 @@ def lower_hardsigmoid_backward(ctx: LoweringContext, grad: Operand, x: Operand) 
     return elementwise(ctx, [grad, x], body)
 
 
-@lower("aten.hardswish_backward")
+@lower("aten.hardswish_backward", decisive=(1,))
 def lower_hardswish_backward(ctx: LoweringContext, grad: Operand, x: Operand) -> TensorBox:
     """0 up to -3, grad from 3, grad * (x / 3 + 1/2) between"""
 
@@ -298,7 +298,7 @@ def lower_celu(ctx: LoweringContext, x: Operand, alpha: Any = 1.0) -> TensorBox:
     return _elu(ctx, x, alpha, 1, 1 / known(alpha))
 
 
-@lower("aten.elu_backward")
+@lower("aten.elu_backward", decisive=(5,))
 def lower_elu_backward(
     ctx: LoweringContext, grad: Operand, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Operand
 ) -> TensorBox:
@@ -327,7 +327,7 @@ def lower_softplus(ctx: LoweringContext, x: Operand, beta: Operand = 1, threshol
     return elementwise(ctx, [x, beta, threshold], body)
 
 
-@lower("aten.softplus_backward")
+@lower("aten.softplus_backward", decisive=(1,))
 def lower_softplus_backward(
     ctx: LoweringContext, grad: Operand, x: Operand, beta: Operand, threshold: Operand
 ) -> TensorBox:

@@ -53,6 +53,8 @@ class Target:
                 raise Unsupported(reason)
             if combine:
                 own = self._plan_atomics()
+        elif dtype is torch.bool and combine in ("sum", "prod"):
+            raise Unsupported(f"a scatter that combines masks by {combine}")
         elif dtype in LOW_PRECISION and combine in ("sum", "prod"):
             own = torch.float32
         plain = own is dtype and self.into is _same

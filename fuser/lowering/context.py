@@ -15,6 +15,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record, record_store
 from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, Scan, Scatter, StorageBox, TensorBox, strides_of
+from fuser.ir.ranges import is_nonnegative
 from fuser.ir.sizes import (
     ONE,
     SIZE,
@@ -24,7 +25,6 @@ from fuser.ir.sizes import (
     Sym,
     evaluate,
     expr,
-    is_nonnegative,
     product,
     substitute,
     symbol,

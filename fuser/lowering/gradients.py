@@ -123,8 +123,10 @@ def lower_batch_norm_backward(
     g, load = ctx.loader(grad, size, wide), ctx.loader(x, size, wide)
     unit = normalised(load, load_mean, load_rstd)
     factor = times(load_rstd, over_channels(ctx, weight, wide))
-    # A sum of g * weight is the sum of g by weight: two sums give all gradients.
-    sums = [channel_sums(ctx, x, dims, value, wide) for value in (g, times(g, unit))]
+    # A sum of g * weight is the sum of g by weight: two sums give all gradients. Their errors are the same in every
+    # element of a channel, and add up in the gradient of a bias before: in float64, as in eager's kernel on the CPU.
+    summed = torch.float64 if x.dtype is torch.float32 and ctx.device_type == "cpu" else wide
+    sums = [channel_sums(ctx, x, dims, widened(value, summed), summed) for value in (g, times(g, unit))]
     loads = [ctx.loader(t, size[1:2], wide) for t in sums]
     out: list[TensorBox | None] = [None, None, None]
     if mask[0]:
@@ -177,6 +179,11 @@ def lower_group_norm_backward(
         if mask[result]:
             out[result] = sum_over(ctx, sums[0], [0], value, result)
     return tuple(out)
+
+
+def widened(value: Loader, dtype: torch.dtype) -> Loader:
+    """`value` converted to `dtype`."""
+    return lambda i: ops.to_dtype(value(i), dtype)
 
 
 def channel_sums(
@@ -272,7 +279,7 @@ def lower_binary_cross_entropy_backward(
     return loss_gradient(ctx, grad, [x, y] if weight is None else [x, y, weight], body, reduction)
 
 
-@lower("aten._prelu_kernel_backward")
+@lower("aten._prelu_kernel_backward", decisive=(1,))
 def lower_prelu_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, weight: TensorBox
 ) -> tuple[TensorBox, TensorBox]:

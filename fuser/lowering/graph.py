@@ -6,9 +6,10 @@ dtype and strides, and eager's errors. The symbolic sizes come from the lowering
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch
 
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, Unsupported
-from fuser.ir.nodes import StorageBox, TensorBox, strides_of
+from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Scalar, memory_order
+from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
+from fuser.lowering.decisive import reads_elements, rounded_nodes
 from fuser.lowering.known_shapes import known_meta
 from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
-from fuser.lowering.shapes import corrected
+from fuser.lowering.shapes import is_row_major, row_major
 from fuser.lowering.without_dynamo import without_dynamo
 
 
@@ -56,30 +59,87 @@ class Lowered:
     outputs: list[tuple[str, Any]]  # ("buffer", name) or ("input", argument number)
 
 
-def lower_graph(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast") -> Lowered:
-    """Lower `graph` for inputs like `examples` (tensors, fake tensors or numbers). Raises Unsupported."""
+def lower_graph(
+    graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast", device_type: str | None = None
+) -> Lowered:
+    """Lower `graph` for inputs like `examples` (tensors, fake tensors or numbers). Raises Unsupported.
+
+    `device_type` says for which device, where the examples are meta tensors.
+    """
+    state = begin(graph, examples, numerics, device_type)
+    with without_dynamo():
+        for node in graph.calls:
+            state.add(node, *lower_node(state, node))
+    state.ctx.numerics = "eager" if _rounds(graph, state.rounded, state.metas) else numerics
+    return Lowered(state.ctx, state.inputs, place_outputs(state))
+
+
+@dataclass
+class State:
+    """A graph being lowered: the values of the nodes so far, and beside each its meta tensor, number or tuple."""
+
+    graph: CanonicalGraph
+    ctx: LoweringContext
+    inputs: list[TensorInput | NumberInput]
+    values: list[Any]
+    metas: list[Any]
+    readers: Counter[int]
+    read: Counter[int]  # with repeats: a node that reads a value twice may not write it
+    scanned: set[int]
+    rounded: Collection[int]
+    numerics: str
+
+    def add(self, node: CanonicalNode, value: Any, meta: Any) -> None:
+        """Take the value of the next node."""
+        _claim(self.ctx, value, self.read[node.index])
+        self.values.append(value)
+        self.metas.append(meta)
+
+
+def begin(
+    graph: CanonicalGraph,
+    examples: Sequence[Any],
+    numerics: str,
+    device_type: str | None = None,
+    refused: Callable[[Any], tuple[Any, Any]] | None = None,
+) -> State:
+    """The state in which only the inputs have values. `refused(example)` is value and meta of one that is not fused.
+
+    Raises Unsupported for such an input where there is no `refused`.
+    """
     ctx = LoweringContext(numerics)
-    ctx.device_type = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
+    found = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
+    ctx.device_type = device_type or found
     inputs: list[TensorInput | NumberInput] = []
-    values: list[Any] = []
-    metas: list[Any] = []
+    values, metas = [], []
     for number, example in enumerate(examples):
-        record, value, meta = _input(ctx, number, example)
-        inputs.append(record)
+        try:
+            record, value, meta = new_input(ctx, number, example)
+            inputs.append(record)
+        except Unsupported:
+            if refused is None:
+                raise
+            value, meta = refused(example)
         values.append(value)
         metas.append(meta)
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
-    read = Counter(i for node in graph.calls for i in node.refs())  # one that reads a value twice may not write it
+    read = Counter(i for node in graph.calls for i in node.refs()) + Counter(refs_of(graph.output))
     scanned = {i for node in graph.calls if node.op in SCANS for i in node.refs()}
-    returned = Counter(refs_of(graph.output))
-    with without_dynamo():
-        for node in graph.calls:
-            ctx.n_readers, ctx.is_scanned = readers[node.index], node.index in scanned
-            value, meta = _lower_node(ctx, node, values, metas)
-            _claim(ctx, value, read[node.index] + returned[node.index])
-            values.append(value)
-            metas.append(meta)
-    return Lowered(ctx, inputs, _outputs(ctx, graph, values, metas))
+    return State(graph, ctx, inputs, values, metas, readers, read, scanned, rounded_nodes(graph), numerics)
+
+
+def lower_node(state: State, node: CanonicalNode) -> tuple[Any, Any]:
+    """The next node's value and meta. Raises Unsupported."""
+    ctx = state.ctx
+    ctx.n_readers, ctx.is_scanned = state.readers[node.index], node.index in state.scanned
+    ctx.numerics = "eager" if node.index in state.rounded else state.numerics
+    return _lower_node(ctx, node, state.values, state.metas)
+
+
+def _rounds(graph: CanonicalGraph, rounded: Collection[int], metas: list[Any]) -> bool:
+    """Whether floats are computed whose last bits matter: no contraction and no approximation may change them."""
+    made = (metas[n.index] for n in graph.calls if n.index in rounded and reads_elements(n.op))
+    return any(isinstance(m, torch.Tensor) and m.is_floating_point() for v in made for m in leaves(v))
 
 
 def _claim(ctx: LoweringContext, value: Any, times: int) -> None:
@@ -88,7 +148,8 @@ def _claim(ctx: LoweringContext, value: Any, times: int) -> None:
             ctx.claims[id(box.storage)] += times
 
 
-def _input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:
+def new_input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:
+    """The record, value and meta of an input like `example`. Raises Unsupported."""
     if isinstance(example, torch.Tensor):
         return _tensor_input(ctx, number, example)
     name = f"x{number}"
@@ -158,7 +219,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
-    meta = run_meta(node.op, meta_args, meta_kwargs)
+    meta = run_meta(node.op, meta_args, meta_kwargs, device=ctx.device_type)
     meta = corrected(node.op, ctx.device_type, meta, meta_args)
     ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
     ctx.meta, ctx.arg_metas = meta, meta_args
@@ -169,7 +230,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
         raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
     _agree(ctx, node, value, meta)
-    return value if _may_share(node.op) else _apart(value, meta, _memories(tuple(_leaves(meta_args)))), meta
+    return value if may_share(node.op) else _apart(value, meta, _memories(tuple(leaves(meta_args)))), meta
 
 
 def _apart(value: Any, meta: Any, given: set[int]) -> Any:
@@ -192,35 +253,53 @@ def _on_meta(ctx: LoweringContext, value: Any) -> Any:
     return tuple(_on_meta(ctx, v) for v in value) if isinstance(value, tuple) else value
 
 
-def run_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises."""
-    known = known_meta(op, args, kwargs)
+def run_meta(
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], fused: bool = True, device: str = "cpu"
+) -> Any:  # fmt: skip
+    """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises.
+
+    `fused`: all dtypes are those of kernels. `device`: the type of the device whose kernels eager calls.
+    """
+    known = known_meta(op, args, kwargs) if fused else None
     if known is not None:
         return known
     target: Any = torch.ops
     for part in op.split("."):
         target = getattr(target, part)
-    if not any(isinstance(a, torch.Tensor) for a in _leaves((args, kwargs))):
+    if not any(isinstance(a, torch.Tensor) for a in leaves((args, kwargs))):
         kwargs = {**kwargs, "device": "meta"}
+    plain = all(is_row_major(a) for a in leaves((args, kwargs)) if isinstance(a, torch.Tensor))
     try:
-        return target(*args, **kwargs)
+        with PartsCorrected(device) if not plain and is_composite(op) else contextlib.nullcontext():
+            return target(*args, **kwargs)
     except FuserError:
         raise
     except NotImplementedError as e:
         by_data = "data-independent" in str(e)
         raise Unsupported("its result's size depends on data" if by_data else "it has no shape function", op) from None
     except Exception as e:
+        if not plain and is_corrected(op):  # the shape function views what eager's kernel copies
+            args, kwargs = map_leaves(row_major, (args, kwargs))
+            return run_meta(op, args, kwargs, fused, device)
         raise Unsupported(f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", op) from None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in a value of tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         for v in value:
-            yield from _leaves(v)
+            yield from leaves(v)
     elif isinstance(value, dict):
-        yield from _leaves(tuple(value.values()))
+        yield from leaves(tuple(value.values()))
     else:
         yield value
+
+
+def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+    """The same tuples, lists and dicts of `fn` of what is in them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_leaves(fn, v) for v in value)
+    return {k: map_leaves(fn, v) for k, v in value.items()} if isinstance(value, dict) else fn(value)
 
 
 def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> None:
@@ -234,43 +313,72 @@ def _agree(ctx: LoweringContext, node: CanonicalNode, value: Any, meta: Any) -> 
             _agree(ctx, node, v, m)
 
 
-def _outputs(
-    ctx: LoweringContext, graph: CanonicalGraph, values: list[Any], metas: list[Any]
-) -> list[tuple[str, Any]]:  # fmt: skip
-    """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen."""
+def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[tuple[str, Any]]:
+    """Where each result lies. A view becomes a copy where nobody can tell: eager's shares memory with nothing seen.
+
+    Raises Unsupported, or with `refused` notes there which nodes cannot be results, and why.
+    """
+    ctx, graph, values, metas = state.ctx, state.graph, state.values, state.metas
     if not graph.functional and _hangs_on_layout(graph, values, metas):
         for known in list(ctx.hints):
             ctx.specialise(symbol(known.name, known.kind))
     inputs = {_memory(m): m for m in metas[: graph.n_inputs] if isinstance(m, torch.Tensor)}
-    seen: dict[int, Any] = dict(inputs)
-    written = dict(ctx.writes)
     plain = _is_row_major(graph, metas)
     memories = Counter(_memory(m) for m in {id(m): m for m in metas}.values() if isinstance(m, torch.Tensor))
+    placed = _Placed(state, dict(inputs), dict(ctx.writes), plain, memories)
     out: list[tuple[str, Any]] = []
     for o in graph.outputs:
-        value = values[o.index] if isinstance(o, Ref) else o
-        if not isinstance(value, TensorBox):
-            raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
-        meta, buffer = metas[o.index], value.storage.buffer
-        if buffer.name in written and value.view is None:
-            out.append(("input", written[buffer.name]))
-            continue
-        shared = seen.get(_memory(meta))
-        whole = value.view is None
-        if whole and buffer.input_number >= 0 and (shared is meta or graph.functional):
-            if o.index >= graph.n_inputs and not graph.functional:
-                _keep_choice(ctx, value, meta)
-            out.append(("input", buffer.input_number))
-        elif shared is not None and not graph.functional and not (whole and shared is value):
-            raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
-        elif buffer.name in ctx.perhaps_views and not graph.functional:
-            raise Unsupported("an output is x[i] by a tensor without dims: a view if Python takes it for a number")
-        else:
-            seen.setdefault(_memory(meta), value)
-            if not graph.functional:
-                _keep_dense(ctx, value, meta, plain, memories[_memory(meta)] > 1)
-            out.append(("buffer", buffer.name if whole and buffer.input_number < 0 else _copy(ctx, value, meta)))
+        try:
+            out.append(_place(placed, o))
+        except Unsupported as e:
+            if refused is None or not isinstance(o, Ref):
+                raise
+            refused[o.index] = e.reason
     return out
+
+
+@dataclass
+class _Placed:
+    """Results placed so far: by memory who holds it. `memories` counts the values that share each."""
+
+    state: State
+    seen: dict[int, Any]
+    written: dict[str, int]
+    plain: bool
+    memories: Counter[int]
+
+
+def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
+    """Where one result lies. Raises Unsupported."""
+    ctx, graph, metas = placed.state.ctx, placed.state.graph, placed.state.metas
+    value = placed.state.values[o.index] if isinstance(o, Ref) else o
+    if not isinstance(value, TensorBox):
+        raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
+    meta, buffer = metas[o.index], value.storage.buffer
+    whole = value.view is None
+    if buffer.name in placed.written and whole:
+        return "input", placed.written[buffer.name]
+    shared = placed.seen.get(_memory(meta))
+    if whole and buffer.input_number >= 0 and (shared is meta or graph.functional):
+        if o.index >= graph.n_inputs and not graph.functional:
+            _keep_choice(ctx, value, meta)
+        return "input", buffer.input_number
+    if shared is not None and not graph.functional and not (whole and shared is value):
+        raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
+    if buffer.name in ctx.perhaps_views and not graph.functional:
+        raise Unsupported("an output is x[i] by a tensor without dims: a view if Python takes it for a number")
+    placed.seen.setdefault(_memory(meta), value)
+    if not graph.functional:
+        _keep_dense(ctx, value, meta, placed.plain, placed.memories[_memory(meta)] > 1)
+    ready = whole and buffer.input_number < 0 and _has_layout(ctx, buffer, meta)
+    return "buffer", buffer.name if ready else _copy(ctx, value, meta)
+
+
+def _has_layout(ctx: LoweringContext, buffer: Buffer, meta: torch.Tensor) -> bool:
+    """Whether a buffer has eager's strides, where any dense tensor can have them."""
+    order = memory_order(meta.shape, meta.stride())
+    mine = [ctx.hint(s) for s in buffer.stride]
+    return order is None or all(n <= 1 or a == b for n, a, b in zip(meta.shape, mine, meta.stride()))
 
 
 def _keep_choice(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:
@@ -309,7 +417,7 @@ def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> 
     own, other = (_boxes(values[i]) for i in (node.index, source))
     if node.op in _COPY_IF_NEEDED:
         return source if metas[source].dtype is metas[node.index].dtype else None
-    if not _may_share(node.op) and not _memories(metas[node.index]) & _memories(metas[source]):
+    if not may_share(node.op) and not _memories(metas[node.index]) & _memories(metas[source]):
         return None
     return source if {id(b.storage.buffer) for b in own} & {id(b.storage.buffer) for b in other} else None
 
@@ -318,7 +426,7 @@ _COPY_IF_NEEDED = ("aten.contiguous", "aten.to")
 
 
 @functools.cache
-def _may_share(op: str) -> bool:
+def may_share(op: str) -> bool:
     """Whether an operator's schema says that a result may be its first argument's memory; `repeat` always copies."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten."), None) if op.startswith("aten.") else None
     if packet is None:

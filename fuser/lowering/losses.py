@@ -170,7 +170,7 @@ def lower_margin_ranking_loss(
     )  # fmt: skip
 
 
-@lower("aten.hinge_embedding_loss")
+@lower("aten.hinge_embedding_loss", decisive=(1,))
 def lower_hinge_embedding_loss(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, margin: Operand = 1.0, reduction: int = MEAN
 ) -> TensorBox:

@@ -62,7 +62,7 @@ def softmax_parts(ctx: LoweringContext, x: TensorBox, dim: int, wide: torch.dtyp
 def lower_softmax_backward(
     ctx: LoweringContext, grad: TensorBox, out: TensorBox, dim: int, input_dtype: Any = None
 ) -> TensorBox:
-    """grad * out - out * sum(grad * out), or grad - exp(out) * sum(grad)"""
+    """(grad - sum(grad * out)) * out, or grad - exp(out) * sum(grad)"""
     dtype = result_dtype(ctx)
     wide = compute_dtype(grad.dtype)
     size = ctx.size_of(grad)
@@ -74,7 +74,7 @@ def lower_softmax_backward(
     def inner(i: Index) -> Value:
         if log:
             return ops.sub(g(i), ops.mul(ops.exp(y(i)), s(i)))
-        return ops.sub(ops.mul(g(i), y(i)), ops.mul(y(i), s(i)))
+        return ops.mul(ops.sub(g(i), s(i)), y(i))  # of equal gradients nothing is left but what the sum is off
 
     return ctx.pointwise(size, dtype, inner, ctx.order_of_meta())
 

@@ -13,7 +13,7 @@ from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering.context import LoweringContext, Operand, Scalar
-from fuser.lowering.registry import LOWERINGS, lower, refuse
+from fuser.lowering.registry import DECISIVE, EVERY, LOWERINGS, lower, refuse
 from fuser.ops import OPS
 
 # operator of ATen: op of the table. Computed in the dtype of the result.
@@ -180,6 +180,8 @@ for _table, _make in _MAKERS:
     for _aten, _op in _table.items():
         if _op in OPS:
             LOWERINGS[f"aten.{_aten}"] = _make(_op)
+            if OPS[_op].decides:
+                DECISIVE[f"aten.{_aten}"] = EVERY
         else:
             refuse(f"the table of scalar ops has no {_op}", f"aten.{_aten}")
 
@@ -198,7 +200,7 @@ def lower_conj_physical(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     return elementwise(ctx, [x], lambda v: v)
 
 
-@lower("aten.logical_not")
+@lower("aten.logical_not", decisive=EVERY)
 def lower_logical_not(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     """Not, of the value as bool."""
     return elementwise(ctx, [x], lambda v: ops.logical_not(v), torch.bool, torch.bool)
@@ -212,12 +214,14 @@ def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> T
     op = "add" if ctx.op == "aten.add" else "sub"
     if ctx.op == "aten.rsub":
         a, b = b, a
-    if is_known(alpha) and alpha == 1:  # eager rounds a number to half precision before adding it
-        return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y), cast=ctx.numerics == "eager")
-    if isinstance(alpha, Scalar) and not dtype.is_floating_point:
-        raise Unsupported("a float alpha for integers: eager raises")
-    if dtype.is_floating_point:  # with one rounding, as eager has it
-        return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.fma(y, s if op == "add" else ops.neg(s), x))
+    cast = ctx.numerics == "eager"  # eager rounds a number to a 16-bit float before it computes
+    if is_known(alpha) and alpha == 1:
+        return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y), cast=cast)
+    if not dtype.is_floating_point and isinstance(alpha, (Scalar, float)):
+        raise Unsupported("eager raises for a float alpha of integers")
+    if dtype.is_floating_point:  # with one rounding, as eager has it where it uses vectors
+        fused: Callable[..., Value] = lambda x, y, s: ops.fma(y, s if op == "add" else ops.neg(s), x)  # noqa: E731
+        return elementwise(ctx, [a, b, alpha], fused, cast=cast)
     return elementwise(ctx, [a, b, alpha], lambda x, y, s: ops.call(op, x, ops.mul(y, s)))
 
 
@@ -259,13 +263,13 @@ def ensured(value: Value, condition: Value) -> Value:
     return ops.add(value, ops.to_dtype(zero, value.dtype))
 
 
-@lower("aten.floor_divide")
+@lower("aten.floor_divide", decisive=EVERY)
 def lower_floor_divide(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     """Division rounded to -inf."""
     return lower_div(ctx, a, b, "floor")
 
 
-@lower("aten.round")
+@lower("aten.round", decisive=EVERY)
 def lower_round(ctx: LoweringContext, x: Operand, decimals: int = 0) -> TensorBox:
     """To the nearest integer, halves to even; or to a number of decimals."""
     if not result_dtype(ctx).is_floating_point:
@@ -359,7 +363,7 @@ def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) ->
     return elementwise(ctx, [a, b, weight], body)
 
 
-@lower("aten.nextafter")
+@lower("aten.nextafter", decisive=EVERY)
 def lower_nextafter(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     """The next number towards b."""
     if result_dtype(ctx) in LOW_PRECISION:
@@ -376,7 +380,7 @@ LOWERINGS["aten.deg2rad"] = _factor(math.pi / 180)
 LOWERINGS["aten.rad2deg"] = _factor(180 / math.pi)
 
 
-@lower("aten.isposinf", "aten.isneginf")
+@lower("aten.isposinf", "aten.isneginf", decisive=EVERY)
 def lower_isposinf(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     """Whether it is that infinity."""
     infinite = math.inf if ctx.op == "aten.isposinf" else -math.inf
@@ -385,13 +389,13 @@ def lower_isposinf(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     return elementwise(ctx, [x], lambda v: ops.eq(v, infinite), torch.bool, x.dtype)
 
 
-@lower("aten.isreal")
+@lower("aten.isreal", decisive=EVERY)
 def lower_isreal(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     """True"""
     return elementwise(ctx, [x], lambda v: ops.constant(True, torch.bool), torch.bool, x.dtype)
 
 
-@lower("aten.isclose")
+@lower("aten.isclose", decisive=EVERY)
 def lower_isclose(
     ctx: LoweringContext, a: TensorBox, b: TensorBox, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> TensorBox:
@@ -408,7 +412,7 @@ def lower_isclose(
     return elementwise(ctx, [a, b], body, torch.bool, a.dtype)
 
 
-@lower("aten.angle")
+@lower("aten.angle", decisive=EVERY)
 def lower_angle(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     """0, pi for negative numbers, NaN for NaN."""
 
@@ -472,7 +476,7 @@ def lower_mvlgamma(ctx: LoweringContext, x: TensorBox, p: int) -> TensorBox:
     return elementwise(ctx, [x], body)
 
 
-@lower("aten.frexp")
+@lower("aten.frexp", decisive=EVERY)
 def lower_frexp(ctx: LoweringContext, x: TensorBox) -> tuple[TensorBox, TensorBox]:
     """A fraction in [1/2, 1) and a power of two whose product is `x`."""
     size = ctx.size_of(x)

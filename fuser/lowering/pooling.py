@@ -5,7 +5,9 @@ A window's elements are read one after another in the body of one loop, so only 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from fuser.ir.sizes import ZERO, Expr, floordiv, maximum, minimum, product
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import number_of, reduce
-from fuser.lowering.registry import lower, refuse
+from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.ops.reductions import smallest
 
@@ -38,27 +40,38 @@ class Sliding:
     size: tuple[Expr, ...]  # of the dims that the windows slide over
     count: tuple[Expr, ...]  # how many windows there are along each
     inside: tuple[bool, ...]  # whether every window lies inside
+    ceil: bool  # the last window may end further behind than `padding`
 
     def start(self, d: int, at: Expr) -> Expr:
         """The first place, which may be negative, of window `at` of dim `d`."""
         return at * self.stride[d] - self.padding[d]
 
-    def places(self, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], list[tuple[Expr, int]]]]:
-        """Each place of the window `at`, and the (place, dim) that may be outside."""
+    def places(self, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Callable[[], Value | None]]]:
+        """Each index in the window `at`, and a function that gives whether it is inside; None if it always is."""
         for step in itertools.product(*map(range, self.kernel)):
-            where = tuple(
-                self.start(d, a) + s * self.dilation[d] for d, (a, s) in enumerate(zip(at, step))
-            )
-            yield where, [(p, d) for d, p in enumerate(where) if not self.inside[d]]
+            where = tuple(self.start(d, a) + s * self.dilation[d] for d, (a, s) in enumerate(zip(at, step)))
+            yield where, functools.partial(self.is_inside, where, step)
 
-    def is_inside(self, risky: list[tuple[Expr, int]]) -> Value | None:
-        """Whether a place lies in the tensor; None if it is known to."""
+    def is_inside(self, where: Sequence[Expr], step: Sequence[int]) -> Value | None:
+        """Whether the index of `step` in a window is inside the tensor; None if it is in every window."""
         out: Value | None = None
-        for p, d in risky:
-            here = ops.index_expr(p)
-            own = ops.logical_and(ops.ge(here, 0), ops.lt(here, ops.index_expr(self.size[d])))
-            out = own if out is None else ops.logical_and(out, own)
+        for d, (p, s) in enumerate(zip(where, step)):
+            for own in self.conditions(d, p, s):
+                out = own if out is None else ops.logical_and(out, own)
         return out
+
+    def conditions(self, d: int, p: Expr, step: int) -> Iterator[Value]:
+        """What must hold for index `p`, of that step in a window along dim `d`.
+
+        The first window begins `padding` before the tensor; without `ceil` the last one ends as far behind it.
+        """
+        offset, last = step * self.dilation[d], (self.kernel[d] - 1) * self.dilation[d]
+        if self.inside[d]:
+            return
+        if offset < self.padding[d]:
+            yield ops.ge(ops.index_expr(p), 0)
+        if self.ceil or last - offset < self.padding[d]:
+            yield ops.lt(ops.index_expr(p), ops.index_expr(self.size[d]))
 
 
 def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
@@ -73,11 +86,14 @@ def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
 
 def sliding(
     ctx: LoweringContext, x: TensorBox, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1,
-    ceil: Any = False,
+    ceil: Any = False, by_dims: bool = False,
 ) -> Sliding:  # fmt: skip
-    """The windows over the last `n` dims of `x`; how many there are follows eager's `pooling_output_shape`."""
+    """The windows over the last `n` dims of `x`; how many there are follows eager's `pooling_output_shape`.
+
+    `by_dims`: each loop reads them along one dim, so that only their edges count for how large they may be.
+    """
     sizes = _each(kernel, n)
-    if product(sizes).as_int() > MOST_PLACES:  # type: ignore[operator]
+    if (max(sizes) if by_dims else math.prod(sizes)) > MOST_PLACES:
         raise Unsupported(f"a window of more than {MOST_PLACES} places")
     steps = _each(stride, n) if stride or stride == 0 else sizes
     pads, gaps = _each(padding, n), _each(dilation, n, 1)
@@ -99,7 +115,7 @@ def sliding(
                 ctx.assume("lt", last, s + p)
         count.append(ctx.canon(number))
         inside.append(fits and p == 0)
-    return Sliding(sizes, steps, pads, gaps, size, tuple(count), tuple(inside))
+    return Sliding(sizes, steps, pads, gaps, size, tuple(count), tuple(inside), bool(ceil))
 
 
 def _n_dims(ctx: LoweringContext) -> int:
@@ -122,35 +138,51 @@ def lower_avg_pool(
     dtype = result_dtype(ctx)
     if not dtype.is_floating_point:
         raise Unsupported("an average of integers")
-    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, 1, ceil)
-    n, wide = len(w.kernel), compute_dtype(dtype)
+    n, wide = _n_dims(ctx), compute_dtype(dtype)
+    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=True)
+    if math.prod(w.kernel) > MOST_PLACES:
+        for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
+            x = _sums_along(ctx, x, w, d, wide)
+        along: tuple[int, ...] = (0,)
+    else:
+        along = tuple(range(n))
     load, lead = _window_loader(ctx, x, n, wide)
 
     def inner(index: Index) -> Value:
-        first, at = index[:-n], index[-n:]
-        total: Value | None = None
-        for where, risky in w.places(at):
-            value = _read(w, load, (*first, *where), risky, 0)
-            total = value if total is None else ops.add(total, value)
-        assert total is not None
+        at = index[-n:]
+        total = _sum(w, load, index, along)
         return ops.div(total, _places(ctx, w, at, bool(include_pad), divisor, wide))
 
     return ctx.pointwise((*lead, *w.count), dtype, inner, ctx.order_of_meta())
 
 
-def _read(w: Sliding, load: Load, index: Index, risky: list[tuple[Expr, int]], other: float | int | bool) -> Value:
-    """The element at a place, `other` outside: there the nearest one inside is read, which needs no branch."""
-    inside = w.is_inside(risky)
-    value = load(_clamped(w, index, risky))
-    return value if inside is None else ops.where(inside, value, ops.constant(other, value.dtype))
+def _sums_along(ctx: LoweringContext, x: TensorBox, w: Sliding, d: int, wide: torch.dtype) -> TensorBox:
+    """The sums of windows that extend along dim `d` of those slid over."""
+    at = len(ctx.size_of(x)) - len(w.kernel) + d
+    load, size = ctx.loader(x, ctx.size_of(x), wide), list(ctx.size_of(x))
+    size[at] = w.count[d]
+    return ctx.pointwise(tuple(size), wide, lambda index: _sum(w, load, index, (d,)), ctx.order_of_meta())
 
 
-def _clamped(w: Sliding, index: Index, risky: list[tuple[Expr, int]]) -> Index:
-    out, lead = list(index), len(index) - len(w.kernel)
-    for p, d in risky:
-        nearest = ops.index_expr(minimum(maximum(p, 0), w.size[d] - 1))
-        out[lead + d] = ops.indirect(nearest, w.size[d], checked=False)  # a row: computed once where it does not vary
-    return tuple(out)
+def _sum(w: Sliding, load: Load, index: Index, along: Sequence[int]) -> Value:
+    """The sum of a window that extends along some dims; along others `index` is that of an element."""
+    lead = len(index) - len(w.kernel)
+    total: Value | None = None
+    for step in itertools.product(*(range(w.kernel[d]) for d in along)):
+        where, inside = list(index), None
+        for d, s in zip(along, step):
+            p = where[lead + d] = w.start(d, index[lead + d]) + s * w.dilation[d]
+            for own in w.conditions(d, p, s):
+                inside = own if inside is None else ops.logical_and(inside, own)
+        value = _read(load, tuple(where), inside, 0)
+        total = value if total is None else ops.add(total, value)
+    assert total is not None
+    return total
+
+
+def _read(load: Load, index: Index, inside: Value | None, other: float | int | bool) -> Value:
+    """The element at an index, `other` outside of the tensor."""
+    return load(index) if inside is None else ops.masked(inside, lambda: load(index), other)
 
 
 def _places(
@@ -161,7 +193,7 @@ def _places(
         return ops.constant(divisor, wide)
     known, found = 1, None
     for d, k in enumerate(w.kernel):
-        if w.inside[d]:
+        if w.inside[d] or include_pad and not w.ceil:  # then no window ends behind the padding
             known *= k
             continue
         start = w.start(d, at[d])
@@ -177,17 +209,19 @@ def _places(
 @lower("aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool1d",
        "aten.adaptive_avg_pool3d")  # fmt: skip
 def lower_adaptive_avg_pool(ctx: LoweringContext, x: TensorBox, out: Sequence[int]) -> TensorBox:
-    """Means of equal parts of the last dims."""
+    """Means of parts of the last dims, which differ by an element where they do not divide these evenly."""
     n, size = len(out), ctx.size_of(x)
+    out = [ctx.specialise(o) for o in out]
+    if any(ctx.hint(s) % o for s, o in zip(size[-n:], out) if o):
+        return _uneven_means(ctx, x, [ctx.specialise(s) for s in size[-n:]], out)
     parts: list[Expr] = list(size[:-n])
     for s, o in zip(size[-n:], out):
-        o = ctx.specialise(o)
         if o == 1:
             parts += [ctx.canon(1), s]
             continue
         own = ctx.specialise(s)
-        if o == 0 or own % o:
-            raise Unsupported(f"an adaptive pool of {own} places into {o}: the windows differ")
+        if o == 0:
+            raise Unsupported("an adaptive pool into nothing")
         parts += [ctx.canon(o), ctx.canon(own // o)]
     split = reshape_box(ctx, x, parts)
     lead, dtype = len(size) - n, result_dtype(ctx)
@@ -201,6 +235,37 @@ def lower_adaptive_avg_pool(ctx: LoweringContext, x: TensorBox, out: Sequence[in
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------
+def _uneven_means(ctx: LoweringContext, x: TensorBox, owns: Sequence[int], out: Sequence[int]) -> TensorBox:
+    """Means of windows from floor(i * own / out) to ceil((i + 1) * own / out)."""
+    n, dtype = len(out), result_dtype(ctx)
+    wide = compute_dtype(dtype)
+    lengths = [[-(-(i + 1) * own // o) - i * own // o for i in range(o)] for own, o in zip(owns, out)]
+    if not all(lengths) or math.prod(map(max, lengths)) > MOST_PLACES:
+        raise Unsupported(f"an adaptive pool of {tuple(owns)} places into {tuple(out)}: large windows that differ")
+    load, lead = _window_loader(ctx, x, n, wide)
+
+    def inner(index: Index) -> Value:
+        first, at = index[:-n], index[-n:]
+        starts = [floordiv(a * own, ctx.canon(o)) for a, own, o in zip(at, owns, out)]
+        ends = [floordiv((a + 1) * own + (o - 1), ctx.canon(o)) for a, own, o in zip(at, owns, out)]
+        total: Value | None = None
+        for step in itertools.product(*(range(max(length)) for length in lengths)):
+            where = [s + k for s, k in zip(starts, step)]
+            inside: Value | None = None
+            for p, end, k, length in zip(where, ends, step, lengths):
+                if k >= min(length):
+                    own = ops.lt(ops.index_expr(p), ops.index_expr(end))
+                    inside = own if inside is None else ops.logical_and(inside, own)
+            value = _read(load, (*first, *where), inside, 0)
+            total = value if total is None else ops.add(total, value)
+        assert total is not None
+        for start, end in zip(starts, ends):
+            total = ops.div(total, ops.index_expr(end - start, wide))
+        return total
+
+    return ctx.pointwise((*lead, *map(ctx.canon, out)), dtype, inner, ctx.order_of_meta())
+
+
 def _pooled(
     ctx: LoweringContext, x: TensorBox, w: Sliding, with_place: bool, order: tuple[int, ...] | None
 ) -> TensorBox:
@@ -213,10 +278,8 @@ def _pooled(
         first, at = index[:-n], index[-n:]
         best = ops.constant(least, x.dtype)
         place = ops.index_expr(_number(w, [_first_inside(w, d, a) for d, a in enumerate(at)]))
-        for where, risky in w.places(at):
-            if max(w.dilation) == 1:  # the nearest element inside belongs to the window
-                where, risky = _clamped(w, where, risky), []
-            value = _read(w, load, (*first, *where), risky, least)
+        for where, inside in w.places(at):
+            value = _read(load, (*first, *where), inside(), least)
             if with_place:
                 better = ops.gt(value, best)
                 if x.dtype.is_floating_point:
@@ -253,7 +316,7 @@ def lower_max_pool(
     return _pooled(ctx, x, w, False, ctx.order_of_meta())
 
 
-@lower("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
+@lower("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", decisive=EVERY)
 def lower_max_pool_with_indices(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil: Any = False,
@@ -277,8 +340,13 @@ def lower_im2col(
     def inner(index: Index) -> Value:
         *first, i, j, a, b = index
         where = [w.start(d, at) + s * w.dilation[d] for d, (at, s) in enumerate(((a, i), (b, j)))]
-        risky = [(p, d) for d, p in enumerate(where) if not w.inside[d]]
-        return _read(w, load, (*first, *where), risky, 0)
+        inside: Value | None = None
+        for d, p in enumerate(where):
+            if not w.inside[d]:
+                here = ops.index_expr(p)
+                own = ops.logical_and(ops.ge(here, 0), ops.lt(here, ops.index_expr(w.size[d])))
+                inside = own if inside is None else ops.logical_and(inside, own)
+        return _read(load, (*first, *where), inside, 0)
 
     columns = ctx.pointwise(size, x.dtype, inner)
     return reshape_box(ctx, columns, [*batch, channels * product(w.kernel), product(w.count)])

@@ -14,7 +14,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, product
 from fuser.lowering.context import LoweringContext, Scalar
 from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
-from fuser.lowering.registry import lower, refuse
+from fuser.lowering.registry import EVERY, lower, refuse
 
 Dims = Sequence[int] | int | None
 Element = Callable[[Value, Index], Value]
@@ -143,7 +143,7 @@ def lower_nanmean(
     return elementwise(ctx, [total, number], lambda a, b: ops.div(a, b), dtype)
 
 
-@lower("aten.count_nonzero")
+@lower("aten.count_nonzero", decisive=EVERY)
 def lower_count_nonzero(ctx: LoweringContext, x: TensorBox, dims: Dims = None) -> TensorBox:
     """How many elements differ from zero."""
     return reduce_to_result(
@@ -170,7 +170,7 @@ def lower_trace(ctx: LoweringContext, x: TensorBox) -> TensorBox:
 
 
 # -- any, all ----------------------------------------------------------------------------------------------------------
-@lower("aten.any", "aten.all")
+@lower("aten.any", "aten.all", decisive=EVERY)
 def lower_any_all(ctx: LoweringContext, x: TensorBox, dims: Dims = None, keepdim: bool = False) -> TensorBox:
     """Whether any element, or every one, is not zero."""
     kind, order = ctx.op.removeprefix("aten."), ctx.order_of_meta()
@@ -187,7 +187,7 @@ def lower_amax(ctx: LoweringContext, x: TensorBox, dims: Dims = (), keepdim: boo
     return reduce_to_result(ctx, ctx.op[-3:], x, dims, keepdim)
 
 
-@lower("aten.max", "aten.min")
+@lower("aten.max", "aten.min", decisive=EVERY)
 def lower_max(ctx: LoweringContext, x: TensorBox, other: Any = None, keepdim: bool = False) -> Any:
     """Of all elements; of two tensors; or along a dim, with the index."""
     kind = ctx.op[-3:]
@@ -226,7 +226,7 @@ def index_of(
     return reduce(ctx, kind, x, dims, keepdim, torch.int64, pair, compute, order)
 
 
-@lower("aten.argmax", "aten.argmin")
+@lower("aten.argmax", "aten.argmin", decisive=EVERY)
 def lower_argmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, keepdim: bool = False) -> TensorBox:
     """Index of the largest or smallest element."""
     need_elements(ctx, x, dim)

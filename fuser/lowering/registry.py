@@ -13,10 +13,16 @@ LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
 ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # operators that other devices than the CPU may refuse, and why
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
+# Operators whose result jumps: the last bits of a float argument decide it. With the arguments' numbers, or `EVERY`.
+DECISIVE: dict[str, tuple[int, ...]] = {}
+EVERY: tuple[int, ...] = ()
 
 
-def lower(*names: str, view: bool = False) -> Callable[[_F], _F]:
-    """Register a function `(ctx, *args, **kwargs)` for operators such as "aten.add" (arguments as in the schema)."""
+def lower(*names: str, view: bool = False, decisive: tuple[int, ...] | None = None) -> Callable[[_F], _F]:
+    """Register a function `(ctx, *args, **kwargs)` for operators such as "aten.add" (arguments as in the schema).
+
+    `view` and `decisive` enter them in `VIEWS` and `DECISIVE`.
+    """
 
     def register(fn: _F) -> _F:
         for name in names:
@@ -25,6 +31,8 @@ def lower(*names: str, view: bool = False) -> Callable[[_F], _F]:
             LOWERINGS[name] = fn
             if view:
                 VIEWS.add(name)
+            if decisive is not None:
+                DECISIVE[name] = decisive
         return fn
 
     return register
@@ -56,4 +64,7 @@ def supports(name: str, device_type: str = "cpu") -> str | None:
     return REFUSED.get(packet, f"no lowering for {packet}")
 
 
-__all__ = ["LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find", "lower", "refuse", "supports"]
+__all__ = [
+    "DECISIVE", "EVERY", "LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find", "lower", "refuse",
+    "supports",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import elementwise, result_dtype
-from fuser.lowering.registry import lower, refuse
+from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.views import slice_box, wrap_dim
 
 
@@ -39,7 +39,7 @@ def lower_logcumsumexp(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBo
     return scanned(ctx, "logaddexp", x, dim, result_dtype(ctx), ctx.order_of_meta())
 
 
-@lower("aten.cummax", "aten.cummin")
+@lower("aten.cummax", "aten.cummin", decisive=EVERY)
 def lower_extremes(ctx: LoweringContext, x: TensorBox, dim: int) -> tuple[TensorBox, TensorBox]:
     """The largest or smallest value up to each place, and the last place where it is."""
     kind, size = ctx.op.removeprefix("aten.cum"), ctx.size_of(x)

@@ -13,7 +13,7 @@ from fuser.ir.sizes import ZERO, Expr
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.indexing import looked_at, place
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import ask_elsewhere, lower
+from fuser.lowering.registry import EVERY, ask_elsewhere, lower
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import expand_box
 
@@ -65,7 +65,7 @@ def searched(
     return ctx.pointwise(size, result_dtype(ctx), inner)
 
 
-@lower("aten.searchsorted")
+@lower("aten.searchsorted", decisive=EVERY)
 def lower_searchsorted(
     ctx: LoweringContext, bounds: TensorBox, x: Any, out_int32: Any = False, right: Any = False,
     side: str | None = None, sorter: TensorBox | None = None,
@@ -74,7 +74,7 @@ def lower_searchsorted(
     return searched(ctx, bounds, x, right is True or side == "right", sorter)
 
 
-@lower("aten.bucketize")
+@lower("aten.bucketize", decisive=EVERY)
 def lower_bucketize(
     ctx: LoweringContext, x: Any, bounds: TensorBox, out_int32: Any = False, right: Any = False
 ) -> TensorBox:

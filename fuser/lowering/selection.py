@@ -73,7 +73,7 @@ def lower_clamp_max(ctx: LoweringContext, x: Operand, high: Operand) -> TensorBo
     return lower_clamp(ctx, x, None, high)
 
 
-@lower("aten.nan_to_num")
+@lower("aten.nan_to_num", decisive=(0,))
 def lower_nan_to_num(
     ctx: LoweringContext, x: TensorBox, nan: Any = None, posinf: Any = None, neginf: Any = None
 ) -> TensorBox:

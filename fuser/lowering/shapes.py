@@ -7,7 +7,7 @@ most, so their rule is here; everything else asks torch (`graph.run_meta`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def result_strides(size: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tu
         return dense_strides(size, list(range(len(size))))
     if same_size and len(size) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
         return dense_strides(size, [0, 2, 3, 1])
-    if same_size and len({t.stride() for t in tensors}) == 1 and _is_dense(tensors[0]):
+    if same_size and len({t.stride() for t in tensors}) == 1 and is_dense(tensors[0]):
         return tuple(tensors[0].stride())
     strides = [_expanded_strides(size, t) for t in tensors]
     perm = list(range(len(size)))[::-1]  # fastest first
@@ -139,13 +139,24 @@ def _expanded_strides(size: tuple[int, ...], t: torch.Tensor) -> tuple[int, ...]
     return (0,) * lead + tuple(own)
 
 
-def _is_dense(t: torch.Tensor) -> bool:
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements fill their memory, each in a place of its own, in some order of the dims."""
     expected = 1
     for stride, n in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n != 1):
         if stride != expected:
             return False
         expected *= n
     return True
+
+
+def is_row_major(t: torch.Tensor) -> bool:
+    """Whether a tensor of known size is contiguous, in its dims of one element or none, too."""
+    return t.stride() == dense_strides(tuple(t.shape), range(t.dim()))
+
+
+def row_major(value: Any) -> Any:
+    """A meta tensor of a tensor's size, contiguous; anything else as it is."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def copies_overlap(x: torch.Tensor) -> bool:
@@ -170,219 +181,3 @@ def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...
         out[d] = running
         running *= max(size[d], 1)
     return tuple(out)
-
-
-# -- where eager's kernels differ from its shape functions -------------------------------------------------------------
-def _statistics(meta: Any, device: str, x: torch.Tensor, *params: Any) -> Any:
-    """For halves the CPU's norms give statistics in float32 beside float32 parameters, else in the input's dtype."""
-    if device != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
-        return meta
-    wide = any(isinstance(p, torch.Tensor) and p.dtype is torch.float32 for p in params)
-    dtype = torch.float32 if wide else x.dtype
-    return (meta[0], *(t.to(dtype) for t in meta[1:3]), *meta[3:])
-
-
-def _layer_norm(meta: Any, device: str, x: torch.Tensor, shape: Any, *params: Any) -> Any:
-    return _statistics(meta, device, x, *params)
-
-
-def _kept_layout(meta: Any, x: torch.Tensor) -> Any:
-    """A first result in the channels-last memory that `x` has."""
-    layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d if x.dim() == 5 else None
-    first = meta[0] if isinstance(meta, (tuple, list)) else meta
-    if first is None or layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
-        return meta
-    first = torch.empty_strided(first.shape, x.stride(), dtype=first.dtype, device="meta")
-    return (first, *meta[1:]) if isinstance(meta, (tuple, list)) else first
-
-
-def _group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    return _kept_layout(meta, x)
-
-
-def _native_group_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    return _kept_layout(_statistics(meta, device, x, *args), x)
-
-
-def _norm_backward(meta: Any, device: str, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
-    return _kept_layout(meta, x)
-
-
-def _batch_norm(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """Outside of training the CPU's kernels return empty statistics, others those used."""
-    meta = _statistics(meta, device, x, *args)
-    if any(a is True for a in args):
-        return meta
-    channels = 0 if device == "cpu" else x.shape[1]
-    return (meta[0], *(t.new_empty(channels) for t in meta[1:3]), *meta[3:])
-
-
-def _batch_norm_functional(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
-    """The new running statistics have the dtype of the old ones."""
-    meta = _statistics(meta, device, x, *args)
-    return (*meta[:3], *(t.to(old.dtype) for t, old in zip(meta[3:5], args[2:4])), *meta[5:])
-
-
-def _roll(meta: Any, device: str, x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
-    """The CPU's kernel joins two pieces, and so keeps channels-last memory or not, as sizes and shifts are."""
-    if device == "cpu" and dims and x.dim() in (4, 5) and x.stride(1) == 1:
-        raise Unsupported("roll of channels-last memory: the layout of ATen's result hangs on sizes and shifts")
-    return meta
-
-
-def _index(meta: Any, device: str, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    """The dims of the indices lie in memory in the order in which they do in the indices, after the others if those are
-    the larger ones: the rule of TensorIterator, for `x` with strides of 0 along the dims of the indices.
-
-    Source: `make_info` in aten/src/ATen/native/TensorAdvancedIndexing.cpp.
-    """
-    named = {d: i for d, i in enumerate(indices) if i is not None}
-    if not named or any(i.dtype in (torch.bool, torch.uint8) for i in named.values()):
-        return meta
-    dims, rest = list(named), [d for d in range(x.dim()) if d not in named]
-    shape = broadcast([tuple(i.shape) for i in named.values()], "aten.index")
-    common = [i.expand(shape) for i in named.values()]
-    if device != "cpu" and len({i.stride() for i in common}) > 1:
-        common = [i.contiguous() for i in common]
-    before = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    ones = (1,) * before, (1,) * (len(rest) - before)
-    strides = [x.stride(d) for d in rest]
-    strides[before:before] = (0,) * len(shape)
-    source = torch.empty_strided(meta.shape, strides, device="meta")
-    spread = [i.reshape((*ones[0], *i.shape, *ones[1])) for i in common]
-    size = tuple(meta.shape)
-    return torch.empty_strided(size, result_strides(size, [source, *spread]), dtype=meta.dtype, device="meta")
-
-
-def _contiguous(meta: Any, device: str, *args: Any) -> Any:
-    """Whatever its arguments' layout."""
-    return torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, torch.Tensor) else meta
-
-
-def _log_sigmoid(meta: Any, device: str, x: torch.Tensor) -> Any:
-    """The CPU's kernel gives contiguous results, whatever its argument's layout."""
-    if device != "cpu":
-        return meta
-    return tuple(map(_contiguous, meta, meta)) if isinstance(meta, tuple) else _contiguous(meta, device)
-
-
-def _as_first(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    """As a copy of the first argument lies in memory, if the result is of its size."""
-    if not isinstance(x, torch.Tensor) or not isinstance(meta, torch.Tensor) or meta.shape != x.shape:
-        return meta
-    return torch.empty_strided(meta.shape, x.clone().stride(), dtype=meta.dtype, device="meta")
-
-
-def _as_second(meta: Any, device: str, _: Any, x: Any, *args: Any) -> Any:
-    return _as_first(meta, device, x)
-
-
-def _like(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    """The same in dims of one element; in others the shape function is right, for a layout that is asked for, too."""
-    alike = all(n == 1 or a == b for n, a, b in zip(x.shape, meta.stride(), x.stride()))
-    return _as_first(meta, device, x) if alike and _is_dense(x) else meta
-
-
-def _pow(meta: Any, device: str, a: Any, b: Any) -> Any:
-    """Powers of a number are contiguous."""
-    return _in_order(meta, device, a, b) if isinstance(a, torch.Tensor) else _contiguous(meta, device)
-
-
-def _in_order(meta: Any, device: str, *args: Any) -> Any:
-    """Numbers among the arguments are no operands of the iterator."""
-    return _iterated([a for a in args if isinstance(a, torch.Tensor)], meta, device)
-
-
-def _in_reverse(meta: Any, device: str, *args: Any) -> Any:
-    return _iterated([a for a in args if isinstance(a, torch.Tensor)][::-1], meta, device)
-
-
-def _with_numbers(meta: Any, device: str, *args: Any) -> Any:
-    """Numbers among the arguments are operands, too."""
-    return _iterated(operands("", args), meta, device)
-
-
-def _iterated(tensors: Sequence[torch.Tensor], meta: Any, device: str, common: torch.dtype | None = None) -> Any:
-    """Strides of an elementwise result by the rule of TensorIterator, where it is one.
-
-    The CPU casts operands of another dtype than the common one first: a copy of an expanded tensor is dense.
-    Source: `compute_types` in aten/src/ATen/TensorIterator.cpp.
-    """
-    if not isinstance(meta, torch.Tensor):
-        return meta
-    size, common = tuple(meta.shape), common or meta.dtype
-    if not tensors or size != broadcast([tuple(t.shape) for t in tensors], ""):
-        return meta
-    if device == "cpu" and common is not torch.bool and len(tensors) > 1:
-        tensors = [t if t.dtype is common or not t.dim() or _is_dense(t) else _dense_copy(t) for t in tensors]
-    return torch.empty_strided(size, result_strides(size, tensors), dtype=meta.dtype, device="meta")
-
-
-def _dense_copy(t: torch.Tensor) -> torch.Tensor:
-    size = tuple(t.shape)
-    return torch.empty_strided(size, result_strides(size, [t]), dtype=t.dtype, device="meta")
-
-
-_IN_ORDER = (
-    "addcdiv addcmul angle celu clamp clamp_min clamp_max elu elu_backward erfinv gcd gelu_backward hardshrink "
-    "hardshrink_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside "
-    "huber_loss hypot i0 igamma igammac isclose isneginf isposinf lcm leaky_relu lerp logaddexp logaddexp2 logit "
-    "logit_backward max min mish mish_backward mse_loss native_dropout_backward nextafter polygamma _prelu_kernel "
-    "round selu sigmoid_backward signbit silu_backward sinc smooth_l1_loss softplus softplus_backward softshrink "
-    "softshrink_backward special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
-    "special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
-    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtr special_ndtri "
-    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 tanh_backward "
-    "threshold"
-)
-_WITH_NUMBERS = (
-    "bitwise_left_shift bitwise_right_shift copysign special_xlog1py special_zeta xlogy "
-    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
-    "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
-    "special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t "
-    "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
-    "special_shifted_chebyshev_polynomial_w"
-)
-_IN_REVERSE = "leaky_relu_backward threshold_backward"
-_AS_FIRST = (
-    "_conj_physical binary_cross_entropy deg2rad fill flip fliplr flipud hardtanh isreal nan_to_num rad2deg relu6 zero"
-)
-_LIKE = "empty_like full_like ones_like zeros_like"
-_CONTIGUOUS = (
-    "_log_softmax _log_softmax_backward_data _softmax_backward_data glu_backward huber_loss_backward masked_fill "
-    "mse_loss_backward smooth_l1_loss_backward tril triu"
-)
-_LAYOUTS = (
-    (_in_order, _IN_ORDER), (_with_numbers, _WITH_NUMBERS), (_in_reverse, _IN_REVERSE), (_as_first, _AS_FIRST),
-    (_like, _LIKE), (_contiguous, _CONTIGUOUS),
-)  # fmt: skip
-
-
-CORRECTIONS: dict[str, Callable[..., Any]] = {
-    **{f"aten.{name}": rule for rule, names in _LAYOUTS for name in names.split()},
-    "aten.pow": _pow,
-    "aten.binary_cross_entropy_backward": _as_second,
-    "aten.log_sigmoid": _log_sigmoid,
-    "aten.log_sigmoid_forward": _log_sigmoid,
-    "aten.roll": _roll,
-    "aten.index": _index,
-    "aten._unsafe_index": _index,
-    "aten.native_layer_norm": _layer_norm,
-    "aten.group_norm": _group_norm,
-    "aten.native_group_norm": _native_group_norm,
-    "aten.native_group_norm_backward": _norm_backward,
-    "aten.native_batch_norm_backward": _norm_backward,
-    "aten.native_batch_norm": _batch_norm,
-    "aten._native_batch_norm_legit": _batch_norm,
-    "aten._native_batch_norm_legit_no_training": _batch_norm,
-    "aten._native_batch_norm_legit_functional": _batch_norm_functional,
-}
-
-
-def corrected(op: str, device: str, meta: Any, args: Sequence[Any]) -> Any:
-    """What an operator's shape function gives, as eager's kernels on `device` have it."""
-    packet = op.rsplit(".", 1)[0] if op.count(".") == 2 else op
-    if packet in KINDS:
-        common = promoted(args[:2]) if meta.dtype is torch.bool else meta.dtype
-        return _iterated(operands(packet, args), meta, device, common)
-    return CORRECTIONS[packet](meta, device, *args) if packet in CORRECTIONS else meta

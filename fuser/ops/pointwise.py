@@ -48,23 +48,23 @@ ARITHMETIC = (
     OpRow(
         "floor_div", 2, torch.floor_divide, "fuser_floor_div_{D}({0}, {1})",
         lambda d: f"fuser_floor_div_{'int' if d in INTS else d.itemsize * 8}({{0}}, {{1}})", NUMBERS,
-        cost=30, notes=ZERO_NOTE, extra=ZERO_DIV,
+        cost=30, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True,
     ),
     OpRow(
         "trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         by("__builtin_trunc{f}({0} / {1})", "fuser_trunc_div_{D}({0}, {1})"),
         lambda d: "fuser_trunc_div_int({0}, {1})" if d in INTS else f"fuser_trunc({_TRITON_DIV(d)})", NUMBERS,
-        cost=6, notes=ZERO_NOTE, extra=ZERO_DIV,
+        cost=6, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True,
     ),
     OpRow(
         "remainder", 2, torch.remainder, "fuser_remainder_{D}({0}, {1})",
         by("fuser_remainder_float({0}, {1})", "fuser_remainder_int({0}, {1})"), NUMBERS,
-        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
+        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True,
     ),
     OpRow(
         "fmod", 2, torch.fmod, "fuser_fmod_{D}({0}, {1})",
         by("libdevice.fmod({0}, {1})", "fuser_fmod_int({0}, {1})"), NUMBERS,
-        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV,
+        cost=30, ulps=0.5, notes=ZERO_NOTE, extra=ZERO_DIV, jumps=True,
     ),
     OpRow("neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), by(_TRITON_NEG, "(-{0})"), NUMBERS),
     OpRow(
@@ -74,7 +74,7 @@ ARITHMETIC = (
     ),
     OpRow(
         "sign", 1, torch.sign, "({T})(({0} > 0) - ({0} < 0))",
-        "(({0} > 0).to({T}) - ({0} < 0).to({T}))", NUMBERS, cost=2,
+        "(({0} > 0).to({T}) - ({0} < 0).to({T}))", NUMBERS, cost=2, jumps=True,
     ),
     OpRow("reciprocal", 1, torch.reciprocal, "1 / {0}", by_width("tl.div_rn(1.0, {0})", "(1.0 / {0})"), FLOATS, cost=4),
     OpRow(
@@ -92,7 +92,7 @@ ARITHMETIC = (
 )  # fmt: skip
 
 ROUNDING = tuple(
-    OpRow(name, 1, eval, cell, triton, FLOATS)
+    OpRow(name, 1, eval, cell, triton, FLOATS, jumps=True)
     for name, eval, cell, triton in (
         ("floor", torch.floor, "__builtin_floor{f}({0})", "tl.floor({0})"),
         ("ceil", torch.ceil, "__builtin_ceil{f}({0})", "tl.ceil({0})"),
@@ -142,19 +142,23 @@ FLOAT_BITS = (
     ),
     OpRow(
         "frexp_fraction", 1, lambda x: torch.frexp(x).mantissa, "fuser_frexp_fraction_{D}({0})", None, FLOATS, cost=8,
+        jumps=True,
     ),
     OpRow(
         "frexp_exponent", 1, lambda x: torch.frexp(x).exponent, "fuser_frexp_exponent_{D}({0})", None, FLOATS,
         torch.int32, cost=8,
     ),
-    OpRow("copysign", 2, torch.copysign, "__builtin_copysign{f}({0}, {1})", "libdevice.copysign({0}, {1})", FLOATS),
+    OpRow(
+        "copysign", 2, torch.copysign, "__builtin_copysign{f}({0}, {1})", "libdevice.copysign({0}, {1})", FLOATS,
+        jumps=True,
+    ),
     OpRow(
         "nextafter", 2, torch.nextafter, "fuser_nextafter_{D}({0}, {1})", "libdevice.nextafter({0}, {1})", FLOATS,
-        cost=8,
+        cost=8, jumps=True,
     ),
     OpRow(
         "heaviside", 2, torch.heaviside, "{0} == 0 ? {1} : ({T})({0} > 0)",
-        "tl.where({0} == 0, {1}, ({0} > 0).to({T}))", NUMBERS, cost=3,
+        "tl.where({0} == 0, {1}, ({0} > 0).to({T}))", NUMBERS, cost=3, jumps=True,
     ),
 )  # fmt: skip
 

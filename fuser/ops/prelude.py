@@ -44,6 +44,10 @@ _MACROS = {
 #define FUSER_EXTREME(a, wins, b) (__builtin_constant_p(a) ? ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b)) \\
   : (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b)))
 """,
+    # The same for a first value that does not change in a loop.
+    "FUSER_BOUND": """\
+#define FUSER_BOUND(a, wins, b) ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b))
+""",
     # Fused where the machine can: elsewhere a call into libm for each would cost more than the last bit is worth.
     "FUSER_FMA": """\
 #if defined(__FMA__) || defined(__FP_FAST_FMA) || defined(__aarch64__)

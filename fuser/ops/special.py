@@ -72,7 +72,10 @@ BINARY = (
         lambda d: "libdevice.pow({0}, {1})" if d.is_floating_point else None, (*FLOATS, *INTS), cost=40, ulps=2.0,
     ),
     *(
-        OpRow(name, 2, eval, f"fuser_{name}_{{D}}({{0}}, {{1}})", triton, FLOATS, cost=cost, ulps=2.0)
+        OpRow(
+            name, 2, eval, f"fuser_{name}_{{D}}({{0}}, {{1}})", triton, FLOATS, cost=cost, ulps=2.0,
+            jumps=name == "atan2",
+        )
         for name, eval, triton, cost in (
             ("atan2", torch.atan2, "libdevice.atan2({0}, {1})", 30),
             ("hypot", torch.hypot, "libdevice.hypot({0}, {1})", 15),
@@ -152,7 +155,7 @@ _FAMILIES = (
 )  # fmt: skip
 POLYNOMIALS = tuple(
     OpRow(
-        name, 2, getattr(_sp, name), f"fuser_{name}_{{D}}({{0}}, {{1}})", None, FLOATS, cost=60, ulps=8.0,
+        name, 2, getattr(_sp, name), f"fuser_{name}_{{D}}({{0}}, {{1}})", None, FLOATS, cost=60, ulps=8.0, jumps=True,
         notes="The degree is the second argument. Recurrences are eager's, and lose digits where eager's do.",
     )
     for name in _FAMILIES

@@ -42,6 +42,7 @@ class OpRow:
     domain: the interval from which tests draw arguments, beside special values.
     ulps: most units in the last place that its float results may be off; 0 means the same bits as eager.
     extra: facts that lowerings ask for, such as {"int_zero_div": True} (see `notes`).
+    jumps: whether a float result jumps, so that an argument's last bit decides between results that are far apart.
     """
 
     name: str
@@ -58,6 +59,12 @@ class OpRow:
     notes: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     ulps: float = 0.0
+    jumps: bool = False
+
+    @property
+    def decides(self) -> bool:
+        """Whether floats are compared or made whole: their last bits decide the result."""
+        return self.jumps or self.result != "same"
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype when the row's arguments have compute dtype `dtype`."""

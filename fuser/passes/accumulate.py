@@ -10,6 +10,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, op_name
+from fuser.passes.hints import are_numbers, is_contiguous, same
 from fuser.runtime import products, untouched, warm
 
 aten = torch.ops.aten
@@ -63,10 +64,12 @@ def add_rows_to_zeros(module: fx.GraphModule) -> int:
 def _is_sparse(node: fx.Node) -> bool:
     """Whether an embedding's gradient is mapped anew, and few of its pages are written."""
     value, rows = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    if not _is_plain(node):
+        return False
     row = value.shape[1] * value.dtype.itemsize
     nbytes = value.shape[0] * row
     written = rows.numel() // max(value.shape[1], 1) * (row + untouched.PAGE)
-    return _is_plain(node) and nbytes >= warm.MAPPED and bool(written * _SPARSE <= nbytes)
+    return nbytes >= warm.MAPPED and bool(written * _SPARSE <= nbytes)
 
 
 def _is_scattered(node: Any, reader: fx.Node) -> bool:
@@ -79,7 +82,7 @@ def _is_gradient(node: Any) -> bool:
     if getattr(node, "target", None) is not aten.embedding_dense_backward.default:
         return False
     grad, indices, _, padding, by_frequency = node.args
-    whole = _is_plain(grad) and indices.meta["val"].is_contiguous()
+    whole = _is_plain(grad) and is_contiguous(indices.meta["val"])
     return whole and isinstance(padding, int) and padding < 0 and by_frequency is False
 
 
@@ -89,13 +92,13 @@ def _is_fresh(node: Any, reader: fx.Node) -> bool:
         return False
     if op_name(node.target) not in LIBRARY and node.target is not products.product:
         return False
-    same = _is_plain(node) and node.meta["val"].shape == reader.meta["val"].shape
-    return same and list(node.users) == [reader]
+    alike = _is_plain(node) and same(node.meta["val"].shape, reader.meta["val"].shape)
+    return alike and list(node.users) == [reader]
 
 
 def _is_plain(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not all(isinstance(s, int) for s in value.shape):
+    if not isinstance(value, torch.Tensor) or not are_numbers(*value.shape):
         return False
     return value.dtype is torch.float32 and value.device.type == "cpu" and value.is_contiguous()
 

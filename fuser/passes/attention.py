@@ -28,6 +28,7 @@ from fuser.passes.calls import (
     shape_of,
     value_of,
 )
+from fuser.passes.hints import depends_on_data
 from fuser.passes.masks import HUGE, is_mask
 
 _CASTS = frozenset({"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"})
@@ -270,6 +271,8 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
     q, k, v, out = (value_of(n) for n in (found.q, found.k_transposed, found.v, found.last))
     if q is None or k is None or v is None or out is None:
         raise _Mismatch
+    if any(map(depends_on_data, (q, k, v))):
+        raise _Mismatch  # the fused operator asks whether a size is 0
     low = autocast.dtype(q.device.type)
     if low is None:
         same = q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in _DTYPES
@@ -345,24 +348,31 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         kwargs: dict[str, Any] = {"attn_mask": mask, "scale": found.scale}
         if found.dropout:
             kwargs["dropout_p"] = found.dropout
-        new = graph.call_function(F.scaled_dot_product_attention, tuple(operands), kwargs)
+        new = emit(graph, F.scaled_dot_product_attention, *operands, **kwargs)
         if flat:
-            new = graph.call_function(torch.squeeze, (new, 0))
-        if not _strides_matter_not(found):
+            new = emit(graph, torch.squeeze, new, 0)
+        if not _has_eager_strides(new, found) and not _is_swapped_and_copied(found.last):
             new = graph.call_method("contiguous", (new,))
     new.meta = dict(found.last.meta)
     found.last.replace_all_uses_with(new)
 
 
-def _strides_matter_not(found: _Found) -> bool:
-    """Whether the result, which lies in memory as the queries do, may stay so: eager's is contiguous."""
-    query = value_of(found.q)
-    assert query is not None
-    numbers = [s for s in query.stride() if isinstance(s, int)]
-    if len(numbers) == query.dim() and query.is_contiguous():
-        return True
-    names = [u.target for user in found.last.users for u in user.users]
-    swaps = all(u.target in ("transpose", "permute", torch.transpose, torch.permute) for u in found.last.users)
+def _has_eager_strides(new: fx.Node, found: _Found) -> bool:
+    """Whether fused attention writes its result as eager does, contiguous, for static and for symbolic sizes.
+
+    Kernels differ: on the CPU and in flash attention the result has the queries' layout, in memory-efficient attention
+    that of (batch, tokens, heads, width) whatever the queries have.
+    """
+    query, value = value_of(found.q), value_of(new)
+    assert query is not None and value is not None
+    contiguous = [t.is_contiguous() for t in (query, value) if all(isinstance(s, int) for s in t.stride())]
+    return len(contiguous) == 2 and all(contiguous)
+
+
+def _is_swapped_and_copied(node: fx.Node) -> bool:
+    """Whether all that reads a result swaps its dims and copies it, so that its own layout is not seen."""
+    names = [u.target for user in node.users for u in user.users]
+    swaps = all(u.target in ("transpose", "permute", torch.transpose, torch.permute) for u in node.users)
     return swaps and bool(names) and all(n in ("contiguous", "reshape", "flatten", torch.flatten) for n in names)
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fuser.canonical import mutation
+
 _NAMES: dict[Any, str] = {
     operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",
     torch.einsum: "matmul", operator.mul: "mul", operator.imul: "mul", torch.mul: "mul", torch.multiply: "mul",
@@ -25,11 +27,6 @@ _METHODS = {
     "add_": "add", "masked_fill": "masked_fill", "masked_fill_": "masked_fill", "where": "where", "softmax": "softmax",
     "transpose": "transpose", "swapaxes": "transpose", "split": "split", "chunk": "chunk",
 }  # fmt: skip
-_SETTERS = frozenset({operator.setitem, operator.delitem})
-_IN_PLACE = frozenset(
-    getattr(operator, "i" + n)
-    for n in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,20 +85,8 @@ def number_of(value: Any) -> float | None:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node of dynamo's graph may write into a tensor that existed before."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if node.target in _SETTERS or node.target in _IN_PLACE or "out" in node.kwargs:
-        return True
-    if node.kwargs.get("inplace") is True:
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    name = getattr(node.target, "__name__", "_")
-    return name.endswith("_") and not name.endswith("__")
+    """Whether a node of a graph may write into a tensor that existed before."""
+    return mutation.writes(node.op, node.target, node.args, node.kwargs)
 
 
 def position_of_writes(nodes: list[fx.Node]) -> list[int]:
@@ -150,15 +135,14 @@ def autocasts(nodes: list[fx.Node]) -> list[Autocast]:
     stack: list[dict[str, torch.dtype]] = []
     found, region = [], 0
     for node in nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if "enter_autocast" in name:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
             stack.append(dict(now))
             device, dtype, enabled = (*node.args, None, True)[:3]
             now.pop(str(device), None)
             if enabled:
                 now[str(device)] = dtype or torch.get_autocast_dtype(str(device))  # type: ignore[assignment]
             region += 1
-        elif "exit_autocast" in name:
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
             now = stack.pop() if stack else {}
             region += 1
         found.append(Autocast(region, tuple(now.items())))

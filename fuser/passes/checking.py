@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.passes.calls import writes
+
 _VALUE_OF_STAGE = {"pre_grad": "example_value"}
 
 
@@ -104,16 +106,9 @@ def _is_computable(node: fx.Node, key: str) -> bool:
     """Whether running the node again on fake values says what it gives, and does nothing else."""
     if key == "val" and not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
         return False
-    if node.op not in ("call_function", "call_method") or _writes(node):
+    if node.op not in ("call_function", "call_method") or writes(node):
         return False
     return all(key in a.meta for a in node.all_input_nodes)
-
-
-def _writes(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "iadd", "isub", "imul", "itruediv")
 
 
 def _computed(node: fx.Node, key: str, mode: Any) -> Any:

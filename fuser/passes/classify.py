@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import interface, lowering
+from fuser import config, executor, interface, lowering
+from fuser.canonical import canonicalize
+from fuser.errors import FuserError
+from fuser.lowering.survey import survey
 
 aten = torch.ops.aten
 
@@ -48,6 +51,12 @@ class Verdict:
 _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
 # Creation from numbers alone: cheaper computed again in each kernel than stored once.
 _CREATION = frozenset({"aten.full", "aten.zeros", "aten.ones", "aten.arange", "aten.scalar_tensor", "prims.iota"})
+# Operators that are lowered for some arguments only, which are tried; any other that is refused splits its group later.
+_BY_ARGUMENTS = frozenset(
+    "aten.index aten.index_put aten.index_add aten.index_reduce aten.put aten.scatter aten.scatter_add "
+    "aten.scatter_reduce aten.masked_scatter aten.as_strided aten.bucketize aten.searchsorted aten.repeat_interleave "
+    "aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten.logspace".split()
+)
 # Library calls: kernels of their own would be slower, so they are not even asked for.
 _LIBRARY_OPS = (
     "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot "
@@ -83,6 +92,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
 
 
+def draws(target: Any) -> bool:
+    """Whether every call of `target` gives other random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
 def is_view(target: Any) -> bool:
     """Whether every call of `target` returns a view of its first argument and does nothing else."""
     if target in _UNSAFE_VIEWS:
@@ -99,6 +113,12 @@ def is_write_back(node: fx.Node) -> bool:
         return False
     target = node.args[0]
     return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """Whether a node is a call of an operator through `with_effects`."""
+    hop = isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) == "with_effects"
+    return hop and isinstance(node.args[1], torch._ops.OpOverload)
 
 
 def _tensor_reason(t: torch.Tensor) -> str | None:
@@ -127,11 +147,54 @@ def _schema_reason(target: torch._ops.OpOverload) -> str | None:
     if target._schema.is_mutable:
         return "it writes one of its arguments"
     tags = target.tags
-    if torch.Tag.nondeterministic_seeded in tags:
+    if draws(target):
         return "it draws random numbers"
-    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+    by_data = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    if by_data and op_name(target) not in _BY_ARGUMENTS:
         return "its result's size or value depends on data"
     return None
+
+
+def _argument_reason(node: fx.Node) -> str | None:
+    """Why a call cannot be lowered for its arguments, as far as their sizes are known."""
+    if op_name(node.target) not in _BY_ARGUMENTS and node.target is not aten.view.dtype:
+        return None
+    try:
+        settings = config.key(), torch.get_default_dtype()
+        key = settings, str(node.target), repr(fx.map_arg((node.args, node.kwargs), _like))
+        if key not in _tried:
+            if len(_tried) >= _MOST_TRIED:
+                _tried.clear()
+            _tried[key] = _try_lowering(node)
+        return _tried[key]
+    except FuserError:  # a size that is not known ahead
+        return None
+
+
+_MOST_TRIED = 4096
+_tried: dict[tuple[Any, ...], str | None] = {}
+
+
+def _like(node: fx.Node) -> Any:
+    """What a lowering sees of an argument."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return executor.concrete(value)
+    return value.dtype, value.device.type, *(tuple(map(executor.concrete, n)) for n in (value.shape, value.stride()))
+
+
+def _try_lowering(node: fx.Node) -> str | None:
+    graph = fx.Graph()
+    env = {a: graph.placeholder(a.name) for a in node.all_input_nodes}
+    for outer, inner in env.items():
+        inner.meta["val"] = outer.meta.get("val")
+    call, value = graph.node_copy(node, env.__getitem__), node.meta["val"]
+    several = isinstance(value, (tuple, list))
+    items = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)] if several else []
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in items) if several else call)
+    examples = [executor.concrete(a.meta.get("val")) for a in node.all_input_nodes]
+    found = survey(canonicalize(graph, functional=True).graph, examples, config.numerics)
+    return next(iter(found.refused.values()), None)
 
 
 def _extern_reason(node: fx.Node) -> str | None:
@@ -152,7 +215,8 @@ def _extern_reason(node: fx.Node) -> str | None:
         reason = _tensor_reason(t)
         if reason is not None:
             return reason
-    return _device_reason([*args, *results]) or lowering.supports(op_name(target), results[0].device.type)
+    known = _device_reason([*args, *results]) or lowering.supports(op_name(target), results[0].device.type)
+    return known or _argument_reason(node)
 
 
 def _is_creation(node: fx.Node) -> bool:

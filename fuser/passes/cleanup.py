@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import put_for
-from fuser.passes.classify import is_view, is_write_back, qualified_name
+from fuser.passes.classify import is_ordered, is_view, is_write_back, qualified_name
 
 aten = torch.ops.aten
 
@@ -174,5 +174,5 @@ def merge_equal(module: fx.GraphModule) -> int:
 def drop_dead(module: fx.GraphModule) -> int:
     """Remove calls whose results nobody reads and that do nothing else."""
     before = len(module.graph.nodes)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(lambda n: n.is_impure() or is_ordered(n))
     return before - len(module.graph.nodes)

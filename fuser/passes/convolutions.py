@@ -17,6 +17,7 @@ from torch import fx
 
 from fuser import config
 from fuser.errors import Unsupported
+from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
 from fuser.passes.onednn import linear_op
 
@@ -35,11 +36,11 @@ def _is_plain_conv(node: fx.Node) -> bool:
 
 
 def _are_images(*nodes: Any) -> bool:
-    """Whether these are stacks of float32 images on the CPU, none of them empty."""
+    """Whether these are stacks of float32 images on the CPU, of known sizes and none of them empty."""
     values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
     return all(
-        isinstance(v, torch.Tensor) and v.numel() and v.dim() == 4 and v.dtype is torch.float32
-        and v.device.type == "cpu" for v in values
+        isinstance(v, torch.Tensor) and v.dim() == 4 and are_numbers(*v.shape) and v.numel()
+        and v.dtype is torch.float32 and v.device.type == "cpu" for v in values
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import Kind, classify, is_view
+from fuser.passes.hints import are_numbers
 from fuser.passes.onednn import only_reader
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ def _keeps_columns(node: fx.Node, matmul: fx.Node) -> bool:
         value = _value(node)
         if node.target not in _KEEP_COLUMNS or value is None or value.dim() == 0:
             return False
-        if not isinstance(value.shape[-1], int) or value.shape[-1] != columns:
+        if not are_numbers(value.shape[-1], columns) or value.shape[-1] != columns:
             return False
         node = node.args[0]  # type: ignore[assignment]
     return True

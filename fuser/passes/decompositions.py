@@ -44,7 +44,15 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     unfold_backward = torch.ops.aten.unfold_backward.default
     if unfold_backward in table:
         table[unfold_backward] = functools.partial(_unfold_backward, table[unfold_backward])
+    for isin in (torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten.isin.Tensor_Scalar):
+        if isin in table:
+            table[isin] = functools.partial(_row_major, table[isin])
     return table
+
+
+def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `general` gives, row-major as eager's kernel gives it."""
+    return general(*args, **kwargs).contiguous()
 
 
 def _unfold_backward(

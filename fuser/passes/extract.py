@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.canonical.graph import ROUNDED
 from fuser.passes.classify import Kind, op_name
 from fuser.passes.grouping import Grouping
 
@@ -114,7 +115,7 @@ def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
 
 
 def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
-    new.meta = {k: old.meta[k] for k in ("val", "stack_trace", "tensor_meta") if k in old.meta}
+    new.meta = {k: old.meta[k] for k in ("val", "stack_trace", "tensor_meta", ROUNDED) if k in old.meta}
     return new
 
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import reaches_output, same_static_shape
+from fuser.passes.hints import same
 
 aten = torch.ops.aten
 
@@ -309,7 +310,7 @@ def _whole(cat: fx.Node) -> fx.Node | None:
             return None
         at = piece[3]
     source: fx.Node = pieces[0][0]  # type: ignore[index]
-    return source if at == source.meta["val"].shape[dim] else None
+    return source if same(at, source.meta["val"].shape[dim]) else None
 
 
 def _part(node: fx.Node) -> fx.Node | None:

@@ -21,6 +21,7 @@ from fuser.passes.classify import (
     Kind,
     Verdict,
     classify,
+    draws,
     is_number,
     is_size_arithmetic,
     op_name,
@@ -284,10 +285,10 @@ def _contract(units: _Units, sets: _Sets, levels: list[int]) -> None:
 
 
 def _made_of_numbers(units: _Units) -> set[fx.Node]:
-    """Nodes computed from numbers alone: no tensor of the graph's inputs or attributes is behind them."""
+    """Nodes computed from numbers alone: no input or attribute of the graph, and nothing drawn, is behind them."""
     found: set[fx.Node] = set()
     for node, verdict in units.verdicts.items():
-        if verdict.kind in (Kind.INPUT, Kind.OUTPUT):
+        if verdict.kind in (Kind.INPUT, Kind.OUTPUT) or draws(node.target):
             continue
         if all(a in found for a in node.all_input_nodes if tensors_of(a.meta.get("val"))):
             found.add(node)

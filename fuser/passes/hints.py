@@ -1,8 +1,15 @@
-"""Sizes as plain numbers, for decisions that may be wrong but must not add a guard."""
+"""Questions about sizes that may be symbols: none adds a guard, and none fails on a size that depends on data.
+
+Comparing a symbol, or asking torch for `is_contiguous`, does either. A hint is a number for decisions that may be
+wrong; the other answers are "no" where they are not certain.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from fuser.passes.classify import tensors_of
 
@@ -15,6 +22,41 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else _UNKNOWN
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes, or two lists of sizes, are spelled the same."""
+    if isinstance(a, Iterable) and isinstance(b, Iterable):
+        return list(map(str, a)) == list(map(str, b))
+    return str(a) == str(b)
+
+
+def are_numbers(*sizes: Any) -> bool:
+    """Whether none of the sizes is a symbol."""
+    return all(type(n) is int for n in sizes)
+
+
+def depends_on_data(t: torch.Tensor) -> bool:
+    """Whether a tensor has sizes that no number was seen for."""
+    if are_numbers(*t.shape):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(t))
+
+
+def is_contiguous(t: torch.Tensor) -> bool:
+    """Whether a tensor is certainly row-major."""
+    if are_numbers(*t.shape, *t.stride()):
+        return t.is_contiguous()
+    expected: Any = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride())):
+        if type(size) is int and size == 1:
+            continue
+        if not same(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def numel_hint(value: Any) -> int:

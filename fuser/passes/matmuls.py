@@ -15,6 +15,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import LIBRARY, is_view, op_name
+from fuser.passes.hints import are_numbers, same
 from fuser.passes.onednn import is_large
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def _is_row(bias: Any, product: fx.Node) -> bool:
     value, other = _value(bias), _value(product)
     if value is None or other is None or value.dim() != 1 or value.dtype != other.dtype or value.device != other.device:
         return False
-    return isinstance(value.shape[0], int) and value.shape[0] == other.shape[1] and value.is_floating_point()
+    return are_numbers(value.shape[0]) and same(value.shape[0], other.shape[1]) and value.is_floating_point()
 
 
 def add_to_addmm(module: fx.GraphModule) -> int:
@@ -57,7 +58,7 @@ def _is_matrix(added: Any, product: fx.Node) -> bool:
     value, other = _value(added), product.meta["val"]
     if value is None or value.dim() != 2 or value.dtype != other.dtype or value.dtype.itemsize < 4:
         return False
-    return list(map(str, value.shape)) == list(map(str, other.shape))
+    return same(value.shape, other.shape)
 
 
 def _is_taken_whole(node: fx.Node) -> bool:

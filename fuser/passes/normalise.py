@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
+from fuser.canonical.mutation import Effect, effect
 from fuser.passes.attention import is_dead_dropout
-from fuser.passes.calls import Call, call_of, shape_of, value_of, writes
+from fuser.passes.calls import Call, call_of, shape_of, value_of
 
 
 def name_written(module: fx.GraphModule) -> int:
@@ -27,14 +26,9 @@ def name_written(module: fx.GraphModule) -> int:
 
 def _returns_what_it_writes(node: fx.Node) -> bool:
     written = value_of(node.args[0]) if node.args else None
-    if written is None or not writes(node) or shape_of(node) != shape_of(node.args[0]):
+    if written is None or shape_of(node) != shape_of(node.args[0]):
         return False  # `n += 1` of a number makes a new one
-    if node.op == "call_method":
-        return True
-    return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target and node.target not in (
-        operator.setitem,
-        operator.delitem,
-    )
+    return effect(node.op, node.target, node.args, node.kwargs) is Effect.RETURNS_WRITTEN
 
 
 # Calls that eager answers with the very tensor they are given.

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.hints import same
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -149,7 +150,7 @@ def _is_activation(node: fx.Node) -> bool:
     if len(node.all_input_nodes) != 1 or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return False
     given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.shape == given.shape and value.dtype is given.dtype
+    return isinstance(value, torch.Tensor) and same(value.shape, given.shape) and value.dtype is given.dtype
 
 
 def norms_apart(module: fx.GraphModule) -> int:

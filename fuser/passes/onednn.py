@@ -20,7 +20,7 @@ from torch import fx
 from fuser import config
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, is_view
-from fuser.passes.hints import size_hint
+from fuser.passes.hints import are_numbers, is_contiguous, size_hint
 from fuser.runtime import products, warm
 
 aten = torch.ops.aten
@@ -53,28 +53,23 @@ def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node] | None:
         bias, x, w = node.args
         value = bias.meta.get("val") if isinstance(bias, fx.Node) else None
         columns = node.meta["val"].shape[1]
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and _same(value.shape[0], columns):
+        if isinstance(value, torch.Tensor) and are_numbers(*value.shape, columns) and tuple(value.shape) == (columns,):
             return bias, x, w  # type: ignore[return-value]
     return None
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equality of two sizes that adds no guard."""
-    return isinstance(a, int) and isinstance(b, int) and a == b
 
 
 def _pays(x: torch.Tensor, w: torch.Tensor) -> bool:
     inner, columns = w.shape
     if _is_transposed(x) and size_hint(x.shape[0]) * size_hint(inner) > _MOST_COPIED:
         return False
-    if not isinstance(inner, int) or not isinstance(columns, int) or inner == 0 or columns == 0:
+    if not are_numbers(inner, columns) or inner == 0 or columns == 0:
         return False  # oneDNN refuses empty products
     return size_hint(x.shape[0]) * inner * columns >= _LEAST_WORK
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
     """Whether rows are not in one piece each: oneDNN's linear then needs a copy, where MKL reads as it is."""
-    return x.stride(0) == 1 and not x.is_contiguous()
+    return are_numbers(x.stride(0)) and x.stride(0) == 1 and not is_contiguous(x)
 
 
 def _transposed(graph: fx.Graph, w: fx.Node) -> fx.Node:

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from fuser import compiler, config
+from fuser.passes.classify import Kind, classify
+from fuser.passes.hints import is_contiguous
 
 settings: Any = config  # its attributes are made from a table
 aten = torch.ops.aten
@@ -116,13 +118,21 @@ def _can_rewrite(node: fx.Node) -> bool:
         return False  # without kernels, the operators that a seed needs are slow
     if node.target in _FROM_FLOAT32 and first.dtype is not torch.float32:
         return False
-    if node.target is not aten.native_dropout.default and not first.is_contiguous():
+    if node.target is not aten.native_dropout.default and not is_contiguous(first):
         return False  # strides that numbers of a kernel would not have
     if any(isinstance(a, fx.Node) and not _is_tensor(a) for a in node.args):
         return False  # a probability that is a symbol
+    if node.target in _FROM_FLOAT32 and first.device.type == "cpu" and not _is_read_by_others(node):
+        return "recompute" in node.meta  # alone, ATen's operator takes less time than a kernel on few threads
     if node.target is aten.native_dropout.default:
         return node.args[-1] is not False and all(u.target is operator.getitem for u in node.users)
     return True
+
+
+def _is_read_by_others(node: fx.Node) -> bool:
+    """Whether some operator that can be fused reads what `node` draws."""
+    kinds = {user: classify(user).kind for user in node.users}
+    return any(k is Kind.COMPUTE or k is Kind.FREE and _is_read_by_others(user) for user, k in kinds.items())
 
 
 def functional_random(module: fx.GraphModule) -> int:

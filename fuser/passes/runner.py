@@ -87,15 +87,29 @@ def is_enabled(p: Numbered, disabled: frozenset[str]) -> bool:
 
 
 def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: frozenset[str]) -> tuple[PassRecord, ...]:
-    """Run the enabled passes in order. PassError names pass and node, unless `config.on_pass_error` is "skip"."""
-    return tuple(_run(module, p) for p in passes if is_enabled(p, disabled))
+    """Run the enabled passes in order. PassError names pass and node, unless `config.on_pass_error` is "skip".
+
+    A pass that asks for a size that depends on data is skipped: nobody can tell which graph it would have made.
+    """
+    unknown = _has_unknown_sizes(module)
+    return tuple(_run(module, p, unknown) for p in passes if is_enabled(p, disabled))
 
 
-def _run(module: fx.GraphModule, p: Numbered) -> PassRecord:
+def _has_unknown_sizes(module: fx.GraphModule) -> bool:
+    """Whether the graph was traced with sizes that depend on data."""
+    for node in module.graph.nodes:
+        for key in ("val", "example_value"):
+            mode = getattr(node.meta.get(key), "fake_mode", None)
+            if mode is not None:
+                return mode.shape_env is not None and mode.shape_env.counter["create_unbacked_symbol"] > 0
+    return False
+
+
+def _run(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
     start = time.perf_counter()
     checked = config.check_passes or not p.item.built_in
     before = checking.Snapshot(module, p.stage) if checked else None
-    saved = checking.copied(module.graph) if config.on_pass_error == "skip" else None
+    saved = checking.copied(module.graph) if unknown or config.on_pass_error == "skip" else None
     text = str(module.graph) if config.dump_passes else ""
     try:
         changed = _changed(module, p.item.function(module))
@@ -103,14 +117,25 @@ def _run(module: fx.GraphModule, p: Numbered) -> PassRecord:
             before.check(module)
     except Exception as error:
         failure = _failure(p, error)
-        if saved is None:
+        undecided = unknown and _is_undecided(error)
+        if saved is None or not undecided and config.on_pass_error != "skip":
             raise failure from error
         module.graph = saved
-        warnings.warn(f"fuser: {failure}; the graph stays as it was before", RuntimeWarning, stacklevel=2)
+        if not undecided:
+            warnings.warn(f"fuser: {failure}; the graph stays as it was before", RuntimeWarning, stacklevel=2)
         return PassRecord(p.item.name, 0, time.perf_counter() - start, p.stage, str(failure))
     if text and changed:
         _dump(p, text, str(module.graph))
     return PassRecord(p.item.name, changed, time.perf_counter() - start, p.stage)
+
+
+def _is_undecided(error: BaseException | None) -> bool:
+    """Whether an error came from a question about a size that depends on data."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
+        error = error.__cause__
+    return error is not None
 
 
 def _changed(module: fx.GraphModule, result: Any) -> int:

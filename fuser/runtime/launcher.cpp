@@ -18,6 +18,14 @@ PyObject* module_set_enabled(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* module_switch(PyObject*, PyObject* arguments) {
+  int on, here;
+  if (!PyArg_ParseTuple(arguments, "ii:switch", &on, &here)) return nullptr;
+  switched_off = !on;
+  thread_state.enabled = here;
+  Py_RETURN_NONE;
+}
+
 template <class T>
 void address(PyObject* table, const char* name, T& out) {
   PyObject* v = PyDict_GetItemString(table, name);
@@ -204,6 +212,7 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
 PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
+    {"switch", module_switch, METH_VARARGS, "switch(on, this_thread): 1, -1 or 0, which is as `on`"},
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},

@@ -20,7 +20,7 @@ from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
 from fuser.runtime import native_build, process, python_launcher, torch_abi
 from fuser.runtime.encode import encode
-from fuser.runtime.python_launcher import Slow
+from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
 
 settings: Any = config  # its attributes are made from a table
 
@@ -40,7 +40,7 @@ class Handle:
     def __init__(self, slow: Slow) -> None:
         self._slow = slow
         self._lock = threading.Lock()
-        self._kernels: list[tuple[LaunchProgram, Any]] = []
+        self._kernels: list[tuple[LaunchProgram, Any, int]] = []
         self._refusals: list[tuple[Any, ...]] = []
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
@@ -53,13 +53,24 @@ class Handle:
         results: tuple[Any, ...] | None = self._target.each(arity, keep, *args)
         return results
 
-    def add_kernel(self, program: LaunchProgram, library: Any) -> None:
-        """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
+    def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
+        """Have later calls that match `program`, of these magnitudes, run the library's entries. The kernel's number.
+
+        OSError if the library cannot be loaded.
+        """
         with self._lock:
-            self._target.add_kernel(program, library)
-            self._kernels.append((program, library))
+            number: int = self._target.add_kernel(program, library, magnitudes)
+            self._kernels.append((program, library, magnitudes))
         if _reason is not None:
             _warn()
+        return number
+
+    def widen(self, number: int, magnitudes: int) -> None:
+        """Have that kernel also take calls of these magnitudes."""
+        with self._lock:
+            self._target.widen(number, magnitudes)
+            program, library, before = self._kernels[number]
+            self._kernels[number] = program, library, before | magnitudes
 
     def refuse(self, function: Any, reason: str, which: Any, first: bool = False) -> bool:
         """Have the native launcher call `function` where it would call `slow`, or `first`; see there.
@@ -86,8 +97,8 @@ class Handle:
                 return
             target = native.Handle(self._slow)
             try:
-                for program, path in self._kernels:
-                    target.add_kernel(program, path)
+                for kernel in self._kernels:
+                    target.add_kernel(*kernel)
             except OSError:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
             for refusal in self._refusals:
@@ -130,8 +141,9 @@ class Handle:
 
 
 def make_handle(slow: Slow) -> Any:
-    """A handle without kernels: `handle(*args)`, `add_kernel(program, library_path)`, `hits`, `misses`, `kernel_count`,
-    and, where it is native, `refuse(function, reason, which, first=False)` and `refused`.
+    """A handle without kernels: `handle(*args)`, `add_kernel(program, library, magnitudes=ALL_MAGNITUDES)`, `widen`,
+    `hits`, `misses`, `kernel_count`, and, where it is native, `refuse(function, reason, which, first=False)` and
+    `refused`.
 
     `slow(args, status)` answers every call that no kernel takes (status 0) or whose kernel reported a status of
     `kernel_spec.STATUS`, and its result is the call's.
@@ -158,6 +170,13 @@ def set_enabled(device_type: str, on: bool) -> None:
         python_launcher.set_enabled(device_type, on)
         if _native is not None:
             _native.set_enabled(torch_abi.DEVICE_TYPES[device_type], on)
+
+
+def _follow() -> None:
+    """Tell the native launcher what `config.enabled` is, in the process and in this thread."""
+    if _native is not None:
+        here = settings.overridden("enabled")
+        _native.switch(settings._values["enabled"], 0 if here is None else 1 if here else -1)
 
 
 def prepare() -> None:
@@ -225,6 +244,7 @@ def _start(module: ModuleType) -> None:
         _fail(f"this torch does not offer what the native launcher needs: {e}")
         return
     _native = module
+    _follow()
     _done.set()
 
 
@@ -259,5 +279,7 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+settings.watch("enabled", _follow)
 
 __all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "reason", "set_enabled", "wait"]

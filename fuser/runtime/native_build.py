@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -21,7 +20,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
-from fuser.runtime import process
+from fuser.runtime import files, process
 from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
@@ -62,10 +61,6 @@ def _key(compiler: list[str]) -> str:
     return hashlib.sha256(_source() + "\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _target(cache_dir: str, compiler: list[str]) -> pathlib.Path:
-    return pathlib.Path(cache_dir) / "native" / f"{_key(compiler)}.so"
-
-
 def load(path: pathlib.Path) -> ModuleType:
     """The extension module in the file `path`. ImportError if it is none."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
@@ -82,8 +77,8 @@ def cached(cache_dir: str) -> ModuleType | None:
         return None
     for compiler in compilers():
         with contextlib.suppress(OSError, ImportError):
-            path = _target(cache_dir, compiler)
-            if path.exists():
+            path = files.folder(cache_dir, "native") / f"{_key(compiler)}.so"
+            if files.read(path) is not None:
                 return load(path)
     return None
 
@@ -93,8 +88,7 @@ def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
     """Where to build: in the cache, or in a folder that goes away if there is none or it cannot be written."""
     if cache_dir:
         with contextlib.suppress(OSError):
-            folder = pathlib.Path(cache_dir) / "native"
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = files.folder(cache_dir, "native")
             if os.access(folder, os.W_OK):
                 yield folder
                 return
@@ -121,24 +115,13 @@ def build(cache_dir: str) -> ModuleType:
 
 def _compile(compiler: list[str], path: pathlib.Path) -> ModuleType:
     """Compile under a name of its own and load; only what loads becomes `path`, whole, in one step."""
-    handle, part = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".part", dir=path.parent)
-    os.close(handle)
     include = sysconfig.get_paths()["include"]
-    command = [*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", part]
-
-    def remove() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
-
-    atexit.register(remove)  # the thread that builds does not outlive the process
-    try:
-        _run(command)
-        module = load(pathlib.Path(part))
-        os.replace(part, path)
+    with files.working_folder(path.parent) as work:
+        part = work / path.name
+        _run([*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(part)])
+        module = load(part)
+        files.put(part, path)
         return module
-    finally:
-        atexit.unregister(remove)
-        remove()
 
 
 def _run(command: list[str]) -> None:

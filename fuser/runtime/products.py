@@ -43,7 +43,10 @@ def _into() -> Function | None:
     x = torch.arange(6.0, device="cpu").view(2, 3)
     w = torch.arange(12.0, device="cpu").view(4, 3).t()
     out = torch.full((2, 4), 7.0, device="cpu")
-    call(address, x._cdata, w._cdata, out._cdata)
+    try:
+        call(address, x._cdata, w._cdata, out._cdata)
+    except RuntimeError:  # oneDNN refuses on some processors
+        return None
     return functools.partial(call, address) if torch.equal(out, x @ w) else None
 
 

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from fuser import config
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, GpuLaunch, InputPattern, LaunchProgram
 from fuser.runtime import python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
+
+settings: Any = config  # its attributes are made from a table
 
 Slow = Callable[[tuple[Any, ...], int], Any]
 
@@ -36,7 +39,7 @@ def set_enabled(device_type: str, on: bool) -> None:
 # -- matching ----------------------------------------------------------------------------------------------------------
 def _readable(args: Sequence[Any]) -> bool:
     """Whether every argument is of a kind that a kernel may take, on an enabled device."""
-    if not torch_abi.plain_context():
+    if not settings.enabled or not torch_abi.plain_context():
         return False
     grad = torch.is_grad_enabled()
     devices = set()
@@ -104,6 +107,14 @@ def match(program: LaunchProgram, args: Sequence[Any]) -> tuple[list[int], list[
     if not all(run_program(guard, slots) for guard in program.guards):
         return None
     return slots, floats
+
+
+ALL_MAGNITUDES = (1 << 64) - 1
+
+
+def magnitude_of(args: Sequence[Any]) -> int:
+    """The binary digits of the number of elements of the largest tensor; 0 where there is none."""
+    return max((a.numel().bit_length() for a in args if isinstance(a, torch.Tensor)), default=0)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -189,6 +200,7 @@ class Kernel:
     program: LaunchProgram
     entries: tuple[Any, ...]
     hits: int = 0
+    magnitudes: int = ALL_MAGNITUDES  # bit b: takes calls with a `magnitude_of` of b
 
     def _buffers(self, slots: list[int]) -> tuple[dict[int, torch.Tensor], dict[int, int], int]:
         """Output tensors, offsets of the temporaries, and the bytes of all temporaries."""
@@ -234,6 +246,7 @@ class GpuKernel:
     program: LaunchProgram
     library: Any
     hits: int = 0
+    magnitudes: int = ALL_MAGNITUDES
 
     def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
         """Status and result of one call whose arguments matched. RuntimeError if a launch fails."""
@@ -310,10 +323,20 @@ class Handle:
         """Calls that each kernel answered, in the order they were added."""
         return tuple(k.hits for k in self._kernels)
 
-    def add_kernel(self, program: LaunchProgram, library: Any) -> None:
-        """Later calls that match `program` run the library's entries. OSError if it cannot be loaded."""
-        self._kernels.append(_load(program, library))
+    def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
+        """Have later calls that match `program`, of these magnitudes, run the library's entries. The kernel's number.
+
+        OSError if the library cannot be loaded.
+        """
+        kernel = _load(program, library)
+        kernel.magnitudes = magnitudes
+        self._kernels.append(kernel)
         self._last = len(self._kernels) - 1
+        return self._last
+
+    def widen(self, number: int, magnitudes: int) -> None:
+        """Have that kernel also take calls of these magnitudes."""
+        self._kernels[number].magnitudes |= magnitudes
 
     def __call__(self, *args: Any) -> Any:
         status = 0
@@ -321,7 +344,7 @@ class Handle:
             last, kernels = self._last, tuple(self._kernels)
             for i in (last, *(i for i in range(len(kernels)) if i != last)):
                 bound = match(kernels[i].program, args)
-                if bound is None:
+                if bound is None or not kernels[i].magnitudes >> magnitude_of(args) & 1:
                     continue
                 self._last = i
                 status, out = kernels[i].run(*bound, args)

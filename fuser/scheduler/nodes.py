@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
+from fuser.ir.ranges import simplify_divmod
 from fuser.ir.sizes import (
     LOOP,
     ONE,
@@ -21,7 +22,6 @@ from fuser.ir.sizes import (
     Sym,
     atoms,
     divide_exactly,
-    simplify_divmod,
     substitute,
     symbol,
 )  # fmt: skip

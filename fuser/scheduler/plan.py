@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
+from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import (
     INDIRECT,
     LOOP,
@@ -26,8 +27,6 @@ from fuser.ir.sizes import (
     Sym,
     coefficient,
     product,
-    recombined,
-    simplify_divmod,
     substitute,
     symbols,
 )  # fmt: skip

@@ -268,6 +268,34 @@ def test_ternary():
         check_all([f"{n} {text(dtype)}" for n in range(len(functions))], functions, a, b, c, slack=2)
 
 
+def scaled_sums(alpha):
+    return (
+        lambda x, y: torch.add(x, y, alpha=alpha).floor(), lambda x, y: torch.sub(x, y, alpha=alpha).int(),
+        lambda x, y: torch.rsub(x, y, alpha=alpha) > 0.3, lambda x, y: torch.add(x, 2.7, alpha=alpha) % (y + 1.7),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_sums_that_decide_have_eagers_bits(dtype, numerics):
+    """Eager rounds the factor and the number to the tensors' dtype. The sizes have no tail, where it rounds more."""
+    a, b = (torch.randn(1024, generator=torch.Generator().manual_seed(n)).mul(9).to(dtype) for n in (1, 2))
+    for alpha in (0.3, 0.7, -5.1):  # the first is a constant of its graph, the others are arguments
+        for fn in scaled_sums(alpha):
+            with fuser.config.override(numerics=numerics):
+                handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(fn)))
+            assert torch.equal(torch.nan_to_num(handle(a, b)), torch.nan_to_num(fn(a, b)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_what_eager_refuses_of_float_factors(dtype):
+    x = torch.ones(3, dtype=dtype)
+    for alpha in (0.3, 0.7):
+        handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(scaled_sums(alpha)[0])))
+        with pytest.raises(RuntimeError, match="alpha"):
+            handle(x, x)
+
+
 def test_signed_shifts_beyond_the_width():
     for dtype in SIGNED:
         by = torch.tensor([0, 1, 6, 7, 8, 15, 31, 63, 64]).to(dtype)

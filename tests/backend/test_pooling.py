@@ -23,10 +23,17 @@ POOLS = {
     "avg_without_pad": lambda x: F.avg_pool2d(x, (3, 2), 1, 1, count_include_pad=False),
     "avg_ceil": lambda x: (F.avg_pool2d(x, 2, 2, 0, True), F.avg_pool2d(x, 3, 2, 1, True, False)),
     "avg_other_ranks": lambda x: (F.avg_pool1d(x[0], 3, 2, 1), F.avg_pool3d(x, 2)),
+    "avg_wide": lambda x: (F.avg_pool2d(x, (7, 9), 1, (3, 4)), F.avg_pool2d(x, 6, 5, divisor_override=7)),
+    "avg_wide_without_pad": lambda x: F.avg_pool2d(x, 7, 2, 3, True, False),
     "max": lambda x: (F.max_pool2d(x, 2), F.max_pool2d(x, 3, 2, 1), F.max_pool2d(x, 3, 2, 1, 1, True)),
     "max_with_places": lambda x: (*with_places(x, [2, 2]), *with_places(x, [3, 3], [2, 2], [1, 1])),
     "max_dilated": lambda x: with_places(x, [2, 2], [1, 1], [1, 1], [2, 2]),
     "max_of_what_is_computed": lambda x: F.max_pool2d(torch.relu(x * 2 + 1), 3, 2, 1) + 1,
+    "windows_that_differ": lambda x: (
+        aten._adaptive_avg_pool2d(x, [4, 5]), aten._adaptive_avg_pool2d(x, [7, 12]),
+        aten._adaptive_avg_pool2d(x.contiguous(memory_format=torch.channels_last), [3, 4]),
+        F.adaptive_avg_pool1d(x[0] * 2, 4), aten._adaptive_avg_pool3d(x, [2, 5, 8]) + 1,
+    ),
     "adaptive": lambda x: (aten._adaptive_avg_pool2d(x, [1, 1]), aten._adaptive_avg_pool2d(x, [3, 11])),
     "im2col": lambda x: aten.im2col(x, [3, 2], [1, 1], [1, 0], [2, 1]),
     "im2col_dilated": lambda x: aten.im2col(x, [2, 2], [2, 1], [0, 0], [1, 1]),
@@ -47,6 +54,20 @@ def test_pools(name):
 
     other = name == "avg_other_ranks" or name.startswith("im2col")
     check(both, X, X.transpose(2, 3) if other else channels_last, tol=CLOSE)
+
+
+@pytest.mark.parametrize("width", [255, 256, 301])
+def test_long_rows(width):
+    """Loops that are cut where windows begin and end to be inside."""
+    x = values(3, 2, width)
+    x[0, 0, 0], x[1, 0, -1], x[2, 1, 100:104] = float("nan"), float("nan"), -float("inf")
+    pools = (
+        lambda x: (F.avg_pool1d(x, 3, 1, 1), F.avg_pool1d(x, 5, 1, 2, False, False), torch.max_pool1d(x, 3, 1, 1)),
+        lambda x: (torch.max_pool1d(x, 5, 1, 2), torch.max_pool1d(x, 3, 1, 1, 2), torch.max_pool1d(x, 4, 3)),
+        lambda x: (F.avg_pool1d(x, 4, 3, 2, True), F.avg_pool1d(x, 4, 3, 2, True, False), F.avg_pool1d(x, 2)),
+    )
+    for pool in pools:
+        check(pool, x, tol=CLOSE)
 
 
 def test_special_values():
@@ -76,6 +97,6 @@ def test_other_sizes_need_no_other_kernel():
 
 def test_what_is_left_to_aten():
     x = values(1, 1, 12, 13)
-    check_falls_back(lambda x: F.avg_pool2d(x, 6), x, reason="places")
-    check_falls_back(lambda x: aten._adaptive_avg_pool2d(x, [3, 4]), x, reason="windows differ")
+    check_falls_back(lambda x: F.max_pool2d(x, 6), x, reason="places")
+    check_falls_back(lambda x: aten._adaptive_avg_pool2d(x, [1, 2]), x, reason="windows that differ")
     check_falls_back(lambda x: aten.upsample_bilinear2d(x, [24, 26], False), x, reason="left to ATen")

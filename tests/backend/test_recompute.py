@@ -96,16 +96,21 @@ def in_place(p, g):
     return F.softmax(p.square(), -1) + g
 
 
+def as_exact_as_eager(fn, *args):
+    """Eager's softmax of squares is up to 4e-6 off, which depends on the vectors of the machine."""
+    exact = fn(*(a.double() for a in args))
+    mine, its = ((out.double() - exact).abs().max().item() for out in (run(fn, *args), fn(*args)))
+    assert mine <= its + 2e-7 * exact.abs().max().item()
+
+
 @pytest.mark.parametrize("rows", [3, 6200])
 def test_results_past_the_cache(rows):
     """From 24 MiB of results on they are written past the cache, on odd row lengths too."""
     p, g = torch.randn(rows, 1023), torch.randn(1023)
-    out = run(in_place, p, g)
-    torch.testing.assert_close(out, in_place(p, g), rtol=2e-5, atol=1e-6)
+    as_exact_as_eager(in_place, p, g)
     out = run(lambda a, b: (a + b, a * b)[1], p, g)
     assert torch.equal(out, p * g)
-    out = run(lambda a, b: torch.softmax(a, 0) * b, p, g)
-    torch.testing.assert_close(out, torch.softmax(p, 0) * g, rtol=2e-5, atol=1e-6)
+    as_exact_as_eager(lambda a, b: torch.softmax(a, 0) * b, p, g)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])

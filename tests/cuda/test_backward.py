@@ -7,87 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from torch._functorch.aot_autograd import aot_function
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser import config, interface
-from fuser.debug.reference import interpret_schedule
-from fuser.frontends.training import Training
-from fuser.lowering.graph import Lowered, lower_graph
-from fuser.passes.decompositions import decomposition_table
-from fuser.passes.extract import extract
-from fuser.passes.grouping import group_nodes
-from fuser.passes.registry import run_stage
-from fuser.scheduler.schedule import Schedule, schedule
+from tests.backend.planned import compiled
 
 BF16 = torch.bfloat16
-
-
-def on_cuda(t: torch.Tensor) -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-
-
-class Compiled:
-    """A graph's groups, scheduled as for CUDA and run by the interpreter of schedules."""
-
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        run_stage("post_grad", module)
-        for node in module.graph.nodes:
-            if node.kwargs.get("device") is not None:
-                node.kwargs = {**node.kwargs, "device": torch.device("cuda")}
-        self.module, self.plan = module, extract(module.graph, group_nodes(module.graph))
-        self.groups: list[tuple[Lowered, Schedule]] = []
-        for group in self.plan.groups:
-            spec = interface.kernel_spec(interface.register_fusion(group.graph))
-            lowered = lower_graph(spec.graph, [on_cuda(n.meta["val"]) for n in group.inputs], config.numerics)
-            self.groups.append((lowered, schedule(lowered, config.max_body_rows)))
-
-    def passes(self, n: int) -> int:
-        """How many times kernels read or write tensors of `n` elements, each counted once for each kernel."""
-        count = 0
-        for lowered, found in self.groups:
-            ctx = lowered.ctx
-            sizes = {b.name: b.size for b in ctx.buffers}
-            sizes |= {f"in{i}": r.size for i, r in enumerate(lowered.inputs)}
-            plans = [p for n, p in enumerate(found.plans) if n not in found.joined and n - 1 not in found.joined]
-            for plan in [*plans, *(j.plan for j in found.joined.values())]:
-                touched = [(r.attr[0], 0) for r in plan.rows if r.op == "load"] + [(s.buffer, 1) for s in plan.stores]
-                for name, _ in dict.fromkeys(touched):
-                    elements = 1
-                    for s in sizes[name]:
-                        elements *= ctx.hint(ctx.canon(s))
-                    count += elements == n
-        return count
-
-    def __call__(self, *args: Any) -> Any:
-        known = dict(zip((n for n in self.module.graph.nodes if n.op == "placeholder"), args))
-        waiting = list(zip(self.plan.groups, self.groups))
-        outside = list(self.plan.outside)
-        while waiting or outside:
-            for item in [w for w in waiting if all(i in known for i in w[0].inputs)]:
-                group, (lowered, found) = item
-                values = interpret_schedule(lowered, found, tuple(known[i] for i in group.inputs))
-                known.update(zip(group.outputs, values))
-                waiting.remove(item)
-            for node in [o for o in outside if all(i in known for i in o.all_input_nodes)]:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)
-                outside.remove(node)
-        return torch.fx.node.map_arg(self.module.graph.output_node().args[0], known.__getitem__)
-
-
-def compiled(fn: Any, args: tuple[torch.Tensor, ...]) -> tuple[list[Compiled], tuple[torch.Tensor, ...]]:
-    """Forward and backward of `fn`, and the gradients that they give."""
-    found: list[Compiled] = []
-
-    def compile_part(module: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(Compiled(module))
-        return make_boxed_func(found[-1])
-
-    run = aot_function(fn, compile_part, compile_part, Training({}, ()).partition, decomposition_table())
-    return found, torch.autograd.grad(run(*args).float().square().sum(), args)
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pytest
 from cuda_cases import CASES
 
 from fuser import config
-from fuser.cuda import binary, driver, fused_kernel, pool, tiles, toolchain
+from fuser.cuda import binary, compile_worker, driver, fused_kernel, pool, tiles, toolchain
 from fuser.errors import CompileError
 
 needs_triton = pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed")
@@ -166,3 +166,45 @@ def _is_running(pid: int) -> bool:
 def test_as_many_at_a_time_as_are_asked_for() -> None:
     with config.override(compile_workers=3):
         assert pool.workers() == 3
+
+
+PAIRS = """
+    mov.b32 %r28, {%rs3, %rs2};
+    mov.b32 %r29, 65537;
+    add.s16x2 	%r30, %r28, %r29;
+    min.s16x2 	%r31, %r28, %r29;
+"""
+
+
+def test_pairs_of_short_integers_are_added_apart():
+    """ptxas loses the constant of `add.s16x2` where the upper half of the sum is not read."""
+    ptx = compile_worker.add_pairs_apart(PAIRS)
+    assert "add.s16x2" not in ptx and ptx.count("add.s16 ") == 2
+    assert ptx.splitlines()[:3] + ptx.splitlines()[-1:] == PAIRS.splitlines()[:3] + PAIRS.splitlines()[-1:]
+    assert "{%fuser0, %fuser1}, %r28" in ptx and "{%fuser2, %fuser3}, %r29" in ptx and "%r30, {%fuser0" in ptx
+
+
+@needs_triton
+def test_triton_compiles_what_is_rewritten(monkeypatch):
+    """A kernel's PTX passes through the rewriting, and ptxas takes what it writes."""
+    import triton
+
+    seen = []
+
+    def pretend(ptx):
+        seen.append(ptx)
+        pair = ".reg .b32 %p<3>; mov.b32 %p0, 65537; mov.b32 %p1, 65537; add.s16x2 %p2, %p0, %p1;"
+        at = ptx.index("{", ptx.index(".entry")) + 1
+        return rewritten(ptx[:at] + "{ " + pair + " }" + ptx[at:])
+
+    rewritten = compile_worker.add_pairs_apart
+    monkeypatch.setattr(compile_worker, "add_pairs_apart", pretend)
+    text = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef k(a):\n    tl.store(a, tl.load(a) + 1)\n"
+    request = {
+        "text": text, "path": "<pairs>", "capability": 90, "name": "k", "types": {"a": "*fp32"}, "aligned": [0],
+        "warps": 1, "fused_multiply_add": False, "checked": False, "stages": 0, "registers": 0,
+    }  # fmt: skip
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    made = compile_worker._triton_compile(request)
+    assert seen and "add.s16x2" not in made.asm["ptx"] and "%fuser0" in made.asm["ptx"] and made.asm["cubin"]
+    assert triton.knobs.runtime.add_stages_inspection_hook is None

@@ -149,8 +149,9 @@ def _enclosed(text: str, n: int, k: int) -> str:
     macros = re.findall(r"^#define (\w+)", text, re.M)
     return "\n".join([
         *(f"#define {name} {name}_p{n}" for name in names),
+        *(f"#define {name}_bounds {name}_p{n}_bounds" for name in names),
         f"namespace p{n}_{k} {{", text, "}",
-        *(f"#undef {name}" for name in dict.fromkeys([*names, *macros])),
+        *(f"#undef {name}" for name in dict.fromkeys([*names, *(f"{name}_bounds" for name in names), *macros])),
     ])  # fmt: skip
 
 

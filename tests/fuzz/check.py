@@ -7,6 +7,8 @@ Ways:
   backend   through the frontend's compiler, without dynamo: writes and aliases
   compile   through torch.compile; then with other sizes
   dynamic   the same, with symbolic sizes from the first call on
+  sequence  programs of `sequences.py` as by kernel
+  gradient  the same programs in training, through the frontend: results and the gradients of all inputs
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ from fuser.scheduler.verifier import verify_lowered
 from tests import compare
 from tests.device import test_device
 from tests.fuzz import program as programs
+from tests.fuzz import sequences
+from tests.fuzz.generate import generate
 from tests.fuzz.judge import is_identical, make_inputs, what_differs, wide_run
 from tests.fuzz.program import Program, graph_of, map_refs, run, run_step
 
 FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile", "dynamic")
+SEQUENCES = ("sequence", "gradient")
 
 
 Judge = Callable[[], str]
@@ -46,6 +51,11 @@ Judge = Callable[[], str]
 
 # Where several values go to one place, any of them stays on a GPU, in eager too.
 _IN_NO_ORDER = ("index_put", "index_copy", ".scatter", "torch.scatter", "setitem")
+
+
+def program_of(seed: int, way: str) -> Program:
+    """The program of a seed that goes a way."""
+    return sequences.generate(seed) if way in SEQUENCES else generate(seed, mutate=way not in FUNCTIONAL)
 
 
 def check(program: Program, way: str) -> str:
@@ -281,6 +291,33 @@ def _compiled(program: Program, dynamic: bool | None, backend: Any) -> str:
     return ""
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+def _by_gradient(program: Program) -> Judge:
+    module = torch.fx.GraphModule(torch.nn.Module(), graph_of(program))
+    with torch.enable_grad():
+        compiled = fuser_backend(module, _leaves(program))
+
+    def judge() -> str:
+        wide = _trained(module, [x.detach().double().requires_grad_() for x in _leaves(program)])
+        got, want = (_trained(f, _leaves(program)) for f in (compiled, module))
+        return "; ".join(compare.differences(got, want, lambda: wide, strides=False, low=program.inputs[0].dtype))
+
+    return judge
+
+
+def _leaves(program: Program) -> list[torch.Tensor]:
+    return [x.requires_grad_() for x in make_inputs(program)]
+
+
+def _trained(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The results, and the gradients of the sum of all of them, each element with a weight of its own."""
+    with torch.enable_grad():
+        out = function(*inputs)
+        weights = [torch.linspace(-1, 2, x.numel(), dtype=torch.float64).reshape(x.shape).to(x) for x in out]
+        loss = sum((x * v).sum() for x, v in zip(out, weights))
+        return [x.detach() for x in (*out, *torch.autograd.grad(loss, inputs, allow_unused=True)) if x is not None]
+
+
 _WAYS: dict[str, Callable[[Program], Judge]] = {
     "plans": lambda p: lambda: _by_plans(p),
     "kernel": _by_kernel,
@@ -288,6 +325,8 @@ _WAYS: dict[str, Callable[[Program], Judge]] = {
     "backend": _by_backend,
     "compile": lambda p: lambda: _by_compile(p),
     "dynamic": lambda p: lambda: _by_compile(p, dynamic=True),
+    "sequence": _by_kernel,
+    "gradient": _by_gradient,
 }
 
 __all__ = ["FUNCTIONAL", "WRITING", "Judge", "begin", "check", "map_refs"]

@@ -7,9 +7,8 @@ could turn over (comparisons, casts to integers, floor, argmax).
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,7 @@ class State:
 
     rng: random.Random
     mutate: bool
+    often: Mapping[str, int]
     inputs: list[Input] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
@@ -72,11 +72,12 @@ def mutating(fn: Maker) -> Maker:
     return fn
 
 
-def generate(seed: int, mutate: bool = False, most: int = 10) -> Program:
-    """The program of a seed. `mutate` lets it write into its inputs and into views, and lets inputs overlap."""
+def generate(seed: int, mutate: bool = False, most: int = 10, often: Mapping[str, int] = OFTEN) -> Program:
+    """The program of a seed, of up to `most` steps, some kinds of which are `often` chosen. `mutate` lets it write into
+    its inputs and into views, and lets inputs overlap."""
     rng = random.Random(seed * 2 + mutate)
     while True:
-        state = State(rng, mutate)
+        state = State(rng, mutate, often)
         _make_inputs(state)
         want = rng.randint(1, most)
         for _ in range(3 * want):
@@ -126,9 +127,8 @@ def _make_inputs(state: State) -> None:
     state.exact = [True] * len(made)
 
 
-@functools.cache
-def _weighted(names: tuple[str, ...]) -> list[str]:
-    return [n for n in names for _ in range(OFTEN.get(n, 1))]
+def _weighted(names: Iterable[str], often: Mapping[str, int]) -> list[str]:
+    return [n for n in names for _ in range(often.get(n, 1))]
 
 
 def _tables(state: State) -> list[tuple[dict[str, Maker], float]]:
@@ -139,7 +139,7 @@ def _tables(state: State) -> list[tuple[dict[str, Maker], float]]:
 def _try_step(state: State) -> None:
     tables = _tables(state)
     table = state.rng.choices([t for t, _ in tables], [w for _, w in tables])[0]
-    name = state.rng.choice(_weighted(tuple(table)))
+    name = state.rng.choice(_weighted(table, state.often))
     try:
         fn, args, kwargs = table[name](state)
     except LookupError:

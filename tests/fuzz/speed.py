@@ -1,6 +1,6 @@
 """`python -m tests.fuzz.speed N`: random programs over 4096 elements and more, fused and by ATen, by time.
 
-Both run the same graph on one thread; calls alternate, and the median of the ratios counts. Prints every program slower
+Both run the same graph on one thread; calls alternate, and the least time of each counts. Prints every program slower
 than `--limit` times ATen, with its kernel or why there is none, and how many there were. `--slowest 0` measures kernels
 that users would not meet, since a slow one is left at its first call. `--small-first` makes them for a few elements in
 each dim, where they are not timed, and then measures those that serve the program's own sizes, too.
@@ -16,9 +16,9 @@ import warnings
 import torch
 
 from fuser import config, register_fusion
+from fuser.contest import compete
 from fuser.interface import fusion_handle, kernel_spec
 from fuser.runtime import launcher
-from fuser.verify import time_ratio
 from tests.fuzz import generate as generator
 from tests.fuzz.program import Program, graph_of, make_inputs
 
@@ -57,9 +57,9 @@ def measure(program: Program, first: dict[int, int] | None = None) -> tuple[floa
         handle(*inputs)
         if first is not None and not 0 < made == len(spec.store.kernels):
             return 0.0, "another kernel"
-        found = time_ratio(handle, spec.fallback, inputs)
+        found = compete(handle, spec.fallback, inputs, 1.0).ratio
         if found > 1.0:  # once more: the machine may have been busy
-            found = min(found, time_ratio(handle, spec.fallback, inputs))
+            found = min(found, compete(handle, spec.fallback, inputs, 1.0).ratio)
     reasons = list(spec.store.fallbacks)
     return found, f"ATen: {reasons[0]}" if reasons else spec.store.kernels[0].name
 

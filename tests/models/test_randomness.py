@@ -71,7 +71,8 @@ def assert_uniform(u):
 
 
 def test_uniform_numbers_are_uniform_and_independent():
-    f = compiled(lambda x: (torch.rand_like(x), torch.rand_like(x), torch.rand(1024, 1024)))
+    draws = lambda x: (torch.rand_like(x), torch.rand_like(x), torch.rand(1024, 1024))  # noqa: E731
+    f = compiled(lambda x: tuple(u.abs() for u in draws(x)))
     x = torch.empty(1024, 1024)
     drawn = [*f(x), *f(x)]
     assert not compilations()[-1].groups == () and "rand_like" not in compilations()[-1].source.lower()
@@ -84,7 +85,7 @@ def test_uniform_numbers_are_uniform_and_independent():
 
 def test_normal_numbers_are_normal():
     f = compiled(
-        lambda x: (torch.randn_like(x), torch.empty_like(x).normal_(3.0, 2.0), torch.empty_like(x).uniform_(2, 5))
+        lambda x: (-torch.randn_like(x), -torch.empty_like(x).normal_(-3.0, 2.0), -torch.empty_like(x).uniform_(-5, -2))
     )
     a, b, c = (t.double() for t in f(torch.empty(1024, 1024)))
     sigma = 5 / N**0.5
@@ -96,6 +97,27 @@ def test_normal_numbers_are_normal():
         assert correlation(z.flatten()[1:], z.flatten()[:-1]) < sigma
     assert correlation(a, b) < sigma
     assert c.min() >= 2 and c.max() <= 5 and abs(c.mean() - 3.5) < sigma * 3 * 12**-0.5
+
+
+def test_numbers_with_no_reader_are_eagers():
+    """ATen draws faster than a kernel on few threads, and nothing is saved where nothing is fused."""
+
+    def draw():
+        return torch.randn(6, 10, 128), torch.rand(5), torch.empty(3, 4).normal_(2.0, 3.0), torch.randn(4, 2).t()
+
+    f = compiled(draw)
+    torch.manual_seed(3)
+    want = draw()
+    torch.manual_seed(3)
+    assert all(map(torch.equal, f(), want)) and compilations()[-1].groups == ()
+
+
+def test_what_is_drawn_is_fused_where_the_graph_has_no_inputs():
+    f = compiled(lambda: torch.randn(6, 10, 128) * 3 - torch.rand(6, 10, 128))
+    x, y = f(), f()
+    assert not torch.equal(x, y) and abs(x.std() - 3) < 0.1 and abs(x.mean() + 0.5) < 0.2
+    (group,) = compilations()[-1].groups
+    assert "fuser.normal_like" in group.ops and not fuser.interface.kernel_spec(group.key).store.fallbacks
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

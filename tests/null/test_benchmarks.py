@@ -14,7 +14,9 @@ from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
 from benchmarks.options import Options
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
-from benchmarks.suites import kernels, optimizers, overhead, scaling, shapes
+from benchmarks.singles_rows import ROWS as ROWS_OF_SINGLES
+from benchmarks.singles_rows import SIZES as SIZES_OF_SINGLES
+from benchmarks.suites import kernels, optimizers, overhead, scaling, shapes, singles
 
 
 def test_quantiles_interpolate_between_samples():
@@ -309,3 +311,32 @@ def test_a_rival_that_compiles_too_long_is_left_out_of_a_row(monkeypatch, slow):
     assert ("inductor" in result.timings) is not slow and "fuser" in result.timings
     assert result.first.get("inductor") == (None if slow else 9.0)
     assert [n for n in report.notes if "left out: no result within 420 s" in n] == report.notes[: int(slow)]
+
+
+def test_singles_are_checked_and_measured(monkeypatch):
+    def here(suite, params, cache, timeout):
+        with torch.no_grad():
+            return json.loads(json.dumps(singles.child(params)))
+
+    monkeypatch.setattr(singles, "spawn", here)
+    report = singles.run(Options(rows="^sum_rows$", quick=True))
+    assert not report.wrong and len(report.records) == 2 * len(singles.thread_counts())
+    for record in report.records:
+        assert record["problem"] is None and set(record["share"]) == {"eager", "dynamo"}
+    assert {c.target for c in report.claims} == {"≥ 1 ×", "≥ 0.97 ×"} and "singles, 1 MB" in report.text()
+
+
+def test_rows_of_singles_run_in_eager():
+    for row in ROWS_OF_SINGLES:
+        args = row.make(seeded(row.name, "64 KB", "cpu"), SIZES_OF_SINGLES["64 KB"])
+        assert max(t.nbytes for t in args if isinstance(t, torch.Tensor)) >= 1 << 15
+        assert checks.tensors(row.fn(*args))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_samples_may_have_equal_numbers_of_calls(equal):
+    one, ten = [], []
+    calls = {"one": runner.Call(one.append, (0,)), "ten": runner.Call(ten.append, (0,))}
+    budget = runner.Budget(row_seconds=0.0, sample_seconds=100.0, min_rounds=1, max_rounds=1)
+    runner.interleave(calls, budget, clock=lambda: len(one) + 10 * len(ten), equal=equal)
+    assert (len(one) - 5, len(ten) - 5) == (100, 100 if equal else 10)  # but for those that warm up and calibrate

@@ -36,8 +36,9 @@ class StubHandle:
         self.programs: list[StubProgram] = []
         self.hits = 0
 
-    def add_kernel(self, program: StubProgram, library_path: str) -> None:
+    def add_kernel(self, program: StubProgram, library_path: str, magnitudes: int = -1) -> int:
         self.programs.append(program)
+        return len(self.programs) - 1
 
     def __call__(self, *args: Any) -> Any:
         for program in self.programs:

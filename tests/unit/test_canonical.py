@@ -85,7 +85,7 @@ def test_every_alias_has_the_schema_of_its_usual_name():
     for name, usual in ALIASES.items():
         packet, other = getattr(torch.ops.aten, name), getattr(torch.ops.aten, usual)
         for overload in packet.overloads():
-            if not overload.endswith("out"):
+            if not overload.endswith("out") and overload not in ("bool", "int"):  # of numbers alone
                 assert rest(getattr(packet, overload)) == rest(getattr(other, overload))
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import interface
+from fuser.passes import classify
 from fuser.passes.classify import Kind
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.extract import extract
@@ -23,8 +24,8 @@ def trace(f, *args, mode: str = "fake") -> fx.GraphModule:
     return module
 
 
-def plan_of(f, *args):
-    module = trace(f, *args)
+def plan_of(f, *args, mode: str = "fake"):
+    module = trace(f, *args, mode=mode)
     grouping = group_nodes(module.graph)
     return module, grouping, extract(module.graph, grouping)
 
@@ -124,6 +125,13 @@ def test_several_results():
 def test_reasons(f, says):
     grouping = group_nodes(trace(f, X, mode="symbolic").graph)
     assert any(says in r for r in grouping.reasons.values()), grouping.reasons
+
+
+def test_a_tried_lowering_is_remembered_by_what_symbolic_sizes_are(monkeypatch):
+    monkeypatch.setattr(classify, "_tried", {})
+    for rows in (3, 5, 3):
+        plan_of(lambda x, n: x.as_strided((n.shape[0], 2), (4, 1)).sin(), X, torch.ones(rows), mode="symbolic")
+    assert len(classify._tried) == 2
 
 
 def test_numbers_alone_are_not_a_group():

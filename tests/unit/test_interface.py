@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -571,3 +573,71 @@ def test_a_blocked_group_goes_straight_to_aten(monkeypatch):
         handle("x", True)
     with config.override(enabled=False):
         assert torch.equal(handle(x), x.sort()[0])
+
+
+def test_switched_off_means_no_kernel_anywhere():
+    """At once, by handles, batches and compiled programs; in one thread by `override`, in all by `set`."""
+    launcher.wait(60)
+    handle, x = fuser.fusion_handle(registered(lambda x, y: (x + y).relu() * 2)), torch.randn(37)
+    compiled = torch.compile(lambda x: (x * x).sin() + 1, backend="fuser")
+    chain, wave = (x + x).relu() * 2, (x * x).sin() + 1
+    calls = [
+        (lambda: handle(x, x), chain), (lambda: handle.each(2, True, x, x, x, x), (chain, chain)),
+        (lambda: compiled(x), wave),
+    ]  # fmt: skip
+
+    def hits():
+        return sum(runner.handle.hits for runner in {r.runner for r in interface.REGISTRY.registrations()})
+
+    def ran():
+        """The launches of kernels while each of the calls is made once."""
+        before = hits()
+        for call, want in calls:
+            torch.testing.assert_close(call(), want)
+        return hits() - before
+
+    def in_another_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(ran).result()
+
+    ran()
+    assert ran() == 4
+    with config.override(enabled=False):
+        assert (ran(), in_another_thread()) == (0, 4)
+        with config.override(enabled=True):
+            assert ran() == 4
+            with config.override(enabled=False):
+                assert ran() == 0
+            assert ran() == 4
+        assert ran() == 0
+    config.set(enabled=False)
+    try:
+        assert (ran(), in_another_thread()) == (0, 0)
+        with config.override(enabled=True):
+            assert (ran(), in_another_thread()) == (4, 0)
+    finally:
+        config.set(enabled=True)
+    assert (ran(), in_another_thread()) == (4, 4)
+
+
+class Extremes(NamedTuple):
+    least: torch.Tensor
+    most: torch.Tensor
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda results: Extremes(*results)])
+def test_handles_return_the_container_that_the_graph_returns(container):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    results = [graph.call_function(f, (x,)) for f in (torch.neg, torch.ceil)]
+    graph.output(container(results))
+    key, x = fuser.register_fusion(graph), torch.randn(5)
+    assert key == fuser.register_fusion(graph)
+    want = container([-x, x.ceil()])
+    for _ in range(2):
+        got = fuser.fusion_handle(key)(x)
+        assert type(got) is type(want)
+        torch.testing.assert_close(tuple(got), tuple(want))
+    assert fuser.run_fusion(key, [x])[1].equal(x.ceil())
+    with config.override(enabled=False):
+        assert type(fuser.fusion_handle(key)(x)) is type(want)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fuser.frontends.dynamo import fuser_backend
+from fuser.lowering.corrections import corrected
 from fuser.lowering.graph import run_meta
 from fuser.lowering.known_shapes import known_meta
-from fuser.lowering.shapes import corrected
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8, torch.uint8, torch.bool)
 

@@ -570,6 +570,25 @@ def test_malformed_programs_are_refused(make, library, bad):
         make().add_kernel(bad, library)
 
 
+def test_a_kernel_takes_calls_of_its_magnitudes_alone(new_handle, library):
+    handle = new_handle(Slow())
+    assert handle.add_kernel(support.mul_add(), library, 1 << 3 | 1 << 5) == 0
+    a = {n: torch.arange(float(n)) for n in (0, 3, 4, 7, 8, 15, 16, 31, 32)}
+    fits = {4, 7, 16, 31}
+    for n, x in a.items():
+        if n in fits:
+            assert torch.equal(handle(x, x, x), x * x + x)
+        else:
+            assert_slow(handle, x, x, x)
+    handle.widen(0, 1 | 1 << 6)
+    assert torch.equal(handle(*[a[32]] * 3), a[32] * a[32] + a[32]) and handle(*[a[0]] * 3).shape == (0,)
+    assert_slow(handle, *[a[8]] * 3)
+    assert handle.add_kernel(support.mul_add(), library) == 1
+    assert torch.equal(handle(*[a[8]] * 3), a[8] * a[8] + a[8])
+    with pytest.raises(IndexError):
+        handle.widen(2, 1)
+
+
 # -- what is left to ATen ----------------------------------------------------------------------------------------------
 @pytest.fixture(params=["native", "bare"])
 def refusing(request):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import fuser
 from fuser.errors import GraphError, InputError
+from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.torchscript import compile_script, to_fx
 
 pytestmark = [
@@ -112,7 +113,27 @@ def test_sizes_of_a_trace_stay_sizes():
     torch.testing.assert_close(gm(x), halves(x))
 
 
-@pytest.mark.parametrize(("f", "said"), [(looped, "prim::Loop"), (branching, "a branch hangs on")])
+def test_a_float_argument_stays_open_in_compiled_scripts():
+    """It is compiled once for the first value, and once for all others."""
+
+    def scaled(x, p: float):
+        return (p - x) * (1 - p) + x / p - p + x * p
+
+    made = []
+
+    def backend(*args, **kwargs):
+        made.append(args)
+        return fuser_backend(*args, **kwargs)
+
+    torch._dynamo.reset()
+    x, script = torch.randn(8), torch.jit.script(scaled)
+    compiled = torch.compile(to_fx(script), backend=backend)
+    for p in (0.5, 1.5, 2.5, 3.5):
+        torch.testing.assert_close(compiled(x, p), script(x, p))
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(("f", "said"), [(looped, "prim::Loop"), (branching, "a branch depends on")])
 def test_control_flow_is_refused_with_its_line(f, said):
     with pytest.raises(GraphError, match=f"{said}.*torch.compile .*test_torchscript.py"):
         to_fx(torch.jit.script(f))

@@ -270,7 +270,9 @@ bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   int32_t device = -1;
   Member m = {};
   const int64_t* p = nullptr;
-  if (a.h->words > a.frame_words || !read_args(a.of(c), a.arity, a.args, device)) return true;
+  if (!read_args(a.of(c), a.arity, a.args, device)) return true;
+  if (a.h->words > a.frame_words) return true;  // a kernel was added since; asked after what may run Python
+  if (a.h->refusals_first && find_form(a.h, a.args, a.arity)) return true;
   m.k = find_kernel(a.h, a.args, a.arity, a.words + b.n * a.frame_words, m.f, p);
   if (!m.k) return true;
   if (m.k->library) return collect_on_gpu(a, c, m, p, device, ts);
@@ -328,13 +330,14 @@ PyObject* handle_each(PyObject* self, PyObject* const* objects, Py_ssize_t n) {
   }
   Py_ssize_t calls = (n - 2) / arity, most = calls < kMembers ? calls : kMembers;
   bool keep = objects[1] == Py_True;
-  size_t words = size_t(h->words) * size_t(most);
+  int64_t frame_words = h->words;  // read once: what follows may run Python, and another thread may add kernels
+  size_t words = size_t(frame_words) * size_t(most);
   char* memory = (char*)malloc(sizeof(Member) * most + sizeof(Arg) * arity + 8 * words + 4 * calls + 1);
   PyObject* out = keep ? PyTuple_New(calls) : nullptr;
   bool ok = memory && (out || !keep);
   if (!memory) PyErr_NoMemory();
   if (ok) {
-    Calls a = {h, objects + 2, arity, calls, out, h->words, nullptr, nullptr, nullptr, {}};
+    Calls a = {h, objects + 2, arity, calls, out, frame_words, nullptr, nullptr, nullptr, {}};
     a.batch.members = (Member*)memory;
     a.args = (Arg*)(a.batch.members + most);
     a.words = (int64_t*)(a.args + arity);

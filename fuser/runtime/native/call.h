@@ -21,9 +21,13 @@ PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t stat
   return out;
 }
 
-// `device` becomes the number of the tensors' CUDA device, if they are on one.
+// `device` becomes the number of the tensors' CUDA device, if they are on one. May run Python, but not after the first
+// tensor's sizes were read: they stay where they are until Python runs again.
 bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& device) {
   bool grad = torch.grad_enabled();
+  for (Py_ssize_t i = 0; torch.keys_offset < 0 && i < n; i++) {
+    if (is_tensor(objects[i]) && !tensor_is_plain(objects[i], grad)) return false;
+  }
   uint64_t devices = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
     if (!read_arg(objects[i], grad, args[i], devices)) return false;
@@ -42,7 +46,7 @@ Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Fr
     Kernel* k = h->kernels[i < 0 ? last : i];
     f = frame_of(k, words);
     rest = match(k, args, n, f);
-    if (!rest) continue;
+    if (!rest || !takes_magnitude(k, args, n)) continue;
     if (i >= 0) h->last = i;
     return k;
   }
@@ -104,8 +108,7 @@ PyObject* call_refused(Handle* h, Refusal* r, PyObject* const* objects, Py_ssize
 
 bool is_usual(PyObject* o) {
   PyTypeObject* type = Py_TYPE(o);
-  return type == torch.tensor || type == torch.parameter || type == &PyLong_Type || type == &PyFloat_Type ||
-         type == &PyBool_Type;
+  return is_tensor(o) || type == &PyLong_Type || type == &PyFloat_Type || type == &PyBool_Type;
 }
 
 bool are_usual(PyObject* const* objects, Py_ssize_t n) {
@@ -114,6 +117,16 @@ bool are_usual(PyObject* const* objects, Py_ssize_t n) {
   }
   return true;
 }
+
+// Memory for a number of items that is known late: a few are on the stack.
+template <class T, size_t N>
+struct Room {
+  T few[N], *at = few;
+  T* take(size_t n) { return at = n > N ? (T*)malloc(n * sizeof(T)) : few; }
+  ~Room() {
+    if (at != few) free(at);
+  }
+};
 
 PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names) {
   Handle* h = (Handle*)self;
@@ -124,32 +137,25 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   }
   if (!h->n_kernels && h->all && n == h->arity && are_usual(objects, n)) return call_refused(h, h->all, objects, n);
   if (!h->n_kernels && !h->n_refusals) return call_slow(h, objects, n, 0);
-  constexpr Py_ssize_t kArgs = 12;
-  constexpr int64_t kWords = 192;
-  Arg few_args[kArgs], *args = few_args;
-  int64_t few_words[kWords], *words = few_words;
-  void* more = nullptr;
-  if (n > kArgs || h->words > kWords) {
-    more = malloc(sizeof(Arg) * n + sizeof(int64_t) * h->words);
-    if (!more) return PyErr_NoMemory();
-    args = (Arg*)more;
-    words = (int64_t*)(args + n);
-  }
+  Room<Arg, 12> args;
+  Room<int64_t, 192> words;
+  if (!args.take(size_t(n))) return PyErr_NoMemory();
   ThreadState& ts = thread_state;
   PyObject* out = nullptr;
   int32_t status = 0;
   Kernel* k = nullptr;
   Refusal* refusal = nullptr;
   int32_t device = -1;
-  if (context_is_plain(ts) && read_args(objects, n, args, device)) {
+  if (context_is_plain(ts) && read_args(objects, n, args.at, device)) {
+    // Kernels may have been added while Python ran: the handle is read from here on only.
+    if (!words.take(size_t(h->words))) return PyErr_NoMemory();
     Frame f;
     const int64_t* rest;
-    refusal = h->refusals_first ? find_form(h, args, n) : nullptr;
-    k = h->n_kernels && !refusal ? find_kernel(h, args, n, words, f, rest) : nullptr;
+    refusal = h->refusals_first ? find_form(h, args.at, n) : nullptr;
+    k = h->n_kernels && !refusal ? find_kernel(h, args.at, n, words.at, f, rest) : nullptr;
     if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
-    else if (!refusal) refusal = find_refusal(h, args, n);
+    else if (!refusal) refusal = find_refusal(h, args.at, n);
   }
-  free(more);
   if (refusal) return call_refused(h, refusal, objects, n);
   if (out) {
     k->hits++;

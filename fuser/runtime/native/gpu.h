@@ -115,13 +115,14 @@ Counters* counters_of(int32_t device, void* stream) {
   void* made = nullptr;
   Counters* c = (Counters*)malloc(sizeof(Counters));
   if (!c) return nullptr;
-  *c = {device, stream, nullptr, all_counters};
+  *c = {device, stream, nullptr, nullptr};
   if (!make_empty(1, &size, &one, kInt32, device, &made) || torch.data_ptr(made, &c->data) ||
       cuda.set_words(c->data, 0, size_t(size), stream)) {
     if (made) torch.delete_tensor(made);
     free(c);
     return nullptr;
   }
+  c->next = all_counters;  // read now: others may have been added while torch allocated
   return all_counters = c;  // and the tensor stays
 }
 

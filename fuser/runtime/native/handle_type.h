@@ -79,7 +79,9 @@ bool find_entries(Kernel* k, PyObject* names, PyObject* library) {
 
 PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
   PyObject *program, *library;
-  if (!PyArg_ParseTuple(arguments, "OO:add_kernel", &program, &library)) return nullptr;
+  unsigned long long magnitudes = ~0ull;
+  Py_ssize_t number = -1;
+  if (!PyArg_ParseTuple(arguments, "OO|K:add_kernel", &program, &library, &magnitudes)) return nullptr;
   PyObject* encoded = PyObject_CallOneArg(torch.encode, program);
   const char* stream;
   Py_ssize_t length;
@@ -91,6 +93,7 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
   if (ok) {
     k = (Kernel*)calloc(1, sizeof(Kernel) + size_t(length));
     head.n_steps = PyTuple_GET_SIZE(names);
+    head.magnitudes = magnitudes;
     head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 3 * head.n_steps + head.n_dims +
                  head.depth;
     if (k) {
@@ -101,6 +104,7 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
       k->entries = (StepEntry*)calloc(size_t(head.n_steps) + 1, sizeof(StepEntry));
     }
     ok = k && k->entries && find_entries(k, names, library) && add_kernel((Handle*)self, k);
+    if (ok) number = ((Handle*)self)->n_kernels - 1;
     if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
   }
   Py_XDECREF(encoded);
@@ -108,6 +112,19 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
     if (k) free_kernel(k);
     return nullptr;
   }
+  return PyLong_FromSsize_t(number);
+}
+
+PyObject* handle_widen(PyObject* self, PyObject* arguments) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t number;
+  unsigned long long magnitudes;
+  if (!PyArg_ParseTuple(arguments, "nK:widen", &number, &magnitudes)) return nullptr;
+  if (number < 0 || number >= h->n_kernels) {
+    PyErr_Format(PyExc_IndexError, "the handle has %zd kernels: there is none with the number %zd", h->n_kernels, number);
+    return nullptr;
+  }
+  h->kernels[number]->magnitudes |= magnitudes;
   Py_RETURN_NONE;
 }
 
@@ -227,8 +244,9 @@ void handle_dealloc(PyObject* self) {
 
 PyObject* handle_kernel_hits(PyObject* self, void*) {
   Handle* h = (Handle*)self;
-  PyObject* out = PyTuple_New(h->n_kernels);
-  for (Py_ssize_t i = 0; out && i < h->n_kernels; i++) {
+  Py_ssize_t count = h->n_kernels;  // more may be added while a new tuple lets the garbage collector run
+  PyObject* out = PyTuple_New(count);
+  for (Py_ssize_t i = 0; out && i < count; i++) {
     PyObject* n = PyLong_FromUnsignedLongLong(h->kernels[i]->hits);
     if (!n) Py_CLEAR(out);
     else PyTuple_SET_ITEM(out, i, n);
@@ -251,8 +269,10 @@ PyObject* handle_refused(PyObject* self, void*) {
 
 PyMethodDef handle_methods[] = {
     {"add_kernel", handle_add_kernel, METH_VARARGS,
-     "add_kernel(program, library): later calls that match `program` run the entries of a library, which is a path, "
-     "or for a GPU an object with `entries` and `functions`."},
+     "add_kernel(program, library, magnitudes=-1): later calls that match `program` run the entries of a library, which "
+     "is a path, or for a GPU an object with `entries` and `functions`. Only calls whose largest tensor has a number of "
+     "elements of b binary digits where bit b of `magnitudes` is set. The kernel's number."},
+    {"widen", handle_widen, METH_VARARGS, "widen(number, magnitudes): that kernel also takes calls of these magnitudes."},
     {"refuse", handle_refuse, METH_VARARGS,
      "refuse(function, reason, which, first=False): calls that no kernel takes go to function(*args), those with "
      "tensors of the dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments; with "

@@ -8,6 +8,7 @@ namespace {
 struct Kernel {
   int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
   uint64_t hits;
+  uint64_t magnitudes;  // bit b: takes calls whose largest tensor has a number of elements of b binary digits
   StepEntry* entries;  // of a GPU kernel: the driver's handles
   PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
   PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
@@ -79,6 +80,7 @@ bool truth(PyObject* answer) {  // steals; an error counts as no
 
 // Whether no mode, transform, autocast or forward derivative is at work in this thread.
 bool context_is_plain(ThreadState& ts) {
+  if (ts.enabled ? ts.enabled < 0 : switched_off) return false;
   if (torch.c10_library && torch.function_mode) {
     if (!ts.dispatch_keys) {
       ts.dispatch_keys = (const uint64_t*)dlsym(torch.c10_library, "_ZN3c104impl26raw_local_dispatch_key_setE");
@@ -113,10 +115,13 @@ bool tensor_is_plain(PyObject* o, bool grad) {
   return false;
 }
 
+bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch.tensor || Py_TYPE(o) == torch.parameter; }
+
+// Never runs Python: where that is needed to tell whether tensors are plain, the caller did so.
 bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
   PyTypeObject* type = Py_TYPE(o);
-  if (type == torch.tensor || type == torch.parameter) {
-    if (!tensor_is_plain(o, grad)) return false;
+  if (is_tensor(o)) {
+    if (torch.keys_offset >= 0 && !tensor_is_plain(o, grad)) return false;
     if (torch.dlpack->parse(o, &a.tensor)) {
       PyErr_Clear();
       return false;
@@ -161,6 +166,23 @@ bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
     }
   }
   return true;
+}
+
+// The binary digits of the number of elements of the largest tensor; 0 where there is none.
+int magnitude_of(const Arg* args, Py_ssize_t n) {
+  uint64_t most = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (args[i].kind != TENSOR) continue;
+    uint64_t elements = 1;
+    for (int d = 0; d < args[i].tensor.ndim; d++) elements *= uint64_t(args[i].tensor.shape[d]);
+    if (elements > most) most = elements;
+  }
+  return most ? 64 - __builtin_clzll(most) : 0;
+}
+
+// Whether `k` takes calls of this magnitude: all, unless it is on trial for some.
+bool takes_magnitude(const Kernel* k, const Arg* args, Py_ssize_t n) {
+  return !~k->magnitudes || k->magnitudes >> (magnitude_of(args, n) & 63) & 1;
 }
 
 // Whether `k` takes these arguments. Leaves the slots bound and returns the stream's rest, or null.

@@ -1,0 +1,115 @@
+"""Whether a kernel is slower than what it replaces, beyond what noise explains.
+
+Both run in turns. A call took at most the seconds on the clock and at least the CPU seconds of its thread: the two
+differ where the thread waited for a processor. A kernel is slower if the least CPU time of its calls is above what most
+of the other's calls took on the clock, by a margin, and if calls of equal length would show this order in fewer than
+one of `1 / _CHANCE` contests (a rank test, which knows nothing of how noise is distributed). Noise therefore makes
+contests end without a verdict; it does not make a kernel lose.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and of this thread on a processor
+
+_CHANCE = 0.005
+_SAMPLE_SECONDS = 2e-4  # short calls are made several times for one sample
+_FEWEST, _MOST = 5, 15  # rounds: so many where a call takes long, and at most
+_SECONDS = 0.02  # no round begins after so much CPU time, but for the fewest
+_CLEARLY = 0.9  # a kernel that takes less than this of the other's time is timed no longer
+
+
+def clock() -> tuple[float, float]:
+    """Now: seconds on the clock, and CPU seconds of this thread."""
+    return time.perf_counter(), time.thread_time()
+
+
+@dataclass
+class Samples:
+    """Seconds a call of one contestant: at most (on the clock) and at least (on a processor), for each round."""
+
+    most: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    calls: int = 1  # in a sample
+
+    def take(self, function: Callable[..., Any], args: Sequence[Any], now: Clock) -> None:
+        """Run one more sample. The first finds how many calls make one."""
+        while True:
+            start, began = now()
+            for _ in range(self.calls):
+                function(*args)
+            end, ended = now()
+            if self.most or end - start >= _SAMPLE_SECONDS:
+                break
+            self.calls *= 2
+        self.most.append((end - start) / self.calls)
+        self.least.append(min(ended - began, end - start) / self.calls)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How long the kernel takes as a multiple of the other, by the least of each, and whether it is surely slower."""
+
+    ratio: float
+    slower: bool
+
+
+def compete(
+    kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock = clock
+) -> Outcome:
+    """Time two functions of `args` beside each other, until it is known whether the kernel is `limit` times slower.
+
+    2 rounds where the kernel is clearly faster; else up to 15 within 20 ms of CPU time, and at least 5.
+    """
+    mine, theirs = Samples(), Samples()
+    turns = ((mine, kernel), (theirs, other))
+    end = now()[1] + _SECONDS
+    slower = False
+    for n in range(_MOST):
+        for samples, function in turns if n % 2 == 0 else turns[::-1]:
+            samples.take(function, args, now)
+        slower = is_slower(mine.least, theirs.most, limit)
+        faster = n > 0 and min(mine.most) < _CLEARLY * min(theirs.least)
+        if slower or faster or n + 1 >= _FEWEST and now()[1] > end:
+            break
+    return Outcome(min(mine.most) / min(theirs.most), slower)
+
+
+def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:
+    """Whether times of equally many calls each show that mine take more than `limit` times as long.
+
+    All of mine must be above `limit` times those of theirs that are left without the `m` longest. Of all orders of 2n
+    equally distributed numbers, a share of C(n + m, m) / C(2n, n) is like that; `m` is the most with a share of at most
+    `_CHANCE`.
+    """
+    n = len(mine)
+    orders = math.comb(2 * n, n)
+    allowed = [m for m in range(n) if math.comb(n + m, m) <= _CHANCE * orders]
+    return bool(allowed) and min(mine) > limit * sorted(theirs)[n - 1 - allowed[-1]]
+
+
+def seconds_a_call(function: Callable[..., Any], args: Sequence[Any], least: float) -> float:
+    """Seconds that a call takes, over as many as take `least` seconds; on a GPU the device is waited for."""
+    on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+    done: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
+    calls = 0
+    done()
+    start = time.perf_counter()
+    while True:
+        for _ in range(max(1, calls)):
+            function(*args)
+        done()
+        calls += max(1, calls)
+        spent = time.perf_counter() - start
+        if spent >= least:
+            return spent / calls
+
+
+__all__ = ["Clock", "Outcome", "clock", "compete", "is_slower", "seconds_a_call"]

@@ -1,0 +1,51 @@
+"""Functions that check each offset into a buffer: `config.check_bounds`.
+
+A buffer is then no pointer but a class that can only be subscripted, so no access can be written that is not checked.
+Loops are the plain ones: vectors, tiles, pieces and prefetches take the addresses of memory, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fuser.cpu.text import cpp_expr
+from fuser.ir.sizes import ZERO, Expr, Sym, minimum, product
+from fuser.kernel_spec import OUT_OF_BOUNDS
+
+# `found` is what `runtime/bounds.py` reads: buffer, offset and elements of the first access outside.
+CHECKED_HELPER = f"""\
+static u64 fuser_nowhere[8] __attribute__((aligned(64)));
+template <class T> struct fuser_checked {{
+  T* p;
+  i64 n;
+  const char* name;
+  i64* found;
+  i32* status;
+  T& operator[](i64 i) const {{
+    if ((u64)i < (u64)n) return p[i];
+    if (!found[0]) {{ found[1] = i; found[2] = n; found[0] = (i64)name; }}
+    *status = {OUT_OF_BOUNDS};
+    return *(T*)fuser_nowhere;
+  }}
+}};
+"""
+
+
+def span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
+    """The elements of memory from the first to the last one of a tensor; 0 if it has none."""
+    last = ZERO
+    for n, s in zip(size, stride, strict=True):
+        last = last + (n - 1) * s
+    return product(minimum(n, 1) for n in size) * (last + 1)
+
+
+def checked_pointer(
+    kind: str, buffer: str, at: int, count: Expr, slots: Mapping[Sym, int], function: str
+) -> str:  # fmt: skip
+    """The declaration of a buffer that `function` finds at pointer `at`."""
+    elements = cpp_expr(count, lambda s: f"s[{slots[s]}]")
+    values = f'({kind}*)ptrs[{at}], {elements}, "{buffer}", {function}_bounds, status'
+    return f"const fuser_checked<{kind}> {buffer} = {{{values}}};"
+
+
+__all__ = ["CHECKED_HELPER", "checked_pointer", "span"]

@@ -1,0 +1,55 @@
+"""Graphs that raise where the program that they were traced from may not: eager runs, and the reason is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.errors import FuserError
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+_MOST_SAID = 256  # sentences of errors may name sizes, so there is no end of them
+Function = Callable[..., Any]
+
+
+# What operators raise. Other types are control flow, as that which ends a recomputation of checkpoints.
+_OF_OPERATORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+
+
+def reason_of(error: BaseException) -> str:
+    """A sentence about a graph that raised `error` at a call."""
+    return f"the compiled graph raised {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+
+
+def say_unfused(reason: str) -> None:
+    """Log that a graph runs unfused, once for each reason."""
+    if reason not in _said and len(_said) < _MOST_SAID:
+        _said.add(reason)
+        _log.warning("a graph runs unfused: %s", reason)
+
+
+def guarded(function: Function, gm: fx.GraphModule, by_eager: Counter[str]) -> Function:
+    """A compiled function of `gm`'s inputs. If it raises, `gm` runs in eager, and its result or error is returned.
+
+    For graphs that may run a second time: they write nothing and draw no random numbers.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (torch.OutOfMemoryError, FuserError):
+            raise
+        except _OF_OPERATORS as error:
+            results = gm(*args)  # raises what eager raises
+            reason = reason_of(error)
+            by_eager[reason] += 1
+            say_unfused(reason)
+            return results
+
+    return call

@@ -1,0 +1,119 @@
+"""Fake tensors with the strides that eager's kernels give their results.
+
+Dynamo and AOTAutograd trace on fake tensors, whose strides decide which views are legal and which are copies. Where
+torch's shape functions promise other strides than eager's kernels keep, a trace raises where eager works, or its views
+fail when it runs. The fake tensor modes that trace for this backend therefore give each result the strides of
+`lowering/corrections.py`. Other backends' modes are as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fuser.lowering.corrections import corrected, is_corrected
+from fuser.lowering.shapes import is_row_major
+
+_MARK = "_fuser_plain_dispatch"
+_clone = torch.ops.aten.clone.default
+_empty_strided = torch.ops.aten.empty_strided.default
+
+
+def correct(mode: Any) -> None:
+    """Have a fake tensor mode give eager's strides."""
+    if mode is None or _MARK in vars(mode):
+        return
+    plain = mode.dispatch
+
+    def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = _corrected_name(func)
+        if name is None:
+            return plain(func, types, args, kwargs or {})
+        found = _tried(plain, func, types, args, kwargs or {})
+        return _with_strides(plain, name, found, args) if isinstance(found, (torch.Tensor, tuple, list)) else found
+
+    setattr(mode, _MARK, plain)
+    mode.dispatch = dispatch
+
+
+@functools.cache
+def _corrected_name(func: Any) -> str | None:
+    """The name of an operator that makes new tensors whose strides torch's shape function may get wrong."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func.is_view:
+        return None
+    name = str(func.overloadpacket)
+    return name if is_corrected(name) else None
+
+
+def _tried(plain: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """A call's results, of row-major arguments if the shape function views what eager's kernel copies."""
+    try:
+        return plain(func, types, args, kwargs)
+    except (RuntimeError, ValueError) as error:
+        if "view" not in str(error):
+            raise
+
+        def copy(t: torch.Tensor) -> Any:
+            return plain(_clone, (), (t,), {"memory_format": torch.contiguous_format})
+
+        return plain(func, types, *pytree.tree_map_only(torch.Tensor, copy, (args, kwargs)))
+
+
+def _with_strides(plain: Callable[..., Any], name: str, found: Any, args: Sequence[Any]) -> Any:
+    """`found`, a call's results, with eager's strides."""
+    results = [found] if isinstance(found, torch.Tensor) else list(found)
+    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    made = [t for t in results if isinstance(t, torch.Tensor)]
+    device = made[0].device.type if made else "cpu"
+    try:
+        if all(map(_is_plain, (*tensors, *made))):
+            return found
+        metas = pytree.tree_map_only(torch.Tensor, _on_meta, (found, tuple(args)))
+        wanted = corrected(name, device, *metas)
+    except Exception:  # sizes that depend on data, or arguments that no rule knows: as torch has it
+        return found
+    for i, (t, want) in enumerate(zip(results, [wanted] if isinstance(found, torch.Tensor) else wanted)):
+        if isinstance(t, torch.Tensor) and want.shape == t.shape and tuple(want.stride()) != tuple(t.stride()):
+            options = {"dtype": t.dtype, "device": t.device}
+            results[i] = plain(_empty_strided, (), (t.shape, want.stride()), options)
+    return results[0] if isinstance(found, torch.Tensor) else list(results) if type(found) is list else tuple(results)
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is row-major in the dims of one element, too: no rule changes a call on such tensors."""
+    return is_row_major(t) if all(type(n) is int for n in (*t.shape, *t.stride())) else t.is_contiguous()
+
+
+def _on_meta(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+# -- Dynamo ------------------------------------------------------------------------------------------------------------
+def follow_dynamo(backend: Callable[..., Any]) -> None:
+    """Correct the fake tensors of every graph that Dynamo captures for `backend`, from its first call on."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    plain = OutputGraph.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if _innermost(self.compiler_fn) is backend:
+            correct(self.tracing_context.fake_mode)
+
+    OutputGraph.__init__ = init  # type: ignore[method-assign]
+
+
+def _innermost(function: Any) -> Any:
+    """What a compiler function of Dynamo's wraps."""
+    for _ in range(8):
+        inner = [getattr(function, name, None) for name in ("compiler_fn", "_torchdynamo_orig_backend", "__wrapped__")]
+        inner = [f for f in inner if callable(f)]
+        if not inner:
+            break
+        function = inner[0]
+    return function

@@ -1,0 +1,86 @@
+"""Marks nodes of an ATen graph that must have eager's bits because a decision depends on them.
+
+Within a group `lowering.decisive` finds them. This module finds them across groups, and across the cut between forward
+and backward: a backward that recomputes a value to compare it must find the bits that the forward saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.canonical.graph import ROUNDED
+from fuser.lowering.decisive import deciding, reads_elements
+from fuser.passes.classify import Kind, op_name, tensors_of
+
+
+def round_both(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Mark the nodes that the backward computes again and decides by, in both graphs, and what it saved for them.
+
+    Nodes have the names that they had in the joint graph, of which the two are parts.
+    """
+    behind = _behind(_decided(backward.graph.nodes), ())
+    names = {n.name for n in behind}
+    _mark(n for n in behind if n.op == "call_function")
+    _mark(n for n in forward.graph.nodes if n.op == "call_function" and n.name in names)
+
+
+def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:
+    """Mark what decisions and marked nodes of a graph depend on, back to what is in memory: inputs, results of ATen."""
+    stored = {n for n, kind in kinds.items() if kind is Kind.EXTERN}
+    marked = [n for n in graph.nodes if ROUNDED in n.meta]
+    behind = _behind([*marked, *_decided(n for n in graph.nodes if n not in stored)], stored)
+    _mark(n for n in behind if n.op == "call_function")
+
+
+def _decided(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes by whose values some call decides."""
+    found: list[fx.Node] = []
+    for node in nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            whole = _is_whole(node) and reads_elements(op_name(node.target))
+            arguments: Any = node.all_input_nodes if whole else deciding(op_name(node.target), node.args, node.kwargs)
+            found += filter(_is_float, _nodes_in(arguments))
+    return found
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return found
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(t.is_floating_point() for t in tensors_of(node.meta.get("val")))
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a result of the call is no float."""
+    return any(not t.is_floating_point() for t in tensors_of(node.meta.get("val")))
+
+
+def _behind(roots: Iterable[fx.Node], stored: Collection[fx.Node]) -> set[fx.Node]:
+    """`roots` and all that their values depend on; not what is behind those that are `stored`."""
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            own = isinstance(node.target, torch._ops.OpOverload) and not reads_elements(op_name(node.target))
+            pending += [] if own or node in stored else node.all_input_nodes
+    return found
+
+
+def _mark(nodes: Iterable[fx.Node]) -> None:
+    """Mark nodes whose results kernels may keep unrounded: low precision, and on a GPU products that are added to."""
+    for node in nodes:
+        tensors = tensors_of(node.meta.get("val"))
+        if any(t.is_floating_point() and (t.dtype.itemsize < 4 or t.device.type == "cuda") for t in tensors):
+            node.meta[ROUNDED] = True
+
+
+__all__ = ["round_both", "round_decided"]

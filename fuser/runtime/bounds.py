@@ -1,0 +1,35 @@
+"""What kernels compiled with `config.check_bounds` report of an access outside of its buffer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+from fuser.errors import BoundsError
+from fuser.kernel_spec import LaunchProgram
+
+
+def violation(library: str, program: LaunchProgram) -> str | None:
+    """The first access outside that a kernel made since it was last asked; None if there was none."""
+    loaded = ctypes.CDLL(library)
+    for entry in dict.fromkeys(step.entry for step in program.steps):
+        try:
+            found = (ctypes.c_longlong * 3).in_dll(loaded, f"{entry}_bounds")
+        except ValueError:  # no checks, or of another device
+            continue
+        if found[0]:
+            buffer = ctypes.string_at(found[0]).decode()
+            text = f"{entry} uses offset {found[1]} of {buffer}, which has {found[2]} elements"
+            found[:] = [0, 0, 0]
+            return text
+    return None
+
+
+def bounds_error(kernels: Iterable[tuple[str, LaunchProgram]]) -> BoundsError:
+    """The error that says what one of the kernels, as (library, program), reports."""
+    found = (violation(library, program) for library, program in kernels)
+    text = next((text for text in found if text is not None), "a kernel uses an offset outside of its buffer")
+    return BoundsError(f"{text}: a defect of fuser, not of the program")
+
+
+__all__ = ["bounds_error", "violation"]

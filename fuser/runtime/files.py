@@ -1,0 +1,193 @@
+"""Files kept for other processes: folders that only this user writes, entries that carry their name and a checksum.
+
+Entries are code that runs later. An entry is read only if this user owns it, nobody else may write it, and it is whole:
+its last line is a checksum of its name and contents. A library loads with that line at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+
+_MARK = b"\n#fuser "
+_SEAL = len(_MARK) + 64 + 1
+_MOST_BYTES = 1 << 28  # more than any entry has
+_WORK = ".work-"
+_DAY = 86400.0
+
+
+class Refused(OSError):
+    """A file or folder that must not be used. The argument is the sentence that says why."""
+
+
+# -- trust -------------------------------------------------------------------------------------------------------------
+def _distrusted(path: pathlib.Path | str, found: os.stat_result) -> str | None:
+    """Why code must not be read from `path`; None if only this user, or root, can have written it."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"{path} can be written by other users (mode {mode:o}); chmod go-w lets it be used"
+    return None
+
+
+def folder(base: str, *names: str) -> pathlib.Path:
+    """The folder `base`/names, made for this user alone if it does not exist.
+
+    OSError if it cannot be made; Refused if a folder from `base` on belongs to somebody else, or others may write it.
+    """
+    path = pathlib.Path(base)
+    _make(path)
+    for name in (None, *names):
+        path = path / name if name else path
+        if name:
+            _make(path)
+        found = path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(f"{path} is no folder")
+        why = _distrusted(path, found)
+        if why is not None:
+            raise Refused(why)
+    return path
+
+
+def _make(path: pathlib.Path) -> None:
+    if path.exists():
+        return
+    if path.parent != path:
+        _make(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)  # whatever the umask takes away
+
+
+_said: set[str] = set()
+
+
+def say_once(what: pathlib.Path | str, sentence: str) -> None:
+    """One warning about `what` in this process."""
+    if str(what) not in _said:
+        _said.add(str(what))
+        warnings.warn(f"fuser: {sentence}", RuntimeWarning, stacklevel=3)
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+def seal(name: str, data: bytes) -> bytes:
+    """What follows the contents of the entry `name` in its file."""
+    digest = hashlib.blake2b(name.encode() + b"\0" + data, digest_size=32).hexdigest()
+    return _MARK + digest.encode() + b"\n"
+
+
+def read(path: pathlib.Path) -> bytes | None:
+    """The contents of an entry; None if there is none, or it is not whole or not trusted.
+
+    One warning says why a file is not trusted.
+    """
+    try:
+        # No symbolic link, and no waiting for the other end of a pipe.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or not _SEAL <= found.st_size <= _MOST_BYTES:
+            return None
+        why = _distrusted(path, found)
+        whole = os.read(handle, found.st_size) if why is None else b""
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    if why is not None:
+        say_once(path, f"a file of the cache is not used but made again: {why}")
+        return None
+    data = whole[:-_SEAL]
+    return data if whole[-_SEAL:] == seal(path.name, data) else None
+
+
+def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
+    """Write an entry, for this user alone, whole or not at all. OSError if that cannot be done."""
+    with working_folder(path.parent) as work:
+        made = work / path.name
+        made.write_bytes(data)
+        put(made, path, sealed)
+
+
+def put(made: pathlib.Path, path: pathlib.Path, sealed: bool = True) -> None:
+    """Make the file `made` the entry `path`, in one step; anything that is there is replaced, never followed."""
+    with open(made, "r+b") as file:
+        os.fchmod(file.fileno(), 0o600)
+        if sealed:
+            file.write(seal(path.name, file.read()))
+        file.flush()
+        os.fsync(file.fileno())
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    os.replace(made, path)
+
+
+# -- what is being made ------------------------------------------------------------------------------------------------
+@functools.cache
+def _here() -> str:
+    """What tells the processes among which a process's number means something: one machine's, one container's."""
+    where = os.uname().nodename
+    with contextlib.suppress(OSError):
+        where += os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(where.encode()):08x}"
+
+
+@contextlib.contextmanager
+def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder for what is being made in `parent`; it goes away, and those of processes that were killed go with it."""
+    _sweep(str(parent), os.getpid())
+    owner = os.getpid()
+    path = tempfile.mkdtemp(prefix=f"{_WORK}{_here()}-{owner}-", dir=parent)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not in a forked child
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)  # a thread that makes something does not outlive the process
+    try:
+        yield pathlib.Path(path)
+    finally:
+        atexit.unregister(remove)
+        remove()
+
+
+@functools.lru_cache(maxsize=16)
+def _sweep(parent: str, process: int) -> None:
+    """Remove the working folders of processes that ended without doing so: once for each folder and process."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(_WORK) and _is_left(entry):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_left(entry: os.DirEntry[str]) -> bool:
+    try:
+        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _DAY:
+            return True
+        here, process, _ = entry.name.removeprefix(_WORK).split("-", 2)
+        if here != _here():
+            return False
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+__all__ = ["Refused", "folder", "put", "read", "say_once", "seal", "working_folder", "write"]

@@ -1,0 +1,187 @@
+"""Kernels on trial: verified beside the fallback, and timed beside it.
+
+With `config.verify = n` the first n calls of each kernel also run by the fallback. Once n of its results were as good
+as the fallback's the kernel moves to the fusion's handle, and costs no more than any other. If one is not, the
+fallback's result is kept, the kernel is never used again, and a reproducer is written.
+
+With `config.slowest = r` a kernel for the CPU is timed in the first call of each magnitude (a factor of 4 of the
+largest tensor's elements) from `LEAST` elements on: below, a call costs more than what it computes. From `MOST` on
+ATen's temporaries might not fit into memory beside what a program holds. If it surely takes more than r times as long
+as ATen (`contest`), calls of this form (dtypes, sizes, strides) go to ATen, with a reason, and the next form of that
+magnitude is timed in turn; if not, all later calls of the magnitude run the kernel.
+
+The decision is made before the first result of a form is returned and never changed in a process, and that result is
+of the contestant that stays: the same inputs give the same bits in every call. Another process decides anew. Under
+`torch.use_deterministic_algorithms` nothing is timed: then the bits must not depend on a clock at all.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuser import contest
+from fuser.kernel_cache import FusedKernel, KernelSpec
+from fuser.kernel_spec import OUT_OF_BOUNDS
+from fuser.reproduce import write_reproducer
+from fuser.runtime import launcher
+from fuser.runtime.bounds import bounds_error
+from fuser.runtime.python_launcher import ALL_MAGNITUDES, magnitude_of
+from fuser.verify import difference
+
+MISS = object()
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+LEAST, MOST = 4096, 1 << 25  # elements of the largest tensor: timed from the one to below the other
+_UNTIMED = ALL_MAGNITUDES & ~((1 << MOST.bit_length()) - (1 << LEAST.bit_length()))
+
+
+def form_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What tells calls apart but for numbers' values and memory's alignment; None where a tensor is no plain one."""
+    form: list[Any] = []
+    for a in args:
+        if type(a) in PLAIN_TENSORS and a.layout is torch.strided and not (a.is_nested or a.dtype.is_complex):
+            form.append((a.shape, a.stride(), a.dtype, a.device))
+        elif isinstance(a, torch.Tensor):
+            return None
+        else:
+            form.append(type(a))
+    return tuple(form)
+
+
+@dataclass(eq=False)
+class _Trial:
+    kernel: FusedKernel
+    handle: Any
+    left: int  # calls to verify
+    slowest: float  # 0: not timed
+    number: int | None = None  # in the fusion's handle, once it is there
+    magnitudes: int = 0  # in which the kernel stays
+    refused: dict[Any, str] = field(default_factory=dict)  # forms for which it is too slow, with the reason
+    timing: threading.Lock = field(default_factory=threading.Lock)  # one thread decides, others wait
+
+
+class Trials:
+    """The kernels of one specification on trial.
+
+    `admit` adds a kernel that takes calls of some magnitudes to the fusion's handle and returns its number, or widens
+    one that has a number. `leave` leaves calls of the form of some arguments to the fallback, for a reason; whether it
+    can.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        admit: Callable[[FusedKernel, int, int | None], int],
+        leave: Callable[[tuple[Any, ...], str], bool],
+    ) -> None:
+        self._spec, self._admit, self._leave = spec, admit, leave
+        self._trials: list[_Trial] = []
+        self._lock = threading.Lock()  # of the list, and of what changes in its trials
+
+    def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
+        """Have the next `calls` calls of `kernel` verified; with `slowest`, the first of each magnitude is timed."""
+        handle = launcher.make_handle(self._slow)
+        handle.add_kernel(kernel.program, kernel.library)
+        trial = _Trial(kernel, handle, calls, slowest)
+        with self._lock:
+            self._trials = [*self._trials, trial]
+        self._settle(trial, _UNTIMED if slowest else ALL_MAGNITUDES)
+
+    def _end(self, trial: _Trial) -> None:
+        with self._lock:
+            self._trials = [t for t in self._trials if t is not trial]
+
+    def _slow(self, args: tuple[Any, ...], status: int) -> Any:
+        if status == OUT_OF_BOUNDS:
+            raise bounds_error((t.kernel.library, t.kernel.program) for t in self._trials)
+        return self._spec.fallback(*args) if status else MISS
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """The result of a call that a kernel on trial takes, by the kernel or the fallback; `MISS` if there is none."""
+        for trial in self._trials:
+            got = trial.handle(*args)
+            if got is MISS:
+                continue
+            reason = self._why_slow(trial, args)
+            if reason is not None:
+                self._spec.store.note_fallback(reason)
+                return self._spec.fallback(*args)
+            return self._judge(trial, args, got) if trial.left else got
+        return MISS
+
+    def _settle(self, trial: _Trial, magnitudes: int) -> None:
+        """The kernel stays in these magnitudes: calls of them go to it at once, if there is nothing left to verify."""
+        with self._lock:
+            trial.magnitudes |= magnitudes
+            if trial.left or all(t is not trial for t in self._trials):  # another thread may have condemned it
+                return
+            trial.number = self._admit(trial.kernel, trial.magnitudes, trial.number)
+            if trial.magnitudes == ALL_MAGNITUDES:
+                self._trials = [t for t in self._trials if t is not trial]
+
+    def _why_slow(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
+        """None if the kernel stays for calls like this one, else why the fallback does; decided once for each form."""
+        b = magnitude_of(args)
+        form = form_of(args)
+        with trial.timing:
+            if trial.magnitudes >> b & 1:
+                return None
+            if form in trial.refused:
+                return trial.refused[form]
+            reason = self._time(trial, args)
+            if reason is not None and form is not None and self._leave(args, reason):
+                trial.refused[form] = reason
+                return reason
+            self._settle(trial, 3 << (b & ~1))
+        return None
+
+    def _time(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
+        """Why the kernel is too slow for these arguments; None if it is not, or nobody can tell."""
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        if not launcher.wait(0):  # the launcher in Python, which it may begin with, takes longer than many kernels
+            return None
+        try:
+            found = contest.compete(trial.handle, self._spec.fallback, args, trial.slowest, contest.clock)
+        except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
+            return None
+        if not found.slower:
+            return None
+        sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
+        return f"kernel {trial.kernel.name} took {found.ratio:.2f} times as long as ATen for sizes {sizes}"
+
+    def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
+        want = self._spec.fallback(*args)
+        problem = difference(got, want, args, lambda: self._spec.fallback(*map(_wide, args)))
+        with self._lock:
+            ends = problem is None and trial.left == 1
+            trial.left = max(trial.left - 1, 0)  # threads that began together may be more than are left
+            known = trial in self._trials
+        if problem is not None and known:
+            self._end(trial)
+            self._condemn(trial.kernel, args, problem)
+        elif ends:
+            self._settle(trial, 0)
+        return want if problem is not None else got
+
+    def _condemn(self, kernel: FusedKernel, args: tuple[Any, ...], problem: str) -> None:
+        reason = f"kernel {kernel.name} failed verification: {problem}"
+        self._spec.store.disable(kernel, reason)
+        try:
+            path = write_reproducer(self._spec, args, reason)
+            hint = f"{path} reproduces it"
+        except (OSError, RuntimeError, TypeError) as e:
+            hint = f"no reproducer could be written ({type(e).__name__}: {e})"
+        warnings.warn(f"fuser: {reason}; the fusion goes on by ATen; {hint}", RuntimeWarning, stacklevel=2)
+
+
+def _wide(a: Any) -> Any:
+    return a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+
+
+__all__ = ["MISS", "PLAIN_TENSORS", "Trials", "form_of"]

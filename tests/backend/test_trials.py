@@ -1,0 +1,225 @@
+"""`config.slowest`: which calls are left to ATen by their time, and that no result's bits ever change."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+
+from fuser import config, contest, debug, fusion_handle, register_fusion, trials
+from fuser.contest import Outcome
+from fuser.kernel_cache import REGISTRY
+from fuser.runtime import launcher
+
+
+def register(fn) -> int:
+    return register_fusion(torch.fx.symbolic_trace(fn))
+
+
+@pytest.fixture(autouse=True)
+def timed():
+    assert launcher.wait(120)
+    before = config.slowest
+    config.set(slowest=1.05)  # for the threads of a test, too
+    yield
+    config.set(slowest=before)
+
+
+def decide(monkeypatch, answer) -> list[int]:
+    """Contests end as `answer(elements)` says. The elements of each, in order."""
+    held: list[int] = []
+
+    def compete(kernel, other, args, limit, now):
+        held.append(max(a.numel() for a in args if isinstance(a, torch.Tensor)))
+        slower = answer(held[-1])
+        return Outcome(1.3 if slower else 0.9, slower)
+
+    monkeypatch.setattr(contest, "compete", compete)
+    return held
+
+
+# Each test has operators of its own: graphs that differ in numbers alone share a kernel.
+@pytest.mark.parametrize(
+    "op, slower, size, left",
+    [(torch.cos, True, 5000, True), (torch.cosh, False, 5000, False), (torch.atan, True, 50, False)],
+)
+def test_calls_for_which_a_kernel_is_slower_go_to_eager(monkeypatch, op, slower, size, left):
+    decide(monkeypatch, lambda elements: slower and elements == size)
+    key = register(lambda x: op(x) * 1.25 - 3)
+    store, handle = REGISTRY.find(key).spec.store, fusion_handle(key)
+    x, other = torch.linspace(0, 1, size), torch.linspace(0, 1, size + 1)
+    for _ in range(3):
+        torch.testing.assert_close(handle(x), op(x) * 1.25 - 3)
+    assert handle.hits == (0 if left else 3 if size == 50 else 2)  # the first ran on trial
+    torch.testing.assert_close(handle(other), op(other) * 1.25 - 3)
+    assert handle.hits == (0 if left else 4 if size == 50 else 3)  # another size
+    if left:
+        (reason,) = store.fallbacks
+        assert re.fullmatch(r"kernel \w+ took 1.30 times as long as ATen for sizes \(5000,\)", reason)
+        assert "took 1.30 times as long" in str(debug.explain(key))
+
+
+def test_a_kernel_is_timed_once_for_each_magnitude_and_form_that_it_lost(monkeypatch):
+    held = decide(monkeypatch, lambda elements: elements in (5000, 5001))
+    key = register(lambda x: torch.sin(x) * 0.375)
+    handle = fusion_handle(key)
+    for _ in range(2):
+        for size in (4095, 5000, 5001, 5002, 5003, 8191, 8192, 32767, 32768, 100, 1 << 20):
+            handle(torch.ones(size))
+    assert held == [5000, 5001, 5002, 8192, 32768, 1 << 20]
+    assert handle.kernel_count == 1
+    assert sum(dict(REGISTRY.find(key).spec.store.fallbacks).values()) == 4
+
+
+def test_what_is_timed():
+    sizes = (1, 4095, 4096, 1 << 20, (1 << 25) - 1, 1 << 25, 1 << 40)
+    assert [n for n in sizes if not trials._UNTIMED >> n.bit_length() & 1] == [4096, 1 << 20, (1 << 25) - 1]
+
+
+def test_many_calls_at_once_go_where_each_goes_alone(monkeypatch):
+    decide(monkeypatch, lambda elements: elements == 5000)
+    handle = fusion_handle(register(lambda x: torch.exp(x) * 0.5625 - 1))
+    inputs = [torch.linspace(-3, 3, n) for n in (5000, 5001, 300, 5000)]
+    alone = [handle(x) for x in inputs]
+    for _ in range(2):
+        before = handle.hits
+        assert all(map(torch.equal, handle.each(1, True, *inputs), alone))
+        assert handle.hits - before == 2
+
+
+def test_nothing_is_timed_where_results_must_not_differ(monkeypatch):
+    held = decide(monkeypatch, lambda elements: True)
+    key = register(lambda x: torch.asinh(x) * 9.125)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            fusion_handle(key)(torch.ones(5000))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fusion_handle(key).hits == 1 and not held
+
+
+def test_calls_that_write_are_not_repeated():
+    key = register(lambda x: x.copy_(x * 2.5 + 1))
+    x = torch.ones(5000)
+    with config.override(verify=3):
+        fusion_handle(key)(x)
+    assert torch.equal(x, torch.full((5000,), 3.5))
+
+
+def test_verified_calls_are_timed_too(monkeypatch):
+    held = decide(monkeypatch, lambda elements: elements == 5000)
+    handle = fusion_handle(register(lambda x: torch.erf(x) * 0.4375))
+    with config.override(verify=2):
+        for size in (5000, 5001, 5000, 5001, 5001):
+            torch.testing.assert_close(handle(torch.ones(size)), torch.ones(size).erf() * 0.4375)
+    assert held == [5000, 5001] and handle.hits == 1
+
+
+def test_time_is_measured():
+    x = torch.ones(100_000)
+    slow = contest.compete(lambda x: [x.exp() for _ in range(9)], lambda x: x.exp(), (x,), 1.05)
+    fast = contest.compete(lambda x: x.exp(), lambda x: [x.exp() for _ in range(9)], (x,), 1.05)
+    assert not fast.slower and fast.ratio < 1.0 < 1.05 < slow.ratio
+
+
+def test_what_only_a_kernel_can_compute_is_not_timed(monkeypatch):
+    key = register(lambda x: torch.sin(x) + 2.25)
+    x = torch.randn(5000)
+
+    def refusing(*args):
+        raise NotImplementedError("not implemented for this dtype")
+
+    spec = REGISTRY.find(key).spec
+    handle = fusion_handle(key)
+    monkeypatch.setattr(contest, "compete", refusing)
+    torch.testing.assert_close(handle(x), torch.sin(x) + 2.25)
+    assert handle.kernel_count == 1 and not spec.store.fallbacks
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+VERDICTS = ("eager", "in turns", "noise")
+
+
+def programs(verdict: str) -> tuple[Any, ...]:
+    """Programs whose kernels no other verdict has: a number would become an argument of one kernel."""
+
+    def own(x):
+        for _ in range(VERDICTS.index(verdict)):
+            x = torch.sin(x)
+        return x
+
+    def sums(x, y):
+        return (own(x) * y).sum(1), torch.exp(own(x)).mean(0), torch.logsumexp(x, 1).mean()
+
+    def norms(x, y):
+        return torch.nn.functional.layer_norm(own(x) + y, x.shape[1:], y[0], y[1])
+
+    def chain(x, y):
+        return torch.tanh(own(x)) * torch.sigmoid(y) + torch.log1p(x.abs())
+
+    return sums, norms, chain
+
+
+class NoisyClock:
+    """A clock that is off by a factor of 50 for the contestant whose turn it is, at random."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.draw = torch.Generator().manual_seed(3)
+
+    def __call__(self) -> tuple[float, float]:
+        step = 10 ** float(torch.rand((), generator=self.draw) * 1.7 - 4)
+        self.wall += step
+        self.cpu += step
+        return self.wall, self.cpu
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_the_same_inputs_give_the_same_bits_in_every_call(monkeypatch, clean, verdict):
+    """Whatever a trial decides, from the first call on; sizes in turns, so that verdicts meet each other's kernels."""
+    turn = iter(range(1000))
+    if verdict == "noise":
+        monkeypatch.setattr(contest, "clock", NoisyClock())
+    else:
+        answers = {"eager": lambda n: True, "in turns": lambda n: bool(next(turn) % 4 < 2)}
+        held = decide(monkeypatch, answers[verdict])
+    for program in programs(verdict):
+        compiled = torch.compile(program, backend="fuser", dynamic=True)
+        sizes = [(64, 96), (65, 97), (30, 500), (300, 200), (64, 96), (5, 7)]
+        inputs = [(torch.randn(s), torch.rand(s)) for s in sizes]
+        first = [_bits(compiled(*i)) for i in inputs]
+        for _ in range(3):
+            assert first == [_bits(compiled(*i)) for i in inputs]
+        again = [_bits(compiled(*(t.clone() for t in i))) for i in inputs]
+        assert first == again
+    assert verdict == "noise" or held
+
+
+def _bits(results) -> list[bytes]:
+    results = results if isinstance(results, tuple) else (results,)
+    return [t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in results]
+
+
+def test_threads_that_meet_a_form_at_once_agree(monkeypatch):
+    """One of them times it, and all others follow."""
+    started, turn = threading.Barrier(4), iter(range(100))
+    held = decide(monkeypatch, lambda elements: next(turn) % 4 < 2)
+    handle = fusion_handle(register(lambda x: torch.tanh(x) * torch.exp(x) - 0.8125))
+    x = torch.linspace(-3, 3, 9000)
+    found = [b""] * 4
+
+    def call(i: int) -> None:
+        started.wait()
+        found[i] = _bits(handle(x))[0]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert held == [9000] and len({*found, _bits(handle(x))[0]}) == 1

@@ -1,0 +1,289 @@
+"""A program's text, how it is run, and whether two runs did the same: results, memory, versions and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests import compare
+from tests.fuzz import judge
+from tests.fuzz.check import _compare_memory
+from tests.fuzz.program import Program
+from tests.fuzz.writer import make_function
+
+Function = Callable[..., Any]
+MODES = ("none", "grad", "inference", "autocast")
+_NARROW = re.compile(r"torch\.(float16|bfloat16|float32|half|float)\b")
+_METHODS = re.compile(r"\.(half|bfloat16|float)\(\)")
+_PERTURBED = 6  # runs in float64 with noise on every value, to see how far roundings reach
+
+
+@dataclass(frozen=True)
+class Case:
+    """One text by one route. `text` defines `program`, and a `module` if it has weights; `inputs_text` defines
+    `inputs`; `low` is the least precise dtype in play. `program` is the data it was written from, if it was."""
+
+    seed: int
+    route: str
+    mode: str
+    text: str
+    inputs: Callable[[], list[torch.Tensor]]
+    inputs_text: str
+    low: torch.dtype | None
+    program: Program | None = None
+    writes: bool = False
+    exact: bool = False  # whether results are what `program` says, to the bit where it says so
+    wide: bool = True  # whether the text can run in float64; else roundings are judged by eager with noise
+
+
+@dataclass
+class Observation:
+    """What a run did. `error` alone, if it raised."""
+
+    outputs: list[Any] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)  # whose version has changed
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    state: list[torch.Tensor] = field(default_factory=list)  # a module's buffers
+    error: Exception | None = None
+
+
+@contextlib.contextmanager
+def mode_of(name: str) -> Iterator[None]:
+    """The grad mode, or autocast, in which a case runs."""
+    with contextlib.ExitStack() as stack:
+        if name == "grad":
+            stack.enter_context(torch.enable_grad())
+        elif name == "inference":
+            stack.enter_context(torch.inference_mode())
+        else:
+            stack.enter_context(torch.no_grad())
+        if name == "autocast":
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        yield
+
+
+def case_inputs(case: Case) -> list[torch.Tensor]:
+    """New inputs; in mode "grad" those that may require gradients do."""
+    made = case.inputs()
+    if case.mode == "grad":
+        own = [x._base is None or not any(x._base is y for y in made) for x in made]
+        aliased = case.program is not None and any(x.of >= 0 for x in case.program.inputs)
+        for x, alone in zip(made, own):
+            if alone and not aliased and x.is_floating_point():
+                x.requires_grad_()
+    return made
+
+
+def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that a text defined beside its function."""
+    return getattr(function, "__globals__", {}).get("module")
+
+
+def observe(cases: Sequence[Case], functions: Sequence[Function], run: Function) -> list[Observation]:
+    """What `run`, a function of lists of inputs for each case, does. `functions` hold the modules."""
+    inputs = [case_inputs(c) for c in cases]
+    inference = cases[0].mode == "inference"
+    versions = [[0 if inference else x._version for x in own] for own in inputs]
+    with mode_of(cases[0].mode):
+        if inference:
+            inputs = [_inference(own) for own in inputs]
+        try:
+            results = run(inputs)
+        except Exception as e:
+            return [Observation(error=e) for _ in cases]
+    seen = []
+    for own, before, result, f in zip(inputs, versions, results, functions):
+        written = [not inference and x._version != v for x, v in zip(own, before)]
+        module = module_of(f)
+        state = [b.clone() for b in module.buffers()] if module is not None else []
+        seen.append(Observation(compare.leaves(result), own, written, state=state))
+    if cases[0].mode == "grad":
+        _differentiate(seen, functions)
+    return seen
+
+
+def _inference(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return compare.copy_inputs(inputs)
+
+
+def _differentiate(seen: list[Observation], functions: Sequence[Callable[..., Any]]) -> None:
+    """Gradients of all results with fixed weights, of all cases at once."""
+    roots, weights, leaves, owners = [], [], [], []
+    for o, f in zip(seen, functions):
+        module = module_of(f)
+        own = [x for x in (*o.inputs, *(module.parameters() if module is not None else ())) if x.requires_grad]
+        results = [r for r in o.outputs if isinstance(r, torch.Tensor) and r.requires_grad]
+        if not results or not own:
+            continue
+        roots += results
+        weights += [((torch.arange(r.numel()) % 5 - 2).to(r.dtype) / 2).reshape(r.shape) for r in results]
+        leaves += own
+        owners += [o] * len(own)
+    if not roots:
+        return
+    try:
+        made = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
+    except Exception as e:
+        for o in seen:
+            o.error = e
+        return
+    for o, g in zip(owners, made):
+        o.gradients.append(g)
+
+
+def eager(case: Case) -> Observation:
+    """What the text itself does."""
+    function = make_function(case.text)
+    return observe([case], [function], lambda ins: [function(*ins[0])])[0]
+
+
+def problems(case: Case, got: Observation, want: Observation) -> str:
+    """What is wrong, "" if nothing."""
+    if got.error is not None or want.error is not None:
+        if got.error is not None and want.error is not None:
+            return ""
+        which = "raises" if got.error is not None else "gives a result where eager raises"
+        error = got.error or want.error
+        return f"{which} {type(error).__name__}: {str(error)[:300]}"
+    found = _value_problems(case, got, want)
+    found += [f"input {i}: its version {'stays' if b else 'changes'}"
+              for i, (a, b) in enumerate(zip(got.written, want.written)) if a != b]  # fmt: skip
+    for i, (a, b) in enumerate(zip(got.outputs, want.outputs)):
+        if isinstance(b, torch.Tensor) and isinstance(a, torch.Tensor):
+            if a.requires_grad != b.requires_grad:
+                found.append(f"output {i}: requires_grad is {a.requires_grad}")
+            if a.is_inference() != b.is_inference():
+                found.append(f"output {i}: is_inference() is {a.is_inference()}")
+    return "; ".join(found)
+
+
+def _value_problems(case: Case, got: Observation, want: Observation) -> list[str]:
+    exact = _Exact(case)
+    if case.exact and case.program is not None and len(got.outputs) == len(want.outputs):
+        found = [] if _same(got.outputs, want.outputs) else judge.what_differs(
+            case.program, got.outputs, want.outputs, None, strides=True)  # fmt: skip
+    else:
+        found = _far("output", case, got.outputs, want.outputs, exact, "outputs")
+    found += _far("gradient", case, got.gradients, want.gradients, exact, "gradients")
+    found += _far("buffer", case, got.state, want.state, exact, "state")
+    if not found and case.writes:
+        found += _compare_memory(got.inputs, want.inputs, got.outputs, want.outputs, False, lambda: exact("inputs"))
+    elif not found:
+        aliases = [compare.alias_pattern(o.inputs, o.outputs, False) for o in (got, want)]
+        if aliases[0] != aliases[1]:
+            found.append(f"aliasing {aliases[0]} instead of {aliases[1]}")
+    return found
+
+
+def _same(got: Sequence[Any], want: Sequence[Any]) -> bool:
+    """Whether results agree to the bit, with strides: then there is nothing to compute in float64."""
+    for a, b in zip(got, want):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            return False
+        if compare._form_difference(a, b, True) or not judge.is_identical(a, b):
+            return False
+    return True
+
+
+def _far(what: str, case: Case, got: Sequence[Any], want: Sequence[Any], exact: _Exact, kind: str) -> list[str]:
+    if len(got) != len(want):
+        return [f"{len(got)} {what}s instead of {len(want)}"]
+    found = []
+    for n, (a, b) in enumerate(zip(got, want)):
+        if b is None or a is None:
+            if (a is None) != (b is None):
+                found.append(f"{what} {n}: {type(a).__name__} instead of {type(b).__name__}")
+            continue
+        for p in compare.differences([a], [b], lambda n=n: [exact(kind)[n]], strides=kind != "gradients", low=case.low):
+            form = compare._form_difference(a, b, kind != "gradients")
+            if form or not exact.explains(kind, n, a, b):
+                found.append(f"{what} {n}: {p.removeprefix('result 0: ')}")
+    return found
+
+
+class _Exact:
+    """The same text in float64, run when it is asked for; and how far roundings can take each of its values."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.seen: Observation | None = None
+        self.noisy: list[Observation] = []
+
+    def __call__(self, kind: str) -> list[Any]:
+        if not self.case.wide:
+            raise NotImplementedError("this text has a dtype of its own")
+        if self.seen is None:
+            self.seen = self._run(None)
+        if self.seen.error is not None:
+            raise self.seen.error
+        return list(getattr(self.seen, kind))
+
+    def explains(self, kind: str, n: int, got: Any, want: Any) -> bool:
+        """Whether roundings on the way explain a difference: values in float64 with noise differ as much."""
+        if not isinstance(got, torch.Tensor) or got.is_complex():
+            return False
+        try:
+            exact = (self(kind)[n] if self.case.wide else want).double()
+            self.noisy = self.noisy or [self._run(i) for i in range(_PERTURBED)]
+            runs = [getattr(o, kind)[n].double() for o in self.noisy]
+        except Exception:
+            return False
+        x, y = got.double(), want.double()
+        if not got.is_floating_point():
+            return bool(((x == y) | torch.stack([r != y for r in runs]).any(0)).all())
+        spread = torch.stack([(r - exact).abs().nan_to_num(0.0, float("inf")) for r in runs]).amax(0)
+        finite = torch.stack([r.isfinite() for r in runs]).all(0) & exact.isfinite()
+        eps = torch.finfo(self.case.low or got.dtype).eps
+        gap = torch.fmin((x - y).abs(), (x - exact).abs())
+        near = gap <= 8 * spread + 8 * eps * exact.abs() + torch.finfo(got.dtype).tiny
+        odd = (x == y) | (x.isnan() & (y.isnan() | exact.isnan())) | (~finite & ~y.isfinite())
+        return bool((near | odd).all())
+
+    def _run(self, noise: int | None) -> Observation:
+        case = self.case
+        text, make, mode = case.text, case.inputs, case.mode
+        if case.wide:
+            text, make = _METHODS.sub(".double()", _NARROW.sub("torch.float64", text)), self._inputs
+            mode = "grad" if mode == "grad" else "none"
+        wide = Case(case.seed, case.route, mode, text, make, "", None, case.program, case.writes)
+        eps = 0.0 if noise is None or case.writes else torch.finfo(case.low or torch.float32).eps
+        torch.set_default_dtype(torch.float64 if case.wide else torch.float32)
+        try:
+            function = make_function(text)
+            module = module_of(function)
+            if module is not None and case.wide:
+                module.double()
+            with _Noise(eps, noise or 0) if eps else contextlib.nullcontext():
+                return observe([wide], [function], lambda ins: [function(*ins[0])])[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            if self.case.program is not None:
+                return judge._wide_inputs(self.case.program, None)
+            return [x.double() if x.is_floating_point() else x for x in self.case.inputs()]
+
+
+class _Noise(TorchFunctionMode):
+    """Every floating result is off by a rounding of relative size `eps`."""
+
+    def __init__(self, eps: float, seed: int) -> None:
+        super().__init__()
+        self.eps, self.draw = eps, torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        writes = getattr(func, "__name__", "").endswith("_") or "out" in (kwargs or {})
+        if writes or not isinstance(made, torch.Tensor) or not made.is_floating_point():
+            return made
+        with torch._C.DisableTorchFunctionSubclass():
+            noise = torch.randn(made.shape, generator=self.draw, dtype=torch.float64)
+            return made * (1 + self.eps * noise).to(made.dtype)

@@ -1,0 +1,67 @@
+"""Random programs whose kernels check every offset, and others under AddressSanitizer.
+
+`make fuzz ARGS=--checked` and `make fuzz ARGS=--asan` run more.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fuser import config
+from tests.fuzz.__main__ import run_batch
+from tests.fuzz.workers import sanitized
+
+PORTIONS = [("sequence", 100, 40), ("gradient", 110_000, 10), ("kernel", 120_000, 40)]
+
+# A kernel that reads before its tensor, by remainders that are taken for positive.
+READS_OUTSIDE = """
+import torch
+import fuser.cpu.text
+from fuser import register_fusion, run_fusion
+from tests.backend.test_bounds import SHIFTED, shifted
+
+fuser.cpu.text.is_nonnegative = lambda e, extents: all(c >= 0 for _, c in e.terms)
+key = register_fusion(torch.fx.symbolic_trace(shifted), functional=True)
+print("begun", flush=True)
+run_fusion(key, list(SHIFTED))
+print("not seen", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way, first, count", PORTIONS)
+def test_no_kernel_leaves_its_buffers(way, first, count):
+    with config.override(check_bounds=True):
+        batch = run_batch(range(first, first + count), way, "-O0")
+        wrong = [f"seed {seed} by {own}: {problem}\n{program}" for seed, own, problem, program in batch if problem]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FUSER_SLOWEST": "0"}
+    env |= sanitized(env)
+    if not all(map(os.path.exists, env["LD_PRELOAD"].split(":"))):
+        pytest.skip("the compiler has no AddressSanitizer")
+    return env
+
+
+def test_vectors_stay_inside_of_tensors(environment):
+    """As users compile them, with explicit vectors, tiles and tails: seed 768 begins a batch of these."""
+    options = ["8", "--start", "768", "--way", "sequence", "--workers", "1", "--asan"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *options], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0 and "8 programs (8 by sequence), 0 wrong" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_read_outside_ends_the_process(environment):
+    run = subprocess.run(
+        [sys.executable, "-c", READS_OUTSIDE], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert "begun" in run.stdout and "not seen" not in run.stdout, run.stdout + run.stderr
+    assert "AddressSanitizer: heap-buffer-overflow" in run.stderr, run.stderr

@@ -1,0 +1,96 @@
+"""A fixed set of random programs in several spellings; `make spellings` runs as many others as asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from tests.fuzz import cases, writer
+from tests.fuzz.generate import generate
+from tests.fuzz.judge import what_differs
+from tests.fuzz.program import Input, Program, Ref, Step, make_inputs, run
+from tests.fuzz.running import reproducer
+from tests.fuzz.spelling_table import spellings
+from tests.fuzz.spellings import MOST, OFTEN, case_of, cases_of, run_batch
+from tests.fuzz.writer import Style, function_text, make_function, write
+
+
+@pytest.mark.parametrize("first, count", [(0, 32), (2_000, 24)])
+def test_programs_in_all_spellings_do_what_eager_does(first, count):
+    batch = run_batch(range(first, first + count), None, "-O0")
+    wrong = [f"seed {seed} {problem}\n{texts}" for seed, _, problem, texts in batch if problem]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_spellings_of_a_program_agree():
+    """The texts give in eager what the plain calls give; of each operation that occurs often, several are written."""
+    used: dict[str, set[str]] = defaultdict(set)
+    for seed in range(120):
+        program = generate(seed, mutate=seed % 4 == 0, most=MOST, often=OFTEN)
+        want = run(program, make_inputs(program))
+        for n in range(3):
+            with torch.no_grad():
+                body = write(program, seed * 4 + n, Style(traceable=n == 0))
+            got = make_function(function_text(program, body))(*make_inputs(program))
+            assert not what_differs(program, got, want, None, strides=False), function_text(program, body)
+            for step, line in zip(program.steps, [b for b in body if not b.startswith("dead")]):
+                used[step.fn].add(line.partition(" = ")[2].partition("(")[0])
+    assert all(len(used[fn]) > 3 for fn in ("torch.add", "torch.mul", "torch.sum", ".to", "torch.div", "torch.sub"))
+
+
+def test_operators_are_among_the_spellings():
+    for fn, text in (("torch.bitwise_and", "{0} & {1}"), ("torch.add", "{0} + {1}"), ("torch.ge", "{0} >= {1}")):
+        assert text in spellings(fn)
+    assert "{0} += {1}\n{r} = {0}" in spellings(".add_")
+
+
+def test_a_seed_gives_the_same_texts():
+    assert [c.text for c in cases_of(5, None)] == [c.text for c in cases_of(5, None)]
+    assert [c.text for c in cases_of(15, None)] == [c.text for c in cases_of(15, None)]
+
+
+def test_a_reproducer_runs_by_itself(capsys):
+    for seed in (5, 15, 18):
+        space: dict[str, object] = {}
+        exec(reproducer(cases_of(seed, "compile")[0]).partition("mode = ")[0], space)
+        space["program"](*space["inputs"]())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("route", ["fx", "make_fx", "backend", "compile"])
+def test_a_wrong_lowering_is_seen_by_each_route(monkeypatch, route):
+    from fuser.ir.loop_body import ops
+    from fuser.lowering.pointwise import elementwise
+    from fuser.lowering.registry import LOWERINGS
+    from tests.fuzz.routes import alone
+
+    broken = lambda ctx, x: elementwise(ctx, [x], lambda v: ops.add(ops.cos(v), 1))  # noqa: E731
+    monkeypatch.setitem(LOWERINGS, "aten.cos", broken)
+    steps = Step("torch.cos", (Ref(0),)), Step("torch.mul", (Ref(1), 2))
+    program = Program((Input((3, 7), torch.float32),), steps, (2,))
+    texts = (case_of(program, 0, n, route) for n in range(40))
+    case = next(c for c in texts if "out=" not in c.text and "_(" not in c.text)  # a write would be left to ATen
+    assert "differ" in cases.problems(case, alone(case), cases.eager(case))
+
+
+def test_a_difference_in_memory_or_gradients_is_seen():
+    steps = (Step("torch.mul", (Ref(0), Ref(0))),)
+    program = Program((Input((3, 4), torch.float32, "dense", "normal", 1),), steps, (1,))
+    body = write(program, 0, writer.Style(plain=True))
+    text = function_text(program, body)
+    case = cases.Case(0, "compile", "grad", text, lambda: make_inputs(program), "", torch.float32, program)
+    want = cases.eager(case)
+    for change in (
+        lambda o: o.gradients[0].mul_(1.01),
+        lambda o: o.gradients[0].fill_(float("nan")),
+        lambda o: o.outputs.__setitem__(0, o.outputs[0].detach()),
+        lambda o: o.outputs.__setitem__(0, o.outputs[0].t().contiguous().t()),
+        lambda o: o.outputs.__setitem__(0, o.inputs[0]),
+        lambda o: o.written.__setitem__(0, True),
+    ):
+        got = cases.eager(case)
+        assert not cases.problems(case, got, want)
+        with torch.no_grad():
+            change(got)
+        assert cases.problems(case, got, want)

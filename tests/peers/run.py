@@ -1,0 +1,124 @@
+"""Runs a program by eager, in float64, and fused on one of several routes, and compares results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import fuser
+from fuser.frontends.dynamo import fuser_backend
+from tests.device import test_device
+from tests.peers import (  # noqa: F401  (each registers its programs)
+    activations,
+    attention,
+    detection,
+    losses,
+    masks,
+    norms,
+    optimisers,
+    physics,
+    quantisation,
+    recurrent,
+    sampling,
+    signal,
+    vision,
+)
+from tests.peers.judge import problem, widened
+from tests.peers.spec import FIRST, PEERS, SECOND, Peer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODES = ("inference", "training", "dynamic", "registered")
+Function = Callable[..., Any]
+
+
+def _compiled(function: Function, dynamic: bool) -> Function:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=fuser_backend, dynamic=dynamic, options={"random": "eager"})
+
+
+def _registered(function: Function, inputs: list[torch.Tensor]) -> Function:
+    """The program as one FX graph of ATen operators behind a handle."""
+    try:
+        graph = make_fx(lambda *args: function(*args))(*inputs)
+    except RuntimeError as error:
+        raise ValueError(f"no graph: {error}") from error
+    return fuser.fusion_handle(fuser.register_fusion(graph))
+
+
+def _forward(function: Function, inputs: list[Any]) -> list[Any]:
+    with torch.no_grad():
+        return pytree.tree_leaves(function(*(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs)))
+
+
+def _with_gradients(peer: Peer, function: Function, inputs: list[Any]) -> list[Any]:
+    """Results, then the gradients of what needs them, for cotangents that are the same on every route."""
+    args = [
+        x.detach().clone().requires_grad_(s.grad and x.is_floating_point()) for x, s in zip(inputs, peer.inputs)
+    ]  # fmt: skip
+    outputs = pytree.tree_leaves(function(*args))
+    roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+    ways = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).view(o.shape).to(o.dtype) for o in roots]
+    torch.autograd.backward(roots, ways)
+    return [*outputs, *(a.grad for a in args if a.requires_grad)]
+
+
+def _on_device(function: Function) -> Function:
+    """The program with its new tensors on the device that is tested: programs name none."""
+    if test_device() == "cpu":
+        return function
+
+    def call(*args: Any) -> Any:
+        with torch.device(test_device()):
+            return function(*args)
+
+    return call
+
+
+def _results(peer: Peer, function: Function, inputs: list[Any], mode: str) -> list[Any]:
+    gradients = peer.grad and mode in ("training", "dynamic")
+    return _with_gradients(peer, function, inputs) if gradients else _forward(function, inputs)
+
+
+def _exact(peer: Peer, program: Function, inputs: list[Any], mode: str) -> list[Any]:
+    """The results in float64; none for a program that reads the bits of its floats."""
+    try:
+        return list(widened(lambda *args: _results(peer, program, list(args), mode), inputs))
+    except RuntimeError:
+        return []
+
+
+def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
+    """None for a program that is right on a route, else what is wrong; ValueError where eager has it not."""
+    fused: Function | None = None
+    program = _on_device(peer.function)
+    for n in (FIRST, SECOND) if mode == "dynamic" else (FIRST,):
+        inputs = peer.make_inputs(n, dtype)
+        try:
+            want = _results(peer, program, inputs, mode)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"eager: {error}") from error
+        exact = _exact(peer, program, inputs, mode)
+        if fused is None:
+            registered = mode == "registered"
+            fused = _registered(program, inputs) if registered else _compiled(program, mode == "dynamic")
+        got = _results(peer, fused, inputs, mode)
+        if len(got) != len(want):
+            return f"{len(got)} results instead of {len(want)}"
+        for k, (a, b) in enumerate(zip(got, want)):
+            found = problem(f"N={n}, result {k}", a, b, exact[k] if k < len(exact) else None)
+            if found is not None:
+                return found
+    return None
+
+
+def checks_of(peer: Peer) -> list[tuple[str, str]]:
+    """All dtypes and modes that a program is meant for."""
+    dtypes = DTYPES if peer.halves else ("float32",)
+    return [(d, m) for d in dtypes for m in MODES if m != "training" or peer.grad]
+
+
+__all__ = ["DTYPES", "MODES", "PEERS", "check", "checks_of"]

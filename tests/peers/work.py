@@ -1,0 +1,32 @@
+"""What a worker process of `python -m tests.peers` does."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+
+Case = tuple[str, str, str]
+
+
+def start(threads: int) -> None:
+    """Prepare a worker."""
+    os.environ.setdefault("FUSER_SLOWEST", "0")
+    warnings.filterwarnings("ignore")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def run(case: Case) -> tuple[Case, str, str]:
+    """A case, "right", "wrong", "raised" or "left out", and why."""
+    from tests.peers.run import DTYPES, PEERS, check
+
+    name, dtype, mode = case
+    try:
+        found = check(PEERS[name], DTYPES[dtype], mode)
+    except ValueError as error:
+        return case, "left out", str(error)
+    except Exception:
+        return case, "raised", traceback.format_exc(limit=-4)
+    return (case, "right", "") if found is None else (case, "wrong", found)

@@ -1,0 +1,146 @@
+"""Gradients asked for in unusual ways: inside a compiled function, twice, by `torch.func`, by compiled autograd."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.utils._pytree import tree_leaves
+
+from fuser.frontends.dynamo import compilations, fuser_backend
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+
+
+def x():
+    torch.manual_seed(1)
+    return torch.randn(5, 4)
+
+
+def gradients(m):
+    return [p.grad for p in m.parameters()]
+
+
+def backward_inside(compiled):
+    m = model()
+
+    def step(a):
+        loss = (m(a) * 2).sigmoid().sum()
+        loss.backward()
+        return loss.detach()
+
+    f = compiled(step)
+    return f(x()), f(x()), gradients(m)
+
+
+def whole_step(compiled):
+    m = model()
+    optimiser = torch.optim.SGD(m.parameters(), lr=0.1)
+
+    def step(a):
+        optimiser.zero_grad()
+        loss = F.gelu(m(a)).pow(2).mean()
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    f = compiled(step)
+    return f(x()), f(x()), [p.detach() for p in m.parameters()]
+
+
+def gradient_penalty(compiled):
+    m = model()
+
+    def step(a):
+        (found,) = torch.autograd.grad(m(a).sum(), a, create_graph=True)
+        loss = (found.norm(dim=1) - 1).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    return compiled(step)(x().requires_grad_()), gradients(m)
+
+
+def kept_graph(compiled):
+    a = x().requires_grad_()
+    y = compiled(lambda a: (a.sin() * a).sum())(a)
+    y.backward(retain_graph=True)
+    y.backward()
+    return a.grad
+
+
+def nested(compiled):
+    inner = compiled(lambda a: a.sin() * 2)
+    return compiled(lambda a: inner(a).cos() + 1)(x())
+
+
+def functional(compiled):
+    m = model()
+    parameters = {k: v.detach() for k, v in m.named_parameters()}
+
+    def loss(parameters, row):
+        return functional_call(m, parameters, (row[None],)).pow(2).sum()
+
+    def each(parameters, a):
+        twice = grad(grad(lambda t: t.sin() * t))(a[0, 0])
+        forward = jvp(lambda z: z.tanh() * z, (a,), (a * 2,))
+        second = hessian(lambda z: z.tanh().sum())(a[0])
+        return vmap(grad(loss), in_dims=(None, 0))(parameters, a), twice, forward, second
+
+    return compiled(each)(parameters, x())
+
+
+def transformed_outside(compiled):
+    f = compiled(lambda a: (a.sin() * a).sum())
+    return grad(f)(x()), vmap(f)(x())
+
+
+def compiled_autograd(compiled):
+    m = model()
+    f = compiled(m)
+    losses = []
+    with torch._dynamo.compiled_autograd._enable(compiled):
+        for _ in range(2):  # gradients are made, then added to
+            losses.append(f(x()).sigmoid().sum())
+            losses[-1].backward()
+    return losses, gradients(m)
+
+
+def test_graphs_of_compiled_autograd_are_fused():
+    m = model()
+    loss = m(x()).sigmoid().sum()  # not compiled: its whole backward is the graph that has a list of inputs
+    with torch._dynamo.compiled_autograd._enable(lambda f: torch.compile(f, backend=fuser_backend)):
+        loss.backward()
+    want = torch.autograd.grad(m(x()).sigmoid().sum(), list(m.parameters()))
+    torch.testing.assert_close(gradients(m), list(want))
+    (graph,) = compilations()
+    assert graph.route != "eager" and graph.groups
+
+
+ROUTES = [
+    backward_inside, whole_step, gradient_penalty, kept_graph, nested, functional, transformed_outside,
+    compiled_autograd,
+]  # fmt: skip
+_FRAMES = {whole_step: 13, gradient_penalty: 4}  # others take at most three: the function, and around a graph break
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda f: f.__name__)
+def test_route(route):
+    want = route(lambda f: f if route is not compiled_autograd else torch.compile(f, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = route(lambda f: torch.compile(f, backend=fuser_backend))
+    torch.testing.assert_close(tree_leaves(got), tree_leaves(want))
+    assert not [w for w in said if "does not know how to trace" in str(w.message)]
+    assert counters["frames"]["total"] <= _FRAMES.get(route, 3)

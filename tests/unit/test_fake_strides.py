@@ -1,0 +1,68 @@
+"""Traces for this backend see eager's strides: what eager views, torch.compile views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser.frontends.dynamo import fuser_backend
+
+CHANNELS = {
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "native_channel_shuffle": lambda x: torch.native_channel_shuffle(x, 2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "reflect": lambda x: F.pad(x, (1, 1, 1, 1), "reflect"),
+    "replicate": lambda x: F.pad(x, (1, 1, 1, 1), "replicate"),
+    "max_unpool2d": lambda x: F.max_unpool2d(x, torch.arange(16).view(4, 4).expand(2, 8, 4, 4), (4, 4), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("backend", [fuser_backend, "fuser"])
+def test_views_of_channels_last_results(backend):
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+
+    def fn(x):
+        return [g(x).permute(0, 2, 3, 1).view(-1) + 1 for g in CHANNELS.values()]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    for got, want in zip(compiled(x), fn(x)):
+        assert torch.equal(got, want)
+
+
+def test_a_shape_function_that_views_what_eager_copies():
+    x = torch.randn(2, 4, 4, 8).transpose(1, 3)
+    torch._dynamo.reset()
+    got = torch.compile(lambda x: torch.native_channel_shuffle(x, 2) + 1, backend=fuser_backend)(x)
+    want = torch.native_channel_shuffle(x, 2) + 1
+    assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_backward_of_a_loss_of_a_permuted_embedding(dynamic):
+    """Eager's `mse_loss_backward` is row-major, torch's shape function keeps the order of its arguments."""
+
+    def fn(w, i, t):
+        return F.mse_loss(F.embedding(i, w).view(*i.shape, 2, 4).permute(0, 2, 1, 3), t)
+
+    w, t = torch.randn(10, 8, requires_grad=True), torch.randn(4, 2, 6, 4)
+    i = torch.randint(0, 10, (4, 6))
+    (want,) = torch.autograd.grad(fn(w, i, t), w)
+    torch._dynamo.reset()
+    (got,) = torch.autograd.grad(torch.compile(fn, backend=fuser_backend, dynamic=dynamic)(w, i, t), w)
+    torch.testing.assert_close(got, want)
+
+
+def test_other_backends_see_torchs_strides():
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(n.meta["example_value"].stride() for n in gm.graph.nodes if "shuffle" in n.name)
+        return gm.forward
+
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    torch.compile(lambda x: torch.channel_shuffle(x, 2), backend=backend)(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert seen == [torch.channel_shuffle(mode.from_tensor(x), 2).stride()]

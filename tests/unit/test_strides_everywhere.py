@@ -1,0 +1,104 @@
+"""Strides of every function's results, in every kind of memory: what the package says is what eager does.
+
+FUSER_STRIDES=full compares all samples of torch's database in all layouts, not some of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fuser.canonical import canonicalize
+from fuser.codegen.program import result_strides
+from fuser.errors import Unsupported
+from fuser.executor import home_of, why_unfit
+from fuser.lowering.graph import lower_graph
+from fuser.lowering.registry import supports
+from tests.compare import copy_inputs, leaves
+from tests.opinfo.database import full_name, operators
+from tests.opinfo.runner import Sample, call_graph, make_sample
+from tests.unit.memory_layouts import LAYOUTS, in_layouts, some_layouts
+
+FULL = os.environ.get("FUSER_STRIDES") == "full"
+SAMPLES, PER_SAMPLE = (None, len(LAYOUTS)) if FULL else (1, 3)
+# Eager reads outside of tensors whose sizes do not fit, or crashes on tensors without elements.
+UNCUT = ("batch_norm", "lu_unpack", "linalg", "geqrf", "ormqr", "householder", "segment", "unpool", "embedding_bag")
+
+
+def calls() -> Iterator[tuple[str, Sample]]:
+    """Each operator's samples, those of most dims, in some layouts: its name with the layout, and the call."""
+    for op in operators():
+        dtypes = op.supported_dtypes("cpu")
+        dtype = next((d for d in (torch.float32, torch.int64, torch.bool) if d in dtypes), None)
+        made = op.sample_inputs("cpu", dtype, requires_grad=False) if dtype else []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [make_sample(op.op, s) for s in itertools.islice(made, None if FULL else 5)]
+        found = [s for s in found if all(type(t) is torch.Tensor and t.layout is torch.strided for t in s.tensors)]
+        if not any(is_lowered(sample) for sample in found):
+            continue
+        found.sort(key=lambda s: -max((t.dim() for t in s.tensors), default=0))
+        for i, sample in enumerate(found[:SAMPLES]):
+            layouts = some_layouts((full_name(op), i), PER_SAMPLE)
+            cut = not any(word in op.name for word in UNCUT)
+            for name, tensors in in_layouts(sample.tensors, layouts, cut):
+                yield f"{full_name(op)}: {name}", dataclasses.replace(sample, tensors=tensors)
+
+
+def is_lowered(sample: Sample) -> bool:
+    """Whether each operator of a call has a lowering."""
+    if not hasattr(sample.function, "__name__"):
+        return False
+    registered = canonicalize(call_graph(sample, None), False)
+    return not registered.blocked and all(supports(n.op) is None or "." not in n.op for n in registered.graph.calls)
+
+
+def lowered_strides(sample: Sample, result: Any) -> list[tuple[int, ...]] | None:
+    """The strides that the results of a call's kernel will have; None where ATen makes them."""
+    registered = canonicalize(call_graph(sample, result), False)
+    args = (*registered.bound, *sample.tensors)
+    if registered.blocked or why_unfit(args, home_of(registered.graph)):
+        return None
+    try:
+        lowered = lower_graph(registered.graph, args)
+    except Unsupported:
+        return None
+    buffers = {b.name: b for b in lowered.ctx.buffers}
+    return [
+        args[at].stride() if kind == "input" else tuple(map(lowered.ctx.hint, result_strides(buffers[at])))
+        for kind, at in lowered.outputs
+    ]
+
+
+def wide(size: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that say where elements are."""
+    return tuple(s for n, s in zip(size, strides) if n > 1) if 0 not in size else ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_results_of_kernels_have_eagers_strides():
+    compared, wrong = 0, []
+    for name, sample in calls():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                result = sample.call(*copy_inputs(sample.tensors))
+            except Exception:  # whatever eager has against the arguments
+                continue
+            want = [t for t in leaves(result) if isinstance(t, torch.Tensor)]
+            if not want or any(t.layout is not torch.strided for t in want):
+                continue
+            got = lowered_strides(sample, result)
+        if got is not None:
+            compared += 1
+            wrong += [(name, t.stride(), g) for t, g in zip(want, got) if wide(t.shape, t.stride()) != wide(t.shape, g)]
+    names = sorted({name.split(": ")[0] for name, *_ in wrong})
+    assert not wrong, (len(names), names, wrong[:4])
+    assert compared > 1000

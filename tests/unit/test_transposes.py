@@ -1,0 +1,52 @@
+"""Blocks transposed in registers, with the edges for registers of either width."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+
+from fuser.cpu import toolchain, transposes
+from fuser.cpu.nest import TILE_STRIDE
+
+DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TYPES = "typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32; typedef unsigned long long u64;"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A function `t<bytes>_<edge>` for each edge that a machine may use."""
+    text = [TYPES, "typedef long long i64;", transposes._SHUFFLE]
+    for size, word in transposes.WORDS.items():
+        for edge in {transposes._WIDE[size], transposes._NARROW[size]}:
+            made = transposes._with_edge(size, edge).replace(f"lines_{word}", f"lines_{size}_{edge}")
+            text.append(made.replace(f"static void transpose_{word}", f'extern "C" void t{size}_{edge}'))
+    folder = tmp_path_factory.mktemp("transposes")
+    (folder / "t.cpp").write_text("\n".join(text))
+    compiler = toolchain.find_compiler(None)
+    command = [*compiler, "-O1", "-march=native", "-w", "-shared", "-fPIC", "-o", str(folder / "t.so")]
+    subprocess.run([*command, str(folder / "t.cpp")], check=True)
+    return ctypes.CDLL(str(folder / "t.so"))
+
+
+@pytest.mark.parametrize("edges", [transposes._WIDE, transposes._NARROW])
+@pytest.mark.parametrize("size", DTYPES)
+def test_blocks_are_transposed(library, size, edges):
+    step, rows, columns = 70, 48, 32  # of the tile; the operand that is read is transposed
+    x = torch.arange(columns * step).to(DTYPES[size]).reshape(columns, step)
+    room = torch.zeros(80, step, dtype=x.dtype)  # what is asked for ahead lies past the end
+    room[:columns] = x
+    tile = torch.zeros(rows, TILE_STRIDE, dtype=x.dtype)
+    of, to = ctypes.c_void_p(room.data_ptr()), ctypes.c_void_p(tile.data_ptr())
+    numbers = [ctypes.c_int64(n) for n in (step, rows, columns)]
+    getattr(library, f"t{size}_{edges[size]}")(of, numbers[0], to, *numbers[1:])
+    assert torch.equal(tile[:, :columns], x[:, :rows].t())
+
+
+@pytest.mark.parametrize("size", DTYPES)
+def test_blocks_fit_the_registers(size):
+    """16 registers of 32 bytes, or 32 of 64: a block that does not fit takes ten times as long. Tiles hold blocks."""
+    for edge, width, count in ((transposes._NARROW[size], 32, 16), (transposes._WIDE[size], 64, 32)):
+        assert edge * size <= width and edge <= count and transposes.EDGES[size] % edge == 0
