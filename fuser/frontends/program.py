@@ -24,9 +24,20 @@ from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
 
 _SERIAL = [0]
+
+
+def _unsafe_view(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`x` in another shape as a tensor that autograd takes for no view, copied where its strides require that."""
+    try:
+        return torch.ops.aten._unsafe_view(x, shape)
+    except RuntimeError:
+        return torch.ops.aten._unsafe_view(x.contiguous(), shape)
+
+
 # Views of a traced graph that strides other than the traced ones may not allow: eager's `reshape` copies then.
 _COPIES_IF_NEEDED: dict[Any, Any] = {
-    getattr(torch.ops.aten, name).default: torch.ops.aten.reshape.default for name in ("view", "_unsafe_view")
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: _unsafe_view,
 }
 _INFIX = {
     operator.add: "+",
