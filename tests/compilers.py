@@ -15,7 +15,7 @@ from typing import Any
 
 from fuser.runtime import process
 
-BOUND = float(os.environ.get("FUSER_TEST_COMPILER_SECONDS", "10"))  # 2 on a quiet machine, whose caches nobody shares
+BOUND = float(os.environ.get("FUSER_TEST_COMPILER_SECONDS", "5"))  # 2 on a quiet machine, whose caches nobody shares
 MANY = 20  # functions in one source: more are several programs that the fuzzer compiles together
 
 

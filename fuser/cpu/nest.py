@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,6 +28,7 @@ ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before
 # Largest constant distance between neighbouring lanes that g++ sees. It takes the loads of one array that are a
 # constant distance apart for a group of interleaved elements, in time that grows with the square of the distance.
 MOST_INTERLEAVED = 16
+MOST_OF_A_GROUP = 4  # most stores of such a group that lacks some: g++ took ten seconds for 11 of 12 float16
 # Most loads of less than a word that a loop gathers by vectors. A vector gather of bytes is some 20 instructions for
 # eight lanes, and 64 lanes are taken at once: many of them, as windows read, are faster as scalar loads.
 MOST_GATHERED = 4
@@ -179,11 +181,20 @@ class Nest:
             return address
         own = (self.vector.sym,)
         step = next((c for monomial, c in address.terms if monomial == own), 0)
-        if abs(step) <= MOST_INTERLEAVED:
+        if abs(step) <= MOST_INTERLEAVED and abs(step) not in self._gapped_steps:
             return address
         self.hidden.add(abs(step))
         name = symbol(f"far{abs(step)}", LOOP)
         return address + expr(self.vector.sym) * ((name if step > 0 else -name) - step)
+
+    @functools.cached_property
+    def _gapped_steps(self) -> frozenset[int]:
+        """Distances between neighbouring lanes of many stores that leave some elements between them out."""
+        assert self.vector is not None
+        own = (self.vector.sym,)
+        steps = [(s.buffer, abs(c)) for s in self.plan.stores for monomial, c in s.address.terms if monomial == own]
+        counts = Counter(steps)
+        return frozenset(step for (_, step), n in counts.items() if MOST_OF_A_GROUP < n < step)
 
     def value(self, n: int) -> str:
         """The right-hand side of row `n`."""

@@ -26,7 +26,7 @@ from fuser.passes.grouping import is_grown
 _SERIAL = [0]
 
 
-def _unsafe_view(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _unsafe_view(x: torch.Tensor, shape: Sequence[int]) -> Any:
     """`x` in another shape as a tensor that autograd takes for no view, copied where its strides require that."""
     try:
         return torch.ops.aten._unsafe_view(x, shape)
