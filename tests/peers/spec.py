@@ -72,9 +72,9 @@ class Peer:
     grad: bool = True
     halves: bool = True
 
-    def make_inputs(self, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Fresh inputs, always the same for one program, size and dtype."""
-        generator = torch.Generator("cpu").manual_seed(sum(self.name.encode()) * 31 + n)
+    def make_inputs(self, n: int, dtype: torch.dtype, draw: int = 0) -> list[torch.Tensor]:
+        """Fresh inputs, always the same for one program, size, dtype and draw."""
+        generator = torch.Generator("cpu").manual_seed(sum(self.name.encode()) * 31 + n + 1000003 * draw)
         return [x.make(n, dtype, generator) for x in self.inputs]
 
 
