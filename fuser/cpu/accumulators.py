@@ -22,11 +22,6 @@ NO_PLACE = 2**31 - 1
 LONG_ROW = 128  # elements of a row from which accumulators take two registers
 REGISTER = 64
 BEYOND_CACHES = 1 << 22  # elements
-_VALUE_OF = {"argmax": "max", "argmin": "min"}
-_INDEX_OF = {value: index for index, value in _VALUE_OF.items()}
-_COUNTS = ("sum", "prod")  # what takes a value twice is wrong
-_WRAPPING = {"sum": "+", "prod": "*"}
-_BEYOND = {"max": ">", "min": "<"}
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -62,7 +57,7 @@ class AccumulatingNest(Nest):
         value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
         spec = REDUCTIONS[r.kind]
         acc = spec.accumulate(value)
-        if self._waits_for_memory() and r.kind == "sum" and acc is torch.float32:
+        if self._waits_for_memory() and spec.adds and acc is torch.float32:
             acc = torch.float64
         return spec, value, self._truth() if acc is torch.bool else acc
 
@@ -78,11 +73,13 @@ class AccumulatingNest(Nest):
 
     def flushes(self, r: Reduce) -> bool:
         """Whether partial sums go to float64 totals."""
-        return r.kind == "sum" and self.spec(r)[2] is torch.float32
+        spec, _, acc = self.spec(r)
+        return spec.adds and acc is torch.float32
 
     def notes_nans(self, r: Reduce) -> bool:
         """Whether an extreme is one of numbers, and NaNs are noted apart: one instruction each, that wait for less."""
-        return not self.is_column and r.kind in _BEYOND and self.spec(r)[2].is_floating_point
+        spec, _, acc = self.spec(r)
+        return not self.is_column and bool(spec.extreme) and not spec.index and acc.is_floating_point
 
     def column_flush(self) -> int:
         """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
@@ -106,8 +103,8 @@ class AccumulatingNest(Nest):
 
     def holder(self, r: Reduce) -> Reduce:
         """The reduction in whose accumulator `r`'s value is: an extreme next to its index needs none of its own."""
-        for other in self.plan.reductions if r.kind in _INDEX_OF else ():
-            if other.kind == _INDEX_OF[r.kind] and other.phase == r.phase:
+        for other in self.plan.reductions:
+            if REDUCTIONS[other.kind].value == r.kind and other.phase == r.phase:
                 if self.plan.rows[other.row].args[0] == r.row:
                     return other
         return r
@@ -154,11 +151,11 @@ class AccumulatingNest(Nest):
         k = r.number
         if not spec.index:
             now = cpp_convert(value, acc, self.ref(r.row))
-            if self.overlaps and r.kind in _COUNTS:
+            if self.overlaps and not spec.idempotent:
                 now = f"l < skip ? {cpp_constant(spec.identity(acc), acc)} : {now}"
             self.out.add(f"const {CPP_TYPES[acc]} x{k} = {now};")
             if self.notes_nans(r):
-                self.out.add(f"acc{k}[l] = x{k} {_BEYOND[r.kind]} acc{k}[l] ? x{k} : acc{k}[l];")
+                self.out.add(f"acc{k}[l] = x{k} {spec.extreme} acc{k}[l] ? x{k} : acc{k}[l];")
                 self.out.add(f"nan{k}[l] |= x{k} != x{k};")
                 return
             self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
@@ -223,19 +220,19 @@ class AccumulatingNest(Nest):
 
     def fold_lanes(self, r: Reduce) -> None:
         """Fold the lanes into lane 0, halving, in vectors: the fixed order of a tree."""
-        k, acc = r.number, self.spec(r)[2]
-        kind = _VALUE_OF.get(r.kind, r.kind)
+        k, (spec, _, acc) = r.number, self.spec(r)
+        kind = spec.value or r.kind
         size = min(64, self.lanes * acc.itemsize)
         width = size // acc.itemsize
         names = [f"a{i}" for i in range(self.lanes // width)]
         element = "u8" if acc is torch.bool else CPP_TYPES[acc]
-        sign = _WRAPPING.get(kind, "") if not acc.is_floating_point and acc is not torch.bool else ""
+        sign = spec.wraps if not acc.is_floating_point and acc is not torch.bool else ""
         if sign:  # integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take
             element = element.replace("i", "u")
 
         def joined(a: str, b: str) -> str:
             if self.notes_nans(r):
-                return f"{b} {_BEYOND[kind]} {a} ? {b} : {a}"
+                return f"{b} {spec.extreme} {a} ? {b} : {a}"
             return f"{a} {sign} {b}" if sign else cpp_combine(kind, acc, a, b)
 
         self.out.open("")

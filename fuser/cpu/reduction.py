@@ -164,7 +164,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         That pays for sums of cheap rows, of which nothing else is written; g++ does not vectorise several selects.
         """
         reductions = self.accumulators(phase)
-        if not loops or not reductions or any(r.kind != "sum" for r in reductions) or self.checks_inside:
+        if not loops or not reductions or not all(REDUCTIONS[r.kind].adds for r in reductions) or self.checks_inside:
             return False
         if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase) or self.half_loads(phase):
             return False

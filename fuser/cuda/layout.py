@@ -131,7 +131,7 @@ def online_phases(plan: KernelPlan) -> dict[int, Online]:
 def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     """The maximum `m` of some float32 `x` if `total` sums `exp(x - m)`."""
     e = plan.rows[total.row]
-    if total.kind != "sum" or e.op not in ("exp", "exp_down") or e.dtype is not torch.float32:
+    if not REDUCTIONS[total.kind].adds or e.op not in ("exp", "exp_down") or e.dtype is not torch.float32:
         return None
     difference = plan.rows[e.args[0]]
     if difference.op != "sub":
@@ -140,7 +140,7 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     if plan.rows[m].op != "reduced":
         return None
     r = plan.reductions[plan.rows[m].attr]
-    return r if r.kind == "max" and r.row == x else None
+    return r if REDUCTIONS[r.kind].pointwise == "maximum" and r.row == x else None
 
 
 def _passes(plan: KernelPlan, online: bool) -> int:
@@ -156,7 +156,7 @@ def adds_floats(plan: KernelPlan) -> bool:
     for r in plan.reductions:
         row, spec = plan.rows[r.row], REDUCTIONS[r.kind]
         value = plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
-        if spec.accumulate(value).is_floating_point and not spec.index and r.kind not in ("max", "min"):
+        if spec.accumulate(value).is_floating_point and not spec.extreme:
             return True
     return False
 

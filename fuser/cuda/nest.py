@@ -388,10 +388,10 @@ class Nest:
         spec, _, acc = self.spec(r)
         axis = len(self.layout.dims) - 1
         back = "[:, None]" if axis else ""
-        if r.kind == "sum":
+        if spec.adds:
             return f"tl.sum({values}, {axis}){back}"
         if acc is torch.bool:
-            how = "max" if r.kind in ("any", "max") else "min"
+            how = "min" if spec.identity(acc) else "max"
             return f"(tl.{how}(({values}).to(tl.int32), {axis}) != 0){back}"
         if spec.index:
             return f"tl.reduce(({values}, {indices}), {axis}, fuser_combine_{r.kind})[1]{back}"
@@ -411,7 +411,7 @@ class Nest:
         """An index of the extreme value: the extreme first, then the lowest index that has it; NaN is extreme."""
         axis = len(self.layout.dims) - 1
         back = "[:, None]" if axis else ""
-        k, kind = r.number, "max" if r.kind == "argmax" else "min"
+        k, kind = r.number, REDUCTIONS[r.kind].value
         self.out.add(f"x{k} = {values}")
         self.out.add(f"best{k} = tl.reduce(x{k}, {axis}, fuser_combine_{kind}){back}")
         same = f"(x{k} == best{k})"

@@ -88,22 +88,35 @@ _MIN = by("({0} <= {1}) | ({0} != {0}) ? {0} : {1}", "{0} < {1} ? {0} : {1}", "{
 _BETTER_MAX, _BETTER_MIN = (f"fuser_better_{n}({{0}}, {{1}}, {{2}}, {{3}})" for n in ("argmax", "argmin"))
 
 ROWS = (
-    ReductionRow("sum", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _wide, "({0} + {1})"),
-    ReductionRow("prod", _dim_by_dim(torch.prod), lambda _: 1, MUL, _wide, "({0} * {1})"),
-    ReductionRow("max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, _same, by(*_TRITON_MAX), cost=2),
-    ReductionRow("min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, _same, by(*_TRITON_MIN), cost=2),
+    ReductionRow(
+        "sum", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _wide, "({0} + {1})", adds=True, pointwise="add",
+        wraps="+",
+    ),
+    ReductionRow(
+        "prod", _dim_by_dim(torch.prod), lambda _: 1, MUL, _wide, "({0} * {1})", pointwise="mul", wraps="*",
+    ),
+    ReductionRow(
+        "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, _same, by(*_TRITON_MAX), cost=2, idempotent=True,
+        extreme=">", pointwise="maximum",
+    ),
+    ReductionRow(
+        "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, _same, by(*_TRITON_MIN), cost=2, idempotent=True,
+        extreme="<", pointwise="minimum",
+    ),
     ReductionRow(
         "any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool, "({0} | {1})",
+        idempotent=True,
     ),
     ReductionRow(
         "all", lambda x, d, k: torch.all(x.bool(), d, k), lambda _: True, "{0} & {1}", _to_bool, "({0} & {1})",
+        idempotent=True,
     ),
     ReductionRow(
         "argmax", _index(torch.argmax), smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
-        overtakes=_overtakes("<=", ">"),
+        overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max",
     ),
     ReductionRow(
         "argmin", _index(torch.argmin), largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
-        overtakes=_overtakes(">=", "<"),
+        overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min",
     ),
 )  # fmt: skip

@@ -85,6 +85,12 @@ class ReductionRow:
       replace the accumulator's. Their accumulator starts at (identity, `NO_INDEX`); the result is the index.
     overtakes: of `index` rows, a bool from ({0} accumulator, {1} value): whether a value at a higher index replaces it.
     eval: (tensor of compute dtype, sorted dims, keepdim) -> tensor; index rows take one dim, or all.
+    idempotent: whether folding a value in twice gives what folding it in once does.
+    adds: whether it is a sum: float32 partial sums may go to float64 totals, and an empty one is 0.0, not -0.0.
+    extreme: the comparison that a value must win to replace the accumulator, ">" or "<"; "" if none decides.
+    value: of `index` rows, the reduction whose result is the value at the index.
+    pointwise: the op that folds two values, with the new value first for extremes; "" if there is none.
+    wraps: the C++ operator that folds whole vectors of unsigned integers; "" where `combine` takes vectors.
     """
 
     name: str
@@ -99,6 +105,12 @@ class ReductionRow:
     cost: int = 1
     notes: str = ""
     overtakes: Cell = None
+    idempotent: bool = False
+    adds: bool = False
+    extreme: str = ""
+    value: str = ""
+    pointwise: str = ""
+    wraps: str = ""
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype for an input of compute dtype `dtype`."""

@@ -169,7 +169,7 @@ def _reduce_one(node: Node) -> None:
                 node.rows.append(Row("to_dtype", (node.result,), dtype, node.rows[node.result].dtype))
                 node.result = len(node.rows) - 1
         result = node.rows[node.result]
-        if node.kind == "sum" and result.dtype.is_floating_point:  # of -0.0 is 0.0
+        if spec.adds and result.dtype.is_floating_point:  # of -0.0 is 0.0
             node.rows += [Row("const", (), result.dtype, "0.0")]
             node.rows += [Row("add", (len(node.rows) - 1, node.result), result.dtype)]
             node.result = len(node.rows) - 1
@@ -202,7 +202,7 @@ def _reduce_one_value(node: Node) -> None:
     elif value.dtype is not row.accumulate(value.dtype):
         node.rows.append(Row("to_dtype", (node.result,), row.accumulate(value.dtype), value.dtype))
         node.result = len(node.rows) - 1
-    elif node.kind == "sum" and value.dtype.is_floating_point:  # 0.0 + -0.0 is 0.0
+    elif row.adds and value.dtype.is_floating_point:  # 0.0 + -0.0 is 0.0
         zero = Row("const", (), value.dtype, "0.0")
         node.rows += [zero, Row("add", (len(node.rows), node.result), value.dtype)]
         node.result = len(node.rows) - 1

@@ -31,6 +31,7 @@ from fuser.ir.sizes import (
     symbols,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
+from fuser.ops import REDUCTIONS
 from fuser.scheduler.fusion import Kernel
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 
@@ -327,8 +328,8 @@ def _short_row(
 
     Not so long ones in float64, of which a sum of lanes is more exact than one number after the other.
     """
-    dearly = any(kind not in ("sum", "prod", "any", "all") for kind, _, _ in reductions)
-    dearly = dearly and not any(kind == "sum" and dtype is torch.float64 for kind, _, dtype in reductions)
+    dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
+    dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
     narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
     return max(DEARLY_FOLDED if dearly else 16, REGISTER // narrowest)
 

@@ -17,7 +17,6 @@ from fuser.scheduler.nodes import Node
 
 MOST_POINTS, MOST_ROWS = 8, 64
 # By reduction: what combines a further value with those before it. Of equal extremes the first stays.
-_COMBINE = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 
 
 def unroll_short(nodes: list[Node]) -> None:
@@ -29,7 +28,7 @@ def unroll_short(nodes: list[Node]) -> None:
 
 def _is_short(node: Node) -> bool:
     n = product(size for _, size in node.reduced).as_int()
-    if node.kind not in _COMBINE or n is None or not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
+    if not node.kind or not REDUCTIONS[node.kind].pointwise or n is None or not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
         return False
     reduced = {v for v, _ in node.reduced}
     neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
@@ -38,14 +37,15 @@ def _is_short(node: Node) -> bool:
 
 def _unroll(node: Node) -> None:
     out = Recorder()
-    acc = REDUCTIONS[node.kind].accumulate(node.rows[node.result].dtype)
+    spec = REDUCTIONS[node.kind]
+    acc = spec.accumulate(node.rows[node.result].dtype)
     total = -1
     for point in itertools.product(*(range(size.as_int() or 0) for _, size in node.reduced)):
         value = _converted(out, _copied(out, node, {v: expr(k) for (v, _), k in zip(node.reduced, point)}), acc)
-        if total < 0 and node.kind == "sum" and acc.is_floating_point:  # 0.0 + -0.0 is 0.0
+        if total < 0 and spec.adds and acc.is_floating_point:  # 0.0 + -0.0 is 0.0
             total = out.add_row(Row("const", (), acc, "0.0")).row
-        pair = (value, total) if node.kind in ("max", "min") else (total, value)
-        total = value if total < 0 else out.add_row(Row(_COMBINE[node.kind], pair, acc)).row
+        pair = (value, total) if spec.extreme else (total, value)
+        total = value if total < 0 else out.add_row(Row(spec.pointwise, pair, acc)).row
     node.result = _converted(out, total, compute_dtype(node.buffer.dtype))
     node.rows, node.domain = out.rows, node.kept
     node.kind, node.n_reduced = "", 0
