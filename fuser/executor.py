@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, 
 from fuser.errors import FuserError, InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
 from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
-from fuser.runtime import launcher, torch_abi
+from fuser.runtime import launcher, process, torch_abi, workers
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.splitting import Split, is_hopeless, split
@@ -337,7 +337,7 @@ class Executor:
         spec = arg_spec(args, self.spec.config)
         running = self._prepared.get(spec)
         if running is None or running.done():  # a second thread would do nothing but wait for the first
-            running = self._prepared[spec] = _pool().submit(self._prepare, args, settings)
+            running = self._prepared[spec] = _pool.submit(self._prepare, args, settings)
         return running
 
     def _prepare(self, args: tuple[Any, ...], settings: dict[str, Any]) -> str | None:
@@ -400,10 +400,8 @@ class Executor:
         return (function or self.spec.fallback)(*args)
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads that compile ahead; the C++ compilers they wait for run beside Python."""
-    return ThreadPoolExecutor(config.compile_workers or os.cpu_count() or 1, thread_name_prefix="fuser-compile")
+# Threads that compile ahead; the C++ compilers they wait for run beside Python.
+_pool = workers.Pool(lambda: config.compile_workers or os.cpu_count() or 1, "fuser-compile")
 
 
 def _on(device_type: str, example: Any) -> Any:
@@ -454,7 +452,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(text: str) -> None:
-    if text not in _warned:
+    if text not in _warned and not process.is_ending():
         _warned.add(text)
         warnings.warn(f"fuser: {text}; the groups concerned run by ATen", RuntimeWarning, stacklevel=2)
 

@@ -12,11 +12,10 @@ import shlex
 import shutil
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from fuser import config
 from fuser.errors import CompileError
-from fuser.runtime import files, process
+from fuser.runtime import files, process, workers
 
 # -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
 FLAGS = (
@@ -29,7 +28,6 @@ FLAGS = (
 _GCC_FLAGS = (
     "-fvect-cost-model=dynamic", "-mprefer-vector-width=512", "-funswitch-loops", "--param=max-unswitch-insns=200",
 )  # fmt: skip
-_lock = threading.Lock()
 
 
 @functools.lru_cache(maxsize=8)
@@ -55,7 +53,7 @@ def warm_up() -> None:
         with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
             flags_for(find_compiler(os.environ.get("CXX")))
 
-    threading.Thread(target=probe, name="fuser-toolchain", daemon=True).start()
+    workers.start(probe, "fuser-toolchain")
 
 
 def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -217,8 +215,7 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
             if len(parts) == 1:
                 inputs = [_source_file(work, 0, parts[0])]
             else:
-                with ThreadPoolExecutor(max_workers=len(parts)) as pool:
-                    inputs = list(pool.map(lambda at: _object_file(work, at, parts[at]), range(len(parts))))
+                inputs = workers.run_all(lambda at: _object_file(work, at, parts[at]), range(len(parts)))
             made = work / library.name
             run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
             problem: str | None = "it wrote no library"

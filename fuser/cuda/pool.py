@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
+from fuser.runtime import process
 
 SCRIPT = pathlib.Path(__file__).with_name("compile_worker.py")
 MOST_WORKERS = 8
@@ -58,9 +58,11 @@ class Worker:
     def _line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
         pipe, parts = self.process.stdout.fileno(), [b""]
+        ready = select.poll()  # `select.select` takes no number above 1023
+        ready.register(pipe, select.POLLIN)
         while not parts[-1].endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            if left <= 0 or not ready.poll(1000 * left):
                 raise TimeoutError
             parts.append(os.read(pipe, 1 << 20))
             if not parts[-1]:
@@ -93,7 +95,7 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
-        atexit.register(self.stop)
+        process.at_end(self, self.stop)
 
     @property
     def command(self) -> list[str]:

@@ -14,7 +14,6 @@ import pathlib
 import re
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from fuser.cuda import compile_worker, pool
 from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
 from fuser.errors import CompileError
-from fuser.runtime import files
+from fuser.runtime import files, workers
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
 FORMAT = 2  # of what is kept on disk
@@ -126,8 +125,7 @@ def compile_all(requests: Sequence[Request]) -> tuple[Entry, ...]:
     """The binaries of several kernels, made at the same time. Raises CompileError."""
     if len(requests) < 2:  # none: all results are views, or hold nothing
         return tuple(map(compile_kernel, requests))
-    with ThreadPoolExecutor(max_workers=min(len(requests), pool.workers())) as threads:
-        return tuple(threads.map(compile_kernel, requests))
+    return tuple(workers.run_all(compile_kernel, requests, pool.workers()))
 
 
 def load_source(text: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from fuser.cuda.fused_kernel import Source
 from fuser.cuda.tiles import Variant
 from fuser.errors import CompileError, Unsupported
 from fuser.ir.sizes import run_program
-from fuser.runtime import launcher, python_launcher
+from fuser.runtime import launcher, python_launcher, workers
 
 # In order of promise; those that write the same kernel as an earlier one are not tried.
 VARIANTS = (
@@ -161,8 +160,7 @@ def _compiled(sources: Mapping[str, Source]) -> tuple[dict[str, Run], list[tuple
         except CompileError as e:
             return str(e).splitlines()[0]
 
-    with ThreadPoolExecutor(max_workers=len(sources)) as threads:
-        found = dict(zip(sources, threads.map(compile_one, sources.values())))
+    found = dict(zip(sources, workers.run_all(compile_one, sources.values())))
     failed = [(label, made) for label, made in found.items() if isinstance(made, str)]
     return {label: made for label, made in found.items() if not isinstance(made, str)}, failed
 

@@ -11,7 +11,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from fuser.errors import CompileError, Unsupported
 from fuser.lowering.graph import lower_graph
 from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan
-from fuser.runtime import launcher
+from fuser.runtime import launcher, workers
 from fuser.scheduler.schedule import schedule
 
 aten = torch.ops.aten
@@ -188,12 +187,11 @@ class Raced:
             except (Unsupported, CompileError) as e:  # a tile that does not fit
                 return str(e).splitlines()[0]
 
-        with ThreadPoolExecutor(max_workers=len(tiles)) as threads:
-            for label, found in zip(tiles, threads.map(compiled, tiles.values())):
-                if isinstance(found, str):
-                    failed.append((label, found))
-                else:
-                    runs[label] = found
+        for label, found in zip(tiles, workers.run_all(compiled, tiles.values())):
+            if isinstance(found, str):
+                failed.append((label, found))
+            else:
+                runs[label] = found
         return dataclasses.replace(choices.race(runs, "aten", failed), what=self._what(args))
 
     def _what(self, args: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ by the first handle; handles made meanwhile run in Python and change over by the
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 from fuser import config
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import native_build, process, python_launcher, torch_abi
+from fuser.runtime import native_build, process, python_launcher, torch_abi, workers
 from fuser.runtime.encode import encode
 from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
 
@@ -192,8 +193,9 @@ def prepare() -> None:
             _start(ready)
             return
         cache_dir = settings.cache_dir
-        _thread = threading.Thread(target=_build, args=(cache_dir,), name="fuser-launcher", daemon=True)
-        _thread.start()
+        _thread = workers.start(functools.partial(_build, cache_dir), "fuser-launcher")
+        if _thread is None:
+            _fail("no thread can be started to build the native one")
 
 
 def wait(timeout: float | None = None) -> bool:

@@ -1,51 +1,202 @@
-"""Running another program with a time limit, in a process group of its own, so that nothing of it stays behind."""
+"""Running another program: with a time limit, in a process group of its own that ends when this process does.
+
+A shell between this process and the program holds the read end of a pipe whose write end only this process has. When
+this process ends, however that happens, the pipe closes and the shell kills the group.
+"""
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - registers its own end before this module's, which then comes first
 import contextlib
 import os
+import select
 import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO
 
 from fuser.errors import CompileError
 
+_SHELL = "/bin/sh"
+_GUARD = (
+    'exec 3<&0 </dev/null; { read _ <&3; kill -9 0; } >/dev/null 2>&1 & guard=$!; "$@" 3<&-; code=$?; '
+    "kill -9 $guard; wait $guard 2>/dev/null; exit $code"
+)
+_NOT_RUN = (126, 127)  # the shell's exit codes for a program that it cannot run
+_GLANCE = 0.05  # seconds between two looks at a program whose output a process that it started holds open
+_MOST_PARTS = 1 << 10  # reads of output that are kept
+HUNG_IN_A_ROW, HUNG_IN_ALL = 2, 4  # runs of one program that are stopped before it is not run again
+
+
+# -- the end of this process -------------------------------------------------------------------------------------------
 _ending = False
+_at_end: dict[object, Callable[[], None]] = {}
 
 
 def is_ending() -> bool:
-    """Whether this process is about to end, and stopped what it was waiting for."""
+    """Whether this process is about to end, and stopped what its threads were waiting for."""
     return _ending
 
 
+def at_end(key: object, function: Callable[[], None] | None) -> None:
+    """Have `function` called when this process ends, before its threads are waited for; None takes it back."""
+    if function is None:
+        _at_end.pop(key, None)
+    else:
+        _at_end[key] = function
+
+
+def _end() -> None:
+    global _ending
+    _ending = True
+    for function in list(_at_end.values()):
+        function()
+
+
+# `atexit` runs only once all threads have ended, and these may wait for a compiler that hangs. The order of imports
+# decides: what was registered last runs first, and the threads of `concurrent.futures` are waited for like others.
+getattr(threading, "_register_atexit", atexit.register)(_end)
+
+
+def _after_fork() -> None:
+    global _ending
+    _ending = False
+    for running in list(_at_end):
+        if isinstance(running, _Running):
+            running.lifeline.close()  # or the program would outlive the parent as long as this child lives
+    _at_end.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- programs that hang ------------------------------------------------------------------------------------------------
+@dataclass
+class _Hung:
+    """How often a program was stopped, in all and since it last ended by itself; the time and limit of the last."""
+
+    in_all: int = 0
+    in_a_row: int = 0
+    last: float = 0.0
+    limit: float = 0.0
+
+
+_hung: dict[str, _Hung] = {}
+
+
+def why_not(program: str, timeout: float) -> str | None:
+    """None if `program` may run for `timeout` seconds; else says that it hung before, often enough to give it up."""
+    known = _hung.get(program)
+    if known is None or timeout > known.limit or known.in_a_row < HUNG_IN_A_ROW and known.in_all < HUNG_IN_ALL:
+        return None
+    return _sentence(program, known.limit)
+
+
+def _sentence(program: str, limit: float) -> str:
+    return (
+        f"{program} ran longer than {limit:g} s and was stopped; "
+        "try it by hand, or give it longer with FUSER_COMPILE_TIMEOUT_SECONDS"
+    )
+
+
+def _note(program: str, began: float, limit: float, stopped: bool) -> None:
+    """Count a run. Those that ran at the same time as one that was stopped count with it."""
+    known = _hung.setdefault(program, _Hung())
+    if not stopped:
+        known.in_a_row = 0
+    elif began >= known.last:
+        known.in_all, known.in_a_row, known.last = known.in_all + 1, known.in_a_row + 1, time.monotonic()
+        known.limit = max(known.limit, limit)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Running:
+    process: subprocess.Popen[bytes]
+    lifeline: IO[bytes]
+
+    def has_ended(self) -> bool:
+        """Whether the program has ended. Its number stays taken until it is reaped, and that of its group with it."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # somebody else reaped it
+            return True
+
+    def kill(self) -> None:
+        """End the program and all that it started in its group."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
 def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
-    """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds."""
+    """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds.
+
+    A program that was stopped often is not run again: that would cost the whole limit each time.
+    """
+    why = why_not(command[0], timeout)
+    if why is None and _ending and threading.current_thread() is not threading.main_thread():
+        why = f"{command[0]} is not run, since this process ends"
+    if why is not None:
+        raise CompileError(why)
+    began = time.monotonic()
+    running = _start(command)
+    at_end(running, running.kill)
+    try:
+        output = _output(running, began + timeout)
+    finally:
+        at_end(running, None)
+        running.kill()  # whatever it left behind, and all of it if it was stopped or this call is interrupted
+        running.lifeline.close()
+        running.process.wait()
+    _note(command[0], began, timeout, output is None)
+    if output is None:
+        raise CompileError(_sentence(command[0], timeout))
+    text = output.decode(errors="replace")
+    if running.process.returncode in _NOT_RUN:
+        raise CompileError(f"{command[0]} cannot be run: {text.strip() or 'no reason is given'}", text)
+    return running.process.returncode, text
+
+
+def _start(command: Sequence[str]) -> _Running:
+    guarded = [_SHELL, "-c", _GUARD, "sh", *command] if os.access(_SHELL, os.X_OK) else command
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            guarded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
     except OSError as e:
         raise CompileError(f"{command[0]} cannot be run: {e}") from None
-    owner = os.getpid()
+    assert process.stdin is not None
+    return _Running(process, process.stdin)
 
-    def kill() -> None:
-        if os.getpid() == owner:  # not in a forked child
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the compiler's driver and the passes that it started
 
-    def end() -> None:
-        global _ending
-        _ending = os.getpid() == owner
-        kill()
+def _output(running: _Running, deadline: float) -> bytes | None:
+    """The output of a program once it ended; None if it did not by the deadline.
 
-    atexit.register(end)  # a process that ends before its compiler takes it along
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        kill()
-        process.communicate()
-        raise CompileError(f"{command[0]} ran longer than {timeout:g} s and was stopped") from None
-    finally:
-        atexit.unregister(end)
-    return process.returncode, output.decode(errors="replace")
+    The program's end counts, not that of its output: a process that it started may hold that open.
+    """
+    assert running.process.stdout is not None
+    parts: list[bytes] = []
+    with running.process.stdout as pipe:
+        ready = select.poll()
+        ready.register(pipe, select.POLLIN)
+        pause, is_open = _GLANCE / 64, True
+        while True:
+            left = deadline - time.monotonic()
+            if is_open and left > 0 and ready.poll(1000 * min(_GLANCE, left)):
+                data = os.read(pipe.fileno(), 1 << 16)
+                is_open = bool(data)
+                if len(parts) < _MOST_PARTS:
+                    parts.append(data)
+            elif running.has_ended():
+                return b"".join(parts)
+            elif left <= 0:
+                return None
+            elif not is_open:
+                time.sleep(pause)
+                pause = min(2 * pause, _GLANCE)

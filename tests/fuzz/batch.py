@@ -65,7 +65,7 @@ class BatchBackend(CpuBackend):
     def installed(self) -> Iterator[None]:
         """In this block all kernels of the process are compiled here."""
         before = fuser.executor._pool
-        fuser.executor._pool = lambda: self._pool  # type: ignore[assignment]
+        fuser.executor._pool = self._pool  # type: ignore[assignment]
         register_backend("cpu", self)
         try:
             yield

@@ -1,0 +1,106 @@
+"""Threads that work beside the caller's. Where no thread can be started, the caller does the work itself."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fuser.runtime import process
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+def start(function: Callable[[], Any], name: str) -> threading.Thread | None:
+    """A started thread that runs `function` and does not hold up the process's end; None if there can be none."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # a limit on threads or memory
+        return None
+    return thread
+
+
+def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = None) -> list[R]:
+    """`function` of each item, `most` at the same time. Raises what the first that fails raises."""
+    todo = deque(enumerate(items))
+    count = len(todo)
+    done: dict[int, R] = {}
+    failed: dict[int, Exception] = {}
+
+    def work() -> None:
+        while todo:
+            try:
+                at, item = todo.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                done[at] = function(item)
+            except Exception as e:
+                failed[at] = e
+
+    threads = [start(work, "fuser-worker") for _ in range(min(most or count, count) - 1)]
+    try:
+        work()
+    except BaseException:
+        todo.clear()
+        raise
+    for thread in threads:
+        if thread is not None:
+            thread.join()
+    if failed:
+        raise failed[min(failed)]
+    return [done[at] for at in range(count)]
+
+
+class Pool:
+    """At most `size()` threads, which take calls in order of arrival. A process that ends drops those not begun."""
+
+    def __init__(self, size: Callable[[], int], name: str) -> None:
+        self._size, self._name = size, name
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._promised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        """What `function(*args)` gives, in the future; at once, in this thread, if there is no other."""
+        promise: Future[R] = Future()
+
+        def fulfil() -> None:
+            if not promise.set_running_or_notify_cancel():
+                return
+            try:
+                promise.set_result(function(*args))
+            except BaseException as e:
+                promise.set_exception(e)
+
+        once = deque([fulfil])
+        with self._lock:
+            self._promised.add(promise)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._size(), thread_name_prefix=self._name)
+                process.at_end(self, self._drop)
+            threads = self._threads
+        try:
+            threads.submit(_run_once, once)
+        except RuntimeError:  # no thread can be started; one that runs already may still come across the call
+            _run_once(once)
+        return promise
+
+    def _drop(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        for promise in list(self._promised):
+            promise.cancel()
+
+
+def _run_once(once: deque[Callable[[], None]]) -> None:
+    try:
+        function = once.popleft()
+    except IndexError:
+        return
+    function()
