@@ -154,7 +154,8 @@ class _Walking:
         k, nest = r.number, self.nest
         value = f"acc{k}"
         if nest.layout.dims[ROWS].block > 1:
-            fold = f"tl.sum({value}, 0)" if REDUCTIONS[r.kind].adds else f"tl.reduce({value}, 0, fuser_combine_{r.kind})"
+            adds = REDUCTIONS[r.kind].adds
+            fold = f"tl.sum({value}, 0)" if adds else f"tl.reduce({value}, 0, fuser_combine_{r.kind})"
             value = f"{fold}[None, :]"
         at = expr(CHUNK) * results
         for a in nest.layout.dims[COLUMNS].axes:

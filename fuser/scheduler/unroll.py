@@ -28,7 +28,9 @@ def unroll_short(nodes: list[Node]) -> None:
 
 def _is_short(node: Node) -> bool:
     n = product(size for _, size in node.reduced).as_int()
-    if not node.kind or not REDUCTIONS[node.kind].pointwise or n is None or not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
+    if not node.kind or not REDUCTIONS[node.kind].pointwise or n is None:
+        return False
+    if not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
         return False
     reduced = {v for v, _ in node.reduced}
     neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
