@@ -22,6 +22,7 @@ with collector_at_rest():
         register_fusion,
         register_fusion_backend,
         run_fusion,
+        wait,
     )
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "register_fusion",
     "register_fusion_backend",
     "run_fusion",
+    "wait",
 ]
 
 

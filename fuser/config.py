@@ -77,6 +77,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long", least=0),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),
+    Setting(
+        "compile_mode", "wait",
+        "'wait': the first call of a class waits for its kernel; 'background': calls run ATen until the kernel takes "
+        "over, when the last bits of equal calls' results may change, once",
+        choices=("wait", "background"),
+    ),
     Setting("max_body_rows", 256, "most rows of one fused loop body", key=True, least=1),
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting(

@@ -6,10 +6,12 @@ it; only where there is none, it calls `Executor.slow`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,8 +22,9 @@ from fuser import compiler, config
 from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
 from fuser.errors import FuserError, InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
-from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
-from fuser.runtime import launcher, process, torch_abi, workers
+from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
+from fuser.runtime import launcher, process, torch_abi
+from fuser.runtime.background import COMPILERS, yielding
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.splitting import Split, is_hopeless, split
@@ -33,6 +36,7 @@ Function = Callable[..., Any]
 MAX_VARIANTS = 24
 # Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
 MAX_FORMS = 1024
+PENDING = "its kernel is being compiled in the background"
 _NUMBERS = (bool, int, float)
 _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
 
@@ -161,13 +165,18 @@ class Executor:
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
-        self._prepared: dict[ArgSpec, Future[str | None]] = {}
         self._lock = threading.Lock()
+        self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
+        self._pending: set[ArgSpec | None] = set()  # what is in the background's hands
+        self._orders = threading.RLock()  # of `_pending`, and of the forms that are refused meanwhile
+        self._n_meanwhile = 0
+        self._made_for: set[Any] = set()  # calls for which a kernel was made in the background
         self._default_dtype = torch.get_default_dtype()
         self._trials = Trials(spec, self._admit, functools.partial(self._refuse, first=True))
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
         spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
+        _executors.add(self)
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
@@ -195,6 +204,8 @@ class Executor:
         """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
         (reason, *_), splits = self.spec.blocked, self._splits
         if None not in splits and why_not is None:
+            if config.compile_mode == "background":
+                return self._run_meanwhile(None, args, 0)
             with self._lock:
                 if None not in splits:
                     splits[None] = self._split(args)
@@ -315,6 +326,8 @@ class Executor:
             result = self._probe(args)
             if result is not _MISS:
                 return result
+        if config.compile_mode == "background" and store.reason(key) is None and have < MAX_VARIANTS:
+            return self._run_meanwhile(key, args, have)
         while True:
             if have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
@@ -330,29 +343,87 @@ class Executor:
             if compiled:
                 store.close(key, f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for")
 
+    # What is compiled in the background.
+
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]:
         """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""
-        settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
         args = tuple(map(concrete, examples))
-        spec = arg_spec(args, self.spec.config)
-        running = self._prepared.get(spec)
-        if running is None or running.done():  # a second thread would do nothing but wait for the first
-            running = self._prepared[spec] = _pool.submit(self._prepare, args, settings)
-        return running
+        key = arg_spec(args, self.spec.config)
+        with self._orders:
+            return self._order(key, lambda: args, 0)
 
-    def _prepare(self, args: tuple[Any, ...], settings: dict[str, Any]) -> str | None:
-        with config.override(**settings):
-            device = self._device_of(args)
-            if device is None:
-                return NO_TENSOR
-            reason = self.spec.blocked[0] if self.spec.blocked else self._why_not_device(device)
-            if reason is not None or not config.enabled:
-                return reason or "fusion is switched off (config.enabled is False)"
-            key = arg_spec(args, self.spec.config)
-            entry, _ = self.spec.store.get_or_compile(key, lambda: self._compile(args, key), 0)
-            entry.example = entry.example or tuple(map(_described, args))
-            self._prepare_pieces(self._splits.get(key), device)
-            return None if entry.kernels else entry.reason
+    def _order(self, key: ArgSpec | None, args: Callable[[], tuple[Any, ...]], have: int) -> Future[str | None]:
+        """Have a kernel made for `key`, or for None the split of a blocked group, if nobody does. Under `_orders`."""
+        if key not in self._pending:
+            self._pending.add(key)
+            settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+            self._prepared[key] = _pool.submit(lambda: self._serve(key, args, have, settings))
+        return self._prepared[key]
+
+    def _serve(
+        self, key: ArgSpec | None, make_args: Callable[[], tuple[Any, ...]], have: int, settings: dict[str, Any]
+    ) -> str | None:  # fmt: skip
+        """Do what was ordered; calls that ran by ATen meanwhile ask again. None, or why there is no kernel."""
+        try:
+            waits = settings["compile_mode"] == "wait"
+            with config.override(**settings), contextlib.nullcontext() if waits else yielding():
+                args = make_args()
+                if key is not None:
+                    return self._prepare(args, key, have)
+                made = self._split(args)
+                self._splits.setdefault(None, made)
+                return None if made is not None else self.spec.blocked[0]
+        finally:
+            with self._orders:
+                self._pending.discard(key)
+                self._ask_again()
+
+    def _ask_again(self) -> None:
+        if self._n_meanwhile:
+            getattr(self.handle, "pardon", lambda reason: None)(PENDING)
+
+    def _prepare(self, args: tuple[Any, ...], key: ArgSpec, have: int) -> str | None:
+        device = self._device_of(args)
+        if device is None:
+            return NO_TENSOR
+        reason = self.spec.blocked[0] if self.spec.blocked else self._why_not_device(device)
+        if reason is not None or not config.enabled:
+            return reason or "fusion is switched off (config.enabled is False)"
+        entry, compiled = self.spec.store.get_or_compile(key, lambda: self._compile(args, key), have)
+        entry.example = entry.example or tuple(map(_described, args))
+        self._prepare_pieces(self._splits.get(key), device)
+        return None if entry.kernels else entry.reason
+
+    def _run_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> Any:
+        """The result of a call by ATen, until the background has made what it needs.
+
+        The launcher is told of its form, so that equal calls cost nothing more until then.
+        """
+        with self._orders:  # nothing is done between the question and what is remembered
+            if key is not None and key not in self._pending:
+                self._close_if_blind(key, args)
+            outlines = tuple(map(_outline, args))
+            self._order(key, lambda: tuple(map(_stand_in, outlines)), have)
+            refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
+            pending = key in self._pending  # else there are no threads, and it is done
+            if refuse is not None and native is not None and pending and self._n_meanwhile < MAX_FORMS:
+                self._n_meanwhile += refuse(native, PENDING, args)
+        return self._fall_back(args, PENDING)
+
+    def _close_if_blind(self, key: ArgSpec, args: tuple[Any, ...]) -> None:
+        """Order nothing again for a call whose own kernel did not take it."""
+        call = form_of(args), tuple(a.data_ptr() % ALIGNMENT for a in args if isinstance(a, torch.Tensor))
+        if call in self._made_for:
+            self.spec.store.close(key, "its kernel does not take the inputs it was compiled for")
+        elif len(self._made_for) < MAX_FORMS:
+            self._made_for.add(call)
+
+    def forget_orders(self) -> None:
+        """In a forked child, which has none of the threads that would do them."""
+        self._orders = threading.RLock()
+        self._pending.clear()
+        self._made_for.clear()
+        self._ask_again()
 
     def _prepare_pieces(self, made: Split | None, device_type: str) -> None:
         """Have the pieces of a split compiled as far as their inputs are known."""
@@ -371,6 +442,8 @@ class Executor:
             else:
                 self._admit(kernel, ALL_MAGNITUDES, None)
         except Exception as e:
+            if process.is_ending():  # the process ends, and its compilers with it
+                raise
             if not isinstance(e, Unsupported):
                 _warn_once(reason_of(e))
             self._splits[key] = self._split(args)
@@ -400,8 +473,40 @@ class Executor:
         return (function or self.spec.fallback)(*args)
 
 
-# Threads that compile ahead; the C++ compilers they wait for run beside Python.
-_pool = workers.Pool(lambda: config.compile_workers or os.cpu_count() or 1, "fuser-compile")
+_pool = COMPILERS
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
+    return _pool.wait(timeout)
+
+
+def _after_fork() -> None:
+    for executor in list(_executors):
+        executor.forget_orders()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _outline(a: Any) -> Any:
+    """All that a kernel for `a` depends on, without its memory."""
+    return (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
+
+
+def _stand_in(outline: Any) -> Any:
+    """A tensor of an outline. On the CPU a real one, which nobody writes: fake ones cost an import."""
+    if not isinstance(outline, tuple):
+        return outline
+    size, stride, dtype, device = outline
+    if device.type == "cpu":
+        return torch.empty_strided(size, stride, dtype=dtype)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _on(device_type: str, example: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from fuser import compiler, config
+from fuser import compiler, config, executor
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
@@ -62,6 +62,11 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     """
     registration = REGISTRY.find(key)
     return registration.runner.prepare(registration.runner.complete((*registration.bound, *examples)))
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Wait for all compilations under way in the background, for `timeout` seconds at most. Whether all are done."""
+    return executor.wait(timeout)
 
 
 # -- interrogate -------------------------------------------------------------------------------------------------------

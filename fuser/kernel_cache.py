@@ -106,6 +106,12 @@ class KernelStore:
             entry = self._entries.get(arg_spec)
             return len(entry.kernels) if entry is not None else 0
 
+    def reason(self, arg_spec: ArgSpec) -> str | None:
+        """Why there is no kernel for `arg_spec`, or no further one; None while nobody knows of a reason."""
+        with self._lock:
+            entry = self._entries.get(arg_spec)
+            return entry.reason if entry is not None else None
+
     def close(self, arg_spec: ArgSpec, reason: str) -> None:
         """Compile nothing more for `arg_spec`."""
         with self._lock:

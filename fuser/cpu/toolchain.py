@@ -171,7 +171,7 @@ def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
 def compile_library(parts: tuple[str, ...]) -> str:
     """The path of a shared library made from the sources `parts`; from disk if it was made before. Raises CompileError.
 
-    Several parts are compiled at the same time, then linked.
+    Several parts are compiled at the same time, then linked. What another process is making is waited for.
     """
     compiler = find_compiler(os.environ.get("CXX"))
     flags, libraries = flags_for(compiler)
@@ -181,8 +181,8 @@ def compile_library(parts: tuple[str, ...]) -> str:
     if kept is not None:
         return str(kept)
     folder = _folder_for(library)
-    kept = _kept(folder / library.name) if folder != library.parent else None
-    return str(kept or _make(folder / library.name, parts))
+    with files.claim(folder / library.name, config.compile_timeout_seconds):
+        return str(_kept(folder / library.name) or _make(folder / library.name, parts))
 
 
 def _kept(library: pathlib.Path) -> pathlib.Path | None:

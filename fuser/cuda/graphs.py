@@ -20,6 +20,10 @@ from typing import Any
 
 import torch
 
+from fuser import config
+from fuser.runtime.background import COMPILERS
+
+settings: Any = config  # its attributes are made from a table
 MOST_RECORDINGS = 8  # of one callable, all classes of inputs together
 MOST_CLASSES = 64  # that are remembered
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -147,6 +151,8 @@ class Recorded:
             return self._plain(values, known.reason)
         free = next((r for r in mine or () if r.is_free()), None)
         if free is None:
+            if settings.compile_mode == "background" and COMPILERS.busy:  # a recording would keep ATen's kernels
+                return self._plain(values, "kernels are being compiled in the background")
             if self.n_recordings >= MOST_RECORDINGS:
                 return self._plain(values, f"it has {MOST_RECORDINGS} recordings already")
             try:

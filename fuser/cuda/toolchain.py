@@ -87,9 +87,13 @@ def compile_kernel(r: Request) -> Entry:
     known = _read(folder, r) if folder is not None else None
     if known is not None:
         return known
-    made = compile_now(r)
-    if folder is not None:
-        _keep(folder, r, made)
+    if folder is None:
+        return compile_now(r)
+    with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be making it
+        made = _read(folder, r)
+        if made is None:
+            made = compile_now(r)
+            _keep(folder, r, made)
     return made
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -24,6 +25,8 @@ _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
 _MOST_BYTES = 1 << 28  # more than any entry has
 _WORK = ".work-"
+_LOCK = ".lock-"
+_PAUSE = 0.02  # seconds between two attempts at a lock that another process holds
 _DAY = 86400.0
 
 
@@ -168,11 +171,13 @@ def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @functools.lru_cache(maxsize=16)
 def _sweep(parent: str, process: int) -> None:
-    """Remove the working folders of processes that ended without doing so: once for each folder and process."""
+    """Remove working folders and locks of processes that ended without doing so: once for each folder and process."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(_WORK) and _is_left(entry):
                 shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name.startswith(_LOCK):
+                _unlock(entry.path, _lock(entry.path, 0))
 
 
 def _is_left(entry: os.DirEntry[str]) -> bool:
@@ -190,4 +195,54 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-__all__ = ["Refused", "folder", "put", "read", "say_once", "seal", "working_folder", "write"]
+# -- one maker ---------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def claim(path: pathlib.Path, seconds: float) -> Iterator[bool]:
+    """The right to make the entry `path`, for the block: no other process or thread of this machine has it meanwhile.
+
+    Waits for another holder, `seconds` at most: one that was stopped must not stop all. False then, or where there can
+    be no lock. The system frees the lock of a process that ends.
+    """
+    lock = str(path.with_name(_LOCK + path.name))
+    handle = _lock(lock, seconds)
+    try:
+        yield handle is not None
+    finally:
+        _unlock(lock, handle)
+
+
+def _lock(lock: str, seconds: float) -> int | None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:  # a folder that can only be read
+            return None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_ino == os.stat(lock).st_ino:
+                return handle
+            held = False  # the holder before has removed the file
+        except FileNotFoundError:
+            held = False
+        except BlockingIOError:
+            held = True
+        except OSError:  # a file system without locks
+            os.close(handle)
+            return None
+        os.close(handle)
+        if held and time.monotonic() >= end:
+            return None
+        if held:
+            time.sleep(_PAUSE)
+
+
+def _unlock(lock: str, handle: int | None) -> None:
+    if handle is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(lock)
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
+        os.close(handle)
+
+
+__all__ = ["Refused", "claim", "folder", "put", "read", "say_once", "seal", "working_folder", "write"]

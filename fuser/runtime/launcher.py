@@ -85,6 +85,12 @@ class Handle:
                 self._refusals.append((function, reason, which))
             return False
 
+    def pardon(self, reason: str) -> None:
+        """Ask `slow` again about calls that were refused for `reason` by their form."""
+        with self._lock:
+            if self._target is not self._python:
+                self._target.pardon(reason)
+
     @property
     def refused(self) -> tuple[tuple[str, int], ...]:
         """What the native launcher refused: the reason, and the calls since."""
@@ -143,8 +149,8 @@ class Handle:
 
 def make_handle(slow: Slow) -> Any:
     """A handle without kernels: `handle(*args)`, `add_kernel(program, library, magnitudes=ALL_MAGNITUDES)`, `widen`,
-    `hits`, `misses`, `kernel_count`, and, where it is native, `refuse(function, reason, which, first=False)` and
-    `refused`.
+    `hits`, `misses`, `kernel_count`, and, where it is native, `refuse(function, reason, which, first=False)`,
+    `pardon(reason)` and `refused`.
 
     `slow(args, status)` answers every call that no kernel takes (status 0) or whose kernel reported a status of
     `kernel_spec.STATUS`, and its result is the call's.

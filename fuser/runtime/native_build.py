@@ -106,8 +106,10 @@ def build(cache_dir: str) -> ModuleType:
     logs = []
     for compiler in found:
         with _folder(cache_dir) as folder:
+            path = folder / f"{_key(compiler)}.so"
             try:
-                return _compile(compiler, folder / f"{_key(compiler)}.so")
+                with files.claim(path, settings.compile_timeout_seconds):  # another process may be making it
+                    return load(path) if files.read(path) is not None else _compile(compiler, path)
             except (CompileError, ImportError) as e:
                 logs.append(f"{shlex.join(compiler)}: {e}")
     raise CompileError(f"the native launcher could not be built: {'; '.join(logs)}", "\n".join(logs))

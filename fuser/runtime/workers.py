@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -65,6 +67,7 @@ class Pool:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._promised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._under_way: set[Future[Any]] = set()
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         """What `function(*args)` gives, in the future; at once, in this thread, if there is no other."""
@@ -79,8 +82,10 @@ class Pool:
                 promise.set_exception(e)
 
         once = deque([fulfil])
+        promise.add_done_callback(self._under_way.discard)
         with self._lock:
             self._promised.add(promise)
+            self._under_way.add(promise)
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._size(), thread_name_prefix=self._name)
                 process.at_end(self, self._drop)
@@ -90,6 +95,20 @@ class Pool:
         except RuntimeError:  # no thread can be started; one that runs already may still come across the call
             _run_once(once)
         return promise
+
+    @property
+    def busy(self) -> int:
+        """How many of the calls have not ended yet."""
+        return sum(not f.done() for f in list(self._under_way))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all calls have ended, for `timeout` seconds at most. Whether they have."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while left := [f for f in list(self._under_way) if not f.done()]:
+            seconds = None if end is None else max(end - time.monotonic(), 0.0)
+            if concurrent.futures.wait(left, seconds).not_done:
+                return False
+        return True
 
     def _drop(self) -> None:
         if self._threads is not None:

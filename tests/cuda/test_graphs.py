@@ -6,13 +6,15 @@ Without a GPU, recordings are emulated (`emulated_graphs`).
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from emulated_graphs import emulate
 
-from fuser import debug
+from fuser import config, debug
+from fuser.cuda import graphs as graphs_module
 from fuser.cuda.graphs import MOST_RECORDINGS, Recorded
 from fuser.frontends.dynamo import fuser_backend
 
@@ -90,6 +92,19 @@ def test_a_view_of_a_result_keeps_it_alive() -> None:
     right = part.clone()
     recorded(rows(), w)
     assert torch.equal(part, right)
+
+
+def test_nothing_is_recorded_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording would keep ATen's kernels for good."""
+    recorded, w, x = Recorded(step), weight(), rows()
+    with config.override(compile_mode="background"):
+        monkeypatch.setattr(graphs_module, "COMPILERS", SimpleNamespace(busy=1))
+        for _ in range(3):
+            torch.testing.assert_close(recorded(x, w), step(x, w))
+        assert recorded.n_recordings == 0
+        monkeypatch.setattr(graphs_module, "COMPILERS", SimpleNamespace(busy=0))
+        torch.testing.assert_close(recorded(x, w), step(x, w))
+    assert recorded.n_recordings == 1
 
 
 def test_results_as_inputs() -> None:

@@ -186,6 +186,17 @@ PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
+// The records stay, since a call may be using one, and with them how often they were met; none has a form of no words.
+PyObject* handle_pardon(PyObject* self, PyObject* reason) {
+  Handle* h = (Handle*)self;
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) {
+    int same = PyObject_RichCompareBool(h->refusals[i]->reason, reason, Py_EQ);
+    if (same < 0) return nullptr;
+    if (same) h->refusals[i]->words = 0;
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* handle_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
   PyObject* slow;
   static const char* names[] = {"slow", nullptr};
@@ -277,6 +288,7 @@ PyMethodDef handle_methods[] = {
      "refuse(function, reason, which, first=False): calls that no kernel takes go to function(*args), those with "
      "tensors of the dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments; with "
      "`first` those of the tuple's form also where a kernel takes them. False if not so."},
+    {"pardon", handle_pardon, METH_O, "pardon(reason): calls that were refused for it by their form are so no longer."},
     {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
      "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
      "results as a tuple if `keep`, else None."},

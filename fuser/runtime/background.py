@@ -1,0 +1,68 @@
+"""Compilations in the background, and how little other threads notice of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from fuser import config
+from fuser.runtime import workers
+
+settings: Any = config  # its attributes are made from a table
+
+# Threads that compile ahead; the C++ compilers they wait for run beside Python.
+COMPILERS = workers.Pool(lambda: settings.compile_workers or os.cpu_count() or 1, "fuser-compile")
+_SWITCH_SECONDS = 1e-4  # Python's own is 5e-3: each operator of a call in another thread might wait as long
+
+
+class _Yielding:
+    """How often threads take turns while some run in `yielding`."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, 0.0
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.inside and sys.getswitchinterval() > _SWITCH_SECONDS:
+                self.before = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self.inside += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.restore()
+
+    def restore(self) -> None:
+        if self.before and abs(sys.getswitchinterval() - _SWITCH_SECONDS) < 1e-6:  # else somebody has set it meanwhile
+            sys.setswitchinterval(self.before)
+        self.before = 0.0
+
+    def after_fork(self) -> None:
+        self.restore()
+        self.start()
+
+
+_yielding = _Yielding()
+
+
+@contextlib.contextmanager
+def yielding() -> Iterator[None]:
+    """Have Python's threads take turns more often: the others hardly notice the Python that runs in this block."""
+    _yielding.enter()
+    try:
+        yield
+    finally:
+        _yielding.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_yielding.after_fork)
