@@ -22,6 +22,7 @@ with collector_at_rest():
         register_fusion,
         register_fusion_backend,
         run_fusion,
+        unregister_fusion,
         wait,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "register_fusion",
     "register_fusion_backend",
     "run_fusion",
+    "unregister_fusion",
     "wait",
 ]
 

@@ -75,6 +75,12 @@ SETTINGS: tuple[Setting, ...] = (
         "most bytes of large products that are kept warm for later ones, in training steps too", least=0,
     ),
     Setting("pool_idle_seconds", 5.0, "an idle block goes back to the system after this long", least=0),
+    Setting(
+        "library_limit", 4096,
+        "most libraries of CPU kernels loaded at a time: others are loaded again when they are called; each takes five "
+        "of a process's 65,530 maps",
+        least=1,
+    ),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),
     Setting(

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -148,23 +148,26 @@ def register(
         registered = canonicalize(graph, functional, in_place, lifting=True)
         identity = identity_of(registered)
 
-    def make_spec(key: int) -> tuple[KernelSpec, Executor]:
-        spec = compiler.compile_upfront(registered, key, settings)
-        return spec, Executor(spec, registry)
+    def make_runner(key: int) -> tuple[Executor, Function]:
+        runner = Executor(compiler.compile_upfront(registered, key, settings), registry)
+        return runner, runner.make_handle()
 
-    return registry.register(identity, registered.bound, make_spec, registered.container)
+    return registry.register(identity, registered.bound, make_runner, registered.container)
 
 
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
-    """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call."""
+    """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call.
+
+    The handle holds the executor. Nothing here may hold the handle, nor the executor: see `Registry`.
+    """
 
     def __init__(self, spec: KernelSpec, registry: Registry) -> None:
         self.spec = spec
         self._registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
-        self.handle: Callable[..., Any] = launcher.make_handle(self.slow)
+        self._handle: Callable[[], Function | None] = lambda: None
         self._lock = threading.Lock()
         self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
         self._pending: set[ArgSpec | None] = set()  # what is in the background's hands
@@ -172,11 +175,30 @@ class Executor:
         self._n_meanwhile = 0
         self._made_for: set[Any] = set()  # calls for which a kernel was made in the background
         self._default_dtype = torch.get_default_dtype()
-        self._trials = Trials(spec, self._admit, functools.partial(self._refuse, first=True))
+        me = weakref.ref(self)  # a trial is judged within a call, which holds the executor
+
+        def admit(kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
+            return cast(Executor, me())._admit(kernel, magnitudes, number)
+
+        def leave(args: tuple[Any, ...], reason: str) -> bool:
+            return cast(Executor, me())._refuse(args, reason, first=True)
+
+        self._trials = Trials(spec, admit, leave)
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
-        spec.store.native_fallbacks = lambda: getattr(self.handle, "refused", ())
         _executors.add(self)
+
+    def make_handle(self) -> Function:
+        """The way in. All of this lives as long as it is held."""
+        made: Function = launcher.make_handle(self.slow)
+        known = self._handle = weakref.ref(made)
+        self.spec.store.native_fallbacks = lambda: getattr(known(), "refused", ())
+        return made
+
+    @property
+    def handle(self) -> Function:
+        """The way in; one that no call will ever take if nobody holds the other any more."""
+        return self._handle() or cast(Function, launcher.make_handle(self.slow))
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
@@ -357,7 +379,8 @@ class Executor:
         if key not in self._pending:
             self._pending.add(key)
             settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
-            self._prepared[key] = _pool.submit(lambda: self._serve(key, args, have, settings))
+            # The handle is held: what is compiled for it lives until then.
+            self._prepared[key] = _pool.submit(lambda _: self._serve(key, args, have, settings), self.handle)
         return self._prepared[key]
 
     def _serve(

@@ -46,7 +46,7 @@ class Fallback:
                 source, names = _Writer(self._registered).write()
                 code = compile(source, f"<fallback {self._registered.graph.hash[:12]}>", "exec")
                 exec(code, names)
-                self._source, self._function = source, names["fallback"]
+                self._source, self._function = source, names.pop("fallback")  # no cycle: what it holds leaves with it
             return self._function
 
 

@@ -25,14 +25,33 @@ Graph = torch.fx.Graph | torch.fx.GraphModule
 def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = False) -> int:
     """The key of `graph`, a torch.fx Graph or GraphModule of ATen or torch-level calls. GraphError says what is wrong.
 
-    An equal graph gives the same key. Tensors that the graph holds itself are bound as they are now. So are constants
-    if the graph differs from an earlier one in nothing else: all further ones share one specification. The settings
-    that change generated code, and torch's default dtype, are those in force now. `functional` promises that nobody
-    will write into the inputs or the results, so that a result may be a copy where eager gives a view. `in_place`
-    promises that an input into which the graph writes by `copy_` shares no memory with another input, so that a kernel
-    may write it; the caller counts up its version.
+    An equal graph gives the same key, which is good until `unregister_fusion` was called as often as this. Tensors that
+    the graph holds itself are bound as they are now. So are constants if the graph differs from an earlier one in
+    nothing else: all further ones share one specification. The settings that change generated code, and torch's default
+    dtype, are those in force now. `functional` promises that nobody will write into the inputs or the results, so that
+    a result may be a copy where eager gives a view. `in_place` promises that an input into which the graph writes by
+    `copy_` shares no memory with another input, so that a kernel may write it; the caller counts up its version.
     """
-    return register(REGISTRY, graph, functional, in_place).key
+    made = register(REGISTRY, graph, functional, in_place)
+    REGISTRY.hold(made)
+    return made.key
+
+
+def unregister_fusion(key: int) -> None:
+    """Take back one `register_fusion` that gave `key`. UnknownKeyError if none is left.
+
+    With the last one the fusion leaves: what is bound, its kernels and their libraries are given back, at once or when
+    the last of its handles and running calls ends. The key is good until then, and an UnknownKeyError from then on.
+    """
+    REGISTRY.release(key)
+
+
+def register_handle(
+    graph: Graph, *, functional: bool = False, in_place: bool = False
+) -> tuple[int, Callable[..., Any]]:  # fmt: skip
+    """The key and handle of `graph`, which is registered for as long as the handle is held; see `register_fusion`."""
+    made = register(REGISTRY, graph, functional, in_place)
+    return made.key, made.handle
 
 
 def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
@@ -45,7 +64,10 @@ def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
 
 
 def fusion_handle(key: int) -> Callable[..., Any]:
-    """What to call with the inputs, for speed: returns a tensor, tuple, named tuple or list, as the graph does."""
+    """What to call with the inputs, for speed: returns a tensor, tuple, named tuple or list, as the graph does.
+
+    It works as long as it is held, and keeps the fusion registered for so long.
+    """
     return REGISTRY.find(key).handle
 
 
@@ -133,7 +155,7 @@ def has_fusion_backend(device_type: str) -> bool:
 
 def num_compiled_kernels() -> int:
     """How many kernels this process has compiled or taken from the disk."""
-    return sum(len(spec.store.kernels) for spec in REGISTRY.specs())
+    return REGISTRY.compiled.value
 
 
 # -- debug -------------------------------------------------------------------------------------------------------------
@@ -144,7 +166,7 @@ def debug_launch_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
 
 def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
     """The source of the kernel that `graph` would get for these inputs. Unsupported says why it would get none."""
-    registration = REGISTRY.find(register_fusion(graph))
+    registration = register(REGISTRY, graph)
     args = registration.runner.complete((*registration.bound, *inputs))
     spec = registration.spec
     reason = spec.blocked[0] if spec.blocked else why_unfit(args)

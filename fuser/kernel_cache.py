@@ -6,15 +6,19 @@ each `ArgSpec`, whoever asks and however many ask at once; a failure is remember
 
 from __future__ import annotations
 
+import collections
 import functools
+import hashlib
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import cachetools
 import torch
 
 from fuser.canonical import CanonicalGraph, Registered
@@ -59,6 +63,17 @@ class KernelEntry:
         return "ready" if self.kernels else "failed"
 
 
+class _Counter:
+    """A number that threads count up together."""
+
+    def __init__(self) -> None:
+        self._lock, self.value = threading.Lock(), 0
+
+    def add_one(self) -> None:
+        with self._lock:
+            self.value += 1
+
+
 class KernelStore:
     """The kernels of one specification, by `ArgSpec`."""
 
@@ -68,6 +83,7 @@ class KernelStore:
         self._entries: dict[ArgSpec, KernelEntry] = {}
         self._fallbacks: Counter[str] = Counter()
         self._splits: list[Split] = []
+        self.compiled = _Counter()
         self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
 
     def get_or_compile(
@@ -97,6 +113,7 @@ class KernelStore:
                 entry.reason = reason
                 if kernel is not None:
                     entry.kernels.append(kernel)
+                    self.compiled.add_one()
                 self._changed.notify_all()
         return entry, kernel is not None
 
@@ -214,10 +231,13 @@ class KernelSpec:
 
 
 class Runner(Protocol):
-    """What runs a specification: `handle(*args)`, `slow` for calls that no kernel takes, `prepare` to compile ahead.
+    """What runs a specification: `slow` for calls that no kernel takes, `prepare` to compile ahead.
 
-    `complete` adds the defaults of inputs left out and refuses wrong ones.
+    `handle` is the way in. It holds the runner, and the runner does not hold it. `complete` adds the defaults of inputs
+    left out and refuses wrong ones.
     """
+
+    spec: KernelSpec
 
     @property
     def handle(self) -> Callable[..., Any]: ...
@@ -241,82 +261,201 @@ class Registration:
 
 
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
+Full = tuple[Identity, tuple[Any, ...]]
+_GONE = 4096  # keys that are gone and still known as such
+_FORMS = 16384  # graphs without some constants that are known to have come
 
 
 def _contained(handle: Callable[..., Any], container: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *args: container(handle(*args))
+    def call(*args: Any) -> Any:
+        return container(handle(*args))
+
+    call.inside = handle  # type: ignore[attr-defined]
+    return call
+
+
+def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
+    """What is bound in a handle that `Registry.register` made."""
+    inside = getattr(handle, "inside", handle)
+    return inside.args if isinstance(inside, functools.partial) else ()
+
+
+@dataclass(eq=False)
+class _Entry:
+    """What the registry knows of a key. It holds a handle only while `count` registrations are not taken back.
+
+    `offset`: how far the key is from its first choice; None if the same key may be given again.
+    """
+
+    key: int
+    full: Full
+    offset: int | None
+    handle: weakref.ref[Callable[..., Any]]
+    runner: weakref.ref[Runner]
+    count: int = 0
+    held: Registration | None = None
 
 
 class Registry:
-    """Every specification and registration of the process."""
+    """Every specification and registration of the process that somebody holds.
+
+    A registration lives as long as its handle: the registry, frontends, users and running calls hold handles. The
+    handle holds the runner and with it the specification, its kernels and what is bound; nothing of these holds the
+    handle, so that all leave together when the last reference to it does.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._specs: dict[Identity, tuple[KernelSpec, Runner]] = {}
-        self._by_identity: dict[tuple[Identity, tuple[Any, ...]], Registration] = {}
-        self._forms: dict[tuple[str, tuple[Any, ...], tuple[int, ...]], Identity] = {}
-        self._by_key: dict[int, Registration] = {}
+        self._specs: dict[Identity, tuple[weakref.ref[Callable[..., Any]], weakref.ref[Runner]]] = {}
+        self._by_full: dict[Full, _Entry] = {}
+        self._by_key: dict[int, _Entry] = {}
+        self._forms: cachetools.LRUCache[bytes, Identity] = cachetools.LRUCache(_FORMS)
+        self._gone: cachetools.LRUCache[int, None] = cachetools.LRUCache(_GONE)
+        self.compiled = _Counter()  # kernels compiled or taken from the disk, those that left too
+        self._floor = 0  # keys of what is bound are so far from their first choice: none of a thing that left is reused
+        # What left, as handles say when they die, which may be at any moment and in any thread.
+        self._leaving: collections.deque[_Entry | Identity] = collections.deque()
 
     def knows(self, identity: Identity) -> bool:
         """Whether there is a specification of what `identity` computes."""
         with self._lock:
-            return identity in self._specs
+            return self._spec_of(identity) is not None
 
     def is_first(self, form: str, identity: Identity) -> bool:
         """Whether no other graph came before that is of this form, the text of a graph without some constants."""
+        digest = hashlib.blake2b(repr((form, identity[1:])).encode(), digest_size=16).digest()
         with self._lock:
-            return self._forms.setdefault((form, *identity[1:]), identity) == identity
+            return bool(self._forms.setdefault(digest, identity) == identity)
 
     def register(
-        self, identity: Identity, bound: tuple[Any, ...],
-        make_spec: Callable[[int], tuple[KernelSpec, Runner]], container: Callable[[Any], Any] | None = None,
+        self, identity: Identity, bound: tuple[Any, ...], make_runner: Callable[[int], tuple[Runner, Any]],
+        container: Callable[[Any], Any] | None = None,
     ) -> Registration:  # fmt: skip
-        """The registration of what `identity` computes on `bound`, tensors and numbers.
+        """The registration of what `identity` computes on `bound`, tensors and numbers; it is the caller's to hold.
 
-        `make_spec(key)` makes its specification if it is new. `container` makes what a call gives of the tuple of
-        results, if it is no tuple.
+        `make_runner(key)` makes the runner and the handle of its specification if that is new. `container` makes what a
+        call gives of the tuple of results, if it is no tuple.
         """
         full = identity, (*(id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound), container)
         with self._lock:
-            known = self._by_identity.get(full)
+            self._sweep()
+            entry = self._by_full.get(full)
+            known = _registration(entry) if entry is not None else None
             if known is not None:
                 return known
-            key = self._free_key(identity)
-            if identity not in self._specs:
-                self._specs[identity] = make_spec(key)
-            spec, runner = self._specs[identity]
+            key, offset = self._free_key(identity, bool(bound or container or any(identity[2])))
+            way_in = self._spec_of(identity)
+            if way_in is None:
+                runner, way_in = make_runner(key)
+                runner.spec.store.compiled = self.compiled
+                leave = functools.partial(_append, self._leaving, identity)
+                self._specs[identity] = weakref.ref(way_in, leave), weakref.ref(runner)
+            found = self._specs[identity][1]
             # A partial is native code too; what is bound comes first among the inputs.
-            handle = functools.partial(runner.handle, *bound) if bound else runner.handle
+            handle = functools.partial(way_in, *bound) if bound else way_in
             handle = handle if container is None else _contained(handle, container)
-            registration = Registration(key, spec, bound, runner, handle)
-            self._by_identity[full] = self._by_key[key] = registration
-            return registration
+            entry = _Entry(key, full, offset, weakref.ref(handle), found)
+            entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))
+            self._by_full[full] = self._by_key[key] = entry
+            made = _registration(entry)
+            assert made is not None  # its handle is held here
+            return made
 
-    def _free_key(self, identity: Identity) -> int:
-        """A key made of the content hash, so that it is the same in every process that registers in the same order."""
-        key = int(identity[0][:15], 16)
-        while key in self._by_key:
-            key += 1
-        return key
+    def _spec_of(self, identity: Identity) -> Callable[..., Any] | None:
+        """The way in to a specification, if that is alive."""
+        known = self._specs.get(identity)
+        return known[0]() if known is not None else None
+
+    def _free_key(self, identity: Identity, is_bound: bool) -> tuple[int, int | None]:
+        """A key that no other registration has or had, and its distance from the first choice.
+
+        It is made of a hash, so that it is the same in every process that registers in the same order. A registration
+        without objects of this process is its hash: when it comes again it gets its key again.
+        """
+        text = repr((identity[0], identity[1], is_bound))
+        first = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+        offset = self._floor if is_bound else 0
+        while first + offset in self._by_key:
+            offset += 1
+        return first + offset, offset if is_bound else None
+
+    def _sweep(self) -> None:
+        """Forget what left. Under the lock."""
+        while self._leaving:
+            left = self._leaving.popleft()
+            if isinstance(left, _Entry):
+                if self._by_key.get(left.key) is left:
+                    del self._by_key[left.key]
+                if self._by_full.get(left.full) is left:
+                    del self._by_full[left.full]
+                self._gone[left.key] = None
+                self._floor = max(self._floor, (left.offset or 0) + 1) if left.offset is not None else self._floor
+            elif left in self._specs and self._specs[left][0]() is None:
+                del self._specs[left]
+
+    def hold(self, registration: Registration) -> None:
+        """Keep a registration until `release` was called as often as this."""
+        with self._lock:
+            entry = self._by_key[registration.key]
+            entry.count += 1
+            entry.held = registration
+
+    def release(self, key: int) -> None:
+        """Take back one registration of `key`. UnknownKeyError if there is none."""
+        with self._lock:
+            self.find(key)
+            entry = self._by_key[key]
+            if not entry.count:
+                raise UnknownKeyError(
+                    f"fusion {key} is not registered any more: it leaves with the last of its handles, which are held"
+                )
+            entry.count -= 1
+            held = entry.held
+            entry.held = held if entry.count else None
+        del held  # outside of the lock: this may free all of it
 
     def find(self, key: int) -> Registration:
         """The registration of `key`. UnknownKeyError if there is none."""
-        found = self._by_key.get(key) if isinstance(key, int) else None
-        if found is None:
-            raise UnknownKeyError(f"unknown key {key!r}: expected one that register_fusion returned in this process")
-        return found
+        entry = self._by_key.get(key) if isinstance(key, int) else None
+        found = (entry.held or _registration(entry)) if entry is not None else None
+        if found is not None:
+            return found
+        if entry is not None or isinstance(key, int) and key in self._gone:
+            raise UnknownKeyError(
+                f"fusion {key} is gone: it was unregistered, and nobody holds a handle of it any more; register its "
+                "graph again, which gives the key to use"
+            )
+        raise UnknownKeyError(f"unknown key {key!r}: expected one that register_fusion returned in this process")
 
     def registrations(self, keys: Iterable[int] | None = None) -> tuple[Registration, ...]:
         """All registrations, or those of `keys`, in the order of registration."""
         if keys is not None:
             return tuple(self.find(k) for k in keys)
         with self._lock:
-            return tuple(self._by_key.values())
+            self._sweep()
+            found = [_registration(entry) for entry in self._by_key.values()]
+        return tuple(r for r in found if r is not None)
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All specifications, in the order of registration."""
         with self._lock:
-            return tuple(spec for spec, _ in self._specs.values())
+            self._sweep()
+            runners = [runner() for _, runner in self._specs.values()]
+        return tuple(runner.spec for runner in runners if runner is not None)
+
+
+def _append(queue: collections.deque[Any], left: Any, _: Any) -> None:
+    queue.append(left)
+
+
+def _registration(entry: _Entry) -> Registration | None:
+    """The registration of an entry, made of its handle; None if that is gone."""
+    if entry.held is not None:
+        return entry.held
+    handle, runner = entry.handle(), entry.runner()
+    if handle is None or runner is None:
+        return None
+    return Registration(entry.key, runner.spec, _bound(handle), runner, handle)
 
 
 REGISTRY = Registry()

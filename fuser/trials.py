@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -85,7 +86,12 @@ class Trials:
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
         """Have the next `calls` calls of `kernel` verified; with `slowest`, the first of each magnitude is timed."""
-        handle = launcher.make_handle(self._slow)
+        me = weakref.ref(self)  # a call holds it
+
+        def slow(args: tuple[Any, ...], status: int) -> Any:
+            return cast(Trials, me())._slow(args, status)
+
+        handle = launcher.make_handle(slow)
         handle.add_kernel(kernel.program, kernel.library)
         trial = _Trial(kernel, handle, calls, slowest)
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import os
@@ -16,6 +15,7 @@ import threading
 from fuser import config
 from fuser.errors import CompileError
 from fuser.runtime import files, process, workers
+from fuser.runtime.libraries import Library
 
 # -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
 FLAGS = (
@@ -236,9 +236,9 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
 
 
 def _loads(library: pathlib.Path) -> str | None:
-    """None, or why the library cannot be loaded; the launcher then finds it loaded already."""
+    """None, or why the library cannot be loaded."""
     try:
-        ctypes.CDLL(str(library))
+        Library(str(library))  # and unloaded: the launcher loads it for as long as it has a kernel of it
     except OSError as e:
         return f"what it wrote cannot be loaded: {str(e).removeprefix(f'{library}: ')}"
     return None

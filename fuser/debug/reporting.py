@@ -58,7 +58,8 @@ def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
 
 def _of_graphs(graphs: list[CompiledGraph], others: list[tuple[KernelSpec, int]] | None = None) -> Report:
     uses = Counter(group.key for g in graphs for group in g.groups)
-    groups = [(REGISTRY.find(key).spec, count) for key, count in uses.items()]
+    alive = {r.key: r.spec for r in REGISTRY.registrations()}  # others left with the program that held them
+    groups = [(alive[key], count) for key, count in uses.items() if key in alive]
     outside = [op.reason for g in graphs for op in g.unfused]
     by_eager: Counter[str] = sum((g.by_eager for g in graphs), Counter())
     return _sum(groups + (others or []), outside, by_eager)

@@ -125,7 +125,8 @@ class Raced:
 
     def __init__(self, pair: Pair, group: Function) -> None:
         self.pair, self.group = pair, group
-        self.graph = interface.kernel_spec(interface.register_fusion(pair.plan.graph, functional=True)).graph
+        key, _held = interface.register_handle(pair.plan.graph, functional=True)
+        self.graph = interface.kernel_spec(key).graph
         self.precision = precision()
         self.choices: dict[Any, choices.Choice] = {}
         self._handles: dict[Any, Function] = {}

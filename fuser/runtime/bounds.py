@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 from fuser.errors import BoundsError
 from fuser.kernel_spec import LaunchProgram
+from fuser.runtime.libraries import Library
 
 
 def violation(library: str, program: LaunchProgram) -> str | None:
     """The first access outside that a kernel made since it was last asked; None if there was none."""
-    loaded = ctypes.CDLL(library)
+    opened = Library(library)
+    loaded = opened.library
     for entry in dict.fromkeys(step.entry for step in program.steps):
         try:
             found = (ctypes.c_longlong * 3).in_dll(loaded, f"{entry}_bounds")

@@ -119,6 +119,11 @@ def read(path: pathlib.Path) -> bytes | None:
     return data if whole[-_SEAL:] == seal(path.name, data) else None
 
 
+def is_whole(path: str) -> bool:
+    """Whether there is an entry at `path` that may be used."""
+    return read(pathlib.Path(path)) is not None
+
+
 def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
     """Write an entry, for this user alone, whole or not at all. OSError if that cannot be done."""
     with working_folder(path.parent) as work:

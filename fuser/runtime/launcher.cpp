@@ -1,8 +1,8 @@
 // The native launcher: from a Python call to a kernel's steps without running Python, and the buffer pool's memory.
 //
 // One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
-// Its parts lie in native/, each built on the one before: given, pool, programs, match, run, gpu, call, batch,
-// handle_type. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
+// Its parts lie in native/, each built on the one before: given, pool, programs, libraries, match, run, gpu, call,
+// batch, handle_type. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
 // the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
 // slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
 // is walked from front to back on every call: match the arguments, test the guards, size the buffers, run the steps.
@@ -68,12 +68,14 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.plain_tensor = object(table, "plain_tensor");
   torch.plain_context = object(table, "plain_context");
   torch.encode = object(table, "encode");
+  torch.py_is_whole = object(table, "is_whole");
   torch.forward_ad = object(table, "forward_ad");
   torch.level_name = object(table, "level_name");
   torch.settings = PyDict_GetItemString(table, "settings");
   Py_XINCREF(torch.settings);
   torch.limit_name = PyUnicode_InternFromString("pool_limit_bytes");
   torch.idle_name = PyUnicode_InternFromString("pool_idle_seconds");
+  torch.library_limit_name = PyUnicode_InternFromString("library_limit");
   PyObject* capsule = object(table, "dlpack");
   PyObject* flag = object(table, "requires_grad");
   if (PyErr_Occurred()) return nullptr;
@@ -209,6 +211,8 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
   return (PyObject*)out;
 }
 
+PyObject* module_loaded_libraries(PyObject*, PyObject*) { return PyLong_FromLongLong(loaded_libraries); }
+
 PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
@@ -217,6 +221,7 @@ PyMethodDef module_methods[] = {
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},
     {"product", module_product, METH_VARARGS, "product(function, x, w, out): a matrix product into `out`"},
+    {"loaded_libraries", module_loaded_libraries, METH_NOARGS, "loaded_libraries() -> libraries of kernels loaded now"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
 

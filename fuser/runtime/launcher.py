@@ -19,7 +19,7 @@ from typing import Any
 from fuser import config
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import native_build, process, python_launcher, torch_abi, workers
+from fuser.runtime import libraries, native_build, process, python_launcher, torch_abi, workers
 from fuser.runtime.encode import encode
 from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
 
@@ -214,6 +214,11 @@ def wait(timeout: float | None = None) -> bool:
 def native() -> ModuleType | None:
     """The native launcher's module, once it is ready."""
     return _native
+
+
+def loaded_libraries() -> int:
+    """How many libraries of CPU kernels are loaded."""
+    return libraries.loaded() + (int(_native.loaded_libraries()) if _native is not None else 0)
 
 
 def is_native() -> bool:

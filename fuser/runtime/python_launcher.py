@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from fuser import config
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, GpuLaunch, InputPattern, LaunchProgram
-from fuser.runtime import python_pool, torch_abi, warm
+from fuser.runtime import libraries, python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
 
 settings: Any = config  # its attributes are made from a table
@@ -198,7 +199,7 @@ class Kernel:
     """One program with its library's entries."""
 
     program: LaunchProgram
-    entries: tuple[Any, ...]
+    code: libraries.Code
     hits: int = 0
     magnitudes: int = ALL_MAGNITUDES  # bit b: takes calls with a `magnitude_of` of b
 
@@ -217,8 +218,18 @@ class Kernel:
                 total += _round64(math.prod(sizes) * b.dtype.itemsize)
         return outputs, offsets, total
 
-    def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
+    def begin_call(self) -> tuple[Any, ...] | None:
+        """What the call needs of the library, which stays loaded for so long; None if it cannot be loaded again."""
+        try:
+            return self.code.hold()
+        except OSError:
+            return None
+
+    def run(
+        self, held: tuple[Any, ...], slots: list[int], floats: list[float], args: Sequence[Any]
+    ) -> tuple[int, Any]:  # fmt: skip
         """Status and result of one call whose arguments matched."""
+        entries = [_STEP(address) for address in held[1]]
         outputs, offsets, temporary = self._buffers(slots)
         sizes = [[run_program(c, slots) for c in (s.units, s.work, s.scratch)] for s in self.program.steps]
         scratch = max((s for _, _, s in sizes), default=0)
@@ -231,7 +242,7 @@ class Kernel:
             ]
             run = _Run(_c_array(ctypes.c_int64, slots), _c_array(ctypes.c_double, floats),
                        _c_array(ctypes.c_void_p, pointers), base + temporary, scratch)  # fmt: skip
-            for entry, (units, work, _) in zip(self.entries, sizes, strict=True):
+            for entry, (units, work, _) in zip(entries, sizes, strict=True):
                 status = run.step(entry, units, work) if units > 0 else 0
                 if status:
                     return status, None
@@ -248,7 +259,13 @@ class GpuKernel:
     hits: int = 0
     magnitudes: int = ALL_MAGNITUDES
 
-    def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
+    def begin_call(self) -> tuple[Any, ...]:
+        """Nothing: the driver keeps what it has loaded."""
+        return ()
+
+    def run(
+        self, held: tuple[Any, ...], slots: list[int], floats: list[float], args: Sequence[Any]
+    ) -> tuple[int, Any]:  # fmt: skip
         """Status and result of one call whose arguments matched. RuntimeError if a launch fails."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         device = tensors[0].device
@@ -294,12 +311,7 @@ def _load(program: LaunchProgram, library_path: Any) -> Kernel | GpuKernel:
     encode(program)  # the same checks of the program as the native launcher makes
     if hasattr(library_path, "entries"):
         return GpuKernel(program, library_path)
-    lib = ctypes.CDLL(library_path)  # OSError names the path
-    try:
-        entries = tuple(_STEP(ctypes.cast(lib[s.entry], ctypes.c_void_p).value or 0) for s in program.steps)
-    except AttributeError as e:
-        raise OSError(f"kernel library {library_path} has no such entry: {e}") from None
-    return Kernel(program, entries)
+    return Kernel(program, libraries.Code(os.fspath(library_path), tuple(s.entry for s in program.steps)))
 
 
 # -- the handle --------------------------------------------------------------------------------------------------------
@@ -346,8 +358,11 @@ class Handle:
                 bound = match(kernels[i].program, args)
                 if bound is None or not kernels[i].magnitudes >> magnitude_of(args) & 1:
                     continue
+                held = kernels[i].begin_call()
+                if held is None:
+                    break
                 self._last = i
-                status, out = kernels[i].run(*bound, args)
+                status, out = kernels[i].run(held, *bound, args)
                 if not status:
                     kernels[i].hits += 1
                     self.hits += 1

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from fuser.runtime import warm
+from fuser.runtime import files, warm
 
 # DLPack's numbers: type codes with bits, and device types.
 DTYPE_WORDS: dict[torch.dtype, int] = {
@@ -294,7 +294,7 @@ def _describe() -> dict[str, Any]:
         c10_library=c10._handle if c10 is not None else None, harmless_included=masks["harmless_included"],
         harmful_excluded=masks["harmful_excluded"], plain_tensor=plain_tensor, plain_context=plain_context,
         forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
-        py_warm=warm.empty_strided, py_scratch=warm.scratch,
+        py_warm=warm.empty_strided, py_scratch=warm.scratch, is_whole=files.is_whole,
         requires_grad=_C.TensorBase.requires_grad, dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip
     return table

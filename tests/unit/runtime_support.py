@@ -71,10 +71,10 @@ ENTRY(nothing) {}
 """
 
 
-def compile_library(folder) -> str:
-    """The path of the library with the entries above."""
+def compile_library(folder, text: str = SOURCE) -> str:
+    """The path of a library with the entries of `text`, those above."""
     source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(SOURCE)
+    source.write_text(text)
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "clang++"]
     subprocess.run([*compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     return str(library)

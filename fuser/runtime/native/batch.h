@@ -108,7 +108,10 @@ struct Calls {
 };
 
 void drop_batch(Batch& b) {
-  for (Py_ssize_t j = 0; j < b.n; j++) drop_outputs(b.members[j].f, b.members[j].k->n_buffers);
+  for (Py_ssize_t j = 0; j < b.n; j++) {
+    drop_outputs(b.members[j].f, b.members[j].k->n_buffers);
+    end_call(b.members[j].k);
+  }
   b.n = b.steps = b.work = 0;
   b.temporary = b.scratch = 0;
   b.counters = 0;
@@ -277,8 +280,12 @@ bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   if (!m.k) return true;
   if (m.k->library) return collect_on_gpu(a, c, m, p, device, ts);
   if (b.n && b.members[0].k->library && !flush_batch(a, ts)) return false;
+  if (!begin_call(m.k)) return true;
   Needs need;
-  if (!prepare(m.k, p, m.f, need)) return false;
+  if (!prepare(m.k, p, m.f, need)) {
+    end_call(m.k);
+    return false;
+  }
   m.rest = p;
   m.call = c;
   m.temporary = b.temporary;

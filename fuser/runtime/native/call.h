@@ -128,6 +128,16 @@ struct Room {
   }
 };
 
+PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names);
+
+// Begins a call anew, after Python ran, with a kernel's library held.
+PyObject* call_again(Kernel* k, PyObject* self, PyObject* const* objects, size_t nargsf) {
+  k->code->running++;
+  PyObject* out = handle_call(self, objects, nargsf, nullptr);
+  k->code->running--;
+  return out;
+}
+
 PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names) {
   Handle* h = (Handle*)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf);
@@ -153,8 +163,16 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
     const int64_t* rest;
     refusal = h->refusals_first ? find_form(h, args.at, n) : nullptr;
     k = h->n_kernels && !refusal ? find_kernel(h, args.at, n, words.at, f, rest) : nullptr;
-    if (k) out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
-    else if (!refusal) refusal = find_refusal(h, args.at, n);
+    if (k && !begin_call(k)) {
+      if (reload(k)) return call_again(k, self, objects, nargsf);
+      k = nullptr;
+    }
+    if (k) {
+      out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
+      end_call(k);
+    } else if (!refusal) {
+      refusal = find_refusal(h, args.at, n);
+    }
   }
   if (refusal) return call_refused(h, refusal, objects, n);
   if (out) {

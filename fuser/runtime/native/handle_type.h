@@ -18,28 +18,11 @@ bool add_kernel(Handle* h, Kernel* k) {
 void free_kernel(Kernel* k) {
   Py_XDECREF(k->dtypes);
   Py_XDECREF(k->library);
+  Py_XDECREF(k->names);
+  leave_library(k->code);
   free(k->entries);
   free(k->batch);
   free(k);
-}
-
-// The library stays loaded: other handles, or a launch in another thread, may be using it.
-bool load_entries(Kernel* k, PyObject* names, const char* path) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!library) {
-    PyErr_Format(PyExc_OSError, "kernel library %s cannot be loaded: %s", path, dlerror());
-    return false;
-  }
-  for (int64_t i = 0; i < k->n_steps; i++) {
-    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
-    if (!name) return false;
-    k->entries[i] = (StepEntry)dlsym(library, name);
-    if (!k->entries[i]) {
-      PyErr_Format(PyExc_OSError, "kernel library %s has no entry %s", path, name);
-      return false;
-    }
-  }
-  return true;
 }
 
 // A GPU kernel's library: `entries`, one for each step, and `functions`, in the order of the fields of `cuda`.
@@ -72,7 +55,11 @@ bool find_entries(Kernel* k, PyObject* names, PyObject* library) {
   }
   PyObject* path;
   if (!PyUnicode_FSConverter(library, &path)) return false;
-  bool ok = load_entries(k, names, PyBytes_AS_STRING(path));
+  Py_INCREF(names);
+  k->names = names;
+  k->code = take_library(PyBytes_AS_STRING(path));
+  if (!k->code) PyErr_NoMemory();
+  bool ok = k->code && load_entries(k, true);
   Py_DECREF(path);
   return ok;
 }

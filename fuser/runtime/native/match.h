@@ -1,7 +1,7 @@
 // Kernels and handles as records; a call's arguments read and compared with what a kernel was made for.
 #pragma once
 
-#include "programs.h"
+#include "libraries.h"
 
 namespace {
 
@@ -12,6 +12,9 @@ struct Kernel {
   StepEntry* entries;  // of a GPU kernel: the driver's handles
   PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
   PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
+  Library* code;       // of a CPU kernel: where its entries are
+  PyObject* names;     // of these entries
+  uint64_t loaded;     // the load of `code` that `entries` are of
   int64_t* batch;      // of a GPU kernel, for each step: its form for many argument sets (see BatchForm); null: not asked
   bool no_batch;       // there is none
   int64_t stream[1];
@@ -76,6 +79,47 @@ bool truth(PyObject* answer) {  // steals; an error counts as no
   bool yes = answer == Py_True;
   Py_DECREF(answer);
   return yes;
+}
+
+// The addresses of a kernel's entries in its library, which is loaded if it is not. False, with no Python error unless
+// `explain`, if that cannot be.
+bool load_entries(Kernel* k, bool explain) {
+  Library* l = k->code;
+  if (!load_library(l)) {
+    if (explain) PyErr_Format(PyExc_OSError, "kernel library %s cannot be loaded: %s", l->path, dlerror());
+    return false;
+  }
+  for (int64_t i = 0; i < k->n_steps; i++) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(k->names, i));
+    k->entries[i] = name ? (StepEntry)dlsym(l->handle, name) : nullptr;
+    if (k->entries[i]) continue;
+    if (explain && name) PyErr_Format(PyExc_OSError, "kernel library %s has no entry %s", l->path, name);
+    if (!explain) PyErr_Clear();
+    return false;
+  }
+  k->loaded = l->loads;
+  return true;
+}
+
+// Loads the library of a kernel again, from a file that is checked first. Runs Python.
+bool reload(Kernel* k) {
+  Library* l = k->code;
+  if (!l->handle && !truth(PyObject_CallFunction(torch.py_is_whole, "s", l->path))) return false;
+  return load_entries(k, false);
+}
+
+// Begins a call of a kernel: its library stays until `end_call`. False if it is not loaded.
+inline bool begin_call(Kernel* k) {
+  Library* l = k->code;
+  if (!l) return true;
+  if (k->loaded != l->loads) return false;
+  l->used = ++library_calls;
+  l->running++;
+  return true;
+}
+
+inline void end_call(Kernel* k) {
+  if (k->code) k->code->running--;
 }
 
 // Whether no mode, transform, autocast or forward derivative is at work in this thread.

@@ -1,0 +1,113 @@
+"""Libraries of CPU kernels, for the launcher in Python: what native/libraries.h does.
+
+A library is loaded while somebody holds it: all `Code` of its path until another library needs the room, and each call
+for its length.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import math
+import os
+import threading
+import weakref
+from typing import Any
+
+import cachetools
+
+from fuser import config
+from fuser.runtime import files
+
+settings: Any = config  # its attributes are made from a table
+
+
+class Library:
+    """A library that is loaded as long as this object lives. OSError names the path."""
+
+    def __init__(self, path: str) -> None:
+        self.library = ctypes.CDLL(path)
+
+    def __del__(self) -> None:
+        library = self.__dict__.get("library")  # none if it could not be loaded
+        if library is not None and _ctypes is not None:  # none at the end of the process
+            _ctypes.dlclose(library._handle)
+
+    def address(self, entry: str) -> int:
+        """Where an entry is. OSError if there is none."""
+        try:
+            return ctypes.cast(self.library[entry], ctypes.c_void_p).value or 0
+        except AttributeError as e:
+            raise OSError(f"kernel library {self.library._name} has no such entry: {e}") from None
+
+
+class _Shared:
+    """A path's library, for all `Code` of it; None while it is unloaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.library: Library | None = None
+
+
+_lock = threading.RLock()
+_shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
+_recent: cachetools.LRUCache[str, None] = cachetools.LRUCache(math.inf)  # paths of what is loaded
+
+
+class Code:
+    """The entries of one kernel in the library at `path`. OSError if they cannot be loaded."""
+
+    def __init__(self, path: str, names: tuple[str, ...]) -> None:
+        with _lock:
+            self._shared = _shared.get(path) or _Shared(path)
+            _shared[path] = self._shared
+        self._names = names
+        self._loaded: weakref.ref[Library] | None = None
+        self._addresses: tuple[int, ...] = ()
+        self.hold()
+
+    def hold(self) -> tuple[Library, tuple[int, ...]]:
+        """The library, to be held during a call, and the entries' addresses. OSError if it cannot be loaded again."""
+        shared = self._shared
+        with _lock:
+            library = shared.library
+            if library is None:
+                if self._loaded is not None and not files.is_whole(shared.path):
+                    raise OSError(f"kernel library {shared.path} has changed since it was loaded first")
+                library = Library(shared.path)
+            shared.library = library
+            _recent[shared.path] = None  # the most recent now
+            if len(_recent) > settings.library_limit:
+                _make_room()
+            if self._loaded is None or self._loaded() is not library:
+                self._addresses = tuple(map(library.address, self._names))
+                self._loaded = weakref.ref(library)
+            return library, self._addresses
+
+
+def _make_room() -> None:
+    """Unload the libraries that were called longest ago, as far as there are too many. Under the lock."""
+    for path in [p for p in _recent if p not in _shared]:
+        del _recent[path]
+    while len(_recent) > settings.library_limit:
+        path, _ = _recent.popitem()
+        if (shared := _shared.get(path)) is not None:
+            shared.library = None
+
+
+def loaded() -> int:
+    """How many libraries the kernels of Python's launcher have loaded."""
+    with _lock:
+        return sum(s.library is not None for s in _shared.values())
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in a child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Code", "Library", "loaded"]
