@@ -16,7 +16,7 @@ from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
 from fuser.executor import register, why_unfit
 from fuser.kernel_cache import REGISTRY, KernelSpec
-from fuser.runtime import launcher
+from fuser.runtime import heap, launcher
 
 Graph = torch.fx.Graph | torch.fx.GraphModule
 
@@ -43,7 +43,7 @@ def unregister_fusion(key: int) -> None:
     With the last one the fusion leaves: what is bound, its kernels and their libraries are given back, at once or when
     the last of its handles and running calls ends. The key is good until then, and an UnknownKeyError from then on.
     """
-    REGISTRY.release(key)
+    heap.give_back(REGISTRY.release(key))
 
 
 def register_handle(

@@ -400,8 +400,11 @@ class Registry:
             entry.count += 1
             entry.held = registration
 
-    def release(self, key: int) -> None:
-        """Take back one registration of `key`. UnknownKeyError if there is none."""
+    def release(self, key: int) -> int:
+        """Take back one registration of `key`: the bytes that it held alone, as far as is known here.
+
+        UnknownKeyError if there is none.
+        """
         with self._lock:
             self.find(key)
             entry = self._by_key[key]
@@ -412,7 +415,10 @@ class Registry:
             entry.count -= 1
             held = entry.held
             entry.held = held if entry.count else None
-        del held  # outside of the lock: this may free all of it
+            tensors = held.bound if held is not None and entry.held is None else ()
+            size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        del held, tensors  # outside of the lock: this may free all of it
+        return size
 
     def find(self, key: int) -> Registration:
         """The registration of `key`. UnknownKeyError if there is none."""

@@ -9,10 +9,14 @@ most; mapping and freeing one block that is never touched moves it there at once
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import Any
 
 import torch
 
+_ENOUGH = 64 << 20  # bytes freed, after which free pages are looked for: as many as the heap may keep
+_freed = 0
 _BLOCK = (32 << 20) - (64 << 10)  # bytes: just below what glibc ignores (DEFAULT_MMAP_THRESHOLD_MAX)
 
 
@@ -20,3 +24,21 @@ _BLOCK = (32 << 20) - (64 << 10)  # bytes: just below what glibc ignores (DEFAUL
 def keep_warm() -> None:
     """Let malloc keep up to 64 MiB of free memory. Once in a process; without effect on other allocators."""
     torch.UntypedStorage(_BLOCK)  # type: ignore[no-untyped-call]  # unlike a tensor seen by no mode, never filled
+
+
+@functools.cache
+def _trim() -> Any:
+    """glibc's `malloc_trim`; another allocator has none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def give_back(n: int) -> None:
+    """Count `n` bytes that were freed for good, and return free pages to the system for every 64 MiB of them.
+
+    Blocks that live on at the heap's end otherwise keep all below them.
+    """
+    global _freed
+    _freed += n
+    if _freed >= _ENOUGH and _trim() is not None:
+        _freed = 0
+        _trim()(0)

@@ -108,6 +108,25 @@ def test_a_bound_tensor_leaves_with_its_registration(either, own):
     assert seen() is None and is_gone(key)
 
 
+def test_the_system_gets_the_memory_of_bound_tensors_back(own):
+    def resident():
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def register(n):
+        key = fuser.register_fusion(scaling(torch.full((1 << 20,), float(n))))
+        fuser.run_fusion(key, [X[:1]])
+        return key
+
+    fuser.unregister_fusion(register(0))
+    before = resident()
+    keys = [register(n) for n in range(40)]
+    gc.collect()
+    held = resident() - before
+    for key in keys:
+        fuser.unregister_fusion(key)
+    assert held > 140e6 and resident() - before < held / 3
+
+
 def test_as_many_registrations_are_taken_back_as_were_made(either, own):
     keys = [fuser.register_fusion(chain(0)[0]) for _ in range(3)]
     assert len(set(keys)) == 1
