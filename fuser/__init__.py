@@ -34,6 +34,7 @@ __all__ = [
     "debug_get_fused_kernel_code",
     "debug_launch_graph",
     "errors",
+    "fuse_script",
     "fusion_handle",
     "has_fusion_backend",
     "is_fusible",
@@ -50,13 +51,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`fuser.backend`, `fuser.debug`, `fuser.frontends` and `fuser.passes` are imported when they are first asked for.
+    """`backend`, `debug`, `frontends`, `fuse_script` and `passes` are imported when they are first asked for.
 
     `fuser.backend` is the function behind `torch.compile(model, backend="fuser")`, and may be given in place of the
     name: then Dynamo is imported with Python's collector at rest, and the first call comes 0.4 s sooner.
     """
     if name in ("debug", "frontends", "passes"):
         return importlib.import_module(f"fuser.{name}")
+    if name == "fuse_script":
+        return importlib.import_module("fuser.frontends.fuse_script").fuse_script
     if name == "backend":
         return importlib.import_module("fuser.frontends.dynamo").fuser_backend
     raise AttributeError(f"module 'fuser' has no attribute {name!r}")

@@ -7,9 +7,10 @@ from fuser.debug.guarding import KernelGuards, guards
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 from fuser.debug.reproducing import repro
+from fuser.debug.scripts import graph_for
 from fuser.debug.timing import Timing, measure
 
 __all__ = [
-    "KernelGuards", "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "guards", "measure",
-    "passes", "recorded", "report", "repro",
+    "KernelGuards", "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "graph_for",
+    "guards", "measure", "passes", "recorded", "report", "repro",
 ]  # fmt: skip

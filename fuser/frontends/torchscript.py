@@ -46,7 +46,7 @@ def to_fx(scripted: Scripted) -> fx.GraphModule:
         raise InputError(
             f"{type(scripted).__name__} is not TorchScript: expected what torch.jit.script or torch.jit.trace returns"
         )
-    translator = _Translator()
+    translator = Translator()
     inputs = translator.placeholders(scripted)
     translator.graph.output(translator.whole(scripted, inputs))
     translator.graph.eliminate_dead_code()
@@ -65,7 +65,7 @@ def compile_script(scripted: Scripted, **options: Any) -> Callable[..., Any]:
     return compiled
 
 
-class _Translator:
+class Translator:
     """Walks a TorchScript graph; `values` are FX nodes, or Python objects that are known already."""
 
     def __init__(self) -> None:
@@ -129,9 +129,19 @@ class _Translator:
     def block(self, block: Any) -> None:
         """Every node of a graph or of the branch that is taken."""
         for node in block.nodes():
-            self.line = _line_of(node) or self.line
-            if not self.arithmetic(node):
-                self.values.update(zip(node.outputs(), self.outputs(node), strict=False))
+            self.step(node)
+
+    def step(self, node: Any) -> None:
+        """One node, whose inputs are known."""
+        self.line = line_of(node) or self.line
+        if not self.arithmetic(node):
+            self.values.update(zip(node.outputs(), self.outputs(node), strict=False))
+
+    def input(self, name: str, value: Any) -> fx.Node:
+        """A placeholder for a value that the graph is given."""
+        self.values[value] = self.graph.placeholder(name, _NUMBERS.get(value.type().kind()))
+        made: fx.Node = self.values[value]
+        return made
 
     def outputs(self, node: Any) -> Sequence[Any]:
         """The values of a node's outputs; one more where it gives nothing."""
@@ -398,6 +408,6 @@ def _enumerated(kind: str, value: Any) -> Any:
     return value
 
 
-def _line_of(node: Any) -> str:
+def line_of(node: Any) -> str:
     where = node.sourceRange().strip().splitlines()
     return where[0].strip() if where else ""

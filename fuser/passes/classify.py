@@ -140,7 +140,8 @@ def _device_reason(tensors: list[torch.Tensor]) -> str | None:
     return None
 
 
-def _schema_reason(target: torch._ops.OpOverload) -> str | None:
+def schema_reason(target: torch._ops.OpOverload) -> str | None:
+    """Why no call of `target` is fused, as its schema and tags tell."""
     library = LIBRARY.get(op_name(target))
     if library is not None:
         return library
@@ -204,7 +205,7 @@ def _extern_reason(node: fx.Node) -> str | None:
         return "it writes one of its arguments"
     if not isinstance(target, torch._ops.OpOverload):
         return f"{op_name(target)} is not an ATen operator"
-    reason = _schema_reason(target)
+    reason = schema_reason(target)
     if reason is not None:
         return reason
     results = tensors_of(node.meta.get("val"))

@@ -1,0 +1,36 @@
+"""A fused script in words: its graph, its groups with their kernels, and why the rest runs as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fuser.debug.explaining import explain
+from fuser.errors import InputError
+from fuser.frontends.script_fusion import Fused, ScriptGroup
+
+
+def graph_for(fused: Any, *inputs: Any) -> str:
+    """The graph of what `fuse_script` returned, its groups and the nodes outside of them, as text.
+
+    With inputs it is called first, so that the kernels of that call are told, too. InputError for anything else.
+    """
+    if not isinstance(getattr(fused, "fusion", None), Fused):
+        raise InputError(f"graph_for was given a {type(fused).__name__}: expected what fuser.fuse_script returns")
+    if inputs:
+        fused(*inputs)
+    found: Fused = fused.fusion
+    parts = [str(found.graph).rstrip()]
+    parts += [_group(g) for g in {g.operator: g for g in found.groups}.values()]
+    counted: dict[str, int] = {}
+    for node in found.unfused:
+        text = f"  {node.kind}: {node.reason}{f' ({node.line})' if node.line else ''}"
+        counted[text] = counted.get(text, 0) + 1
+    if counted:
+        parts.append("\n".join(["not fused:", *(f"{t}{f', {n} times' if n > 1 else ''}" for t, n in counted.items())]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _group(group: ScriptGroup) -> str:
+    where = [f"  from {line}" for line in group.lines]
+    told = [f"  {line}" for line in explain(group.key).splitlines()]
+    return "\n".join([f"{group.operator}: {', '.join(group.calls)}", *where, *told])

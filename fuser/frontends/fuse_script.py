@@ -1,0 +1,293 @@
+"""`fuse_script`: scripted and traced functions and modules whose graphs run in fused groups, control flow and all."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError, Unsupported
+from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
+
+Script = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
+_C: Any = torch._C
+_jit: Any = getattr(torch, "jit", None)
+_NEEDED = (
+    "Graph", "ScriptFunction", "ScriptModule", "ModuleDict", "ParameterDict", "ConcreteModuleType",
+    "_create_function_from_graph", "_jit_pass_constant_propagation", "_jit_pass_dce", "_jit_pass_peephole",
+    "_jit_pass_erase_shape_information", "_jit_pass_remove_mutation", "parse_schema",
+)  # fmt: skip
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) -> Script:
+    """A copy of a scripted or traced function or module that runs in fused groups, inside branches and loops too.
+
+    It has the script's signature, attributes and hooks; a module's parameters share the original's memory.
+    Saved, it is the original. What is not fused runs as before, and `fuser.debug.graph_for(fused)` says why. Kernels
+    are compiled at the first call, or now for `example_inputs`. InputError for what is not TorchScript; Unsupported
+    where this torch has no TorchScript.
+    """
+    missing = [f"torch._C.{n}" for n in _NEEDED if not hasattr(_C, n)]
+    missing += [f"torch.jit.{n}" for n in ("RecursiveScriptModule", "_recursive") if not hasattr(_jit, n)]
+    if missing:
+        raise Unsupported(f"fuse_script is unavailable: this version of torch has no {', '.join(missing)}")
+    if isinstance(script, torch.jit.ScriptModule):
+        if not script._c._has_method("forward"):
+            raise InputError(f"{script.original_name} has no method forward: expected a module that can be called")
+        made: Script = _fused_module(script)
+    elif isinstance(script, torch.jit.ScriptFunction):
+        made = _fused_function(script)
+    else:
+        raise InputError(
+            f"{type(script).__name__} is not TorchScript: expected what torch.jit.script or torch.jit.trace returns"
+        )
+    if example_inputs is not None:
+        _run_once(made, example_inputs)
+    return made
+
+
+def _run_once(fused: Script, example_inputs: Sequence[Any]) -> None:
+    """Compile for these inputs, by a call on copies of everything."""
+    again = copy.deepcopy(fused) if isinstance(fused, torch.jit.ScriptModule) else fused
+    with torch.random.fork_rng(), torch.no_grad():
+        again(*copy.deepcopy(tuple(example_inputs)))
+
+
+def _fused(inlined: Any, evaluating: bool) -> Fused:
+    """The fused graph; the graph as it is where a defect keeps it from being fused."""
+    try:
+        return fused_graph(inlined, evaluating)
+    except Exception as e:  # a defect is a fallback too
+        reason = f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
+        warnings.warn(f"fuser: a script stays as it is: {reason}", RuntimeWarning, stacklevel=4)
+        return Fused(inlined.copy(), unfused=[Unfused("graph", reason, "")])
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+_Function: Any = getattr(_C, "ScriptFunction", object)
+_Module: Any = getattr(_jit, "RecursiveScriptModule", object)
+
+
+class FusedFunction(_Function):  # type: ignore[misc]
+    """A function that runs in fused groups; saved, it is the original."""
+
+    __slots__ = ()
+    original: Any
+    fusion: Fused
+    defaults: _Defaults
+
+    @property
+    def schema(self) -> Any:
+        """The original's signature."""
+        return self.original.schema
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the original."""
+        return self.original.save(*args, **kwargs)
+
+    def save_to_buffer(self, *args: Any, **kwargs: Any) -> Any:
+        """The original as bytes."""
+        return self.original.save_to_buffer(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> FusedFunction:
+        return self
+
+
+class _FusedWithDefaults(FusedFunction):
+    """One whose signature has defaults, which a function that is made from a graph has not."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.defaults.fill(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class _Defaults:
+    """The defaults of a signature, by position and by name."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.names = [a.name for a in arguments]
+        self.values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with the defaults of those left out."""
+        left = {n: self.values[n] for n in self.names[len(args) :] if n in self.values and n not in kwargs}
+        return (args, {**kwargs, **left}) if left else (args, kwargs)
+
+
+def _fused_function(script: Any) -> Any:
+    fused = _fused(script.inlined_graph, False)
+    made = _C._create_function_from_graph(script.name, fused.graph)
+    defaults = _Defaults(script.schema.arguments)
+    made.__class__ = _FusedWithDefaults if defaults.values else FusedFunction
+    made.original, made.fusion, made.defaults = script, fused, defaults
+    made.__doc__ = script.__doc__
+    return made
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+class FusedModule(_Module):  # type: ignore[misc]
+    """A module whose `forward` runs in fused groups; its other methods are the original's. Saved, it is the original.
+
+    Its C++ object is of the original's type, which stays as it is; so `forward` is a function of that object.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's results."""
+        state = self.__dict__["_fusion"]
+        if state.defaults.values:
+            args, kwargs = state.defaults.fill(args, kwargs)
+        return state.function(self._c)(self._c, *args, **kwargs)
+
+    @property
+    def fusion(self) -> Fused:
+        """What was fused in `forward`, as the module stands: in training or not."""
+        found: Fused = self.__dict__["_fusion"].fused(self._c)
+        return found
+
+    @property
+    def graph(self) -> Any:
+        """The fused graph of `forward`."""
+        return self.fusion.graph
+
+    inlined_graph = graph
+
+    def __copy__(self) -> Any:
+        return fuse_script(super().__copy__())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return fuse_script(super().__deepcopy__(memo))
+
+
+class _Fusion:
+    """The fused forms of a module's `forward`: one outside of training, and one for any state; made when needed."""
+
+    def __init__(self, module: Any) -> None:
+        method = module._c._get_method("forward")
+        self.inlined = method.inlined_graph
+        self.defaults = _Defaults(method.schema.arguments[1:])
+        self.trains = _asks_for_training(self.inlined)
+        self.lock = threading.Lock()
+        self.made: dict[bool, tuple[Fused, Any]] = {}
+        self._make(self._is_evaluating(module._c))
+
+    def _is_evaluating(self, cpp: Any) -> bool:
+        return self.trains is not None and not self.trains(cpp)
+
+    def function(self, cpp: Any) -> Any:
+        """What runs a call, for the state that the module is in."""
+        evaluating = self.trains is not None and not self.trains(cpp)
+        found = self.made.get(evaluating) or self._make(evaluating)
+        return found[1]
+
+    def fused(self, cpp: Any) -> Fused:
+        """The fused graph for the state that the module is in."""
+        evaluating = self._is_evaluating(cpp)
+        return (self.made.get(evaluating) or self._make(evaluating))[0]
+
+    def _make(self, evaluating: bool) -> tuple[Fused, Any]:
+        with self.lock:
+            if evaluating not in self.made:
+                fused = _fused(self.inlined, evaluating)
+                self.made[evaluating] = fused, _C._create_function_from_graph("forward", fused.graph)
+            return self.made[evaluating]
+
+
+def _asks_for_training(inlined: Any) -> Any:
+    """A function that says whether any module of those that a graph asks is in training; None if it asks none."""
+    graph = _C.Graph()
+    whole = next(inlined.inputs())
+    copies = {whole: graph.addInput("self")}
+    copies[whole].setType(whole.type())
+
+    def copied(value: Any) -> Any:
+        if value not in copies:
+            node = value.node()
+            if node.kind() != "prim::GetAttr":
+                raise LookupError
+            copied(node.input())
+            clone = graph.insertNode(graph.createClone(node, copies.__getitem__))
+            copies[value] = clone.output()
+        return copies[value]
+
+    found = None
+    for node in training_flags(inlined):
+        try:
+            flag = copied(node.output())
+        except LookupError:  # a module that is chosen at run time
+            continue
+        if found is None:
+            found = flag
+        elif flag is not found:
+            found = graph.insertNode(graph.create("aten::__or__", [found, flag], 1)).output()
+            found.setType(flag.type())
+    if found is None:
+        return None
+    graph.registerOutput(found)
+    return _C._create_function_from_graph("is_training", graph)
+
+
+def _fused_module(script: Any) -> FusedModule:
+    if isinstance(script, FusedModule):
+        script = _jit._recursive.wrap_cpp_module(script._c)
+    made: Any = _jit._recursive.wrap_cpp_module(_Copier().copied(script._c))
+    made.__class__ = FusedModule
+    _copy_python_side(script, made)
+    made.__dict__["_fusion"] = _Fusion(made)
+    return made  # type: ignore[no-any-return]
+
+
+def _copy_python_side(script: Any, made: Any) -> None:
+    """What the Python objects around C++ modules hold: type, hooks, methods that only Python has, attributes."""
+    for name, value in script.__dict__.items():
+        if name in _HOOKS:
+            made.__dict__[name] = copy.copy(value)
+        elif name == "_concrete_type":
+            made.__dict__[name] = value
+        elif name not in made.__dict__ and not isinstance(value, _C.ScriptMethod):
+            bound = getattr(value, "__self__", None) is script
+            made.__dict__[name] = value.__func__.__get__(made) if bound else value
+    for (_, old), (_, new) in zip(script.named_children(), made.named_children(), strict=True):
+        _copy_python_side(old, new)
+
+
+class _Copier:
+    """Copies C++ modules: own slots of the same types, parameters that share the originals' memory, own buffers."""
+
+    def __init__(self) -> None:
+        self.modules: dict[Any, Any] = {}
+        self.tensors: dict[int, tuple[Any, Any]] = {}  # the originals are kept, so that no id is used twice
+
+    def copied(self, cpp: Any) -> Any:
+        """A copy of a module with all of its submodules."""
+        if cpp not in self.modules:
+            made = self.modules[cpp] = copy.copy(cpp)
+            for name, module in _C.ModuleDict(cpp).items():
+                made.setattr(name, self.copied(module))
+            attributes = _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes()
+            for name, (kind, _) in attributes.items():
+                if kind.kind() in ("ListType", "DictType", "OptionalType", "TensorType"):
+                    made.setattr(name, self._value(cpp.getattr(name)))
+            for name, tensor in _C.ParameterDict(cpp).items():
+                made.setattr(name, self._value(tensor))
+        return self.modules[cpp]
+
+    def _value(self, value: Any) -> Any:
+        """An attribute's value; TorchScript hands out containers by value."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self.tensors:
+            is_parameter = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
+            shared = value.detach()
+            made = torch.nn.Parameter(shared, value.requires_grad) if is_parameter else shared.clone()
+            self.tensors[id(value)] = value, made
+        return self.tensors[id(value)][1]

@@ -1,0 +1,293 @@
+"""What each node of a TorchScript graph is to its fusion: part of a kernel, free inside one, or left to the script."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import interface
+from fuser.errors import FuserError
+from fuser.frontends.torchscript import Translator
+from fuser.lowering.graph import may_share
+from fuser.passes.classify import op_name, schema_reason
+
+Node = Any  # torch._C.Node
+Value = Any  # torch._C.Value
+
+
+class Role(enum.Enum):
+    """The part that a node plays."""
+
+    COMPUTE = "compute"  # may be fused
+    FREE = "free"  # a view, a size, a list: copied into each group that reads it
+    PURE = "pure"  # never part of a group; runs anywhere between its inputs and its readers
+    ORDERED = "ordered"  # runs where it stands
+
+
+@dataclass
+class Fact:
+    """One node: its role, why it is not fused, and what it must not change places with.
+
+    `leaves` are the values that a group with this node is given; `copies` the free nodes between, in order. `exposed`:
+    it reads or gives memory that the graph writes somewhere; `writes`: it writes memory; `raises`: it may stop the
+    script; `fence`: nothing moves across it.
+    """
+
+    node: Node
+    role: Role
+    reason: str = ""
+    leaves: tuple[Value, ...] = ()
+    copies: tuple[Node, ...] = ()
+    exposed: bool = False
+    writes: bool = False
+    raises: bool = False
+    fence: bool = False
+    operators: tuple[str, ...] = ()
+
+
+PASSED = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "NumberType"})  # kinds of values a group takes
+_NUMBERS = PASSED - {"TensorType"}
+_METADATA = frozenset({"aten::size", "prim::dtype", "prim::device", "prim::layout", "prim::NumToTensor"})
+_STRUCTURE = frozenset({"prim::ListConstruct", "prim::ListUnpack", "aten::__getitem__", "aten::len", "aten::slice"})
+_ARITHMETIC = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::floordiv", "aten::neg"})
+# They give numbers, tuples or attributes, write nothing and never raise.
+_PURE = frozenset(
+    "prim::TupleConstruct prim::TupleUnpack prim::ListConstruct prim::Uninitialized prim::unchecked_cast "
+    "prim::is_cuda prim::is_cpu prim::dtype prim::device aten::dim aten::numel aten::len aten::size "
+    "aten::is_floating_point aten::__is__ aten::__isnot__ aten::__not__ aten::add aten::sub aten::mul aten::neg "
+    "aten::eq aten::ne aten::lt aten::le aten::gt aten::ge aten::Float aten::ScalarImplicit prim::NumToTensor".split()
+)
+_CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor".split())
+_CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
+_FENCES = frozenset(
+    "prim::Enter prim::Exit prim::CallMethod prim::CallFunction prim::fork aten::wait prim::rpc_async "
+    "aten::set_grad_enabled prim::PythonOp prim::awaitable".split()
+)
+_RESHAPING = (
+    "resize_ resize_as_ set_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ "
+    "requires_grad_ set_data rename_".split()
+)
+_RESHAPING_NODES = frozenset(f"aten::{n}" for n in _RESHAPING)
+
+
+@dataclass
+class Facts:
+    """What is known of a graph before anything in it changes."""
+
+    graph: Any
+    of: dict[Node, Fact] = field(default_factory=dict)
+    maker: dict[Value, Fact] = field(default_factory=dict)
+
+    def refuse(self, node: Node, reason: str) -> None:
+        """Leave a node to the script after all."""
+        fact = self.of[node]
+        fact.role, fact.reason, fact.leaves, fact.copies = Role.ORDERED, reason, (), ()
+
+
+def every_node(block: Any) -> Iterator[Node]:
+    """The nodes of a block and of the blocks inside it, in order."""
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from every_node(inner)
+
+
+def read_by(node: Node) -> list[Value]:
+    """The values that a node reads, those of the blocks inside it among them."""
+    found = list(node.inputs())
+    for block in node.blocks():
+        for inner in block.nodes():
+            found += read_by(inner)
+        found += block.outputs()
+    return found
+
+
+def study(graph: Any) -> Facts:
+    """The facts of every node of a graph, which stays as it is."""
+    return _Study(graph).facts
+
+
+class _Study:
+    """Translates the graph node by node, as far as a translator goes, and asks of each call whether it can be fused."""
+
+    def __init__(self, graph: Any) -> None:
+        self.facts = Facts(graph)
+        self.aliases = graph.alias_db()
+        self.reshapes = any(n.kind() in _RESHAPING_NODES for n in every_node(graph))
+        self.sets = any(n.kind() == "prim::SetAttr" for n in every_node(graph))
+        self.translator = Translator()
+        self._open(graph.inputs())
+        self._block(graph)
+
+    def _open(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self.translator.input("v", value)
+
+    def _block(self, block: Any) -> Fact:
+        """The facts of a block's nodes; what the block as a whole must not change places with."""
+        whole = Fact(None, Role.ORDERED)
+        for node in block.nodes():
+            fact = self._node(node)
+            self.facts.of[node] = fact
+            for value in node.outputs():
+                self.facts.maker[value] = fact
+            if fact.role is Role.ORDERED:
+                self._open(node.outputs())
+            elif fact.role is Role.PURE:
+                self._open(v for v in node.outputs() if v not in self.translator.numbers)
+            whole.writes |= fact.writes
+            whole.raises |= fact.raises
+            whole.fence |= fact.fence
+            whole.exposed |= fact.exposed
+        return whole
+
+    def _node(self, node: Node) -> Fact:
+        kind = node.kind()
+        inner = []
+        for block in node.blocks():
+            self._open(block.inputs())
+            inner.append(self._block(block))
+        if inner or kind in _FENCES:
+            fence = kind in _FENCES or any(b.fence for b in inner)
+            return Fact(
+                node, Role.ORDERED, f"{kind} runs in the script", exposed=any(b.exposed for b in inner),
+                writes=any(b.writes for b in inner), raises=any(b.raises for b in inner), fence=fence,
+            )  # fmt: skip
+        if kind == "prim::Constant":
+            self.translator.step(node)
+            return self._free(node)
+        exposed = any(self._is_exposed(v) for v in (*node.inputs(), *node.outputs()))
+        if kind == "prim::GetAttr":
+            return Fact(node, Role.ORDERED if self.sets else Role.PURE, "an attribute", exposed=exposed)
+        if writes(node):
+            return Fact(node, Role.ORDERED, f"{kind} writes one of its arguments", exposed=exposed, writes=True)
+        if kind in ("prim::RaiseException", "aten::_assert_async"):
+            return Fact(node, Role.ORDERED, "it stops the script", raises=True)
+        fact = self._translated(node, exposed)
+        fact.exposed = exposed
+        return fact
+
+    def _is_exposed(self, value: Value) -> bool:
+        return bool(self.aliases.has_writers(value))
+
+    def _translated(self, node: Node, exposed: bool) -> Fact:
+        """The fact of a node that writes nothing."""
+        before = next(iter(reversed(self.translator.graph.nodes)), None)
+        try:
+            free = self.translator.arithmetic(node)
+            if not free:
+                self.translator.values.update(zip(node.outputs(), self.translator.outputs(node), strict=False))
+        except (FuserError, RuntimeError, ValueError, TypeError, LookupError, NotImplementedError) as e:
+            return self._outside(node, exposed, str(e).partition("; trace the function")[0])
+        made = _after(self.translator.graph, before)
+        if free or node.kind() in _METADATA or (node.kind() in _STRUCTURE and not _gives_tensor(node)):
+            return self._checked(self._free(node), exposed)
+        if node.kind() in _ARITHMETIC and _kinds(node.outputs()) == {"IntType"}:
+            return self._checked(self._free(node), exposed)
+        if node.kind() in _STRUCTURE:
+            return self._checked(self._free(node), exposed)
+        if not _gives_tensor(node):
+            return self._outside(node, exposed, f"{node.kind()} gives no tensor")
+        return self._call(node, made, exposed)
+
+    def _call(self, node: Node, made: list[fx.Node], exposed: bool) -> Fact:
+        """The fact of a node that calls an operator on tensors."""
+        calls = [n for n in made if n.op == "call_function"]
+        targets = [n.target for n in calls if isinstance(n.target, torch._ops.OpOverload)]
+        if not calls:
+            return self._outside(node, exposed, f"{node.kind()} is no operator")
+        reason = next((r for r in map(schema_reason, targets) if r is not None), None)
+        if reason is None:
+            reason = next((f.reason for f in map(interface.is_fusible, calls) if not f), None)
+        if reason is not None:
+            return self._outside(node, exposed, f"{node.kind()}: {reason}")
+        fact = self._free(node)
+        fact.operators = tuple(map(op_name, targets))
+        if not all(map(_is_free, targets)) or not targets:
+            fact.role = Role.COMPUTE
+        return self._checked(fact, exposed)
+
+    def _checked(self, fact: Fact, exposed: bool) -> Fact:
+        """The fact, unless a group could not be given what the node reads or must not have it twice."""
+        node = fact.node
+        strange = next((v for v in fact.leaves if v.type().kind() not in PASSED), None)
+        if strange is not None:
+            return self._outside(node, exposed, f"{node.kind()} reads a {strange.type().str()} made at run time")
+        if fact.role is Role.COMPUTE:
+            several = any(v.type().kind() != "TensorType" for v in node.outputs())
+            return self._outside(node, exposed, f"{node.kind()} gives a list") if several else fact
+        numbers = any(v.type().kind() in _NUMBERS for v in fact.leaves) and not _gives_tensor(node)
+        if numbers and node.kind() != "prim::ListConstruct":
+            return self._outside(node, exposed, "it computes with numbers of the script")
+        if exposed and (self.reshapes or node.kind() not in _METADATA):
+            return self._outside(node, exposed, "what it reads is written elsewhere")
+        return fact
+
+    def _outside(self, node: Node, exposed: bool, reason: str) -> Fact:
+        movable = node.kind() in _PURE and not exposed and not _takes_data(node)
+        return Fact(node, Role.PURE if movable else Role.ORDERED, reason)
+
+    def _free(self, node: Node) -> Fact:
+        """A free node, with all that it needs."""
+        leaves: dict[Value, None] = {}
+        copies: dict[Node, None] = {}
+        for value in node.inputs():
+            maker = self.facts.maker.get(value)
+            if maker is not None and maker.role is Role.FREE:
+                leaves.update(dict.fromkeys(maker.leaves))
+                copies.update(dict.fromkeys((*maker.copies, maker.node)))
+            else:
+                leaves[value] = None
+        return Fact(node, Role.FREE, leaves=tuple(leaves), copies=tuple(copies))
+
+
+def _after(graph: fx.Graph, before: fx.Node | None) -> list[fx.Node]:
+    nodes = []
+    for node in reversed(graph.nodes):
+        if node is before:
+            break
+        nodes.append(node)
+    return nodes[::-1]
+
+
+def _kinds(values: Iterable[Value]) -> set[str]:
+    return {v.type().kind() for v in values}
+
+
+def _gives_tensor(node: Node) -> bool:
+    return any("Tensor" in v.type().str() for v in node.outputs())
+
+
+def _takes_data(node: Node) -> bool:
+    """Whether a number is read from a tensor's data."""
+    reads = node.kind() in ("aten::Float", "aten::ScalarImplicit", "aten::eq", "aten::ne", "aten::lt", "aten::gt")
+    return reads and "TensorType" in _kinds(node.inputs()) | _kinds(node.outputs())
+
+
+def _is_free(target: Any) -> bool:
+    name = op_name(target)
+    return name in _CREATION or (name not in _CASTS and may_share(name))
+
+
+def writes(node: Node) -> bool:
+    """Whether a node writes a tensor or a list, or changes an attribute."""
+    kind = node.kind()
+    if kind in ("aten::batch_norm", "aten::instance_norm"):
+        has_statistics = node.inputsAt(3).type().kind() != "NoneType"
+        return has_statistics and node.inputsAt(5).toIValue() is not False
+    if kind.startswith("prim::"):
+        return kind in ("prim::SetAttr",)
+    schema = node.schema()
+    return schema != "(no schema)" and _schema_writes(schema)
+
+
+@functools.cache
+def _schema_writes(text: str) -> bool:
+    schema = torch._C.parse_schema(text)
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)

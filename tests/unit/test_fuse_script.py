@@ -1,0 +1,286 @@
+"""Scripts that run in fused groups: values, structure, state, errors and randomness of the script itself."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import fuser
+from fuser.errors import InputError, Unsupported
+from fuser.frontends.fuse_script import FusedFunction, FusedModule
+from tests.unit import torchscript_corpus as corpus
+from tests.unit.test_torchscript_programs import copied, outcome
+from tests.unit.torchscript_programs import PROGRAMS, Plain, hooked, x
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::UserWarning")
+
+_ALL = bool(os.environ.get("FUSER_TEST_ALL"))
+_FOUND = [
+    *((p, args) for p, args in corpus.FUNCTIONS),
+    *((p, args) for p, args in corpus.MODULES),
+    *((p, (x(), *args)) for p, args, _ in PROGRAMS),
+]
+_CASES = list(enumerate(_FOUND)) if _ALL else list(enumerate(_FOUND))[::4]
+
+
+def scripted(program):
+    torch.manual_seed(0)
+    makes = inspect.isclass(program) or program.__name__ == "<lambda>"
+    made = program() if makes else program
+    return torch.jit.script(made.eval() if isinstance(made, nn.Module) else made)
+
+
+def groups_of(fused):
+    return fused.fusion.groups
+
+
+def assert_alike(got, want):
+    """The same structure, dtypes and strides, and values as near as eager's float32 allows."""
+    named = isinstance(want, tuple) and hasattr(want, "_fields")
+    assert got._fields == want._fields if named else type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+        torch.testing.assert_close(got, want, equal_nan=True)
+    elif isinstance(want, (list, tuple, dict)):
+        assert len(got) == len(want)
+        for k in want if isinstance(want, dict) else range(len(want)):
+            assert_alike(got[k], want[k])
+    else:
+        assert got == want or (got != got and want != want)
+
+
+def bits(value):
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+
+
+@pytest.mark.parametrize(
+    ("program", "args"), [c for _, c in _CASES], ids=[f"{i}-{getattr(p, '__name__', '')}" for i, (p, _) in _CASES]
+)
+def test_as_the_script(program, args):
+    script = scripted(program)
+    fused = fuser.fuse_script(script)
+    assert isinstance(fused, (FusedFunction, FusedModule))
+    calls = []
+    for _ in range(3):
+        given, passed = copied(args), copied(args)
+        torch.manual_seed(1)
+        want, expected = outcome(script, given)
+        torch.manual_seed(1)
+        got, error = outcome(fused, passed)
+        assert type(error) is type(expected), (error, expected)
+        if expected is None:
+            assert_alike(got, want)
+            assert_alike(passed, given)
+            calls.append(bits(got))
+    assert not any(u.kind == "graph" for u in fused.fusion.unfused), fused.fusion.unfused
+    if isinstance(script, nn.Module):
+        assert_alike(dict(fused.state_dict()), dict(script.state_dict()))
+        if list(script.buffers()):
+            return  # its state may change from call to call
+    for later in calls[1:]:
+        pairs = [(a, b) for a, b in zip(calls[0], later) if isinstance(a, torch.Tensor)]
+        assert all(a.nan_to_num(7).equal(b.nan_to_num(7)) for a, b in pairs)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+def test_defaults_and_keywords():
+    @torch.jit.script
+    def f(x, scale: float = 2.5, n: int = 3, flag: bool = True):
+        if flag:
+            return (x * scale + n).relu()
+        return x - n
+
+    fused = fuser.fuse_script(f)
+    assert isinstance(fused, torch.jit.ScriptFunction)
+    assert str(fused.schema) == str(f.schema)
+    v = torch.randn(4, 6)
+    named = (((v,), {"n": 2}), ((), {"x": v, "flag": False}))
+    for args, kwargs in (((v,), {}), ((v, 1.5), {}), ((v, 1.0, 2, False), {}), *named):
+        assert_alike(fused(*args, **kwargs), f(*args, **kwargs))
+    with pytest.raises(RuntimeError):
+        fused()
+
+
+def test_not_a_script():
+    with pytest.raises(InputError, match="not TorchScript"):
+        fuser.fuse_script(lambda x: x)
+
+
+def test_missing_torchscript(monkeypatch):
+    monkeypatch.delattr(torch._C, "_create_function_from_graph")
+    with pytest.raises(
+        Unsupported, match="unavailable: this version of torch has no torch._C._create_function_from_graph"
+    ):
+        fuser.fuse_script(torch.jit.script(Plain()))
+
+
+def test_a_defect_leaves_the_script(monkeypatch):
+    from fuser.frontends import fuse_script
+
+    def broken(*_):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(fuse_script, "fused_graph", broken)
+    script = torch.jit.script(Plain())
+    with pytest.warns(RuntimeWarning, match="KeyError: 'defect'"):
+        fused = fuser.fuse_script(script)
+    assert_alike(fused(x()), script(x()))
+
+
+def test_prepared_for_examples():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(torch.relu(self.norm(x)) * 2) + 1
+
+    script = torch.jit.script(Draws())
+    before = {k: v.clone() for k, v in script.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    fused = fuser.fuse_script(script, example_inputs=(given,))
+    assert torch.random.get_rng_state().equal(state)
+    assert_alike({k: v.clone() for k, v in fused.state_dict().items()}, before)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.factor, self.sizes = 2.0, [2, 3]
+
+    def forward(self, x, gain: float = 1.5):
+        y = torch.relu(self.norm(self.linear(x)) * self.factor) + gain
+        return self.drop(y).view([-1] + self.sizes)
+
+
+def pair():
+    torch.manual_seed(0)
+    script = torch.jit.script(Normed())
+    return script, fuser.fuse_script(script)
+
+
+def test_training_and_evaluation():
+    script, fused = pair()
+    for mode in (True, False, True):
+        script.train(mode), fused.train(mode)
+        torch.manual_seed(1)
+        want = script(x())
+        torch.manual_seed(1)
+        assert_alike(fused(x()), want)
+        assert_alike(dict(fused.state_dict()), dict(script.state_dict()))
+        assert len(fused.fusion.groups) == 1
+    fused.eval()
+    assert script.training and not fused.training and not fused.norm.training
+    assert any("aten::batch_norm" in g.calls for g in fused.fusion.groups)
+
+
+def test_submodule_flags_count():
+    script, fused = pair()
+    for m in (script, fused):
+        m.eval()
+        m.norm.train()
+    assert_alike(fused(x()), script(x()))
+    assert_alike(dict(fused.state_dict()), dict(script.state_dict()))
+
+
+def test_attributes_state_and_moves():
+    script, fused = pair()
+    for m in (script, fused):
+        m.eval()
+        m.factor = 3.0
+        m.sizes = [3, 2]
+    assert_alike(fused(x()), script(x()))
+    assert [n for n, _ in fused.named_parameters()] == [n for n, _ in script.named_parameters()]
+    fused.to(torch.float64)
+    assert fused(x().double()).dtype is torch.float64
+    assert script(x()).dtype is torch.float32
+    assert script.linear.weight.dtype is torch.float32
+    other = {k: torch.ones_like(v) for k, v in script.state_dict().items()}
+    fused.load_state_dict(other)
+    assert fused.linear.weight.eq(1).all()
+
+
+def test_the_original_and_its_siblings_stay():
+    first, second = torch.jit.script(Normed().eval()), torch.jit.script(Normed().eval())
+    texts = str(first.graph), str(second.graph)
+    wanted = first(x()), second(x())
+    fused = fuser.fuse_script(first)
+    fused.factor = 7.0
+    fused.sizes = [6, 1]
+    fused(x())
+    assert (str(first.graph), str(second.graph)) == texts
+    assert first(x()).equal(wanted[0])
+    assert second(x()).equal(wanted[1])
+    assert "fuser_ts" not in str(second.forward.inlined_graph)
+
+
+@pytest.mark.parametrize(("top", "inner"), [(True, False), (False, True), (True, True)])
+def test_hooks(top, inner):
+    script = torch.jit.script(hooked(top, inner))
+    assert_alike(fuser.fuse_script(script)(x()), script(x()))
+
+
+def test_traced():
+    class Traced(nn.Module):
+        def forward(self, x):
+            b, n = x.shape
+            return (x * 2).relu().view(n, b) * n + b, x.chunk(2, 1)[1].exp() + 1
+
+    module = torch.jit.trace(Traced(), (torch.randn(4, 6),))
+    function = torch.jit.trace(lambda x: (x * 2 + 1).relu() * x.size(0), (torch.randn(4, 6),))
+    for traced in (module, function):
+        fused = fuser.fuse_script(traced)
+        for shape in ((4, 6), (2, 8), (1, 2)):
+            given = torch.randn(shape)
+            assert_alike(fused(given), traced(given))
+        assert fused.fusion.groups
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [(Normed, (x(),)), (corpus.Decoder, (torch.tensor([1, 2]),)), (corpus.branch_on_argument, (x(), True))],
+)
+def test_saved_is_the_original(program, args):
+    script = scripted(program)
+    fused = fuser.fuse_script(script)
+    file = io.BytesIO()
+    torch.jit.save(fused, file)
+    assert b"fuser" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    assert_alike(loaded(*args), script(*args))
+    again = fuser.fuse_script(loaded)
+    assert_alike(again(*args), script(*args))
+    assert len(again.fusion.groups) == len(fused.fusion.groups) > 0
+
+
+def test_methods_and_containers():
+    script = torch.jit.script(nn.Sequential(corpus.Exported(), corpus.Exported()))
+    fused = fuser.fuse_script(script)
+    assert len(fused) == 2
+    assert_alike(fused[0].shifted(x()), script[0].shifted(x()))
+    assert_alike(fused(x()), script(x()))
+    single = fuser.fuse_script(torch.jit.script(corpus.Exported()))
+    assert_alike(single.shifted(x()), x() + 1)
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+def test_graph_for():
+    fused = fuser.fuse_script(torch.jit.script(corpus.loop_break))
+    text = fuser.debug.graph_for(fused, x(), 3)
+    wanted = ("prim::Loop", "fuser_ts::group_", "aten.exp", "ran by kernels", "torchscript_corpus.py", "not fused:")
+    for part in wanted:
+        assert part in text, text
+    with pytest.raises(InputError, match="expected what fuser.fuse_script returns"):
+        fuser.debug.graph_for(corpus.loop_break)
