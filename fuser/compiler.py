@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser import config
+from fuser import config, forks
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref, Registered, refs_of
 from fuser.cpu import fused_kernel, toolchain
 from fuser.cuda import driver as cuda_driver
@@ -116,7 +115,7 @@ class CudaBackend:
 BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
 _backends: dict[str, FusionBackend | None] = {}
 _overrides: dict[str, bool] = {}
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def register_backend(device_type: str, backend: FusionBackend | None) -> None:

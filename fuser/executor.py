@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from fuser import compiler, config
+from fuser import compiler, config, forks
 from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
 from fuser.errors import FuserError, InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
@@ -168,10 +167,10 @@ class Executor:
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self._handle: Callable[[], Function | None] = lambda: None
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
         self._pending: set[ArgSpec | None] = set()  # what is in the background's hands
-        self._orders = threading.RLock()  # of `_pending`, and of the forms that are refused meanwhile
+        self._orders = forks.rlock()  # of `_pending`, and of the forms that are refused meanwhile
         self._n_meanwhile = 0
         self._made_for: set[Any] = set()  # calls for which a kernel was made in the background
         self._default_dtype = torch.get_default_dtype()
@@ -186,7 +185,7 @@ class Executor:
         self._trials = Trials(spec, admit, leave)
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
-        _executors.add(self)
+        forks.follow(self)
 
     def make_handle(self) -> Function:
         """The way in. All of this lives as long as it is held."""
@@ -441,9 +440,8 @@ class Executor:
         elif len(self._made_for) < MAX_FORMS:
             self._made_for.add(call)
 
-    def forget_orders(self) -> None:
-        """In a forked child, which has none of the threads that would do them."""
-        self._orders = threading.RLock()
+    def after_fork(self) -> None:
+        """Forget the orders in a forked child, which has none of the threads that would do them."""
         self._pending.clear()
         self._made_for.clear()
         self._ask_again()
@@ -497,21 +495,11 @@ class Executor:
 
 
 _pool = COMPILERS
-_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def wait(timeout: float | None = None) -> bool:
     """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
     return _pool.wait(timeout)
-
-
-def _after_fork() -> None:
-    for executor in list(_executors):
-        executor.forget_orders()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _outline(a: Any) -> Any:

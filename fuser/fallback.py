@@ -6,12 +6,12 @@ The group's calls, as they were written, become the lines of one Python function
 from __future__ import annotations
 
 import keyword
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fuser import forks
 from fuser.canonical import Ref, Registered, Row, refs_of
 
 
@@ -20,7 +20,7 @@ class Fallback:
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._function: Callable[..., Any] | None = None
         self._source = ""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-import threading
 import time
 import weakref
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import cachetools
 import torch
 
+from fuser import forks
 from fuser.canonical import CanonicalGraph, Registered
 from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
@@ -67,7 +67,7 @@ class _Counter:
     """A number that threads count up together."""
 
     def __init__(self) -> None:
-        self._lock, self.value = threading.Lock(), 0
+        self._lock, self.value = forks.lock(), 0
 
     def add_one(self) -> None:
         with self._lock:
@@ -78,8 +78,9 @@ class KernelStore:
     """The kernels of one specification, by `ArgSpec`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = forks.lock()
+        self._changed = forks.condition(self._lock)
+        forks.follow(self)
         self._entries: dict[ArgSpec, KernelEntry] = {}
         self._fallbacks: Counter[str] = Counter()
         self._splits: list[Split] = []
@@ -116,6 +117,11 @@ class KernelStore:
                     self.compiled.add_one()
                 self._changed.notify_all()
         return entry, kernel is not None
+
+    def after_fork(self) -> None:
+        """No thread of the parent's goes on with its compilation in a child, which compiles for itself."""
+        for entry in self._entries.values():
+            entry.compiling = False
 
     def count(self, arg_spec: ArgSpec) -> int:
         """How many kernels `arg_spec` has so far."""
@@ -305,7 +311,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = forks.rlock()
         self._specs: dict[Identity, tuple[weakref.ref[Callable[..., Any]], weakref.ref[Runner]]] = {}
         self._by_full: dict[Full, _Entry] = {}
         self._by_key: dict[int, _Entry] = {}

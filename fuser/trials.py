@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from fuser import contest
+from fuser import contest, forks
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.reproduce import write_reproducer
@@ -63,7 +63,7 @@ class _Trial:
     number: int | None = None  # in the fusion's handle, once it is there
     magnitudes: int = 0  # in which the kernel stays
     refused: dict[Any, str] = field(default_factory=dict)  # forms for which it is too slow, with the reason
-    timing: threading.Lock = field(default_factory=threading.Lock)  # one thread decides, others wait
+    timing: threading.Lock = field(default_factory=forks.lock)  # one thread decides, others wait
 
 
 class Trials:
@@ -82,7 +82,7 @@ class Trials:
     ) -> None:
         self._spec, self._admit, self._leave = spec, admit, leave
         self._trials: list[_Trial] = []
-        self._lock = threading.Lock()  # of the list, and of what changes in its trials
+        self._lock = forks.lock()  # of the list, and of what changes in its trials
 
     def add(self, kernel: FusedKernel, calls: int, slowest: float = 0.0) -> None:
         """Have the next `calls` calls of `kernel` verified; with `slowest`, the first of each magnitude is timed."""

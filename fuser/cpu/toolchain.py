@@ -9,10 +9,8 @@ import os
 import pathlib
 import shlex
 import shutil
-import tempfile
-import threading
 
-from fuser import config
+from fuser import config, forks
 from fuser.errors import CompileError
 from fuser.runtime import files, process, workers
 from fuser.runtime.libraries import Library
@@ -43,7 +41,7 @@ def find_compiler(cxx: str | None) -> tuple[str, ...]:
 
 
 _unfit: dict[tuple[str, ...], CompileError] = {}  # compilers that failed or hung on the smallest source
-_probing = threading.Lock()
+_probing = forks.lock()
 
 
 def warm_up() -> None:
@@ -92,8 +90,8 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
         "for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n"
     )
     log = ""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "probe.cpp"
+    with files.temporary_folder() as folder:
+        path = folder / "probe.cpp"
         plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
         for number, (flags, libraries) in enumerate(choices):
             path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
@@ -136,15 +134,10 @@ def _cpu() -> str:
     return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=1)
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="fuser-")
-
-
 def _cache_folder() -> pathlib.Path:
     """Where kernels are kept for other processes; this process's own folder if there is no such place."""
     if not config.cache_dir:
-        return pathlib.Path(_private_folder().name)
+        return files.private_folder()
     try:
         return files.folder(config.cache_dir, "cpu")
     except OSError as e:
@@ -165,7 +158,7 @@ def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
         f"kernels are not kept in {folder}, so that each process compiles them again: {why}; "
         "set FUSER_CACHE_DIR to a folder that can be written, or to '' for none",
     )
-    return pathlib.Path(_private_folder().name)
+    return files.private_folder()
 
 
 def compile_library(parts: tuple[str, ...]) -> str:
@@ -196,7 +189,7 @@ def _kept(library: pathlib.Path) -> pathlib.Path | None:
 
 def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path | None:
     """A copy of a whole library in this process's own folder, if that loads: the other may be mounted with noexec."""
-    own = pathlib.Path(_private_folder().name)
+    own = files.private_folder()
     if own == library.parent:
         return None
     with contextlib.suppress(OSError):
@@ -227,7 +220,7 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
                 raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
             files.put(made, library)
     except OSError as e:
-        if str(library.parent) == _private_folder().name:
+        if str(library.parent) == str(files.private_folder()):
             raise CompileError(f"cannot write the kernel to {library.parent}: {e}") from None
         return _make(_instead_of(library.parent, str(e)) / library.name, parts)
     with contextlib.suppress(OSError):  # for reading only

@@ -6,13 +6,13 @@ import dataclasses
 import hashlib
 import json
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fuser import forks
 from fuser.cuda import toolchain
 from fuser.runtime import files
 
@@ -36,7 +36,7 @@ class Choice:
         return f"{self.what}: {self.winner} ({self.reason}{'; ' if times else ''}{times})"
 
 
-_racing = threading.Lock()  # kernels are compiled in many threads, and race alone
+_racing = forks.lock()  # kernels are compiled in many threads, and race alone
 _made: dict[str, Choice] = {}  # by name, in this process
 
 

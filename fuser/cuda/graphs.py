@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fuser import config
+from fuser import config, forks
 from fuser.runtime.background import COMPILERS
 
 settings: Any = config  # its attributes are made from a table
@@ -105,7 +104,7 @@ class Recorded:
         self._known: dict[int, weakref.ref[Any]] = {}  # parameters, by argument
         self._finds_written = written is None
         self._written: set[int] = set(written or ())
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._stream: Any = None
         self._boxed_call = boxed
         _all.add(self)

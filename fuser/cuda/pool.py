@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fuser import config
+from fuser import config, forks
 from fuser.errors import CompileError
 from fuser.runtime import process
 
@@ -92,7 +92,7 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.owner = os.getpid()
         self._free = threading.BoundedSemaphore(size)
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
         process.at_end(self, self.stop)
@@ -153,7 +153,7 @@ class Pool:
 
 
 _pool: Pool | None = None
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def pool() -> Pool:

@@ -12,12 +12,11 @@ import importlib.util
 import json
 import pathlib
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuser import config
+from fuser import config, forks
 from fuser.cuda import compile_worker, pool
 from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
@@ -27,7 +26,7 @@ from fuser.runtime import files, workers
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
 FORMAT = 2  # of what is kept on disk
 settings: Any = config
-_lock = threading.Lock()  # one compilation at a time inside this process: parts of Triton keep state there
+_lock = forks.lock()  # one compilation at a time inside this process: parts of Triton keep state there
 
 
 @functools.cache

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fuser import config
+from fuser import config, forks
 from fuser.cuda import choices, driver, fused_kernel, toolchain
 from fuser.cuda.fused_kernel import Source
 from fuser.cuda.tiles import Variant
@@ -31,7 +30,7 @@ VARIANTS = (
 MOST = 5  # variants that race
 LEAST_WORK = 1 << 18  # element operations of a kernel that is worth a race
 TABLE = "table"
-_choosing = threading.Lock()  # so that a class is not raced for twice
+_choosing = forks.lock()  # so that a class is not raced for twice
 Run = Callable[..., Any]
 
 

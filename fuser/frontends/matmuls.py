@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, interface
+from fuser import config, forks, interface
 from fuser.cuda import choices, fused_kernel, matmul
 from fuser.errors import CompileError, Unsupported
 from fuser.lowering.graph import lower_graph
@@ -131,7 +130,7 @@ class Raced:
         self.choices: dict[Any, choices.Choice] = {}
         self._handles: dict[Any, Function] = {}
         self._settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def plain(self, *args: Any) -> Any:
         """By ATen's matmul, and the group's kernel."""

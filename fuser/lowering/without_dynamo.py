@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +19,11 @@ import torch._refs
 import torch._refs.nn.functional
 import torch._refs.special
 
+from fuser import forks
+
 _ATTRIBUTE = "__dynamo_disable"
 _MODULES = (torch._refs, torch._refs.nn.functional, torch._refs.special)
-_lock = threading.Lock()
+_lock = forks.lock()
 _inside = 0
 
 
@@ -44,9 +45,22 @@ def without_dynamo() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                for plain in _wrapped():
-                    if plain.__dict__.get(_ATTRIBUTE) is plain:
-                        del plain.__dict__[_ATTRIBUTE]
+                _restore()
+
+
+def _restore() -> None:
+    for plain in _wrapped():
+        if plain.__dict__.get(_ATTRIBUTE) is plain:
+            del plain.__dict__[_ATTRIBUTE]
+
+
+@forks.in_child
+def _after_fork() -> None:
+    """Threads of the parent that were inside will not leave it here."""
+    global _inside
+    if _inside:
+        _inside = 0
+        _restore()
 
 
 @functools.cache

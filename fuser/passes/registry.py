@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from fuser import forks
 from fuser.errors import ConfigError
 from fuser.passes import runner
 from fuser.passes.joint_graph import JOINT_GRAPH
@@ -58,7 +58,7 @@ STAGES: tuple[Stage, ...] = (
         POST_GRAD,
     ),
 )
-_lock = threading.Lock()
+_lock = forks.lock()
 _passes: dict[str, tuple[Pass, ...]] = {stage.name: stage.passes for stage in STAGES}
 
 

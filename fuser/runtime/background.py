@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-from fuser import config
+from fuser import config, forks
 from fuser.runtime import workers
 
 settings: Any = config  # its attributes are made from a table
 
 # Threads that compile ahead; the C++ compilers they wait for run beside Python.
-COMPILERS = workers.Pool(lambda: settings.compile_workers or os.cpu_count() or 1, "fuser-compile")
+COMPILERS = workers.Pool(
+    lambda: settings.compile_workers or os.cpu_count() or 1, "fuser-compile", "the process was forked while it compiled"
+)
 _SWITCH_SECONDS = 1e-4  # Python's own is 5e-3: each operator of a call in another thread might wait as long
 
 
@@ -23,10 +24,8 @@ class _Yielding:
     """How often threads take turns while some run in `yielding`."""
 
     def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.lock, self.inside, self.before = threading.Lock(), 0, 0.0
+        self.lock, self.inside, self.before = forks.lock(), 0, 0.0
+        forks.follow(self)
 
     def enter(self) -> None:
         with self.lock:
@@ -48,7 +47,7 @@ class _Yielding:
 
     def after_fork(self) -> None:
         self.restore()
-        self.start()
+        self.inside = 0
 
 
 _yielding = _Yielding()
@@ -62,7 +61,3 @@ def yielding() -> Iterator[None]:
         yield
     finally:
         _yielding.leave()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_yielding.after_fork)

@@ -19,7 +19,9 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from fuser import forks
 
 _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
@@ -159,19 +161,51 @@ def _here() -> str:
 def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder for what is being made in `parent`; it goes away, and those of processes that were killed go with it."""
     _sweep(str(parent), os.getpid())
-    owner = os.getpid()
-    path = tempfile.mkdtemp(prefix=f"{_WORK}{_here()}-{owner}-", dir=parent)
+    with _removed(tempfile.mkdtemp(prefix=f"{_WORK}{_here()}-{os.getpid()}-", dir=parent)) as path:
+        yield path
 
-    def remove() -> None:
-        if os.getpid() == owner:  # not in a forked child
-            shutil.rmtree(path, ignore_errors=True)
 
-    atexit.register(remove)  # a thread that makes something does not outlive the process
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[pathlib.Path]:
+    """A folder outside of the cache for what nobody needs afterwards."""
+    with _removed(tempfile.mkdtemp(prefix="fuser-")) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _removed(path: str) -> Iterator[pathlib.Path]:
+    remove = _at_exit(path)  # a thread that makes something does not outlive the process
     try:
         yield pathlib.Path(path)
     finally:
         atexit.unregister(remove)
         remove()
+
+
+def _at_exit(path: str) -> Callable[[], None]:
+    """What removes a folder, at the latest when this process ends. A forked child leaves it to its parent."""
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return remove
+
+
+_private: dict[int, pathlib.Path] = {}  # by process
+_choosing = forks.lock()
+
+
+def private_folder() -> pathlib.Path:
+    """This process's own folder, which goes away when it ends."""
+    with _choosing:
+        found = _private.get(os.getpid())
+        if found is None:
+            found = _private[os.getpid()] = pathlib.Path(tempfile.mkdtemp(prefix="fuser-"))
+            _at_exit(str(found))
+        return found
 
 
 @functools.lru_cache(maxsize=16)
@@ -201,6 +235,9 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 
 # -- one maker ---------------------------------------------------------------------------------------------------------
+_held: set[int] = set()  # open locks
+
+
 @contextlib.contextmanager
 def claim(path: pathlib.Path, seconds: float) -> Iterator[bool]:
     """The right to make the entry `path`, for the block: no other process or thread of this machine has it meanwhile.
@@ -226,6 +263,7 @@ def _lock(lock: str, seconds: float) -> int | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_ino == os.stat(lock).st_ino:
+                _held.add(handle)
                 return handle
             held = False  # the holder before has removed the file
         except FileNotFoundError:
@@ -247,7 +285,19 @@ def _unlock(lock: str, handle: int | None) -> None:
         with contextlib.suppress(OSError):
             os.unlink(lock)
         fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
+        _held.discard(handle)
         os.close(handle)
 
 
-__all__ = ["Refused", "claim", "folder", "put", "read", "say_once", "seal", "working_folder", "write"]
+@forks.in_child
+def _after_fork() -> None:
+    """A child that has a lock open would hold it after its parent's end."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+__all__ = [
+    "Refused", "claim", "folder", "private_folder", "put", "read", "say_once", "seal", "temporary_folder",
+    "working_folder", "write",
+]  # fmt: skip

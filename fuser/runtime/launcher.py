@@ -9,14 +9,13 @@ by the first handle; handles made meanwhile run in Python and change over by the
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 import weakref
 from types import ModuleType
 from typing import Any
 
-from fuser import config
+from fuser import config, forks
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
 from fuser.runtime import libraries, native_build, process, python_launcher, torch_abi, workers
@@ -25,8 +24,8 @@ from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
 
 settings: Any = config  # its attributes are made from a table
 
-_lock = threading.Lock()
-_done = threading.Event()
+_lock = forks.lock()
+_done = forks.event()
 _thread: threading.Thread | None = None
 _native: ModuleType | None = None
 _reason: str | None = None
@@ -40,7 +39,7 @@ class Handle:
 
     def __init__(self, slow: Slow) -> None:
         self._slow = slow
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._kernels: list[tuple[LaunchProgram, Any, int]] = []
         self._refusals: list[tuple[Any, ...]] = []
         self._python = python_launcher.Handle(slow)
@@ -282,16 +281,12 @@ def _warn() -> None:
         )
 
 
+@forks.in_child
 def _after_fork() -> None:
     """A child has no build thread: it starts its own when it first needs one."""
-    global _lock, _thread
-    _lock = threading.Lock()
+    global _thread
     if not _done.is_set():
         _thread = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 settings.watch("enabled", _follow)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import math
-import os
-import threading
 import weakref
 from typing import Any
 
 import cachetools
 
-from fuser import config
+from fuser import config, forks
 from fuser.runtime import files
 
 settings: Any = config  # its attributes are made from a table
@@ -49,7 +47,7 @@ class _Shared:
         self.library: Library | None = None
 
 
-_lock = threading.RLock()
+_lock = forks.rlock()
 _shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
 _recent: cachetools.LRUCache[str, None] = cachetools.LRUCache(math.inf)  # paths of what is loaded
 
@@ -100,14 +98,5 @@ def loaded() -> int:
     with _lock:
         return sum(s.library is not None for s in _shared.values())
 
-
-def _after_fork() -> None:
-    """A thread that held the lock does not exist in a child."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = ["Code", "Library", "loaded"]

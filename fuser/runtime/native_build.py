@@ -13,7 +13,6 @@ import pathlib
 import shlex
 import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -92,8 +91,8 @@ def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
             if os.access(folder, os.W_OK):
                 yield folder
                 return
-    with tempfile.TemporaryDirectory(prefix="fuser-native-") as name:
-        yield pathlib.Path(name)
+    with files.temporary_folder() as path:
+        yield path
 
 
 def build(cache_dir: str) -> ModuleType:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from fuser import forks
 from fuser.errors import CompileError
 
 _SHELL = "/bin/sh"
@@ -62,6 +63,7 @@ def _end() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_end)
 
 
+@forks.in_child
 def _after_fork() -> None:
     global _ending
     _ending = False
@@ -69,10 +71,6 @@ def _after_fork() -> None:
         if isinstance(running, _Running):
             running.lifeline.close()  # or the program would outlive the parent as long as this child lives
     _at_end.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- programs that hang ------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fuser import config
+from fuser import config, forks
+from fuser.runtime import workers
 
 HUGE = 2 << 20
 POOL_MIN = 256 << 10  # below this malloc does
@@ -73,18 +73,17 @@ class Pool:
         self._settings = settings  # read whenever the pool is used
         self._limit, self._idle_seconds = 0, 0.0
         self._reset()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset_after_fork)
+        forks.follow(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a deleter may run inside another call of the same thread
+        self._lock = forks.rlock()  # a deleter may run inside another call of the same thread
         self._idle: list[_Idle] = []  # oldest first
         self._timer: threading.Timer | None = None
         self._used: dict[int, int] = {}
         self._counts = {"hits": 0, "misses": 0, "returned": 0, "peak_bytes": 0}
 
-    def _reset_after_fork(self) -> None:
-        self._lock = threading.RLock()
+    def after_fork(self) -> None:
+        """A child has the blocks, and no thread that gives them back."""
         self._timer = None
 
     def _follow_settings(self) -> None:
@@ -139,9 +138,7 @@ class Pool:
             self._timer = None
         if self._timer is None and self._idle:
             wait = max(self._idle[0].since + self._idle_seconds - time.monotonic(), 0.0) + 0.001
-            self._timer = threading.Timer(wait, self._expire)
-            self._timer.daemon = True
-            self._timer.start()
+            self._timer = workers.later(wait, self._expire)
 
     def _expire(self) -> None:
         with self._lock:

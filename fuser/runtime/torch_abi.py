@@ -8,18 +8,19 @@ with the same answers.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from fuser.runtime import files, warm
+from fuser.runtime import files, warm, workers
 
 # DLPack's numbers: type codes with bits, and device types.
 DTYPE_WORDS: dict[torch.dtype, int] = {
@@ -40,13 +41,18 @@ _TENSOR_WORDS = 32  # a TensorImpl is about this many words; its dispatch keys a
 
 def plain_tensor(t: torch.Tensor) -> bool:
     """Whether `t` is an ordinary strided tensor: no negative or conjugate bit, no wrapper, no other layout."""
-    return type(t) in (torch.Tensor, torch.nn.Parameter) and _keys(t) in plain_keys()
+    with contextlib.suppress(workers.NoThread):
+        return type(t) in (torch.Tensor, torch.nn.Parameter) and _keys(t) in plain_keys()
+    return False
 
 
 def plain_context() -> bool:
     """Whether no mode, transform, autocast or forward derivative is at work in this thread."""
     included, excluded = _thread_keys()
-    masks = _context_masks()
+    try:
+        masks = _context_masks()
+    except workers.NoThread:
+        return False
     if (included ^ masks["default_included"]) & ~masks["harmless_included"]:
         return False
     if (excluded ^ masks["default_excluded"]) & masks["harmful_excluded"]:
@@ -74,21 +80,28 @@ _R = TypeVar("_R")
 
 def _in_fresh_thread(fn: Callable[[], _R]) -> _R:
     """`fn()` where no mode of this thread is at work: while dynamo compiles, every new tensor here is a fake one."""
-    found: list[_R] = []
-    failed: list[BaseException] = []
+    found: Future[_R] = Future()
 
     def run() -> None:
         try:
-            found.append(fn())
+            found.set_result(fn())
         except BaseException as error:
-            failed.append(error)
+            found.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fuser-torch-abi")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    thread = workers.start(run, "fuser-torch-abi")
+    if thread is not None:
+        thread.join()
+    elif _is_like_fresh():
+        run()
+    else:
+        raise workers.NoThread("no thread can be started to ask torch what ordinary tensors are like")
+    return found.result()
+
+
+def _is_like_fresh() -> bool:
+    """Whether nothing is at work in this thread that a fresh one lacks."""
+    stacks = _C._len_torch_dispatch_stack() or _C._len_torch_function_stack() or _C._is_any_autocast_enabled()
+    return not stacks and _C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 @functools.cache

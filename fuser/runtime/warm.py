@@ -11,7 +11,6 @@ step of training none are held (`frontends.training`) but those of large product
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 
-from fuser import config
+from fuser import config, forks
+from fuser.runtime import workers
 
 WARM_MIN = 4 << 20  # bytes; smaller blocks stay warm in malloc's own heap
 MAPPED = 32 << 20  # bytes; blocks from here on malloc maps anew each time
@@ -67,12 +67,12 @@ class WarmOutputs:
     """The storages that are held. Thread-safe."""
 
     def __init__(self) -> None:
-        self._reset()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
+        self._lock = forks.lock()
+        self.after_fork()
+        forks.follow(self)
 
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
+    def after_fork(self) -> None:
+        """A child begins with nothing: a storage that another thread used is let go by nobody here."""
         self._held: list[_Held] = []  # least recently used first
         self._timer: threading.Timer | None = None
         self._last = self._between = 0.0
@@ -139,9 +139,7 @@ class WarmOutputs:
 
     def _watch(self) -> None:
         if self._timer is None:
-            self._timer = threading.Timer(max(float(settings.pool_idle_seconds), 0.05), self._on_timer)
-            self._timer.daemon = True
-            self._timer.start()
+            self._timer = workers.later(max(float(settings.pool_idle_seconds), 0.05), self._on_timer)
 
     def _on_timer(self) -> None:
         with self._lock:

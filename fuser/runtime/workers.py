@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from fuser import forks
 from fuser.runtime import process
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+class NoThread(RuntimeError):
+    """No thread can be started, and the work cannot be done in the caller's."""
 
 
 def start(function: Callable[[], Any], name: str) -> threading.Thread | None:
@@ -25,6 +30,17 @@ def start(function: Callable[[], Any], name: str) -> threading.Thread | None:
     except RuntimeError:  # a limit on threads or memory
         return None
     return thread
+
+
+def later(seconds: float, function: Callable[[], Any]) -> threading.Timer | None:
+    """A started timer that calls `function`; None if there can be none."""
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:
+        return None
+    return timer
 
 
 def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = None) -> list[R]:
@@ -60,11 +76,16 @@ def run_all(function: Callable[[A], R], items: Iterable[A], most: int | None = N
 
 
 class Pool:
-    """At most `size()` threads, which take calls in order of arrival. A process that ends drops those not begun."""
+    """At most `size()` threads, which take calls in order of arrival. A process that ends drops those not begun.
 
-    def __init__(self, size: Callable[[], int], name: str) -> None:
+    `lost` is what a call gives in a child that was forked before it was done.
+    """
+
+    def __init__(self, size: Callable[[], int], name: str, lost: Any = None) -> None:
         self._size, self._name = size, name
-        self._lock = threading.Lock()
+        self._lost = lost
+        self._lock = forks.lock()
+        forks.follow(self)
         self._threads: ThreadPoolExecutor | None = None
         self._promised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._under_way: set[Future[Any]] = set()
@@ -115,6 +136,15 @@ class Pool:
             self._threads.shutdown(wait=False, cancel_futures=True)
         for promise in list(self._promised):
             promise.cancel()
+
+    def after_fork(self) -> None:
+        """A child has no threads of its parent's."""
+        self._threads = None
+        for promise in list(self._promised):
+            promise._condition = threading.Condition()
+            if not promise.done():
+                promise.set_result(self._lost)
+        self._under_way.clear()
 
 
 def _run_once(once: deque[Callable[[], None]]) -> None:

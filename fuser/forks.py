@@ -1,0 +1,90 @@
+"""What a forked child must have made new: locks that other threads held, and what these threads would have finished.
+
+Every lock of the package is made here. A child has one thread, so no lock of its parent's other threads is ever
+released there, and nothing that they were about to do is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Follower(Protocol):
+    """Something with a state that depends on other threads, and is set right by `after_fork`."""
+
+    def after_fork(self) -> None: ...
+
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_followers: weakref.WeakSet[Any] = weakref.WeakSet()
+_functions: list[Callable[[], None]] = []
+
+
+def _known(made: Any) -> Any:
+    _locks.add(made)
+    return made
+
+
+def lock() -> threading.Lock:
+    """A lock that is free in a forked child."""
+    made: threading.Lock = _known(threading.Lock())
+    return made
+
+
+def rlock() -> Any:
+    """A lock that its thread may take again, free in a forked child."""
+    return _known(threading.RLock())
+
+
+def condition(lock: threading.Lock | None = None) -> threading.Condition:
+    """A condition on which nobody waits in a forked child."""
+    made: threading.Condition = _known(threading.Condition(lock))
+    return made
+
+
+def event() -> threading.Event:
+    """An event that is set in a forked child if it was before."""
+    made: threading.Event = _known(threading.Event())
+    return made
+
+
+def follow(follower: Follower) -> None:
+    """Call `follower.after_fork()` in a forked child, once all locks are free, as long as it lives."""
+    _followers.add(follower)
+
+
+def in_child(function: Callable[[], None]) -> Callable[[], None]:
+    """Call `function` in a forked child, once all locks are free."""
+    _functions.append(function)
+    return function
+
+
+def _after_fork() -> None:
+    for held in list(_locks):
+        held._at_fork_reinit()
+    if sys.version_info < (3, 12):
+        _free_cached_properties()
+    for function in _functions:
+        function()
+    for follower in list(_followers):
+        follower.after_fork()
+
+
+def _free_cached_properties() -> None:
+    """Up to Python 3.11 a cached property has a lock, one for all objects."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == __name__.partition(".")[0]:
+            for owner in [v for v in vars(module).values() if isinstance(v, type)]:
+                for value in vars(owner).values():
+                    if isinstance(value, functools.cached_property):
+                        value.lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

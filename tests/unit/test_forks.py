@@ -1,0 +1,197 @@
+"""Forked children: every lock is free, every thread is replaced, and no folder of the parent's goes away."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import fuser
+from fuser import forks
+
+ROOT = pathlib.Path(__file__).parents[2]
+PRIMITIVES = tuple(type(make()) for make in (threading.Lock, threading.RLock, threading.Condition, threading.Event))
+
+# Made in one place each, which sees to forks, to limits on threads, and to the end of the process.
+MADE_BY = {
+    "threading.Lock": {"forks"},
+    "threading.RLock": {"forks"},
+    "threading.Condition": {"forks", "runtime.workers"},
+    "threading.Event": {"forks"},
+    "threading.Semaphore": set(),
+    "threading.BoundedSemaphore": {"cuda.pool"},  # of a pool that a child replaces
+    "threading.Thread": {"runtime.workers", "cuda.compile_worker"},  # the latter is a program of its own
+    "threading.Timer": {"runtime.workers"},
+    "concurrent.futures.ThreadPoolExecutor": {"runtime.workers"},
+    "concurrent.futures.ProcessPoolExecutor": set(),
+    "tempfile.TemporaryDirectory": set(),  # a child that exits would remove its parent's
+    "weakref.finalize": set(),
+    "atexit.register": {"runtime.files", "runtime.process"},
+    "os.register_at_fork": {"forks"},
+    "subprocess.Popen": {"runtime.process", "cuda.pool"},
+    "subprocess.run": set(),
+    "os.fork": set(),
+}  # fmt: skip
+
+
+def modules():
+    return [m.name for m in pkgutil.walk_packages(fuser.__path__, "fuser.")]
+
+
+def uses_of(path: pathlib.Path) -> set[str]:
+    """What of `MADE_BY` a module calls, or hands to something that may call it."""
+    tree = ast.parse(path.read_text())
+    full = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            full.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    used: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            used += (node.func, *node.args, *(k.value for k in node.keywords))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            used += node.decorator_list
+    names = {ast.unparse(u) for u in used if isinstance(u, (ast.Name, ast.Attribute))}
+    return {full.get(n, n) for n in names} & set(MADE_BY)
+
+
+def test_what_depends_on_threads_and_processes_is_made_in_one_place():
+    package = ROOT / "fuser"
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts)
+        for use in uses_of(path):
+            assert name in MADE_BY[use], f"{name} uses {use}: take forks, runtime.workers, runtime.files or process"
+
+
+def test_every_lock_of_a_module_or_of_its_objects_is_known():
+    found = []
+    for name in modules():
+        if name == "fuser.cuda.compile_worker" or "_launcher" in name:
+            continue
+        module = importlib.import_module(name)
+        for key, value in vars(module).items():
+            ours = type(value).__module__.startswith("fuser.") and hasattr(value, "__dict__")
+            inside = [(f"{key}.{k}", v) for k, v in vars(value).items()] if ours else []
+            for place, one in ((key, value), *inside):
+                if isinstance(one, PRIMITIVES):
+                    found.append(f"{name}.{place}")
+                    assert one in forks._locks, f"{name}.{place} is not free in a forked child: make it by fuser.forks"
+    assert len(found) > 8
+
+
+# Every lock is held, a kernel, a launcher and a prepared group are being made, and a folder is in use: as at the worst
+# moment of a fork. `child` then does all of it anew.
+WORST = """
+import os, sys, threading
+import torch, fuser
+from torch import fx
+from fuser import config, executor, forks, interface
+from fuser.cpu import toolchain
+from fuser.lowering import without_dynamo
+from fuser.runtime import files, launcher, pool, warm, workers
+import fuser.debug, fuser.passes
+torch.set_num_threads(1)
+def fn(x): return torch.softmax(x * 3, -1)
+def other(x): return torch.softmax(x * 5, 0)
+def register(f): return fuser.register_fusion(fx.symbolic_trace(f))
+x = torch.randn(12, 30)
+key, unmade = register(fn), register(other)
+prepared = register(lambda x: (x + 1).tanh().sum())
+fuser.run_fusion(key, [x])
+folder = files.private_folder()
+inside, go_on = threading.Event(), threading.Event()
+make = toolchain.compile_library
+def slow(*args):
+    inside.set()
+    go_on.wait()
+    return make(*args)
+toolchain.compile_library = slow
+executor._pool._size = lambda: 1
+future = fuser.prepare(unmade, [x])
+later = fuser.prepare(prepared, [x])
+assert inside.wait(300)
+ready, done = threading.Event(), threading.Event()
+def hold():
+    with without_dynamo.without_dynamo():
+        taken = [l for l in list(forks._locks) if hasattr(l, "acquire") and l.acquire(timeout=0.2)]
+        ready.set()
+        done.wait()
+        for l in reversed(taken):
+            l.release()
+threading.Thread(target=hold).start()
+assert ready.wait(300)
+child = os.fork()
+if not child:
+    toolchain.compile_library = make
+    assert without_dynamo._inside == 0
+    assert future.done() and later.done() and "forked" in future.result()
+    assert fuser.prepare(unmade, [x]).result(300) is None
+    assert fuser.prepare(prepared, [x]).result(300) is None
+    for f, k in ((fn, key), (other, unmade), (lambda x: torch.sigmoid(x) * x, None)):
+        k = register(f) if k is None else k
+        torch.testing.assert_close(fuser.run_fusion(k, [x])[0], f(x))
+        assert not interface.kernel_spec(k).store.fallbacks and interface.kernel_spec(k).store.kernels
+    assert launcher.wait(300)
+    warm.empty_strided((1 << 20,), (1,), torch.float32), pool.stats()
+    assert workers.run_all(abs, [-1, -2]) == [1, 2]
+    assert files.private_folder() != folder
+    config.set(enabled=False)
+    fuser.override_can_fuse_on_cpu(None)
+    sys.exit(7)  # with everything that runs at exit
+_, status = os.waitpid(child, 0)
+done.set()
+go_on.set()
+assert future.result(300) is None and later.result(300) is None and folder.exists()
+print("status", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+def test_a_child_forked_at_the_worst_moment_does_everything(tmp_path):
+    env = {**os.environ, "FUSER_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", WORST], capture_output=True, text=True, env=env, timeout=240)
+    assert done.stdout == "status 7\n", done.stdout + done.stderr
+
+
+PROBES = """
+import os, sys, threading
+from fuser.cpu import toolchain
+from fuser.runtime import files, launcher, native_build, process
+native_build.installed = lambda: None
+run, inside, go_on = process.run, threading.Semaphore(0), threading.Event()
+def slow(*args):
+    inside.release()
+    go_on.wait()
+    return run(*args)
+process.run = slow
+def finish():
+    toolchain.flags_for(toolchain.find_compiler(os.environ.get("CXX")))
+    assert launcher.wait(200), launcher.reason()
+toolchain.warm_up()
+launcher.prepare()
+assert inside.acquire(timeout=60) and inside.acquire(timeout=60)
+child = os.fork()
+if not child:
+    process.run = run
+    finish()
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+go_on.set()
+finish()
+print("status", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+def test_a_child_forked_during_a_probe_and_a_build_does_both_itself():
+    """And its exit leaves the folders in which its parent is at work."""
+    env = {**os.environ, "FUSER_CACHE_DIR": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", PROBES], capture_output=True, text=True, env=env, timeout=240)
+    assert done.stdout == "status 7\n", done.stdout + done.stderr
