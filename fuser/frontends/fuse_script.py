@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fuser import forks
 from fuser.errors import InputError, Unsupported
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
 
@@ -176,7 +176,7 @@ class _Fusion:
         self.inlined = method.inlined_graph
         self.defaults = _Defaults(method.schema.arguments[1:])
         self.trains = _asks_for_training(self.inlined)
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.made: dict[bool, tuple[Fused, Any]] = {}
         self._make(self._is_evaluating(module._c))
 

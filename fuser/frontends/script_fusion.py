@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import interface
+from fuser import forks, interface
 from fuser.errors import FuserError
 from fuser.frontends.script_groups import Group, Plan, plan_block
 from fuser.frontends.script_nodes import Facts, Role, every_node, study
@@ -191,7 +190,7 @@ def _replace(block: Any, plan: Plan, facts: Facts, names: Sequence[str]) -> None
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
-_lock = threading.Lock()
+_lock = forks.lock()
 _library: Any = None
 _defined: dict[tuple[int, tuple[str, ...], int], str] = {}
 
