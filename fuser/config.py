@@ -81,6 +81,9 @@ SETTINGS: tuple[Setting, ...] = (
         "of a process's 65,530 maps",
         least=1,
     ),
+    Setting(
+        "memo_limit", 4096, "most answers, warnings and reasons of each kind that are remembered", least=1,
+    ),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),
     Setting(

@@ -11,7 +11,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSet, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS, STATUS, ArgSpec, TensorS
 from fuser.runtime import launcher, process, torch_abi
 from fuser.runtime.background import COMPILERS, yielding
 from fuser.runtime.bounds import bounds_error
+from fuser.runtime.memory import Seen
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.splitting import Split, is_hopeless, split
 from fuser.trials import MISS as _MISS
@@ -564,7 +565,7 @@ def _broadcasts(shapes: Sequence[torch.Size]) -> bool:
     return True
 
 
-_warned: set[str] = set()
+_warned: MutableSet[str] = Seen()
 
 
 def _warn_once(text: str) -> None:

@@ -25,6 +25,7 @@ from fuser.canonical import CanonicalGraph, Registered
 from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
+from fuser.runtime.memory import Tally
 from fuser.splitting import Split
 
 
@@ -82,7 +83,7 @@ class KernelStore:
         self._changed = forks.condition(self._lock)
         forks.follow(self)
         self._entries: dict[ArgSpec, KernelEntry] = {}
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks = Tally()
         self._splits: list[Split] = []
         self.compiled = _Counter()
         self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
@@ -152,7 +153,7 @@ class KernelStore:
     def note_fallback(self, reason: str) -> None:
         """Count one call that ran by ATen, whole or in part."""
         with self._lock:
-            self._fallbacks[reason] += 1
+            self._fallbacks.note(reason)
 
     def note_split(self, split: Split) -> None:
         """Keep how the group was split for some arguments."""
@@ -175,7 +176,7 @@ class KernelStore:
     def fallbacks(self) -> dict[str, int]:
         """Calls that ran by ATen, whole or in part, by reason. Calls that a kernel took are not seen here."""
         with self._lock:
-            found = self._fallbacks.copy()
+            found = Counter(self._fallbacks)
         for reason, calls in self.native_fallbacks():
             found[reason] += calls
         return dict(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from fuser.passes.decompositions import decomposition_table
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.runtime import heap
+from fuser.runtime.memory import Tally
 from fuser.startup import import_dynamo
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
@@ -178,7 +178,7 @@ class _GraphCompiler:
         self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
         self.direct: Function | None = None
         self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
-        self.by_eager: Counter[str] = Counter()
+        self.by_eager = Tally()
         self.passes: tuple[PassRecord, ...] = ()
 
     def compile(self) -> Function:

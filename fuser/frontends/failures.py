@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import fx
 
 from fuser.errors import FuserError
+from fuser.runtime.memory import Tally
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -34,7 +34,7 @@ def say_unfused(reason: str) -> None:
         _log.warning("a graph runs unfused: %s", reason)
 
 
-def guarded(function: Function, gm: fx.GraphModule, by_eager: Counter[str]) -> Function:
+def guarded(function: Function, gm: fx.GraphModule, by_eager: Tally) -> Function:
     """A compiled function of `gm`'s inputs. If it raises, `gm` runs in eager, and its result or error is returned.
 
     For graphs that may run a second time: they write nothing and draw no random numbers.
@@ -48,7 +48,7 @@ def guarded(function: Function, gm: fx.GraphModule, by_eager: Counter[str]) -> F
         except _OF_OPERATORS as error:
             results = gm(*args)  # raises what eager raises
             reason = reason_of(error)
-            by_eager[reason] += 1
+            by_eager.note(reason)
             say_unfused(reason)
             return results
 

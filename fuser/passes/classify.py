@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from fuser import config, executor, interface, lowering
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lowering.survey import survey
+from fuser.runtime.memory import Recent
 
 aten = torch.ops.aten
 
@@ -163,17 +165,15 @@ def _argument_reason(node: fx.Node) -> str | None:
     try:
         settings = config.key(), torch.get_default_dtype()
         key = settings, str(node.target), repr(fx.map_arg((node.args, node.kwargs), _like))
-        if key not in _tried:
-            if len(_tried) >= _MOST_TRIED:
-                _tried.clear()
-            _tried[key] = _try_lowering(node)
-        return _tried[key]
+        found = _tried.get(key, "")
+        if found == "":
+            found = _tried[key] = _try_lowering(node)
+        return found
     except FuserError:  # a size that is not known ahead
         return None
 
 
-_MOST_TRIED = 4096
-_tried: dict[tuple[Any, ...], str | None] = {}
+_tried: MutableMapping[Any, str | None] = Recent()
 
 
 def _like(node: fx.Node) -> Any:

@@ -1,0 +1,90 @@
+"""What a long process remembers, within bounds: answers, sentences that were said, and calls counted by reason."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, MutableMapping, MutableSet
+from typing import Any, TypeVar
+
+import cachetools
+
+from fuser import config
+
+settings: Any = config  # its attributes are made from a table
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+OTHERS = "other reasons"
+
+
+class Recent(MutableMapping[K, V]):
+    """A dict for all threads; of more than `config.memo_limit` items those used longest ago are forgotten."""
+
+    def __init__(self) -> None:
+        self._items: cachetools.LRUCache[K, V] = cachetools.LRUCache(float("inf"))
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+
+    def __getitem__(self, key: K) -> V:
+        with self._lock:
+            return self._items[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        with self._lock:
+            self._items[key] = value
+            while len(self._items) > settings.memo_limit:
+                self._items.popitem()
+
+    def __delitem__(self, key: K) -> None:
+        with self._lock:
+            del self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        with self._lock:
+            return iter(tuple(self._items))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Seen(MutableSet[K]):
+    """A set for all threads; of more than `config.memo_limit` members those added longest ago are forgotten."""
+
+    def __init__(self, members: Iterable[K] = ()) -> None:
+        self._members: Recent[K, None] = Recent()
+        for member in members:
+            self.add(member)
+
+    def add(self, value: K) -> None:
+        """Add a member, as the latest."""
+        self._members[value] = None
+
+    def discard(self, value: K) -> None:
+        """Take a member away if it is there."""
+        self._members.pop(value, None)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._members
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+class Tally(Counter[str]):
+    """Calls by reason; those beyond `config.memo_limit` different reasons are counted together."""
+
+    def note(self, reason: str) -> None:
+        """Count one call."""
+        known = reason in self or len(self) < settings.memo_limit
+        self[reason if known else OTHERS] += 1
+
+
+__all__ = ["OTHERS", "Recent", "Seen", "Tally"]
