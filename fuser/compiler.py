@@ -6,28 +6,24 @@ the backend of the arguments' device.
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser import config, forks
-from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref, Registered, refs_of
-from fuser.cpu import fused_kernel, toolchain
-from fuser.cuda import driver as cuda_driver
-from fuser.cuda import fused_kernel as cuda_kernel
-from fuser.cuda import toolchain as cuda_toolchain
+from fuser import config, forks, plans
+from fuser.canonical import CanonicalGraph, Registered, refs_of
+from fuser.cpu import toolchain
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
-from fuser.lowering import supports
-from fuser.lowering.graph import Lowered, lower_graph
-from fuser.lowering.host import is_host
-from fuser.lowering.survey import Survey, alone, survey
-from fuser.scheduler.schedule import Schedule, schedule
-from fuser.scheduler.verifier import verify_lowered
+
+if TYPE_CHECKING:
+    from fuser.lowering.graph import Lowered
+    from fuser.lowering.survey import Survey
+    from fuser.scheduler.schedule import Schedule
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------
@@ -61,6 +57,19 @@ class TuningBackend(FusionBackend, Protocol):
     def tune(self, source: Any, args: Sequence[Any]) -> Any: ...
 
 
+@runtime_checkable
+class KeepingBackend(FusionBackend, Protocol):
+    """One whose kernels' plans are kept for other processes (see `plans`).
+
+    `machine` is all that decides its code beside the source; None: nothing is kept. `library_of` is the path of a whole
+    library that was kept under a name.
+    """
+
+    def machine(self) -> str | None: ...
+
+    def library_of(self, name: str) -> str | None: ...
+
+
 class CpuBackend:
     """C++, by the compiler of the machine."""
 
@@ -78,11 +87,21 @@ class CpuBackend:
             return str(e)
         return None
 
-    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> fused_kernel.Source:
+    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> Source:
+        from fuser.cpu import fused_kernel
+
         return fused_kernel.generate(lowered, plan, single, comment)
 
-    def compile(self, source: fused_kernel.Source) -> FusedKernel:
+    def compile(self, source: Any) -> FusedKernel:
+        from fuser.cpu import fused_kernel
+
         return fused_kernel.compile_source(source)
+
+    def machine(self) -> str | None:
+        return toolchain.machine()
+
+    def library_of(self, name: str) -> str | None:
+        return toolchain.kept_library(name)
 
 
 class CudaBackend:
@@ -96,15 +115,22 @@ class CudaBackend:
 
     def can_fuse(self) -> str | None:
         if not self._known:
+            from fuser.cuda import driver as cuda_driver
+            from fuser.cuda import toolchain as cuda_toolchain
+
             self._reason = cuda_toolchain.why_not() or cuda_driver.why_not()
             self._known = True
         return self._reason
 
-    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> cuda_kernel.Source:
-        return cuda_kernel.generate(lowered, plan, single, comment)
+    def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> Source:
+        from fuser.cuda import fused_kernel
 
-    def compile(self, source: cuda_kernel.Source) -> FusedKernel:
-        return cuda_kernel.compile_source(source)
+        return fused_kernel.generate(lowered, plan, single, comment)
+
+    def compile(self, source: Any) -> FusedKernel:
+        from fuser.cuda import fused_kernel
+
+        return fused_kernel.compile_source(source)
 
     def tune(self, source: Any, args: Sequence[Any]) -> Any:
         from fuser.cuda import tuning  # what races need costs an import that most processes never use
@@ -193,19 +219,23 @@ def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, A
 
 
 def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
+    if "fuser.pipeline" not in sys.modules:
+        known = plans.operators()
+        if known.issuperset(node.op for node in graph.calls):
+            return ()
+        from fuser import pipeline
+
+        if not known:
+            plans.keep_operators(pipeline.lowered_operators())
     found = ((op, why_not_lowered([op])) for op in dict.fromkeys(node.op for node in graph.calls))
     return tuple(reason if op in reason else f"{op}: {reason}" for op, reason in found if reason is not None)
 
 
 def why_not_lowered(operators: Iterable[str]) -> str | None:
     """None if every one of these canonical operators can be lowered, else the reason for the first that cannot."""
-    for op in operators:
-        if op == "getitem" or op in HOST_OPS:
-            continue
-        reason = supports(op)
-        if reason is not None and not is_host(op):
-            return reason
-    return None
+    from fuser import pipeline
+
+    return pipeline.why_not_lowered(operators)
 
 
 def broadcast_groups(graph: CanonicalGraph, pointwise: frozenset[int]) -> tuple[tuple[int, ...], ...]:
@@ -238,11 +268,28 @@ def _bits(mask: int) -> tuple[int, ...]:
 
 # -- runtime -----------------------------------------------------------------------------------------------------------
 def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
-    """The kernel of `spec` for arguments like `args` (bound tensors first). Raises Unsupported or CompileError."""
-    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    """The kernel of `spec` for arguments like `args` (bound tensors first). Raises Unsupported or CompileError.
+
+    An earlier process may have made it. With `config.check_ir` it is made anew, so that there is something to check.
+    """
+    device_type = _device_type(args)
     backend = find_backend(device_type)
     if backend is None:
         raise Unsupported(f"no fusion backend for {device_type}")
+    machine = backend.machine() if isinstance(backend, KeepingBackend) and not config.check_ir else None
+    key = plans.key_of(spec, args, machine) if machine is not None else None
+    if key is None:
+        return _make(spec, args, backend)
+    assert isinstance(backend, KeepingBackend)
+    kept = plans.find(key, backend.library_of)
+    if kept is not None:
+        return kept
+    made = _make(spec, args, backend)
+    plans.keep(key, made)
+    return made
+
+
+def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
     source: Any = generate(spec, args, backend)
     if config.max_autotune and isinstance(backend, TuningBackend):
         source = backend.tune(source, args)
@@ -251,55 +298,17 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:
     """The source of the kernel of `spec` for arguments like `args`; no compiler and no device needed."""
-    return _generate(with_numbers(spec.graph, _numbers(args)), args, backend, spec.graph.text)
+    from fuser import pipeline
 
-
-def _generate(
-    graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
-) -> Source:
-    lowered = lower_graph(graph, args, config.numerics, device_type)
-    plan = schedule(lowered, config.max_body_rows)
-    if config.check_ir:
-        verify_lowered(lowered, plan)
-    return backend.codegen(lowered, plan, graph.single, comment)
-
-
-def _numbers(args: Sequence[Any]) -> frozenset[int]:
-    return frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
+    return pipeline.generate(spec.graph, args, backend)
 
 
 def find_refused(graph: CanonicalGraph, args: Sequence[Any]) -> Survey:
-    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like.
+    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like."""
+    from fuser import pipeline
 
-    First those that cannot be lowered; if there are none, those for which there is no code.
-    """
-    graph = with_numbers(graph, _numbers(args))
-    found = survey(graph, args, config.numerics)
-    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
-    backend = find_backend(device_type)
-    if found.refused or backend is None:
-        return found
-    for node in graph.calls:
-        by_itself = None if node.op == "getitem" or is_host(node.op) else alone(graph, node.index, found.metas)
-        if by_itself is not None:
-            try:
-                _generate(*by_itself, backend, "", device_type)
-            except Unsupported as e:
-                found.refused[node.index] = e.reason
-    return found
+    return pipeline.find_refused(graph, args, find_backend(_device_type(args)))
 
 
-def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGraph:
-    """`graph` for calls in which `inputs` are numbers: operators on numbers alone become Python's."""
-    numbers = set(inputs)
-    nodes = list(graph.nodes)
-    for node in graph.calls:
-        operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
-        if is_host(node.op):
-            numbers.add(node.index)
-        elif node.op in HOST_OF_PACKET and not node.kwargs and operands and all(operands):
-            nodes[node.index] = dataclasses.replace(node, op=HOST_OF_PACKET[node.op])
-            numbers.add(node.index)
-    if nodes == list(graph.nodes):
-        return graph
-    return dataclasses.replace(graph, nodes=tuple(nodes))
+def _device_type(args: Sequence[Any]) -> str:
+    return next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")

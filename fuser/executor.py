@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, MutableSet, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,9 +27,11 @@ from fuser.runtime.background import COMPILERS, yielding
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.memory import Seen
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
-from fuser.splitting import Split, is_hopeless, split
 from fuser.trials import MISS as _MISS
 from fuser.trials import PLAIN_TENSORS, Trials, form_of
+
+if TYPE_CHECKING:
+    from fuser.splitting import Split
 
 Function = Callable[..., Any]
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
@@ -238,6 +240,8 @@ class Executor:
 
     @functools.cached_property
     def _is_hopeless(self) -> bool:
+        from fuser.splitting import is_hopeless
+
         return is_hopeless(self.spec.registered)
 
     def _function(self, key: ArgSpec | None) -> Function:
@@ -270,6 +274,8 @@ class Executor:
 
         Each piece is a group of its own, which may be split again.
         """
+        from fuser.splitting import split  # with all of lowering
+
         try:
             with config.override(**dict(self.spec.config)):
                 found = compiler.find_refused(self.spec.graph, args)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cachetools
 import torch
@@ -26,7 +26,9 @@ from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.runtime.memory import Tally
-from fuser.splitting import Split
+
+if TYPE_CHECKING:
+    from fuser.splitting import Split
 
 
 class FusedKernel(Protocol):

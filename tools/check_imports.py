@@ -30,7 +30,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lowering",),
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
-    ("compiler", "executor", "kernel_cache", "fallback", "reproduce", "splitting", "verify", "contest", "trials"),
+    (
+        "compiler", "executor", "kernel_cache", "fallback", "pipeline", "plans", "reproduce", "splitting", "verify",
+        "contest", "trials",
+    ),  # fmt: skip
     ("interface",),
     ("passes",),
     ("frontends",),

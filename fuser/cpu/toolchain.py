@@ -178,6 +178,27 @@ def compile_library(parts: tuple[str, ...]) -> str:
         return str(_kept(folder / library.name) or _make(folder / library.name, parts))
 
 
+def machine() -> str | None:
+    """All that decides a library beside its source: compiler and processor; None where no library is kept."""
+    if not config.cache_dir:
+        return None
+    compiler = find_compiler(os.environ.get("CXX"))
+    return _machine(compiler)
+
+
+@functools.lru_cache(maxsize=8)
+def _machine(compiler: tuple[str, ...]) -> str:
+    return hashlib.sha256(f"{compiler}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()
+
+
+def kept_library(name: str) -> str | None:
+    """Where the library `name` of an earlier process is loaded from; None if it is not whole or does not load."""
+    if pathlib.PurePath(name).name != name:
+        return None
+    kept = _kept(_cache_folder() / name)
+    return str(kept) if kept is not None else None
+
+
 def _kept(library: pathlib.Path) -> pathlib.Path | None:
     """Where an earlier library is loaded from; None if there is none that is whole and loads."""
     data = files.read(library)

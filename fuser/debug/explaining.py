@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser import compiler, config
+from fuser import config, pipeline
 from fuser.debug.guarding import guards_of
 from fuser.debug.reference import print_lowered
 from fuser.debug.reporting import why_unfused
@@ -93,7 +93,7 @@ def _ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     try:
         with config.override(**dict(spec.config)):
-            lowered = lower_graph(compiler.with_numbers(spec.graph, numbers), example, config.numerics)
+            lowered = lower_graph(pipeline.with_numbers(spec.graph, numbers), example, config.numerics)
             plan = schedule(lowered, config.max_body_rows)
     except FuserError as e:
         return f"not lowered: {e}\n"

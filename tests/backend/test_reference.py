@@ -10,7 +10,6 @@ import torch.fx
 
 from fuser import config, debug, fusion_handle, register_fusion
 from fuser.canonical import canonicalize
-from fuser.compiler import why_not_lowered, with_numbers
 from fuser.debug.reference import interpret_lowered, interpret_schedule, print_lowered, verify_lowered
 from fuser.errors import VerifyError
 from fuser.ir.loop_body import LoopBody, Row
@@ -18,6 +17,7 @@ from fuser.ir.nodes import Pointwise
 from fuser.ir.sizes import expr, symbol
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import Lowered, lower_graph
+from fuser.pipeline import why_not_lowered, with_numbers
 from fuser.scheduler.schedule import schedule
 from tests.backend.reference_cases import CASES
 

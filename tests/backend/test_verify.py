@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.fx
 
-from fuser import compiler, config, debug, fusion_handle, register_fusion, trials
+from fuser import config, debug, fusion_handle, register_fusion, trials
 from fuser.cpu import fused_kernel
 from fuser.kernel_cache import REGISTRY
 from fuser.verify import difference
@@ -40,7 +40,7 @@ def breaking(monkeypatch, find: str, replace: str) -> None:
         assert parts != source.parts
         return compile_source(dataclasses.replace(source, parts=parts))
 
-    monkeypatch.setattr(compiler.fused_kernel, "compile_source", broken)
+    monkeypatch.setattr(fused_kernel, "compile_source", broken)
 
 
 def test_a_good_kernel_is_used_after_its_trial(fresh_cache_dir):

@@ -8,7 +8,7 @@ from cuda_cases import CASES, Case, reduced_into
 
 import fuser
 from fuser import compiler, config, interface
-from fuser.cuda import driver, toolchain
+from fuser.cuda import driver, fused_kernel, toolchain
 from fuser.errors import CompileError, Unsupported
 from fuser.lowering import supports
 
@@ -111,7 +111,7 @@ def test_calls_run_by_aten_with_one_warning(what: str, monkeypatch: pytest.Monke
     def fail(source: object, capability: int) -> None:
         raise CompileError(said)
 
-    monkeypatch.setattr(compiler.cuda_kernel, "fitting", fail)
+    monkeypatch.setattr(fused_kernel, "fitting", fail)
     fuser.register_fusion_backend("cpu", compiler.CudaBackend())
     try:
         key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x: torch.relu(x) * 3 + len(what)))

@@ -83,6 +83,10 @@ class BatchBackend(CpuBackend):
             self._collecting = False
             self.flush()
 
+    def machine(self) -> str | None:
+        """Nothing is kept for other processes."""
+        return None
+
     def compile(self, source: fused_kernel.Source) -> fused_kernel.FusedKernel:
         request = _Request(source)
         with self._lock:

@@ -1,0 +1,97 @@
+"""From a canonical graph and arguments to a device's source: lowering, scheduling, code generation.
+
+Nothing here is imported before a kernel has to be made: a process that finds its kernels on disk needs none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuser import config
+from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref
+from fuser.errors import Unsupported
+from fuser.lowering import supports
+from fuser.lowering.graph import lower_graph
+from fuser.lowering.host import is_host
+from fuser.lowering.registry import LOWERINGS
+from fuser.lowering.survey import Survey, alone, survey
+from fuser.scheduler.schedule import schedule
+from fuser.scheduler.verifier import verify_lowered
+
+if TYPE_CHECKING:
+    from fuser.compiler import FusionBackend, Source
+
+
+def generate(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend) -> Source:
+    """The source of the kernel of `graph` for arguments like `args`; no compiler and no device needed."""
+    return _generate(with_numbers(graph, _numbers(args)), args, backend, graph.text)
+
+
+def _generate(
+    graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
+) -> Source:
+    lowered = lower_graph(graph, args, config.numerics, device_type)
+    plan = schedule(lowered, config.max_body_rows)
+    if config.check_ir:
+        verify_lowered(lowered, plan)
+    return backend.codegen(lowered, plan, graph.single, comment)
+
+
+def _numbers(args: Sequence[Any]) -> frozenset[int]:
+    return frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
+
+
+def find_refused(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Survey:
+    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like.
+
+    First those that cannot be lowered; if there are none, those for which there is no code.
+    """
+    graph = with_numbers(graph, _numbers(args))
+    found = survey(graph, args, config.numerics)
+    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    if found.refused or backend is None:
+        return found
+    for node in graph.calls:
+        by_itself = None if node.op == "getitem" or is_host(node.op) else alone(graph, node.index, found.metas)
+        if by_itself is not None:
+            try:
+                _generate(*by_itself, backend, "", device_type)
+            except Unsupported as e:
+                found.refused[node.index] = e.reason
+    return found
+
+
+def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGraph:
+    """`graph` for calls in which `inputs` are numbers: operators on numbers alone become Python's."""
+    numbers = set(inputs)
+    nodes = list(graph.nodes)
+    for node in graph.calls:
+        operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
+        if is_host(node.op):
+            numbers.add(node.index)
+        elif node.op in HOST_OF_PACKET and not node.kwargs and operands and all(operands):
+            nodes[node.index] = dataclasses.replace(node, op=HOST_OF_PACKET[node.op])
+            numbers.add(node.index)
+    if nodes == list(graph.nodes):
+        return graph
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def why_not_lowered(operators: Iterable[str]) -> str | None:
+    """None if every one of these canonical operators can be lowered, else the reason for the first that cannot."""
+    for op in operators:
+        if op == "getitem" or op in HOST_OPS:
+            continue
+        reason = supports(op)
+        if reason is not None and not is_host(op):
+            return reason
+    return None
+
+
+def lowered_operators() -> frozenset[str]:
+    """The canonical operators of which every kernel can be part, on the CPU."""
+    return frozenset(op for op in {*LOWERINGS, *HOST_OPS, "getitem"} if why_not_lowered([op]) is None)
