@@ -188,6 +188,7 @@ class Executor:
         self._trials = Trials(spec, admit, leave)
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
+        self.gradients: Function | None = None  # what runs calls whose arguments require gradients; ATen if None
         forks.follow(self)
 
     def make_handle(self) -> Function:
@@ -217,12 +218,21 @@ class Executor:
         filled = self.complete(args)
         if len(filled) != len(args):
             return self.handle(*filled)
+        if self.gradients is not None and self._is_differentiated(args):
+            return self.gradients(*args)
         reason = self._why_not(args)
         if self.spec.blocked:
             return self._run_blocked(args, reason)
         if reason is not None:
             return self._fall_back(args, reason)
         return self._compile_and_run(args)
+
+    def _is_differentiated(self, args: tuple[Any, ...]) -> bool:
+        """Whether a gradient is all that keeps kernels from these arguments."""
+        if not torch.is_grad_enabled() or not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return False
+        with torch.no_grad():
+            return self._why_not(args) is None
 
     def _run_blocked(self, args: tuple[Any, ...], why_not: str | None) -> Any:
         """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""

@@ -76,6 +76,28 @@ def kernel_spec(key: int) -> KernelSpec:
     return REGISTRY.find(key).spec
 
 
+def set_gradients(key: int, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have calls of a fusion whose arguments require gradients run `make(fallback)`, made when it is first needed.
+
+    `fallback` runs the fusion by ATen; both take the tensors and numbers bound at registration first.
+    """
+    registration = REGISTRY.find(key)
+    if registration.runner.gradients is None:
+        registration.runner.gradients = _WhenNeeded(make, registration.spec.fallback)
+
+
+class _WhenNeeded:
+    """`make(fallback)`, made at the first call. It holds no runner: see `kernel_cache.Registry`."""
+
+    def __init__(self, make: Callable[[Callable[..., Any]], Callable[..., Any]], fallback: Callable[..., Any]) -> None:
+        self._make, self._fallback = make, fallback
+        self._made: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        made = self._made = self._made or self._make(self._fallback)
+        return made(*args)
+
+
 def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     """Compile in the background for inputs like `examples`, which may be fake tensors and symbolic numbers.
 

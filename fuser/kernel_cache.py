@@ -243,10 +243,11 @@ class Runner(Protocol):
     """What runs a specification: `slow` for calls that no kernel takes, `prepare` to compile ahead.
 
     `handle` is the way in. It holds the runner, and the runner does not hold it. `complete` adds the defaults of inputs
-    left out and refuses wrong ones.
+    left out and refuses wrong ones. `gradients` runs calls whose arguments require gradients; None for ATen.
     """
 
     spec: KernelSpec
+    gradients: Callable[..., Any] | None
 
     @property
     def handle(self) -> Callable[..., Any]: ...

@@ -20,7 +20,7 @@ def graph_for(fused: Any, *inputs: Any) -> str:
         fused(*inputs)
     found: Fused = fused.fusion
     parts = [str(found.graph).rstrip()]
-    parts += [_group(g) for g in {g.operator: g for g in found.groups}.values()]
+    parts += [_group(g) for g in {g.operator.name: g for g in found.groups}.values()]
     counted: dict[str, int] = {}
     for node in found.unfused:
         text = f"  {node.kind}: {node.reason}{f' ({node.line})' if node.line else ''}"
@@ -33,4 +33,4 @@ def graph_for(fused: Any, *inputs: Any) -> str:
 def _group(group: ScriptGroup) -> str:
     where = [f"  from {line}" for line in group.lines]
     told = [f"  {line}" for line in explain(group.key).splitlines()]
-    return "\n".join([f"{group.operator}: {', '.join(group.calls)}", *where, *told])
+    return "\n".join([f"{group.operator.name}: {', '.join(group.calls)}", *where, *told])

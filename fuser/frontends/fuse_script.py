@@ -273,16 +273,18 @@ class _Copier:
             made = self.modules[cpp] = copy.copy(cpp)
             for name, module in _C.ModuleDict(cpp).items():
                 made.setattr(name, self.copied(module))
-            attributes = _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes()
-            for name, (kind, _) in attributes.items():
-                if kind.kind() in ("ListType", "DictType", "OptionalType", "TensorType"):
-                    made.setattr(name, self._value(cpp.getattr(name)))
             for name, tensor in _C.ParameterDict(cpp).items():
                 made.setattr(name, self._value(tensor))
+            attributes = _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes()
+            for name, (kind, _) in attributes.items():
+                if kind.kind() in ("ListType", "DictType", "TupleType", "OptionalType", "TensorType"):
+                    made.setattr(name, self._value(cpp.getattr(name)))
         return self.modules[cpp]
 
     def _value(self, value: Any) -> Any:
-        """An attribute's value; TorchScript hands out containers by value."""
+        """An attribute's value; TorchScript hands out containers by value, the tensors in them as they are."""
+        if isinstance(value, (list, tuple, dict)):
+            return torch.utils._pytree.tree_map_only(torch.Tensor, self._value, value)
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in self.tensors:

@@ -9,26 +9,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import forks, interface
+from fuser import interface
 from fuser.errors import FuserError
 from fuser.frontends.script_groups import Group, Plan, plan_block
 from fuser.frontends.script_nodes import Facts, Role, every_node, study
+from fuser.frontends.script_operators import Operator, operator_for
 from fuser.frontends.torchscript import Translator, line_of
 
-NAMESPACE = "fuser_ts"
 _TYPES = {"TensorType": "Tensor", "IntType": "int", "FloatType": "float", "BoolType": "bool", "NumberType": "Scalar"}
 _DROPOUTS = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"})
 
 
 @dataclass(frozen=True)
 class ScriptGroup:
-    """One fused part: the operator's name, the registration's key, the graph as text, the calls, the source lines."""
+    """One fused part: its operator, what it calls, and the source lines."""
 
-    operator: str
-    key: int
-    text: str
+    operator: Operator
     calls: tuple[str, ...]
     lines: tuple[str, ...]
+
+    @property
+    def key(self) -> int:
+        """The registration's key."""
+        return self.operator.key
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
             _fuse_block(inner, facts, made)
     while True:
         plan = plan_block(block, facts)
-        registered: list[tuple[ScriptGroup, Any]] = []
+        registered: list[ScriptGroup] = []
         for group in plan.groups:
             try:
                 registered.append(_register(group))
@@ -134,20 +137,25 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
                 break
         else:
             break
-    _replace(block, plan, facts, [r for _, r in registered])
-    made.groups += [g for g, _ in registered]
+    _replace(block, plan, facts, [g.operator.name for g in registered])
+    made.groups += registered
 
 
-def _register(group: Group) -> tuple[ScriptGroup, str]:
-    """A group as a registered fusion, and the operator that runs it."""
+def _register(group: Group) -> ScriptGroup:
+    """A group as a registered fusion with an operator that runs it."""
     module = group_to_fx(group)
-    key = interface.register_fusion(module)
-    types = [_TYPES[v.type().kind()] for v in group.inputs]
-    name = operator_for(key, types, len(group.outputs), module)
+    key, handle = interface.register_handle(module)
+    interface.set_gradients(key, _gradients)
+    types = tuple(_TYPES[v.type().kind()] for v in group.inputs)
     lines = dict.fromkeys(line_of(n) for n in group.members)
-    text = str(module.graph).strip()
     calls = tuple(n.kind() for n in group.members)
-    return ScriptGroup(name, key, text, calls, tuple(filter(None, lines))), name
+    return ScriptGroup(operator_for(key, handle, types, len(group.outputs)), calls, tuple(filter(None, lines)))
+
+
+def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:
+    from fuser.frontends.script_gradients import Gradients  # imports AOTAutograd: only where gradients are needed
+
+    return Gradients(fallback)
 
 
 def group_to_fx(group: Group) -> fx.GraphModule:
@@ -187,27 +195,3 @@ def _replace(block: Any, plan: Plan, facts: Facts, names: Sequence[str]) -> None
     keyed += [(plan.key_of_group[i], call) for i, call in enumerate(calls)]
     for _, node in sorted(keyed, key=lambda pair: pair[0]):
         node.moveBefore(end)
-
-
-# -- operators ---------------------------------------------------------------------------------------------------------
-_lock = forks.lock()
-_library: Any = None
-_defined: dict[tuple[int, tuple[str, ...], int], str] = {}
-
-
-def operator_for(key: int, types: Sequence[str], results: int, module: fx.GraphModule) -> str:
-    """The name of the operator that runs a registered fusion for arguments of these types."""
-    global _library
-    known = (key, tuple(types), results)
-    with _lock:
-        if known not in _defined:
-            if _library is None:
-                _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-            name = f"group_{key}" if not any(k[0] == key for k in _defined) else f"group_{key}_{len(_defined)}"
-            arguments = ", ".join(f"{t} i{n}" for n, t in enumerate(types))
-            given = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-            _library.define(f"{name}({arguments}) -> {given}")
-            handle: Callable[..., Any] = interface.fusion_handle(key)
-            _library.impl(name, handle, "CompositeImplicitAutograd")
-            _defined[known] = f"{NAMESPACE}::{name}"
-        return _defined[known]

@@ -1,0 +1,151 @@
+"""Gradients of a registered fusion: a fused forward and a fused backward, compiled when a call first needs them.
+
+AOTAutograd traces the group's fallback once for each class of arguments, with symbolic sizes. Its autograd function
+then serves all sizes for which the trace holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fuser import forks
+from fuser.executor import arg_spec
+from fuser.frontends import fakes
+from fuser.frontends.failures import guarded, say_unfused
+from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.training import Training
+from fuser.passes.decompositions import decomposition_table
+
+Function = Callable[..., Any]
+MAX_PROGRAMS = 16  # of one fusion; further classes of arguments are left to ATen
+
+
+class Gradients:
+    """Runs the calls of one fusion whose arguments require gradients. `fallback` is the fusion by ATen."""
+
+    def __init__(self, fallback: Function) -> None:
+        self._fallback = fallback
+        self._programs: dict[Any, list[_Program]] = {}
+        self._count = 0
+        self._lock = forks.lock()
+        self.reasons: Counter[str] = Counter()  # of calls left to ATen
+
+    def __call__(self, *args: Any) -> Any:
+        kind = _kind(args)
+        found = next((p for p in self._programs.get(kind, ()) if p.takes(args)), None)
+        if found is None:
+            found = self._compile(kind, args)
+        return self._fallback(*args) if found is None else found(*args)
+
+    def _compile(self, kind: Any, args: tuple[Any, ...]) -> _Program | None:
+        with self._lock:
+            found = next((p for p in self._programs.get(kind, ()) if p.takes(args)), None)
+            if found is not None:
+                return found
+            if self._count >= MAX_PROGRAMS:
+                self.reasons[f"more than {MAX_PROGRAMS} classes of arguments need gradients"] += 1
+                return None
+            self._count += 1
+            try:
+                made = _Program(self._fallback, args)
+            except Exception as e:  # what cannot be traced has its gradients from ATen
+                reason = f"its gradient is not fused: {type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
+                self.reasons[reason] += 1
+                say_unfused(reason)
+                return None
+            self._programs.setdefault(kind, []).append(made)
+            return made
+
+
+def _kind(args: Sequence[Any]) -> Any:
+    """What the trace of a call depends on, but for relations between sizes."""
+    numbers = tuple(a for a in args if isinstance(a, (float, bool)))
+    needed = tuple(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+    return arg_spec(args, ()), needed, numbers
+
+
+class _Whole(nn.Module):
+    """A fusion's fallback as a module whose results are a tuple."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        self.single = True
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        result = self.function(*args)
+        self.single = not isinstance(result, (tuple, list))
+        return (result,) if self.single else tuple(result)
+
+
+class _Program:
+    """A compiled forward and backward for one class of arguments."""
+
+    def __init__(self, fallback: Function, args: Sequence[Any]) -> None:
+        self._env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self._fake = [self._like(mode, i, a) for i, a in enumerate(args)]
+        whole: Any = _Whole(fallback)
+        steps = Training({}, ())
+        fakes.correct(mode)
+        with tracing(TracingContext(mode)):
+            compiled: Function = aot_module_simplified(
+                whole,
+                self._fake,
+                fw_compiler=steps.compiler_of("forward"),
+                bw_compiler=steps.compiler_of("backward"),
+                partition_fn=steps.partition,
+                decompositions=decomposition_table(),
+                keep_inference_input_mutations=True,
+            )
+        self._single = whole.single
+        self._run = guarded(differentiable_twice(compiled, whole), whole, Counter())
+        self._guards = [g.expr for g in self._env.guards]
+        self._held: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        results = self._run(*args)
+        return results[0] if self._single else tuple(results)
+
+    def takes(self, args: Sequence[Any]) -> bool:
+        """Whether what the trace took for granted of sizes holds for these arguments of the class."""
+        sizes = tuple(tuple(a.shape) + a.stride() if isinstance(a, torch.Tensor) else a for a in args)
+        if sizes not in self._held:
+            if len(self._held) >= 256:
+                self._held.clear()
+            self._held[sizes] = self._holds(args)
+        return self._held[sizes]
+
+    def _holds(self, args: Sequence[Any]) -> bool:
+        values: dict[Any, int] = {}
+        for fake, given in zip(self._fake, args, strict=True):
+            pairs = [(fake, given)]
+            if isinstance(given, torch.Tensor):
+                pairs = [*zip(fake.shape, given.shape, strict=True), *zip(fake.stride(), given.stride(), strict=True)]
+            for symbolic, number in pairs:
+                if not isinstance(symbolic, torch.SymInt):
+                    if symbolic != number:
+                        return False
+                    continue
+                symbol = symbolic.node._expr  # as it was made: `expr` has what the trace replaced it by
+                if symbol.is_Symbol and values.setdefault(symbol, int(number)) != number:
+                    return False
+        return all(str(guard.xreplace(values)) == "True" for guard in self._guards)
+
+    def _like(self, mode: FakeTensorMode, number: int, given: Any) -> Any:
+        source = torch._dynamo.source.ConstantSource(f"i{number}")
+        if isinstance(given, torch.Tensor):
+            context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * given.dim())
+            return mode.from_tensor(given, symbolic_context=context, source=source)
+        if type(given) is int:
+            return self._env.create_unspecified_symint_and_symbol(given, source, DimDynamic.DUCK)
+        return given

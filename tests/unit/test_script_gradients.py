@@ -1,0 +1,100 @@
+"""Gradients of scripts that run in fused groups, beside those of the script itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fuser
+from fuser.kernel_cache import REGISTRY
+from tests.unit import torchscript_corpus as corpus
+from tests.unit.test_fuse_script import assert_alike, scripted
+from tests.unit.torchscript_corpus import rand
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::UserWarning")
+
+_SKIPPED = (corpus.Counting, corpus.half_values)  # state that holds a graph; values rounded to 16 bits in eager
+_FEW = (corpus.branch_with_none, corpus.loop_tuple_state, corpus.Residual)
+_CASES = [c for c in (*corpus.FUNCTIONS, *corpus.MODULES) if c[0] not in _SKIPPED]
+if not os.environ.get("FUSER_TEST_ALL"):
+    _CASES = [next(c for c in _CASES if c[0] is program) for program in _FEW]
+
+
+def leaves(value):
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def differentiated(function, args, parameters=()):
+    """Results and gradients; None in place of gradients where nothing has any."""
+    torch.manual_seed(1)
+    args = pytree.tree_map_only(Tensor, lambda t: t.clone().requires_grad_(t.is_floating_point()), args)
+    for p in parameters:
+        p.grad = None
+    results = function(*args)
+    parts = [r for r in leaves(results) if r.requires_grad]
+    if not parts:
+        return results, None
+    sum((r * torch.linspace(0.5, 1.5, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in parts).backward()
+    return results, [t.grad for t in (*leaves(args), *parameters)]
+
+
+def routes(fused):
+    """For each group, how many forms of it were compiled with a backward, and why calls were left to ATen."""
+    found = [REGISTRY.find(g.key).runner.gradients._made for g in fused.fusion.groups]
+    return [(sum(map(len, f._programs.values())), f.reasons) for f in found if f is not None]
+
+
+@pytest.mark.parametrize(("program", "args"), _CASES, ids=[f"{i}-{c[0].__name__}" for i, c in enumerate(_CASES)])
+def test_as_the_script(program, args):
+    script = scripted(program)
+    modules = isinstance(script, nn.Module)
+    fused = fuser.fuse_script(script.train() if modules else script)
+    for _ in range(2):
+        try:
+            want, grads = differentiated(script, args, list(script.parameters()) if modules else ())
+        except Exception as e:
+            with pytest.raises(type(e)):
+                differentiated(fused, args, list(fused.parameters()) if modules else ())
+            return
+        got, found = differentiated(fused, args, list(fused.parameters()) if modules else ())
+        assert_alike(*(pytree.tree_map_only(Tensor, Tensor.detach, r) for r in (got, want)))
+        assert (found is None) == (grads is None)
+        for a, b in zip(found or (), grads or (), strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert not any(reasons for _, reasons in routes(fused)), routes(fused)
+
+
+def test_sizes_share_a_backward():
+    script = torch.jit.script(corpus.lstm_cell)
+    fused = fuser.fuse_script(script)
+    for batch, width in ((4, 8), (5, 8), (6, 16), (64, 12)):
+        shapes = ((batch, width + 1), (batch, width), (batch, width), (width + 1, 4 * width), (width, 4 * width))
+        args = [rand(*s) for s in shapes]
+        want, grads = differentiated(script, args)
+        got, found = differentiated(fused, args)
+        for a, b in zip((*got, *found), (*want, *grads), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert routes(fused) == [(1, {})]
+
+
+def test_some_need_gradients_and_twice():
+    def f(x: Tensor, y: Tensor):
+        return (x * y + 1).tanh() * x
+
+    script = torch.jit.script(f)
+    fused = fuser.fuse_script(script)
+    for call in (fused, fused):
+        found = []
+        for g in (call, script):
+            x, y = rand(3, 4).requires_grad_(), rand(3, 4) * 2
+            (first,) = torch.autograd.grad(g(x, y).sum(), x, create_graph=True)
+            found.append((first, *torch.autograd.grad((first * y).sum(), x)))
+        torch.testing.assert_close(found[0], found[1])
+    x = rand(3, 4).requires_grad_()
+    with torch.no_grad():
+        assert not fused(x, x).requires_grad
