@@ -6,7 +6,6 @@ then serves all sizes for which the trace holds.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.training import Training
 from fuser.passes.decompositions import decomposition_table
+from fuser.runtime.memory import Tally
 
 Function = Callable[..., Any]
 MAX_PROGRAMS = 16  # of one fusion; further classes of arguments are left to ATen
@@ -37,7 +37,7 @@ class Gradients:
         self._programs: dict[Any, list[_Program]] = {}
         self._count = 0
         self._lock = forks.lock()
-        self.reasons: Counter[str] = Counter()  # of calls left to ATen
+        self.reasons = Tally()  # of calls left to ATen
 
     def __call__(self, *args: Any) -> Any:
         kind = _kind(args)
@@ -52,14 +52,14 @@ class Gradients:
             if found is not None:
                 return found
             if self._count >= MAX_PROGRAMS:
-                self.reasons[f"more than {MAX_PROGRAMS} classes of arguments need gradients"] += 1
+                self.reasons.note(f"more than {MAX_PROGRAMS} classes of arguments need gradients")
                 return None
             self._count += 1
             try:
                 made = _Program(self._fallback, args)
             except Exception as e:  # what cannot be traced has its gradients from ATen
                 reason = f"its gradient is not fused: {type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
-                self.reasons[reason] += 1
+                self.reasons.note(reason)
                 say_unfused(reason)
                 return None
             self._programs.setdefault(kind, []).append(made)
@@ -108,7 +108,7 @@ class _Program:
                 keep_inference_input_mutations=True,
             )
         self._single = whole.single
-        self._run = guarded(differentiable_twice(compiled, whole), whole, Counter())
+        self._run = guarded(differentiable_twice(compiled, whole), whole, Tally())
         self._guards = [g.expr for g in self._env.guards]
         self._held: dict[tuple[Any, ...], bool] = {}
 
