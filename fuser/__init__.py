@@ -25,6 +25,7 @@ with collector_at_rest():
         unregister_fusion,
         wait,
     )
+    from fuser.metrics import prometheus, stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,9 +43,11 @@ __all__ = [
     "override_can_fuse_on_cpu",
     "override_can_fuse_on_gpu",
     "prepare",
+    "prometheus",
     "register_fusion",
     "register_fusion_backend",
     "run_fusion",
+    "stats",
     "unregister_fusion",
     "wait",
 ]

@@ -19,6 +19,7 @@ from fuser.cpu import toolchain
 from fuser.errors import BackendError, CompileError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.runtime.counting import COUNTS
 
 if TYPE_CHECKING:
     from fuser.lowering.graph import Lowered
@@ -283,6 +284,7 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     assert isinstance(backend, KeepingBackend)
     kept = plans.find(key, backend.library_of)
     if kept is not None:
+        COUNTS.add("restored")
         return kept
     made = _make(spec, args, backend)
     plans.keep(key, made)
@@ -293,7 +295,9 @@ def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Fuse
     source: Any = generate(spec, args, backend)
     if config.max_autotune and isinstance(backend, TuningBackend):
         source = backend.tune(source, args)
-    return backend.compile(source)
+    made = backend.compile(source)
+    COUNTS.add("made")
+    return made
 
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:

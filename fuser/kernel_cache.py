@@ -25,6 +25,7 @@ from fuser.canonical import CanonicalGraph, Registered
 from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
+from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Tally
 
 if TYPE_CHECKING:
@@ -110,10 +111,13 @@ class KernelStore:
             kernel = compile_kernel()
         except Exception as e:
             reason = reason_of(e)
+            COUNTS.add("failed")
         finally:
+            seconds = time.perf_counter() - began
+            COUNTS.add("seconds", seconds)
             with self._lock:
                 entry.compiling = False
-                entry.seconds += time.perf_counter() - began
+                entry.seconds += seconds
                 entry.reason = reason
                 if kernel is not None:
                     entry.kernels.append(kernel)

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compiler", "executor", "kernel_cache", "fallback", "pipeline", "plans", "reproduce", "splitting", "verify",
         "contest", "trials",
     ),  # fmt: skip
-    ("interface",),
+    ("interface", "metrics"),
     ("passes",),
     ("frontends",),
     ("debug",),

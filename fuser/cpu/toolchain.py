@@ -13,6 +13,7 @@ import shutil
 from fuser import config, forks
 from fuser.errors import CompileError
 from fuser.runtime import files, process, workers
+from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library
 
 # -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
@@ -171,11 +172,16 @@ def compile_library(parts: tuple[str, ...]) -> str:
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     kept = _kept(library)
-    if kept is not None:
-        return str(kept)
-    folder = _folder_for(library)
-    with files.claim(folder / library.name, config.compile_timeout_seconds):
-        return str(_kept(folder / library.name) or _make(folder / library.name, parts))
+    if kept is None:
+        folder = _folder_for(library)
+        with files.claim(folder / library.name, config.compile_timeout_seconds):
+            kept = _kept(folder / library.name)
+            if kept is None:
+                made = _make(folder / library.name, parts)
+                COUNTS.add("binaries_made")
+                return str(made)
+    COUNTS.add("binaries_found")
+    return str(kept)
 
 
 def machine() -> str | None:

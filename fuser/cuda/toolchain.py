@@ -22,6 +22,7 @@ from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
 from fuser.errors import CompileError
 from fuser.runtime import files, workers
+from fuser.runtime.counting import COUNTS
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
 FORMAT = 2  # of what is kept on disk
@@ -84,15 +85,22 @@ def compile_kernel(r: Request) -> Entry:
     """The binary of a kernel, from disk if it was made before. Raises CompileError."""
     folder = cache_folder()
     known = _read(folder, r) if folder is not None else None
-    if known is not None:
-        return known
-    if folder is None:
-        return compile_now(r)
-    with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be making it
-        made = _read(folder, r)
-        if made is None:
-            made = compile_now(r)
-            _keep(folder, r, made)
+    if known is None and folder is not None:
+        with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be making it
+            known = _read(folder, r)
+            if known is None:
+                made = _counted(r)
+                _keep(folder, r, made)
+                return made
+    if known is None:
+        return _counted(r)
+    COUNTS.add("binaries_found")
+    return known
+
+
+def _counted(r: Request) -> Entry:
+    made = compile_now(r)
+    COUNTS.add("binaries_made")
     return made
 
 

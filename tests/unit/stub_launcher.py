@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuser import compiler, config, executor, interface, kernel_cache
+from fuser import compiler, config, executor, interface, kernel_cache, metrics
 from fuser.debug import explaining, reporting
 
 
@@ -80,7 +80,7 @@ def by_fallback(spec: Any, args: tuple[Any, ...]) -> StubKernel:
 def install(monkeypatch: Any, make: Callable[[Any, tuple[Any, ...]], Any] = by_fallback) -> StubCompiler:
     """Stubs in place of launcher and compiler, and an empty registry."""
     registry = kernel_cache.Registry()
-    for module in (interface, reporting, explaining):
+    for module in (interface, metrics, reporting, explaining):
         monkeypatch.setattr(module, "REGISTRY", registry)
     stub = StubCompiler(make)
     monkeypatch.setattr(compiler, "compile_runtime", stub)
