@@ -25,7 +25,7 @@ SUITES = {
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
     "optimizers": "an optimiser's step over the parameters of GPT-2, and over 500 small ones",
     "singles": "some ninety single operators at 64 KB to 64 MB beside eager, with one thread and with all",
-    "torchscript": "scripts with loops and branches after fuse_script, beside the scripts themselves; memory, first call",
+    "torchscript": "scripts with loops and branches beside their fused copies; the first call; memory over many calls",
     "numerics": "what eager's very bits (numerics='eager') cost over numerics='fast', on chains of simple operators",
 }
 

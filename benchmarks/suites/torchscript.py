@@ -23,7 +23,7 @@ CALL_US, FIRST_S, GROWN_MIB = 2.5, 0.5, 20.0
 
 
 def child(params: dict[str, Any]) -> dict[str, Any]:
-    """In a fresh process: one of "first", seconds of `fuse_script` and of call 1, and "memory", MiB that calls leave."""
+    """In a fresh process: "first", seconds of `fuse_script` and of call 1; or "memory", MiB that calls leave."""
     warnings.simplefilter("ignore")
     with torch.no_grad():
         return _first() if params["what"] == "first" else _memory(params["calls"], params["rounds"])
