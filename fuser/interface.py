@@ -105,7 +105,7 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     the same class. InputError for a wrong number or type of examples.
     """
     registration = REGISTRY.find(key)
-    return registration.runner.prepare(registration.runner.complete((*registration.bound, *examples)))
+    return registration.runner.prepare(registration.arguments(examples))
 
 
 def wait(timeout: float | None = None) -> bool:
@@ -189,7 +189,7 @@ def debug_launch_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
 def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
     """The source of the kernel that `graph` would get for these inputs. Unsupported says why it would get none."""
     registration = register(REGISTRY, graph)
-    args = registration.runner.complete((*registration.bound, *inputs))
+    args = registration.arguments(inputs)
     spec = registration.spec
     reason = spec.blocked[0] if spec.blocked else why_unfit(args)
     if reason is not None:

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import cachetools
 import torch
 
 from fuser import forks
-from fuser.canonical import CanonicalGraph, Registered
+from fuser.canonical import CanonicalGraph, Flattened, Registered
 from fuser.errors import FuserError, UnknownKeyError
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
@@ -273,6 +273,12 @@ class Registration:
     runner: Runner
     handle: Callable[..., Any]
 
+    def arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """All arguments of the specification for a call with `inputs`. InputError if they are wrong."""
+        takes: Flattened | None = getattr(self.handle, "takes", None)
+        given = inputs if takes is None else takes(inputs, {})
+        return self.runner.complete((*self.bound, *given))
+
 
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
 Full = tuple[Identity, tuple[Any, ...]]
@@ -280,12 +286,23 @@ _GONE = 4096  # keys that are gone and still known as such
 _FORMS = 16384  # graphs without some constants that are known to have come
 
 
-def _contained(handle: Callable[..., Any], container: Callable[[Any], Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return container(handle(*args))
+def _around(
+    handle: Callable[..., Any], takes: Flattened | None, container: Callable[[Any], Any] | None
+) -> Callable[..., Any]:  # fmt: skip
+    """A handle that takes arguments and gives results in containers of other forms than the graph's."""
+    if takes is None and container is None:
+        return handle
+    make = container if container is not None else lambda results: results
 
-    call.inside = handle  # type: ignore[attr-defined]
-    return call
+    def call(*args: Any) -> Any:
+        return make(handle(*args))
+
+    def call_with_names(*args: Any, **kwargs: Any) -> Any:
+        return make(handle(*cast(Flattened, takes)(args, kwargs)))
+
+    made: Any = call if takes is None else call_with_names
+    made.inside, made.takes = handle, takes
+    return cast(Callable[..., Any], made)
 
 
 def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
@@ -343,21 +360,21 @@ class Registry:
 
     def register(
         self, identity: Identity, bound: tuple[Any, ...], make_runner: Callable[[int], tuple[Runner, Any]],
-        container: Callable[[Any], Any] | None = None,
+        container: Callable[[Any], Any] | None = None, takes: Flattened | None = None,
     ) -> Registration:  # fmt: skip
         """The registration of what `identity` computes on `bound`, tensors and numbers; it is the caller's to hold.
 
         `make_runner(key)` makes the runner and the handle of its specification if that is new. `container` makes what a
-        call gives of the tuple of results, if it is no tuple.
+        call gives of the tuple of results, if it is no tuple; `takes` the inputs of the arguments, if they are others.
         """
-        full = identity, (*(id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound), container)
+        full = identity, (*(id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound), container, takes)
         with self._lock:
             self._sweep()
             entry = self._by_full.get(full)
             known = _registration(entry) if entry is not None else None
             if known is not None:
                 return known
-            key, offset = self._free_key(identity, bool(bound or container or any(identity[2])))
+            key, offset = self._free_key(identity, bool(bound or container or takes or any(identity[2])))
             way_in = self._spec_of(identity)
             if way_in is None:
                 runner, way_in = make_runner(key)
@@ -367,7 +384,7 @@ class Registry:
             found = self._specs[identity][1]
             # A partial is native code too; what is bound comes first among the inputs.
             handle = functools.partial(way_in, *bound) if bound else way_in
-            handle = handle if container is None else _contained(handle, container)
+            handle = _around(handle, takes, container)
             entry = _Entry(key, full, offset, weakref.ref(handle), found)
             entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))
             self._by_full[full] = self._by_key[key] = entry

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuser import config
-from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, Ref
+from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalNode, Ref
 from fuser.errors import Unsupported
 from fuser.lowering import supports
 from fuser.lowering.graph import lower_graph
@@ -69,16 +69,34 @@ def with_numbers(graph: CanonicalGraph, inputs: frozenset[int]) -> CanonicalGrap
     """`graph` for calls in which `inputs` are numbers: operators on numbers alone become Python's."""
     numbers = set(inputs)
     nodes = list(graph.nodes)
+    inverses: dict[int, Any] = {}  # of numbers, by node
     for node in graph.calls:
         operands = [a.index in numbers if isinstance(a, Ref) else isinstance(a, (int, float)) for a in node.args]
         if is_host(node.op):
             numbers.add(node.index)
-        elif node.op in HOST_OF_PACKET and not node.kwargs and operands and all(operands):
-            nodes[node.index] = dataclasses.replace(node, op=HOST_OF_PACKET[node.op])
+        elif not node.kwargs and operands and all(operands) and (call := _on_numbers(node, inverses)) is not None:
+            nodes[node.index] = dataclasses.replace(node, op=call[0], args=call[1])
             numbers.add(node.index)
     if nodes == list(graph.nodes):
         return graph
     return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def _on_numbers(node: CanonicalNode, inverses: dict[int, Any]) -> tuple[str, tuple[Any, ...]] | None:
+    """The operation of Python that a call was written as, if its operands are numbers; None if it was none.
+
+    `1 - p` and `c / p` are written with the operators of tensors that stand for them, the second as a product with the
+    reciprocal of p.
+    """
+    if node.op == "aten.rsub" and len(node.args) == 2:
+        return "host.sub", node.args[::-1]
+    if node.op == "aten.reciprocal":
+        inverses[node.index] = node.args[0]
+        return "host.truediv", (1, node.args[0])
+    left = node.args[0]
+    if node.op == "aten.mul" and isinstance(left, Ref) and left.index in inverses:
+        return "host.truediv", (node.args[1], inverses[left.index])
+    return (HOST_OF_PACKET[node.op], node.args) if node.op in HOST_OF_PACKET else None
 
 
 def why_not_lowered(operators: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Opaque, Ref, ma
 from fuser.canonical.interpret import interpret
 from fuser.canonical.lifting import skeleton
 from fuser.canonical.schemas import Kind
+from fuser.canonical.structure import Flattened
 
 __all__ = [
     "HOST_OF_PACKET",
@@ -13,6 +14,7 @@ __all__ = [
     "REQUIRED",
     "CanonicalGraph",
     "CanonicalNode",
+    "Flattened",
     "Kind",
     "Opaque",
     "Ref",

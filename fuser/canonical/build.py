@@ -24,6 +24,16 @@ from fuser.canonical.graph import (
 from fuser.canonical.lifting import as_literal, map_literals, plain
 from fuser.canonical.modules import graph_of
 from fuser.canonical.schemas import Kind
+from fuser.canonical.structure import (
+    Flattened,
+    Results,
+    Unflattened,
+    exported_forms,
+    form_of,
+    is_flat,
+    is_tuple_of_leaves,
+    takes_of,
+)  # fmt: skip
 from fuser.errors import GraphError
 
 REQUIRED = object()  # the default of an input that has none
@@ -50,8 +60,9 @@ class Registered:
     `blocked` says, if not empty, why no kernel can run this graph. `writes`: it writes into inputs. `origins` names for
     each canonical node the row that it came from, `results` for each row the canonical node of its value, or -1;
     `kinds` says what is known of the value; `impure` are the rows whose order matters: they write, draw random numbers,
-    or run Python; `writing` those that may write. `container` makes the list or named tuple
-    that the graph returns of the tuple that its calls give; None if the graph returns a tuple or a single value.
+    or run Python; `writing` those that may write. `container` makes what the
+    graph returns of the tuple that its calls give; None if the graph returns a tuple or a single value. `takes` makes
+    the inputs of the arguments that an exported program has; None if these are the inputs.
     """
 
     graph: CanonicalGraph
@@ -70,6 +81,7 @@ class Registered:
     impure: frozenset[int] = frozenset()
     writing: frozenset[int] = frozenset()
     container: Callable[[Any], Any] | None = None
+    takes: Flattened | None = None
 
 
 @dataclass
@@ -88,6 +100,7 @@ class _State:
     first: list[int] = field(default_factory=list)  # of each row: the first canonical node that it made, if any
     output: Any = None
     container: Callable[[Any], Any] | None = None
+    takes: Flattened | None = None
     has_output: bool = False
 
 
@@ -115,6 +128,7 @@ def canonicalize(
         raise GraphError("the graph has no output node: end it with graph.output(value)")
     if not any(True for _ in refs_of(state.output)):
         raise GraphError("the graph returns nothing: expected an output of at least one of its nodes")
+    _take_exported_forms(state, fx)
     return _finish(state, functional, in_place)
 
 
@@ -132,7 +146,7 @@ def _visit(state: _State, node: torch.fx.Node) -> None:
         if state.has_output:
             raise GraphError(f"the graph has a second output, {node.name!r}: expected one, with a tuple of results")
         state.output, state.has_output = args[0] if args else None, True
-        state.container = _container(node.args[0]) if node.args else None
+        _take_form(state, node)
         state.env.append(None)
     else:
         state.env.append(_value(state, node, target, args, kwargs))
@@ -304,6 +318,7 @@ def _finish(state: _State, functional: bool, in_place: bool) -> Registered:
         impure=frozenset(state.impure_rows),
         writing=frozenset(state.writing_rows),
         container=state.container,
+        takes=state.takes,
     )
 
 
@@ -313,6 +328,30 @@ def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> No
     for i, (_, _, default) in enumerate(state.placeholders):
         if default is not REQUIRED:
             nodes[first + i] = CanonicalNode(first + i, "input", (), (("default", b.spell(default)),))
+
+
+def _take_form(state: _State, node: torch.fx.Node) -> None:
+    """Results that stand in containers within containers, or beside constants, become a tuple and a form around it."""
+    numbers: dict[torch.fx.Node, int] = {}
+    form = form_of(node.args[0], numbers) if node.args else None
+    if form is None or not numbers or is_flat(form):
+        state.container = _container(node.args[0]) if node.args else None
+    else:
+        state.output = tuple(Ref(state.raw[n]) for n in numbers)
+        state.container = Results(form)
+
+
+def _take_exported_forms(state: _State, graph: torch.fx.Graph) -> None:
+    """The arguments and results of an exported program, whose graph has flat ones."""
+    forms = exported_forms(graph)
+    if forms is None:
+        return
+    state.takes = takes_of(forms[0])
+    single = isinstance(state.output, tuple) and len(state.output) == 1 and state.container is None
+    if forms[1].is_leaf() and single:
+        state.output = state.output[0]
+    elif not is_tuple_of_leaves(forms[1]) or state.container is not None:
+        state.container = Unflattened(forms[1], state.container)
 
 
 def _container(output: Any) -> Callable[[Any], Any] | None:

@@ -46,6 +46,7 @@ _HOST_CALLS: dict[Any, str] = {
     **{getattr(math, n): f"host.{n}" for n in _MATH}, math.pow: "host.pow", operator.not_: "host.not",
     **{getattr(builtins, n): f"host.{n}" for n in ("max", "min", "int", "float", "round", "bool")},
     **{getattr(torch, f"sym_{n}"): f"host.{n}" for n in ("max", "min", "int", "float", "not", "ite")},
+    **{getattr(torch, f"_sym_{n}"): f"host.{n}" for n in _MATH if hasattr(torch, f"_sym_{n}")},
 }  # fmt: skip
 # The packets that a number in place of an unknown input turns into Python's operators.
 HOST_OF_PACKET = {f"aten.{packet}": f"host.{n}" for n, packet in (*BINARY.items(), *UNARY.items()) if n != "matmul"}

@@ -16,7 +16,7 @@ def repro(key: int, inputs: Sequence[Any], folder: str) -> str:
     objects no script can name.
     """
     registration = REGISTRY.find(key)
-    args = registration.runner.complete((*registration.bound, *inputs))
+    args = registration.arguments(inputs)
     return write_reproducer(registration.spec, args, f"fusion {key}", folder)
 
 

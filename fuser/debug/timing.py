@@ -42,7 +42,7 @@ def measure(key: int, inputs: Sequence[Any]) -> Timing:
     """
     registration = REGISTRY.find(key)
     spec = registration.spec
-    args = registration.runner.complete((*registration.bound, *inputs))
+    args = registration.arguments(inputs)
     if not may_repeat(spec):
         raise Unsupported("the fusion writes into its inputs or draws random numbers, and is not run repeatedly")
     handle: Any = registration.runner.handle

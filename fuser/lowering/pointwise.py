@@ -45,7 +45,7 @@ BINARY = {
         for letter in letters
     },
     "xlogy": "xlogy", "special_xlog1py": "xlog1py", "ldexp": "ldexp", "bitwise_left_shift": "lshift",
-    "bitwise_right_shift": "rshift", "special_zeta": "zeta",
+    "bitwise_right_shift": "rshift", "__lshift__": "lshift", "__rshift__": "rshift", "special_zeta": "zeta",
 }  # fmt: skip
 # Integers divided by zero raise in eager.
 DIVIDING = {"fmod": "fmod", "remainder": "remainder"}
