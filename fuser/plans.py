@@ -37,22 +37,26 @@ _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 @functools.cache
-def version() -> str:
-    """What tells plans of this package's sources and of this torch from all others."""
+def version() -> str | None:
+    """What tells plans of this package's sources and of this torch from all others; None where there are no sources."""
     root = pathlib.Path(__file__).parent
-    found = [p for name in _DECIDING for p in (root / name).glob("*.py")] + [root / name for name in _DECIDING_FILES]
+    found = [[root / name for name in _DECIDING_FILES], *(list((root / name).glob("*.py")) for name in _DECIDING)]
     digest = hashlib.blake2b(f"{FORMAT} {torch.__version__}".encode(), digest_size=16)
-    for path in sorted(found):
-        digest.update(f"\0{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+    try:
+        for path in sorted(p for group in found for p in group):
+            digest.update(f"\0{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
+    except OSError:  # a package of compiled files alone, or in an archive
+        return None
+    return digest.hexdigest() if all(found) else None
 
 
 def key_of(spec: KernelSpec, args: Sequence[Any], machine: str) -> str | None:
     """The name of the plan of `spec` for arguments like `args` on a machine; None if there can be none."""
-    if spec.registered.opaque:  # Python objects that no text tells apart
+    known = version()
+    if known is None or spec.registered.opaque:  # Python objects that no text tells apart
         return None
     described = tuple(map(_described, args))
-    parts = (version(), machine, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
+    parts = (known, machine, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -140,13 +144,14 @@ def operators() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8)
 def _operators(cache_dir: str) -> frozenset[str]:
-    found = _read(f"{version()}.operators")
+    found = _read(f"{version()}.operators") if version() is not None else None
     return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
 
 
 def keep_operators(names: Iterable[str]) -> None:
     """Keep them for other processes."""
-    _write(f"{version()}.operators", sorted(names))
+    if version() is not None:
+        _write(f"{version()}.operators", sorted(names))
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------

@@ -168,6 +168,21 @@ def test_code_of_this_package_decides(tmp_path, monkeypatch):
         before = now
 
 
+@pytest.mark.parametrize("gone", ["lowering", "kernel_spec.py"])
+def test_a_package_without_sources_keeps_no_plans(fresh, cache, tmp_path, monkeypatch, gone):
+    """Whatever was changed in it could not be told."""
+    copy = shutil.copytree(pathlib.Path(plans.__file__).parent, tmp_path / "fuser")
+    for path in [copy / gone] if gone.endswith(".py") else (copy / gone).glob("*.py"):
+        path.unlink()
+    monkeypatch.setattr(plans, "__file__", str(copy / "plans.py"))
+    monkeypatch.setattr(plans, "version", plans.version.__wrapped__)
+    for _ in range(2):
+        fresh.run(scaled, (X, Y))
+        assert len(fresh.made) == 1
+    plans.keep_operators(["aten.add"])
+    assert plans._operators.__wrapped__(str(cache)) == frozenset() and not list(cache.glob("plans/*"))
+
+
 def test_another_compiler_or_setting_finds_nothing(fresh, monkeypatch, tmp_path):
     fresh.run(scaled, (X, Y))
     with config.override(check_ir=True):
