@@ -62,6 +62,7 @@ setup(
     extras_require={
         "cuda": [TRITON],
         "test": TEST,
+        "compiler": ["ziglang"],
         "nnsmith": NNSMITH,
         "bench": BENCH,
         "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],

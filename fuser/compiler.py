@@ -6,7 +6,6 @@ the backend of the arguments' device.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,7 +15,7 @@ import torch
 from fuser import config, forks, plans
 from fuser.canonical import CanonicalGraph, Registered, refs_of
 from fuser.cpu import toolchain
-from fuser.errors import BackendError, CompileError, Unsupported
+from fuser.errors import BackendError, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.runtime.counting import COUNTS
@@ -82,11 +81,7 @@ class CpuBackend:
         toolchain.warm_up()
 
     def can_fuse(self) -> str | None:
-        try:
-            toolchain.find_compiler(os.environ.get("CXX"))
-        except CompileError as e:
-            return str(e)
-        return None
+        return toolchain.why_not()
 
     def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> Source:
         from fuser.cpu import fused_kernel

@@ -14,11 +14,11 @@ import pathlib
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fuser import notices
 from fuser.errors import ConfigError
 
 
@@ -154,7 +154,7 @@ def _warn_of_unknown() -> None:
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"settings are listed in {__name__}.SETTINGS"
-        warnings.warn(f"fuser: the environment variable {name} is no setting and is not read; {hint}", stacklevel=2)
+        notices.warn(f"the environment variable {name} is no setting and is not read; {hint}")
 
 
 def check(name: str, value: Any) -> Any:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fuser import compiler, config, forks
+from fuser import compiler, config, forks, notices
 from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
 from fuser.errors import FuserError, InputError, Unsupported
 from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
@@ -25,7 +24,6 @@ from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS, STATUS, ArgSpec, TensorS
 from fuser.runtime import launcher, process, torch_abi
 from fuser.runtime.background import COMPILERS, yielding
 from fuser.runtime.bounds import bounds_error
-from fuser.runtime.memory import Seen
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.trials import MISS as _MISS
 from fuser.trials import PLAIN_TENSORS, Trials, form_of
@@ -187,6 +185,7 @@ class Executor:
 
         self._trials = Trials(spec, admit, leave)
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
+        self._missing: str | None = None  # why there is no compiler for a device, once calls were left to ATen for it
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
         self.gradients: Function | None = None  # what runs calls whose arguments require gradients; ATen if None
         forks.follow(self)
@@ -221,6 +220,9 @@ class Executor:
         if self.gradients is not None and self._is_differentiated(args):
             return self.gradients(*args)
         reason = self._why_not(args)
+        if reason is not None and reason == self._missing:
+            self._leave(args, reason)
+            return self._fall_back(args, reason)
         if self.spec.blocked:
             return self._run_blocked(args, reason)
         if reason is not None:
@@ -294,7 +296,7 @@ class Executor:
                 made = split(self.spec.registered, found, self._register_piece)
         except Exception as e:
             if not isinstance(e, FuserError):
-                _warn_once(reason_of(e))
+                _say_once(reason_of(e))
             return None
         if made is not None:
             self.spec.store.note_split(made)
@@ -345,8 +347,20 @@ class Executor:
     def _why_not_device(self, device: str) -> str | None:
         reason = compiler.why_not(device)
         if reason is not None and compiler.is_broken(device):
-            _warn_once(reason)
+            _say_once(reason)
+            self._missing = reason
         return reason
+
+    def _leave(self, args: tuple[Any, ...], reason: str) -> None:
+        """Leave calls to ATen until `reconsider`: all of them if there is no other device."""
+        refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
+        if refuse is not None and native is not None:
+            refuse(native, reason, args if torch.cuda.is_available() else len(args))
+
+    def reconsider(self) -> None:
+        """Ask again whether there is a compiler."""
+        if self._missing is not None:
+            getattr(self.handle, "pardon", lambda reason: None)(self._missing)
 
     def _why_no_broadcast(self, args: tuple[Any, ...]) -> str | None:
         for group in self.spec.broadcast_groups:
@@ -483,7 +497,7 @@ class Executor:
             if process.is_ending():  # the process ends, and its compilers with it
                 raise
             if not isinstance(e, Unsupported):
-                _warn_once(reason_of(e))
+                _say_once(reason_of(e))
             self._splits[key] = self._split(args)
             raise
         return kernel
@@ -581,13 +595,8 @@ def _broadcasts(shapes: Sequence[torch.Size]) -> bool:
     return True
 
 
-_warned: MutableSet[str] = Seen()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned and not process.is_ending():
-        _warned.add(text)
-        warnings.warn(f"fuser: {text}; the groups concerned run by ATen", RuntimeWarning, stacklevel=2)
+def _say_once(reason: str) -> None:
+    notices.warn_once(f"{reason}; the groups concerned run by ATen")
 
 
 def explain_entry(entry: KernelEntry) -> str:

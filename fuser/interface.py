@@ -163,11 +163,18 @@ def _override(device_type: str, value: bool | None) -> None:
         raise ConfigError(f"can_fuse on {device_type} was overridden by {value!r}: expected True, False or None")
     compiler.override_can_fuse(device_type, value)
     launcher.set_enabled(device_type, value is not False)
+    _reconsider()
+
+
+def _reconsider() -> None:
+    for registration in REGISTRY.registrations():
+        registration.runner.reconsider()
 
 
 def register_fusion_backend(device_type: str, backend: FusionBackend | None) -> None:
     """Compile groups on `device_type` with `backend`; None takes it away. BackendError if it is not one."""
     compiler.register_backend(device_type, backend)
+    _reconsider()
 
 
 def has_fusion_backend(device_type: str) -> bool:

@@ -262,6 +262,8 @@ class Runner(Protocol):
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
 
+    def reconsider(self) -> None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Registration:

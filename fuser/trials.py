@@ -18,7 +18,6 @@ of the contestant that stays: the same inputs give the same bits in every call. 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from fuser import contest, forks
+from fuser import contest, forks, notices
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.reproduce import write_reproducer
@@ -183,7 +182,7 @@ class Trials:
             hint = f"{path} reproduces it"
         except (OSError, RuntimeError, TypeError) as e:
             hint = f"no reproducer could be written ({type(e).__name__}: {e})"
-        warnings.warn(f"fuser: {reason}; the fusion goes on by ATen; {hint}", RuntimeWarning, stacklevel=2)
+        notices.warn(f"{reason}; the fusion goes on by ATen; {hint}")
 
 
 def _wide(a: Any) -> Any:

@@ -8,11 +8,10 @@ import hashlib
 import os
 import pathlib
 import shlex
-import shutil
 
 from fuser import config, forks
 from fuser.errors import CompileError
-from fuser.runtime import files, process, workers
+from fuser.runtime import compilers, files, process, workers
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library
 
@@ -29,16 +28,20 @@ _GCC_FLAGS = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8)
-def find_compiler(cxx: str | None) -> tuple[str, ...]:
-    """The C++ compiler's command: `$CXX` (given as `cxx`) if set, else g++, else clang++; raises CompileError."""
-    for candidate in (cxx,) if cxx else ("g++", "clang++"):
-        words = shlex.split(candidate)
-        path = shutil.which(words[0]) if words else None
-        if path:
-            return (path, *words[1:])
-    found = f"$CXX is {cxx!r}, which does not exist" if cxx else "there is neither g++ nor clang++ on the PATH"
-    raise CompileError(f"there is no C++ compiler: {found}; install one or set CXX")
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler. CompileError if there is none."""
+    return compilers.find()[0]
+
+
+def why_not() -> str | None:
+    """None if there is a C++ compiler that nothing is known against, else why nothing is compiled; asked at calls."""
+    why = compilers.why_none()
+    if why is not None:
+        return why
+    compiler = find_compiler()
+    if compiler in _unfit:
+        return str(_unfit[compiler])
+    return process.why_not(compiler[0], config.compile_timeout_seconds)
 
 
 _unfit: dict[tuple[str, ...], CompileError] = {}  # compilers that failed or hung on the smallest source
@@ -50,7 +53,7 @@ def warm_up() -> None:
 
     def probe() -> None:
         with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
-            flags_for(find_compiler(os.environ.get("CXX")))
+            flags_for(find_compiler())
 
     workers.start(probe, "fuser-toolchain")
 
@@ -167,7 +170,7 @@ def compile_library(parts: tuple[str, ...]) -> str:
 
     Several parts are compiled at the same time, then linked. What another process is making is waited for.
     """
-    compiler = find_compiler(os.environ.get("CXX"))
+    compiler = find_compiler()
     flags, libraries = flags_for(compiler)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
@@ -188,7 +191,7 @@ def machine() -> str | None:
     """All that decides a library beside its source: compiler and processor; None where no library is kept."""
     if not config.cache_dir:
         return None
-    compiler = find_compiler(os.environ.get("CXX"))
+    compiler = find_compiler()
     return _machine(compiler)
 
 
@@ -228,7 +231,7 @@ def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path
 
 def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
     """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
-    compiler = find_compiler(os.environ.get("CXX"))
+    compiler = find_compiler()
     flags, libraries = flags_for(compiler)
     try:
         with files.working_folder(library.parent) as work:
@@ -271,7 +274,7 @@ def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
 
 
 def _object_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
-    compiler = find_compiler(os.environ.get("CXX"))
+    compiler = find_compiler()
     flags, _ = flags_for(compiler)
     source = _source_file(work, at, text)
     made = source.with_suffix(".o")

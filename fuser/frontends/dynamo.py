@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fuser import config
+from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
 from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError, FuserError
@@ -106,6 +106,11 @@ def _with_options(function: Function, options: dict[str, Any]) -> Function:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], recorded: bool
 ) -> Function:  # fmt: skip
+    missing = compiler.why_not("cpu") if compiler.is_broken("cpu") else None
+    if missing is not None and _devices(gm, example_inputs) <= {"cpu", "meta"}:
+        notices.warn_once(f"{missing}; the groups concerned run by ATen")
+        remember(CompiledGraph("eager", missing, options=options))
+        return gm.forward
     reason = _why_eager(gm)
     if reason is not None:
         return _run_eager(gm, reason, options)
@@ -137,6 +142,17 @@ def _why_eager(gm: fx.GraphModule) -> str | None:
     if any(map(_resizes_bytes, training.all_nodes(gm))):
         return "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats"
     return None
+
+
+def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
+    """The types of the devices on which a graph has tensors, as far as its nodes say."""
+    found = [*example_inputs, *gm.parameters(), *gm.buffers()]
+    for node in training.all_nodes(gm):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        found += [value, node.kwargs.get("device")]
+        found += value if isinstance(value, (tuple, list)) else []
+    types = {v.device.type for v in found if isinstance(v, torch.Tensor)}
+    return types | {torch.device(v).type for v in found if isinstance(v, (str, torch.device))}
 
 
 _RESIZES = frozenset(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fuser import forks
+from fuser import forks, notices
 from fuser.errors import InputError, Unsupported
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
 
@@ -67,7 +66,7 @@ def _fused(inlined: Any, evaluating: bool) -> Fused:
         return fused_graph(inlined, evaluating)
     except Exception as e:  # a defect is a fallback too
         reason = f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
-        warnings.warn(f"fuser: a script stays as it is: {reason}", RuntimeWarning, stacklevel=4)
+        notices.warn(f"a script stays as it is: {reason}")
         return Fused(inlined.copy(), unfused=[Unfused("graph", reason, "")])
 
 

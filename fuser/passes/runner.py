@@ -10,14 +10,13 @@ import functools
 import logging
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from fuser import config
+from fuser import config, notices
 from fuser.errors import ConfigError, PassError
 from fuser.passes import checking
 
@@ -122,7 +121,7 @@ def _run(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
             raise failure from error
         module.graph = saved
         if not undecided:
-            warnings.warn(f"fuser: {failure}; the graph stays as it was before", RuntimeWarning, stacklevel=2)
+            notices.warn(f"{failure}; the graph stays as it was before")
         return PassRecord(p.item.name, 0, time.perf_counter() - start, p.stage, str(failure))
     if text and changed:
         _dump(p, text, str(module.graph))

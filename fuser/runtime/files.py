@@ -17,11 +17,10 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
-from fuser import forks
+from fuser import forks, notices
 
 _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
@@ -77,14 +76,9 @@ def _make(path: pathlib.Path) -> None:
         path.chmod(0o700)  # whatever the umask takes away
 
 
-_said: set[str] = set()
-
-
 def say_once(what: pathlib.Path | str, sentence: str) -> None:
     """One warning about `what` in this process."""
-    if str(what) not in _said:
-        _said.add(str(what))
-        warnings.warn(f"fuser: {sentence}", RuntimeWarning, stacklevel=3)
+    notices.warn_once(sentence, str(what))
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

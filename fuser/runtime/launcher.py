@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
-from fuser import config, forks
+from fuser import config, forks, notices
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
 from fuser.runtime import libraries, native_build, process, python_launcher, torch_abi, workers
@@ -29,7 +29,6 @@ _done = forks.event()
 _thread: threading.Thread | None = None
 _native: ModuleType | None = None
 _reason: str | None = None
-_warned = False
 _disabled: set[str] = set()
 _waiting: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles made before the native launcher was ready
 
@@ -41,7 +40,6 @@ class Handle:
         self._slow = slow
         self._lock = forks.lock()
         self._kernels: list[tuple[LaunchProgram, Any, int]] = []
-        self._refusals: list[tuple[Any, ...]] = []
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
 
@@ -78,23 +76,22 @@ class Handle:
         False if not, or not yet.
         """
         with self._lock:
-            if self._target is not self._python:
-                return bool(self._target.refuse(function, reason, which, first))
-            if not isinstance(which, tuple):
-                self._refusals.append((function, reason, which))
-            return False
+            if self._target is self._python and isinstance(which, tuple):
+                return False
+            return bool(self._target.refuse(function, reason, which, first))
 
     def pardon(self, reason: str) -> None:
-        """Ask `slow` again about calls that were refused for `reason` by their form."""
+        """Ask `slow` again about calls that were refused for `reason`."""
         with self._lock:
-            if self._target is not self._python:
-                self._target.pardon(reason)
+            self._target.pardon(reason)
 
     @property
     def refused(self) -> tuple[tuple[str, int], ...]:
         """What the native launcher refused: the reason, and the calls since."""
-        found: tuple[tuple[str, int], ...] = getattr(self._target, "refused", ())
-        return found
+        found = Counter(dict(self._python.refused))
+        for reason, calls in self._target.refused if self._target is not self._python else ():
+            found[reason] += calls
+        return tuple(found.items())
 
     def upgrade(self, native: ModuleType) -> None:
         """Change over to the native launcher, with all kernels."""
@@ -107,8 +104,8 @@ class Handle:
                     target.add_kernel(*kernel)
             except OSError:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
-            for refusal in self._refusals:
-                target.refuse(*refusal)
+            if self._python.all is not None:
+                target.refuse(*self._python.all)
             self._target = target
 
     @property
@@ -273,12 +270,7 @@ def _fail(why: str) -> None:
 
 def _warn() -> None:
     """Once, and only when there is a kernel to be launched: with no compiler at all there never is."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"fuser: calls go through the slower Python launcher, because {_reason}", RuntimeWarning, stacklevel=3
-        )
+    notices.warn_once(f"calls go through the slower Python launcher, because {_reason}", "launcher")
 
 
 @forks.in_child

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, TypeVar
 
 import cachetools
 
-from fuser import config
+from fuser import config, forks
 
 settings: Any = config  # its attributes are made from a table
 K = TypeVar("K", bound=Hashable)
@@ -23,12 +21,7 @@ class Recent(MutableMapping[K, V]):
 
     def __init__(self) -> None:
         self._items: cachetools.LRUCache[K, V] = cachetools.LRUCache(float("inf"))
-        self._reset()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def __getitem__(self, key: K) -> V:
         with self._lock:

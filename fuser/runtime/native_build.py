@@ -11,7 +11,6 @@ import importlib.util
 import os
 import pathlib
 import shlex
-import shutil
 import sysconfig
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
-from fuser.runtime import files, process
+from fuser.runtime import compilers, files, process
 from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
@@ -38,20 +37,13 @@ def installed() -> ModuleType | None:
     return module if getattr(module, "LAYOUT", None) == LAYOUT else None
 
 
-def compilers() -> list[list[str]]:
-    """Compiler commands to try: $CXX if set, else g++, else clang++, as far as they exist."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    commands = [named] if named else [["g++"], ["clang++"]]
-    return [c for c in commands if shutil.which(c[0])]
-
-
 @functools.cache
 def _source() -> bytes:
     return b"".join(part.read_bytes() for part in (SOURCE, *sorted(SOURCE.parent.glob("native/*.h"))))
 
 
-def _key(compiler: list[str]) -> str:
-    path = shutil.which(compiler[0]) or compiler[0]
+def _key(compiler: compilers.Command) -> str:
+    path = compiler[0]
     found = os.stat(path)
     parts = [
         sysconfig.get_config_var("SOABI") or "", *compiler, os.path.realpath(path),
@@ -74,7 +66,7 @@ def cached(cache_dir: str) -> ModuleType | None:
     """The extension that an earlier process left in the cache folder."""
     if not cache_dir:
         return None
-    for compiler in compilers():
+    for compiler in () if compilers.why_none() else compilers.find():
         with contextlib.suppress(OSError, ImportError):
             path = files.folder(cache_dir, "native") / f"{_key(compiler)}.so"
             if files.read(path) is not None:
@@ -97,13 +89,8 @@ def _folder(cache_dir: str) -> Iterator[pathlib.Path]:
 
 def build(cache_dir: str) -> ModuleType:
     """Compile and load the extension. CompileError, with every compiler's log, if none can."""
-    found = compilers()
-    if not found:
-        named = os.environ.get("CXX")
-        what = f"$CXX is {named!r}, which does not exist" if named else "there is neither g++ nor clang++"
-        raise CompileError(f"there is no C++ compiler: {what}; install one or set CXX")
     logs = []
-    for compiler in found:
+    for compiler in compilers.find():
         with _folder(cache_dir) as folder:
             path = folder / f"{_key(compiler)}.so"
             try:
@@ -114,7 +101,7 @@ def build(cache_dir: str) -> ModuleType:
     raise CompileError(f"the native launcher could not be built: {'; '.join(logs)}", "\n".join(logs))
 
 
-def _compile(compiler: list[str], path: pathlib.Path) -> ModuleType:
+def _compile(compiler: compilers.Command, path: pathlib.Path) -> ModuleType:
     """Compile under a name of its own and load; only what loads becomes `path`, whole, in one step."""
     include = sysconfig.get_paths()["include"]
     with files.working_folder(path.parent) as work:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from fuser import forks
+from fuser import forks, notices
 from fuser.errors import CompileError
 
 _SHELL = "/bin/sh"
@@ -54,6 +54,7 @@ def at_end(key: object, function: Callable[[], None] | None) -> None:
 def _end() -> None:
     global _ending
     _ending = True
+    notices.mute(True)
     for function in list(_at_end.values()):
         function()
 
@@ -67,6 +68,7 @@ getattr(threading, "_register_atexit", atexit.register)(_end)
 def _after_fork() -> None:
     global _ending
     _ending = False
+    notices.mute(False)
     for running in list(_at_end):
         if isinstance(running, _Running):
             running.lifeline.close()  # or the program would outlive the parent as long as this child lives

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,7 @@ def match(program: LaunchProgram, args: Sequence[Any]) -> tuple[list[int], list[
     return slots, floats
 
 
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool})
 ALL_MAGNITUDES = (1 << 64) - 1
 
 
@@ -322,8 +324,26 @@ class Handle:
     slow: Slow
     hits: int = 0
     misses: int = 0
+    all: tuple[Callable[..., Any], str, int] | None = None  # what calls run while there is no kernel; why; arity
     _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
     _last: int = 0
+    _refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, function: Callable[..., Any], reason: str, arity: int, first: bool = False) -> bool:
+        """While there is no kernel, have calls with `arity` inputs run `function`. Whether they do."""
+        if self.all is None:
+            self.all = function, reason, arity
+        return self.all == (function, reason, arity)
+
+    def pardon(self, reason: str) -> None:
+        """Ask `slow` again about calls that were refused for `reason`."""
+        if self.all is not None and self.all[1] == reason:
+            self.all = None
+
+    @property
+    def refused(self) -> tuple[tuple[str, int], ...]:
+        """Why calls were refused, and how many since."""
+        return tuple(self._refused.items())
 
     @property
     def kernel_count(self) -> int:
@@ -352,6 +372,11 @@ class Handle:
 
     def __call__(self, *args: Any) -> Any:
         status = 0
+        refusal = self.all
+        if refusal is not None and not self._kernels and len(args) == refusal[2] and _USUAL.issuperset(map(type, args)):
+            self._refused[refusal[1]] += 1
+            self.misses += 1
+            return refusal[0](*args)
         if self._kernels and _readable(args):
             last, kernels = self._last, tuple(self._kernels)
             for i in (last, *(i for i in range(len(kernels)) if i != last)):

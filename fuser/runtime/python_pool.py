@@ -164,7 +164,7 @@ class Pool:
             }  # fmt: skip
 
 
-pool = Pool(config.__dict__["_values"])
+pool = Pool(vars(config)["_values"])
 
 
 @contextlib.contextmanager

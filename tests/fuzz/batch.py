@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import tempfile
 import threading
@@ -133,7 +132,7 @@ class BatchBackend(CpuBackend):
                 r.done.set()
 
     def _library(self, sources: list[fused_kernel.Source]) -> str:
-        compiler = toolchain.find_compiler(os.environ.get("CXX"))
+        compiler = toolchain.find_compiler()
         flags, libraries = toolchain.flags_for(compiler)
         flags = tuple(self.level if f == "-O2" else f for f in flags)
         stem = Path(self._folder.name) / f"batch{time.monotonic_ns()}"

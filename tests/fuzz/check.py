@@ -23,7 +23,7 @@ import torch
 import torch.fx
 from torch._dynamo.backends.debugging import aot_eager
 
-from fuser import config, executor, register_fusion
+from fuser import config, notices, register_fusion
 from fuser.canonical import canonicalize
 from fuser.debug.reference import interpret_lowered, interpret_schedule
 from fuser.errors import FuserError, Unsupported
@@ -67,7 +67,7 @@ def begin(program: Program, way: str) -> Judge:
     """Start the compilation of a program's kernels; what is returned runs and compares them."""
     if test_device() != "cpu" and any(s.fn.startswith(_IN_NO_ORDER) or "index_put" in s.fn for s in program.steps):
         return lambda: ""
-    before = frozenset(executor._warned)
+    before = frozenset(notices._said)
     with _settings():
         judge = _WAYS[way](program)
 
@@ -80,8 +80,9 @@ def begin(program: Program, way: str) -> Judge:
 
 def _defects(before: Set[str]) -> str:
     """What made a compilation fail that should not have, in this program or another of its batch: eager hides it."""
-    found = executor._warned - before
-    executor._warned -= found
+    found = notices._said.keys() - before
+    for cause in found:
+        notices._said.pop(cause, None)
     return "; ".join(sorted(found))
 
 

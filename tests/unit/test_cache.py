@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fuser import config, executor, interface
+from fuser import config, executor, interface, notices
 from fuser.errors import CompileError, FuserError, Unsupported
 from tests.unit import stub_launcher
 from tests.unit.stub_launcher import StubKernel, StubProgram, by_fallback, same_class
@@ -114,7 +114,7 @@ def test_what_is_not_unsupported_warns_once(stub, monkeypatch, error):
         raise error
 
     stub.make = refuse
-    monkeypatch.setattr(executor, "_warned", set())
+    monkeypatch.setattr(notices, "_said", {})
     with pytest.warns(RuntimeWarning, match="the compiler hung'?; the groups concerned run by ATen") as seen:
         interface.run_fusion(key_of(scaled), [torch.ones(2), torch.ones(2)])
         interface.run_fusion(key_of(lambda x: x + 2), [torch.ones(2)])

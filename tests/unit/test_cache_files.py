@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fuser import can_fuse_on_cpu, config
+from fuser import can_fuse_on_cpu, config, notices
 from fuser.cpu import toolchain
 from fuser.errors import CompileError
 from fuser.runtime import files, native_build
@@ -178,7 +178,7 @@ def test_a_file_that_others_may_have_written_is_not_used(here: pathlib.Path, how
     data = files.read(path)
     assert data is not None
     TRUST[how](path)
-    files._said.clear()
+    notices._said.clear()
     with pytest.warns(RuntimeWarning, match="not used but made again: .*(can be written by other|belongs to) user"):
         assert files.read(path) is None
     files.write(path, data)
@@ -191,7 +191,7 @@ def test_a_folder_that_others_may_write_is_refused(here: pathlib.Path, how: str,
     """Nothing of it is run or written; kernels are made in this process's own folder, and one warning says why."""
     TRUST[how](here.parent / what)
     before = sorted(here.iterdir())
-    files._said.clear()
+    notices._said.clear()
     with pytest.raises(files.Refused, match="can be written by other|belongs to user"):
         files.folder(str(here.parent), "cpu")
     with pytest.warns(RuntimeWarning, match="kernels are not kept in .* user") as said:
@@ -247,7 +247,7 @@ def test_a_place_from_which_no_library_loads(here: pathlib.Path, monkeypatch: py
     loads = toolchain._loads
     refuse = lambda path: "failed to map segment" if here in path.parents else loads(path)  # noqa: E731
     monkeypatch.setattr(toolchain, "_loads", refuse)
-    files._said.clear()
+    notices._said.clear()
     with pytest.warns(RuntimeWarning, match="no library loads from there: failed to map segment") as said:
         made = [toolchain.compile_library((s,)) for s in (SOURCES[0], SOURCES[0].replace("42", "44"))]
     assert len(said) == 1 and not any(here in pathlib.Path(path).parents for path in made)

@@ -172,7 +172,7 @@ def slow(*args):
     return run(*args)
 process.run = slow
 def finish():
-    toolchain.flags_for(toolchain.find_compiler(os.environ.get("CXX")))
+    toolchain.flags_for(toolchain.find_compiler())
     assert launcher.wait(200), launcher.reason()
 toolchain.warm_up()
 launcher.prepare()

@@ -167,7 +167,7 @@ def test_cpp_means_the_same(tmp_path):
                 checks.append((e, text, at))
     source, library = tmp_path / "indices.cpp", tmp_path / "indices.so"
     source.write_text("\n".join(["typedef long long i64;", FLOOR_HELPERS, PLACE_HELPERS, *lines]))
-    compiler = toolchain.find_compiler(None)
+    compiler = toolchain.find_compiler()
     subprocess.run([*compiler, "-O0", "-w", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     loaded, wrong = ctypes.CDLL(str(library)), []
     for n, (e, text, at) in enumerate(checks):

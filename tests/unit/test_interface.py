@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
-from fuser import compiler, config, debug, executor, interface
+from fuser import compiler, config, debug, executor, interface, notices
 from fuser.compiler import CpuBackend
 from fuser.errors import BackendError, ConfigError, GraphError, InputError, UnknownKeyError, Unsupported
 from fuser.runtime import launcher
@@ -424,7 +424,7 @@ def test_a_device_is_a_plug_in(recorder):
 
 
 def test_a_backend_that_cannot_fuse_says_why_once(recorder, monkeypatch):
-    monkeypatch.setattr(executor, "_warned", set())
+    monkeypatch.setattr(notices, "_said", {})
     recorder.reason = "the recorder has no tape"
     key = registered(lambda x: x.cos() * 4)
     assert not fuser.can_fuse_on_cpu()

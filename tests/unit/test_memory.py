@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import fuser
-from fuser import config, executor, interface
+from fuser import config, interface, notices
 from fuser.runtime.memory import OTHERS, Recent, Seen, Tally
 
 
@@ -58,7 +58,7 @@ def test_a_tally_counts_further_reasons_together():
     assert tally == {"a": 2, "b": 1, OTHERS: 2}
 
 
-def test_sentences_about_sizes_are_bounded_in_a_process():
+def test_sentences_about_sizes_are_bounded_in_a_process(monkeypatch):
     key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x, y: x * 2.125 + y))
     x = torch.zeros(1)
     with config.override(memo_limit=8):
@@ -69,9 +69,11 @@ def test_sentences_about_sizes_are_bounded_in_a_process():
                 pass
         fallbacks = interface.kernel_spec(key).store.fallbacks
         assert len(fallbacks) <= 9 and sum(fallbacks.values()) == 38
+        monkeypatch.setattr(notices, "_MOST", 8)
+        monkeypatch.setattr(notices, "_said", {})
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             for n in range(40):
-                executor._warn_once(f"there is a cause number {n}")
-        assert len(executor._warned) <= 8
+                notices.warn_once(f"there is a cause number {n}")
+        assert list(notices._said) == [f"there is a cause number {n}" for n in range(32, 40)]
     assert fuser.run_fusion(key, [x, x])[0].item() == 0

@@ -646,7 +646,25 @@ def test_a_function_that_raises_or_refuses_in_turn_is_harmless(refusing):
 def test_a_handle_that_is_not_native_yet_hands_its_refusals_on():
     assert launcher.wait(60), launcher.reason()
     handle, x = launcher.Handle(Slow()), torch.ones(2)
-    assert not handle.refuse(answer, "blocked", 1) and handle(x) == "slow" and handle.refused == ()
+    assert not handle.refuse(answer, "a form", (x,)) and handle(x) == "slow"
+    assert handle.refuse(answer, "blocked", 1) and not handle.refuse(answer, "again", 1)
+    assert handle(x) == ("answer", (x,)) and handle("x") == handle(x, x) == "slow"
+    assert handle.refused == (("blocked", 1),)
     handle.upgrade(launcher.native())
-    assert handle(x) == ("answer", (x,)) and handle.refused == (("blocked", 1),)
-    assert handle.misses == 2
+    assert handle(x) == ("answer", (x,)) and dict(handle.refused) == {"blocked": 2}
+    assert handle.misses == 5
+    handle.pardon("another reason")
+    assert handle(x) == ("answer", (x,))
+    handle.pardon("blocked")
+    assert handle(x) == "slow" and dict(handle.refused) == {"blocked": 3}
+
+
+@pytest.mark.parametrize("make", [python_launcher.Handle, lambda slow: launcher.native().Handle(slow)])
+def test_pardoned_calls_of_all_forms_ask_again(make):
+    assert launcher.wait(60), launcher.reason()
+    handle, x = make(Slow()), torch.ones(2)
+    for _ in range(3):
+        assert handle.refuse(answer, "missing", 1) and handle(x) == ("answer", (x,))
+        handle.pardon("missing")
+        assert handle(x) == "slow"
+    assert sum(calls for _, calls in handle.refused) == 3

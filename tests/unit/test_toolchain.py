@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def find():
-    return toolchain.find_compiler(os.environ.get("CXX"))
+    return toolchain.find_compiler()
 
 
 @pytest.mark.parametrize("damage", ["", "-O3\n", "-O3 '\n-lm\n", "a\nb\nc\n"])

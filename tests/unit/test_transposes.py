@@ -25,7 +25,7 @@ def library(tmp_path_factory):
             text.append(made.replace(f"static void transpose_{word}", f'extern "C" void t{size}_{edge}'))
     folder = tmp_path_factory.mktemp("transposes")
     (folder / "t.cpp").write_text("\n".join(text))
-    compiler = toolchain.find_compiler(None)
+    compiler = toolchain.find_compiler()
     command = [*compiler, "-O1", "-march=native", "-w", "-shared", "-fPIC", "-o", str(folder / "t.so")]
     subprocess.run([*command, str(folder / "t.cpp")], check=True)
     return ctypes.CDLL(str(folder / "t.so"))

@@ -181,6 +181,13 @@ PyObject* handle_pardon(PyObject* self, PyObject* reason) {
     if (same < 0) return nullptr;
     if (same) h->refusals[i]->words = 0;
   }
+  int same = h->all ? PyObject_RichCompareBool(h->all->reason, reason, Py_EQ) : 0;
+  if (same < 0) return nullptr;
+  if (same) {
+    Refusal* all = h->all;
+    if (!add_refusal(h, all)) return PyErr_NoMemory();
+    h->all = nullptr;
+  }
   Py_RETURN_NONE;
 }
 
@@ -275,7 +282,7 @@ PyMethodDef handle_methods[] = {
      "refuse(function, reason, which, first=False): calls that no kernel takes go to function(*args), those with "
      "tensors of the dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments; with "
      "`first` those of the tuple's form also where a kernel takes them. False if not so."},
-    {"pardon", handle_pardon, METH_O, "pardon(reason): calls that were refused for it by their form are so no longer."},
+    {"pardon", handle_pardon, METH_O, "pardon(reason): calls that were refused for it are so no longer."},
     {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
      "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
      "results as a tuple if `keep`, else None."},

@@ -1,0 +1,51 @@
+"""Warnings to the user: one for each cause, at the user's own line, and never an exception.
+
+A program that turns warnings into errors would else be stopped by what eager does not stop it for; there the sentence
+is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+_log = logging.getLogger("fuser")
+_said: dict[str, None] = {}  # causes, the oldest first
+_MOST = 4096  # causes that are remembered: there is no end of sentences that name sizes
+_muted = False
+
+
+def mute(on: bool) -> None:
+    """Whether nothing more is said: the process ends, and what fails then fails because of that."""
+    global _muted
+    _muted = on
+
+
+def warn_once(sentence: str, cause: str | None = None) -> None:
+    """Warn of `sentence`, unless there was a warning about the same cause; None: of the same sentence."""
+    cause = sentence if cause is None else cause
+    if cause not in _said:
+        _said[cause] = None
+        if len(_said) > _MOST:
+            _said.pop(next(iter(_said)), None)
+        warn(sentence)
+
+
+def warn(sentence: str) -> None:
+    """Warn of `sentence`; logged instead if warnings are errors."""
+    if _muted:
+        return
+    try:
+        warnings.warn(f"fuser: {sentence}", RuntimeWarning, stacklevel=_outside())
+    except RuntimeWarning:
+        _log.warning(sentence)
+
+
+def _outside() -> int:
+    """The number of frames from `warn` to the first one outside of this package."""
+    level, package = 2, __name__.partition(".")[0]
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
