@@ -32,7 +32,7 @@ MADE_BY = {
     "concurrent.futures.ThreadPoolExecutor": {"runtime.workers"},
     "concurrent.futures.ProcessPoolExecutor": set(),
     "tempfile.TemporaryDirectory": set(),  # a child that exits would remove its parent's
-    "weakref.finalize": set(),
+    "weakref.finalize": {"frontends.script_operators"},  # which changes nothing outside of the process
     "atexit.register": {"runtime.files", "runtime.process"},
     "os.register_at_fork": {"forks"},
     "subprocess.Popen": {"runtime.process", "cuda.pool"},
