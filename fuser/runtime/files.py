@@ -229,7 +229,7 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 
 # -- one maker ---------------------------------------------------------------------------------------------------------
-_held: set[int] = set()  # open locks
+_held: dict[int, str] = {}  # open locks, and their files
 
 
 @contextlib.contextmanager
@@ -257,7 +257,7 @@ def _lock(lock: str, seconds: float) -> int | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_ino == os.stat(lock).st_ino:
-                _held.add(handle)
+                _held[handle] = lock
                 return handle
             held = False  # the holder before has removed the file
         except FileNotFoundError:
@@ -275,12 +275,18 @@ def _lock(lock: str, seconds: float) -> int | None:
 
 
 def _unlock(lock: str, handle: int | None) -> None:
-    if handle is not None:
+    if handle is not None and _held.pop(handle, None) is not None:
         with contextlib.suppress(OSError):
             os.unlink(lock)
         fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
-        _held.discard(handle)
         os.close(handle)
+
+
+@atexit.register
+def _let_go() -> None:
+    """Threads that hold a lock may not come to its end in a process that ends."""
+    for handle, lock in list(_held.items()):
+        _unlock(lock, handle)
 
 
 @forks.in_child
