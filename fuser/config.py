@@ -121,6 +121,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("check_passes", False, "check the graph and its shapes after each pass", choices=(True, False)),
     Setting("dump_passes", "", "'log', or a folder for what each pass changes"),
     Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
+    Setting("strict", False, "a defect of fuser is an error, not a group that ATen runs", choices=(True, False)),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
     Setting("max_autotune", False, "CUDA: races decide about tiles and matmuls", key=True, choices=(True, False)),
     Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),

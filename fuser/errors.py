@@ -42,6 +42,10 @@ class BoundsError(FuserError, AssertionError):
     """A kernel with `config.check_bounds` that would reach outside of its buffer: a defect of `fuser`."""
 
 
+class LoweringError(FuserError):
+    """A lowering that raised something else than `Unsupported`: a defect of `fuser`. The message names it."""
+
+
 class Unsupported(FuserError):
     """Something that is not fused. Normal: the group is split or falls back, and the reason is kept.
 
@@ -52,6 +56,11 @@ class Unsupported(FuserError):
         super().__init__(reason if node is None else f"{node}: {reason}")
         self.reason = reason
         self.node = node
+
+
+def is_defect(error: BaseException) -> bool:
+    """Whether an error that a compilation raised is a fault of `fuser` itself."""
+    return not isinstance(error, FuserError) or isinstance(error, (LoweringError, VerifyError, BoundsError))
 
 
 class CompileError(FuserError, RuntimeError):

@@ -18,7 +18,7 @@ import torch
 
 from fuser import compiler, config, forks, notices
 from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
-from fuser.errors import FuserError, InputError, Unsupported
+from fuser.errors import InputError, Unsupported, is_defect
 from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
 from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
 from fuser.runtime import launcher, process, torch_abi
@@ -295,8 +295,10 @@ class Executor:
                     return None
                 made = split(self.spec.registered, found, self._register_piece)
         except Exception as e:
-            if not isinstance(e, FuserError):
+            if is_defect(e):
                 _say_once(reason_of(e))
+            if is_defect(e) and config.strict:
+                raise
             return None
         if made is not None:
             self.spec.store.note_split(made)

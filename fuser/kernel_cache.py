@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import cachetools
 import torch
 
-from fuser import forks
+from fuser import config, forks
 from fuser.canonical import CanonicalGraph, Flattened, Registered
-from fuser.errors import FuserError, UnknownKeyError
+from fuser.errors import FuserError, UnknownKeyError, is_defect
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.runtime.counting import COUNTS
@@ -112,6 +112,8 @@ class KernelStore:
         except Exception as e:
             reason = reason_of(e)
             COUNTS.add("failed")
+            if config.strict and is_defect(e):
+                raise
         finally:
             seconds = time.perf_counter() - began
             COUNTS.add("seconds", seconds)
@@ -203,7 +205,7 @@ class KernelStore:
 def reason_of(error: Exception) -> str:
     """Why there is no kernel, from what its compilation raised."""
     if isinstance(error, FuserError):
-        return getattr(error, "reason", None) or str(error)
+        return getattr(error, "reason", None) or (f"a defect of fuser, {error}" if is_defect(error) else str(error))
     return f"a defect of fuser, {type(error).__name__}: {error}"
 
 

@@ -14,6 +14,7 @@ _CACHE_DIR = tempfile.mkdtemp(prefix="fuser-test-")
 os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
 os.environ.setdefault("FUSER_CHECK_IR", "1")
 os.environ.setdefault("FUSER_CHECK_PASSES", "1")
+os.environ.setdefault("FUSER_STRICT", "1")
 # What runs must not hang on a clock.
 os.environ.setdefault("FUSER_SLOWEST", "0")
 # Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
@@ -83,6 +84,16 @@ def clean() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def lenient() -> Iterator[None]:
+    """Defects are fallbacks, as users have it; in other tests they are errors."""
+    from fuser import config
+
+    config.set(strict=False)
+    yield
+    config.set(strict=True)
 
 
 @pytest.fixture(scope="session")

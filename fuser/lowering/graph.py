@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
-from fuser.errors import FuserError, Unsupported
+from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import ALIGNMENT
@@ -227,8 +227,12 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         value = lowering(ctx, *args, **kwargs)
     except Unsupported as e:
         raise e if e.node else Unsupported(e.reason, node.op) from None
-    except (TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError) as e:
-        raise Unsupported(f"the lowering does not take these arguments ({type(e).__name__}: {e})", node.op) from e
+    except FuserError:
+        raise
+    except Exception as e:
+        where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
+        said = f"{type(e).__name__}: {e}"
+        raise LoweringError(f"please report this: {where}, for {node.op}, raised {said}") from e
     _agree(ctx, node, value, meta)
     return value if may_share(node.op) else _apart(value, meta, _memories(tuple(leaves(meta_args)))), meta
 

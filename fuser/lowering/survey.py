@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fuser import config
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs
-from fuser.errors import Unsupported
+from fuser.errors import Unsupported, is_defect
 from fuser.ir.nodes import TensorBox
 from fuser.lowering import graph as lowering
 from fuser.lowering.graph import State
@@ -77,8 +78,9 @@ class _Surveyor:
                 return lowering.lower_node(state, node)
             refused[node.index] = self._about_dtypes(node)
         except Exception as e:
-            defect = f"a defect of fuser, {type(e).__name__}: {e}"
-            refused[node.index] = e.reason if isinstance(e, Unsupported) else defect
+            if is_defect(e) and config.strict:
+                raise
+            refused[node.index] = e.reason if isinstance(e, Unsupported) else f"a defect of fuser, {e}"
         try:
             return self._result(node)
         except Exception:

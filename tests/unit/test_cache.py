@@ -87,7 +87,7 @@ def test_registration_in_many_threads(stub):
 
 
 @pytest.mark.parametrize("error", [Unsupported("too odd"), CompileError("g++ said no"), ZeroDivisionError("a defect")])
-def test_failure_is_remembered_and_never_raised(stub, error):
+def test_failure_is_remembered_and_never_raised(stub, lenient, error):
     def refuse(spec, args):
         raise error
 
@@ -109,7 +109,7 @@ def test_failure_is_remembered_and_never_raised(stub, error):
 
 
 @pytest.mark.parametrize("error", [CompileError("the compiler hung"), KeyError("the compiler hung")])
-def test_what_is_not_unsupported_warns_once(stub, monkeypatch, error):
+def test_what_is_not_unsupported_warns_once(stub, lenient, monkeypatch, error):
     def refuse(spec, args):
         raise error
 
