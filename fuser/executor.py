@@ -152,7 +152,7 @@ def register(
         runner = Executor(compiler.compile_upfront(registered, key, settings), registry)
         return runner, runner.make_handle()
 
-    return registry.register(identity, registered.bound, make_runner, registered.container, registered.takes)
+    return registry.register(identity, registered, make_runner)
 
 
 # -- one specification's calls -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 
 from fuser import config, forks
 from fuser.canonical import CanonicalGraph, Flattened, Registered
+from fuser.canonical.spelling import spelling_of
 from fuser.errors import FuserError, UnknownKeyError, is_defect
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
@@ -286,6 +287,7 @@ class Registration:
 
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
 Full = tuple[Identity, tuple[Any, ...]]
+_NUMBERS = (int, float, bool, complex)
 _GONE = 4096  # keys that are gone and still known as such
 _FORMS = 16384  # graphs without some constants that are known to have come
 
@@ -309,10 +311,27 @@ def _around(
     return cast(Callable[..., Any], made)
 
 
+def _respelled(handle: Callable[..., Any], bound: tuple[Any, ...], own: Fallback) -> Callable[..., Any]:
+    """The handle of a graph whose calls are written in other words than those of the specification that it shares.
+
+    Numbers go to its own calls: words mean the same for tensors alone (see `canonical/spelling.py`).
+    """
+
+    def call(*args: Any) -> Any:
+        for a in args:
+            if type(a) in _NUMBERS:
+                return own(*bound, *args)
+        return handle(*args)
+
+    call.inside = handle  # type: ignore[attr-defined]
+    return call
+
+
 def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
     """What is bound in a handle that `Registry.register` made."""
-    inside = getattr(handle, "inside", handle)
-    return inside.args if isinstance(inside, functools.partial) else ()
+    while hasattr(handle, "inside"):
+        handle = handle.inside
+    return handle.args if isinstance(handle, functools.partial) else ()
 
 
 @dataclass(eq=False)
@@ -363,32 +382,37 @@ class Registry:
             return bool(self._forms.setdefault(digest, identity) == identity)
 
     def register(
-        self, identity: Identity, bound: tuple[Any, ...], make_runner: Callable[[int], tuple[Runner, Any]],
-        container: Callable[[Any], Any] | None = None, takes: Flattened | None = None,
-    ) -> Registration:  # fmt: skip
-        """The registration of what `identity` computes on `bound`, tensors and numbers; it is the caller's to hold.
+        self, identity: Identity, registered: Registered, make_runner: Callable[[int], tuple[Runner, Any]]
+    ) -> Registration:
+        """The registration of a graph that computes what `identity` does; it is the caller's to hold.
 
-        `make_runner(key)` makes the runner and the handle of its specification if that is new. `container` makes what a
-        call gives of the tuple of results, if it is no tuple; `takes` the inputs of the arguments, if they are others.
+        `make_runner(key)` makes the runner and the handle of its specification if that is new.
         """
-        full = identity, (*(id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound), container, takes)
+        bound, spelling = registered.bound, spelling_of(registered)
+        tensors_by_id = (id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound)
+        around = registered.takes, registered.container
+        full = identity, (*tensors_by_id, *around, spelling)
         with self._lock:
             self._sweep()
             entry = self._by_full.get(full)
             known = _registration(entry) if entry is not None else None
             if known is not None:
                 return known
-            key, offset = self._free_key(identity, bool(bound or container or takes or any(identity[2])))
+            key, offset = self._free_key((identity, spelling), bool(bound or any(around) or any(identity[2])))
             way_in = self._spec_of(identity)
             if way_in is None:
-                runner, way_in = make_runner(key)
-                runner.spec.store.compiled = self.compiled
+                made_runner, way_in = make_runner(key)
+                made_runner.spec.store.compiled = self.compiled
                 leave = functools.partial(_append, self._leaving, identity)
-                self._specs[identity] = weakref.ref(way_in, leave), weakref.ref(runner)
+                self._specs[identity] = weakref.ref(way_in, leave), weakref.ref(made_runner)
             found = self._specs[identity][1]
+            runner = found()
+            assert runner is not None  # its way in holds it
             # A partial is native code too; what is bound comes first among the inputs.
             handle = functools.partial(way_in, *bound) if bound else way_in
-            handle = _around(handle, takes, container)
+            if spelling != spelling_of(runner.spec.registered):
+                handle = _respelled(handle, bound, Fallback(registered))
+            handle = _around(handle, *around)
             entry = _Entry(key, full, offset, weakref.ref(handle), found)
             entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))
             self._by_full[full] = self._by_key[key] = entry
@@ -401,13 +425,14 @@ class Registry:
         known = self._specs.get(identity)
         return known[0]() if known is not None else None
 
-    def _free_key(self, identity: Identity, is_bound: bool) -> tuple[int, int | None]:
+    def _free_key(self, spelled: tuple[Identity, str], is_bound: bool) -> tuple[int, int | None]:
         """A key that no other registration has or had, and its distance from the first choice.
 
         It is made of a hash, so that it is the same in every process that registers in the same order. A registration
         without objects of this process is its hash: when it comes again it gets its key again.
         """
-        text = repr((identity[0], identity[1], is_bound))
+        (content, settings, _), spelling = spelled
+        text = repr((content, settings, spelling, is_bound))
         first = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
         offset = self._floor if is_bound else 0
         while first + offset in self._by_key:

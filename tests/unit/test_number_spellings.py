@@ -1,0 +1,46 @@
+"""Graphs in different spellings share kernels; what each gives of numbers is what its own words mean."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import pytest
+import torch
+
+import fuser
+from fuser import interface, kernel_cache
+
+SPELLINGS = {
+    "operator": lambda x: x * 3 + 1,
+    "function": lambda x: torch.add(torch.mul(x, 3), 1),
+    "method": lambda x: x.mul(3).add(1),
+    "mixed": lambda x: torch.mul(x, 3) + 1,
+    "overload": lambda x: torch.ops.aten.add.Tensor(torch.ops.aten.mul.Tensor(x, 3), 1),
+    "operator function": lambda x: operator.add(operator.mul(x, 3), 1),
+}
+
+
+def raised(function, value):
+    """The result, or the error."""
+    try:
+        return function(value)
+    except Exception as error:
+        return error
+
+
+VALUES = (2.5, 4, True, torch.tensor(2.5), torch.ones(3), 2.5)
+
+
+@pytest.mark.parametrize("first, second", [*itertools.permutations(SPELLINGS, 2)])
+def test_each_is_what_eager_does(first, second, monkeypatch):
+    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
+    keys = [fuser.register_fusion(torch.fx.symbolic_trace(SPELLINGS[name])) for name in (first, second)]
+    handles = [fuser.fusion_handle(key) for key in keys]
+    assert len({id(interface.kernel_spec(key)) for key in keys}) == 1
+    for value, (name, key, handle) in itertools.product(VALUES, zip((first, second), keys, handles)):
+        want = raised(SPELLINGS[name], value)
+        for call in (handle, lambda x, key=key: fuser.run_fusion(key, [x])[0]):
+            got = raised(call, value)
+            assert type(got) is type(want), (name, value, got, want)
+            assert isinstance(want, Exception) or (got == want if not torch.is_tensor(want) else torch.equal(got, want))
