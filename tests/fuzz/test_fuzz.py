@@ -13,10 +13,10 @@ from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Ref, Step, graph_of, make_inputs, run
 from tests.fuzz.shrink import shrink
 
-# (way, first seed, programs): 2000, most of which go without a compiler.
+# (way, first seed, programs): 1870, most of which go without a compiler.
 PORTIONS = [
     *(("plans", n, 200) for n in range(0, 1600, 200)),
-    *(("kernel", n, 125) for n in (50_000, 50_125)),
+    *(("kernel", n, 60) for n in (50_000, 50_060)),
     ("whole", 60_000, 60),
     ("backend", 70_000, 80),
     ("compile", 80_000, 6),

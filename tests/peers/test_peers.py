@@ -16,8 +16,9 @@ def _chunks() -> list[list[Peer]]:
 
 
 def _turn(place: int, peer: Peer) -> tuple[str, str]:
-    checks = checks_of(peer)
-    return checks[place % len(checks)]
+    """A dtype and a mode; every second program is registered, which takes a fraction of Dynamo's time."""
+    checks = [c for c in checks_of(peer) if (c[1] == "registered") == (place % 2 == 0)]
+    return checks[place // 2 % len(checks)]
 
 
 @pytest.mark.parametrize("number", range(len(_chunks())))
