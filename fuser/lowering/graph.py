@@ -230,6 +230,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     except FuserError:
         raise
     except Exception as e:
+        if any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
+            raise Unsupported("a number that only a call gives stands where a constant is needed", node.op) from e
         where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
         said = f"{type(e).__name__}: {e}"
         raise LoweringError(f"please report this: {where}, for {node.op}, raised {said}") from e
