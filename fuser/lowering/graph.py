@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -230,13 +231,23 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     except FuserError:
         raise
     except Exception as e:
-        if any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
-            raise Unsupported("a number that only a call gives stands where a constant is needed", node.op) from e
-        where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
-        said = f"{type(e).__name__}: {e}"
-        raise LoweringError(f"please report this: {where}, for {node.op}, raised {said}") from e
+        raise _why_it_failed(lowering, node.op, (ctx, *args), kwargs, e) from e
     _agree(ctx, node, value, meta)
     return value if may_share(node.op) else _apart(value, meta, _memories(tuple(leaves(meta_args)))), meta
+
+
+def _why_it_failed(
+    lowering: Callable[..., Any], op: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> FuserError:
+    """Unsupported for arguments that a lowering is not made for, else a defect of the lowering."""
+    try:
+        inspect.signature(lowering).bind(*args, **kwargs)
+    except TypeError as e:
+        return Unsupported(f"its lowering does not take these arguments: {e}", op)
+    if any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
+        return Unsupported("a number that only a call gives stands where a constant is needed", op)
+    where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
+    return LoweringError(f"please report this: {where}, for {op}, raised {type(error).__name__}: {error}")
 
 
 def _apart(value: Any, meta: Any, given: set[int]) -> Any:
