@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fuser
-from fuser import executor, interface, kernel_cache
+from fuser import interface, kernel_cache, notices
 from fuser.errors import LoweringError
 from fuser.lowering.registry import LOWERINGS
 from tests.backend.fused import fuse
@@ -24,7 +24,7 @@ def broken(request, monkeypatch):
         raise request.param("no such thing")
 
     monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
-    monkeypatch.setattr(executor, "_warned", set())
+    monkeypatch.setattr(notices, "_said", {})
     monkeypatch.setitem(LOWERINGS, "aten.relu", lower_relu)
     return request.param
 
