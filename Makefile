@@ -60,7 +60,7 @@ zoo: $(VENV)/.has-test $(VENV)/.has-zoo
 
 stress: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest tests/unit/test_runtime_reentry.py
-	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py $(ARGS)
+	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py tests/unit/test_leaving.py $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check $(ARGS) .

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_ENOUGH = 64 << 20  # bytes freed, after which free pages are looked for: as many as the heap may keep
+_ENOUGH = 16 << 20  # bytes freed, after which free pages are looked for
 _freed = 0
 _BLOCK = (32 << 20) - (64 << 10)  # bytes: just below what glibc ignores (DEFAULT_MMAP_THRESHOLD_MAX)
 
@@ -33,7 +33,7 @@ def _trim() -> Any:
 
 
 def give_back(n: int) -> None:
-    """Count `n` bytes that were freed for good, and return free pages to the system for every 64 MiB of them.
+    """Count `n` bytes that were freed for good, and return free pages to the system for every 16 MiB of them.
 
     Blocks that live on at the heap's end otherwise keep all below them.
     """

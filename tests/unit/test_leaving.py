@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import pathlib
 import threading
 import weakref
@@ -93,6 +94,36 @@ def test_rounds_of_register_run_unregister_keep_nothing(either, own):
         counts.append((launcher.loaded_libraries(), len(REGISTRY.specs()), len(REGISTRY.registrations()), maps()))
     assert len({c[:3] for c in counts}) == 1, counts
     assert max(c[3] for c in counts[4:]) <= counts[3][3] + 4, counts
+
+
+def maps_and_bytes():
+    """Of this process."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return len(pathlib.Path("/proc/self/maps").read_text().splitlines()), pages * 4096
+
+
+def nth_graph(n):
+    """A graph of its own for each n below 2048."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    out = x
+    for bit in range(11):
+        out = graph.call_function(torch.relu if n >> bit & 1 else torch.sigmoid, (out,))
+    graph.output(graph.call_function(torch.mul, (out, x)))
+    return graph
+
+
+@pytest.mark.skipif(os.environ.get("FUSER_STRESS") != "1", reason="a long run: make stress")
+def test_a_thousand_rounds_leave_memory_and_maps_flat():
+    for n in range(1050):
+        if n == 50:
+            before = maps_and_bytes()
+        key = fuser.register_fusion(nth_graph(n))
+        fuser.run_fusion(key, [X])
+        assert interface.kernel_spec(key).store.kernels
+        fuser.unregister_fusion(key)
+    maps, size = (now - then for now, then in zip(maps_and_bytes(), before, strict=True))
+    assert maps <= 50 and size <= 5e6, (maps, size)
 
 
 def test_a_bound_tensor_leaves_with_its_registration(either, own):
