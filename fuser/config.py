@@ -89,7 +89,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "compile_mode", "wait",
         "'wait': the first call of a class waits for its kernel; 'background': calls run ATen until the kernel takes "
-        "over, when the last bits of equal calls' results may change, once",
+        "over, when the last bits of equal calls' results may change, once; torch.use_deterministic_algorithms waits",
         choices=("wait", "background"),
     ),
     Setting("max_body_rows", 256, "most rows of one fused loop body", key=True, least=1),

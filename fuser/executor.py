@@ -240,7 +240,7 @@ class Executor:
         """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
         (reason, *_), splits = self.spec.blocked, self._splits
         if None not in splits and why_not is None:
-            if config.compile_mode == "background":
+            if _in_background():
                 return self._run_meanwhile(None, args, 0)
             with self._lock:
                 if None not in splits:
@@ -380,7 +380,7 @@ class Executor:
             result = self._probe(args)
             if result is not _MISS:
                 return result
-        if config.compile_mode == "background" and store.reason(key) is None and have < MAX_VARIANTS:
+        if _in_background() and store.reason(key) is None and have < MAX_VARIANTS:
             return self._run_meanwhile(key, args, have)
         while True:
             if have >= MAX_VARIANTS:
@@ -528,6 +528,11 @@ class Executor:
 
 
 _pool = COMPILERS
+
+
+def _in_background() -> bool:
+    """Whether calls run ATen while their kernels are compiled. Deterministic results depend on no clock."""
+    return config.compile_mode == "background" and not torch.are_deterministic_algorithms_enabled()
 
 
 def wait(timeout: float | None = None) -> bool:

@@ -179,6 +179,18 @@ def test_a_group_with_calls_for_aten_is_split_meanwhile(registry):
 
 
 @needs_compiler
+def test_deterministic_results_do_not_depend_on_when_a_kernel_is_ready(registry, meanwhile):
+    handle, spec = handle_of(scaled)
+    x = torch.randn(4, 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        handle(x, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert handle.hits == 1 and not meanwhile and not spec.store.fallbacks
+
+
+@needs_compiler
 def test_prepared_kernels_are_not_waited_for(registry, gate):
     handle, spec = handle_of(scaled)
     x = torch.randn(4, 3)
@@ -244,7 +256,7 @@ def chain(x):
     return x
 handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(chain)))
 x = torch.randn(4, 50)
-assert torch.equal(handle(x), chain(x)) and not fuser.wait(2)
+assert torch.equal(handle(x), chain(x)) and not fuser.wait({seconds})
 print("ends", flush=True)
 """
 
@@ -257,7 +269,7 @@ def test_a_compiler_that_hangs_does_not_hold_up_the_end(tmp_path, probed):
     compiler_path.write_text(f"#!/bin/sh\n{passes}\nexec sleep 300\n")
     compiler_path.chmod(0o755)
     env = os.environ | {"CXX": str(compiler_path), "FUSER_CACHE_DIR": "", "PYTHONPATH": str(ROOT)}
-    script = _HANGING.format(length=12 if probed else 1)
+    script = _HANGING.format(length=12 if probed else 1, seconds=2 if probed else 0.2)
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", script]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)  # not 300
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
@@ -269,11 +281,11 @@ import json, os, sys, torch, fuser
 from fuser import config
 config.set(cache_dir=sys.argv[1], compile_mode=sys.argv[2])
 children = []
-for n in range(4):
+for n in range(3):
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
-        functions = [lambda x: torch.relu(x) * 2, lambda x: x.exp().sum(1), lambda x: torch.softmax(x, 1)]
+        functions = [lambda x: torch.relu(x) * 2, lambda x: x.exp().sum(1)]
         x = torch.randn(5, 7)
         for f in functions:
             handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(f)))
@@ -296,9 +308,9 @@ def test_cold_processes_compile_each_kernel_once(tmp_path, mode):
     env = os.environ | {"CXX": str(compiler_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", _COLD, str(cache), mode]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0 and json.loads(done.stdout) == [0] * 4, done.stderr
+    assert done.returncode == 0 and json.loads(done.stdout) == [0] * 3, done.stderr
     kernels = [line for line in log.read_text().splitlines() if "probe" not in line and "launcher" not in line]
-    assert len(kernels) == 3, kernels
+    assert len(kernels) == 2, kernels
     assert not [p.name for p in (cache / "cpu").iterdir() if p.name.startswith(".")]
 
 
