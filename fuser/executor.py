@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from fuser import compiler, config, forks, notices
@@ -590,8 +591,13 @@ def _described(a: Any) -> Any:
     return a.dtype, a.device.type, tuple(map(concrete, a.shape)), tuple(map(concrete, a.stride()))
 
 
+# NumPy's go to ATen as they are: their own arithmetic decides dtypes as Python's numbers do not.
+_NUMPY = (np.generic, np.ndarray)
+_ACCEPTABLE = (torch.Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, *_NUMPY)
+
+
 def _is_acceptable(a: Any) -> bool:
-    return isinstance(a, (torch.Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(a, _ACCEPTABLE)
 
 
 def _broadcasts(shapes: Sequence[torch.Size]) -> bool:

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("frontends",),
     ("debug",),
-    ("",),
+    ("", "__main__"),
 )
 
 # Neighbours of one layer that must not know each other: (who, may not import, cure).

@@ -108,15 +108,39 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
     raise CompileError(f"{command} does not compile a small loop ({_gist(log)}); is it a C++17 compiler?", log)
 
 
-_TELLING = ("No space left", "cannot write", "error")
+_TELLING = ("cannot write", "cannot", "undefined", "error")
+_SUMMARY = "exit status"  # of a part of the compiler, which has said why before
+_ELSEWHERE = "free some, or set TMPDIR and FUSER_CACHE_DIR"
+# What a system refuses: words of a compiler's output, and the sentence, the same for all kernels.
+_REFUSED = (
+    ("No space left on device", "no space is left in {temporary} or {cache}: " + _ELSEWHERE),
+    ("File too large", "files may not be large enough in {temporary} or {cache}: raise the limit (ulimit -f)"),
+    ("Disk quota exceeded", "the quota of {temporary} or {cache} is used up: " + _ELSEWHERE),
+    ("Resource temporarily unavailable", "no process can be started: raise the limit (ulimit -u, or the container's)"),
+    ("Cannot fork", "no process can be started: raise the limit (ulimit -u, or the container's)"),
+    ("Cannot allocate memory", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
+    ("out of memory allocating", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
+)  # fmt: skip
+
+
+def _refused(text: str) -> str | None:
+    """What the system refused, and the cure; None if `text` says nothing of that."""
+    cache = config.cache_dir or "the temporary folder"
+    for words, sentence in _REFUSED:
+        if words in text:
+            return sentence.format(temporary=os.environ.get("TMPDIR", "/tmp"), cache=cache)
+    return None
 
 
 def _gist(log: str) -> str:
     """The line of a compiler's output that says most: what the system refused, else its first error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
+    refused = _refused(log)
+    if refused is not None:
+        return refused
     for word in _TELLING:
         for line in lines:
-            if word in line:
+            if word in line and _SUMMARY not in line:
                 return line
     return lines[0] if lines else "it said nothing"
 
@@ -170,6 +194,14 @@ def compile_library(parts: tuple[str, ...]) -> str:
 
     Several parts are compiled at the same time, then linked. What another process is making is waited for.
     """
+    try:
+        return _library_of(parts)
+    except OSError as e:  # not even a temporary folder
+        why = _refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
+        raise CompileError(f"no kernel can be written: {why}") from None
+
+
+def _library_of(parts: tuple[str, ...]) -> str:
     compiler = find_compiler()
     flags, libraries = flags_for(compiler)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
@@ -251,8 +283,9 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
             files.put(made, library)
     except OSError as e:
         if str(library.parent) == str(files.private_folder()):
-            raise CompileError(f"cannot write the kernel to {library.parent}: {e}") from None
-        return _make(_instead_of(library.parent, str(e)) / library.name, parts)
+            raise
+        why = _refused(str(e)) or e.strerror or str(e)
+        return _make(_instead_of(library.parent, why) / library.name, parts)
     with contextlib.suppress(OSError):  # for reading only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
     return found
@@ -285,5 +318,7 @@ def _object_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
 def run_compiler(command: list[str]) -> None:
     """Run one compiler. CompileError with its output if it fails."""
     code, log = process.run(command, config.compile_timeout_seconds)
+    if code != 0 and (refused := _refused(log)) is not None:
+        raise CompileError(f"{command[0]} cannot work: {refused}", log)
     if code != 0:
         raise CompileError(f"{command[0]} failed with exit code {code}: {_gist(log)}", log)

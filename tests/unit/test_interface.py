@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ def test_functions_of_one_name_are_told_apart():
         ([X, "a"], "input 1 (y) of fusion {key} is of type str: expected a tensor or a number"),
         ([None, X], "input 0 (x) of fusion {key} is of type NoneType: expected a tensor or a number"),
         ([X, [X]], "input 1 (y) of fusion {key} is of type list: expected a tensor or a number"),
-        ([X.numpy(), X], "input 0 (x) of fusion {key} is of type ndarray: expected a tensor or a number"),
+        ([X, {}], "input 1 (y) of fusion {key} is of type dict: expected a tensor or a number"),
     ],
 )
 def test_wrong_inputs_are_named(inputs, says):
@@ -92,6 +93,20 @@ def test_wrong_inputs_are_named(inputs, says):
         call(key, [X, X])
         with pytest.raises(InputError):  # also once there is a kernel
             call(key, inputs)
+
+
+@pytest.mark.parametrize("y", [np.float32(2), np.float64(3), np.int64(2), np.bool_(True), np.ones(3, np.float32)])
+def test_numpys_numbers_and_arrays_do_what_they_do_in_eager(y):
+    def fn(x, y):
+        return x + 1, y * 2
+
+    handle = fuser.fusion_handle(registered(fn))
+    x = torch.ones(4, 3)
+    for _ in range(2):
+        got = handle(x, y)
+        for one, want in zip(got, fn(x, y), strict=True):
+            assert type(one) is type(want) and one.dtype == want.dtype and (one == want).all()
+        assert torch.equal(handle(x, 2.0)[0], x + 1)
 
 
 def test_defaults_fill_in_for_inputs_left_out():

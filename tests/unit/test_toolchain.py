@@ -12,6 +12,8 @@ import pytest
 
 from fuser import can_fuse_on_cpu, config
 from fuser.cpu import toolchain
+from fuser.errors import CompileError
+from fuser.runtime import files
 
 pytestmark = pytest.mark.skipif(not can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -68,14 +70,43 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path):
     "log, gist",
     [
         ("ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status\n",
-         "ld: final link failed: No space left on device"),
+         "no space is left in {tmp} or {cache}: free some, or set TMPDIR and FUSER_CACHE_DIR"),
+        ("/usr/bin/ld: cannot find -lnone: No such file\ncollect2: error: ld returned 1 exit status\n",
+         "/usr/bin/ld: cannot find -lnone: No such file"),
+        ("collect2: error: ld returned 1 exit status\n/usr/bin/ld: a.o: undefined reference to `f'\n",
+         "/usr/bin/ld: a.o: undefined reference to `f'"),
+        ("sh: 1: Cannot fork\n", "no process can be started: raise the limit (ulimit -u, or the container's)"),
         ("In file a.cpp:\na.cpp:3: error: expected ';'\na.cpp:4: error: more\n", "a.cpp:3: error: expected ';'"),
         ("something odd\nelse\n", "something odd"),
         ("\n", "it said nothing"),
     ],
 )  # fmt: skip
 def test_the_line_that_says_most(log, gist):
+    gist = gist.replace("{tmp}", os.environ.get("TMPDIR", "/tmp")).replace("{cache}", config.cache_dir)
     assert toolchain._gist(log) == gist
+
+
+def test_a_refusal_of_the_system_is_one_sentence_for_all_kernels(folder, tmp_path, monkeypatch):
+    """Whatever temporary file a compiler names."""
+    find()
+    compiler = tmp_path / "full"
+    compiler.write_text("#!/bin/sh\necho \"as: error writing to /tmp/cc$$.s: No space left on device\"; exit 1\n")
+    compiler.chmod(0o755)
+    said = set()
+    for _ in range(3):
+        with pytest.raises(CompileError) as raised:
+            toolchain.run_compiler([str(compiler)])
+        said.add(str(raised.value))
+    (sentence,) = said
+    assert "cannot work: no space is left in " in sentence and "set TMPDIR" in sentence
+    monkeypatch.setattr(files.tempfile, "mkdtemp", no_room)
+    for n in range(2):
+        with pytest.raises(CompileError, match="no kernel can be written: no space is left in "):
+            toolchain.compile_library((SOURCE + f"// {n}",))
+
+
+def no_room(*args, **kwargs):
+    raise OSError(28, "No space left on device")
 
 
 _ENDS = """
