@@ -143,8 +143,7 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
 
 def _register(group: Group) -> ScriptGroup:
     """A group as a registered fusion with an operator that runs it."""
-    module = group_to_fx(group)
-    key, handle = interface.register_handle(module)
+    key, handle = interface.register_handle(group_to_fx(group))
     interface.set_gradients(key, _gradients)
     types = tuple(_TYPES[v.type().kind()] for v in group.inputs)
     lines = dict.fromkeys(line_of(n) for n in group.members)
@@ -158,8 +157,8 @@ def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:
     return Gradients(fallback)
 
 
-def group_to_fx(group: Group) -> fx.GraphModule:
-    """A group as a graph of its inputs; one result as it is, several as a tuple."""
+def group_to_fx(group: Group) -> fx.Graph | fx.GraphModule:
+    """A group as a graph of its inputs; one result as it is, several as a tuple. A module only if it holds tensors."""
     translator = Translator()
     for number, value in enumerate(group.inputs):
         translator.input(f"i{number}", value)
@@ -169,7 +168,8 @@ def group_to_fx(group: Group) -> fx.GraphModule:
     translator.graph.output(results if len(results) > 1 else results[0])
     translator.graph.eliminate_dead_code()
     translator.graph.lint()
-    return fx.GraphModule(translator.root, translator.graph)
+    holds = any(n.op == "get_attr" for n in translator.graph.nodes)
+    return fx.GraphModule(translator.root, translator.graph) if holds else translator.graph
 
 
 def _replace(block: Any, plan: Plan, facts: Facts, names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fuser import interface
 from fuser.errors import FuserError
@@ -63,6 +64,7 @@ _PURE = frozenset(
     "aten::is_floating_point aten::__is__ aten::__isnot__ aten::__not__ aten::add aten::sub aten::mul aten::neg "
     "aten::eq aten::ne aten::lt aten::le aten::gt aten::ge aten::Float aten::ScalarImplicit prim::NumToTensor".split()
 )
+_OPEN = frozenset({"Tensor", "SymInt", "Scalar", "number", "float"})  # arguments that leave code as it is
 _CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor".split())
 _CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
 _FENCES = frozenset(
@@ -205,6 +207,7 @@ class _Study:
         reason = next((r for r in map(schema_reason, targets) if r is not None), None)
         if reason is None:
             reason = next((f.reason for f in map(interface.is_fusible, calls) if not f), None)
+        reason = reason or self._unknown_argument(node)
         if reason is not None:
             return self._outside(node, exposed, f"{node.kind()}: {reason}")
         fact = self._free(node)
@@ -212,6 +215,16 @@ class _Study:
         if not all(map(_is_free, targets)) or not targets:
             fact.role = Role.COMPUTE
         return self._checked(fact, exposed)
+
+    def _unknown_argument(self, node: Node) -> str | None:
+        """Why a call cannot be fused for an argument that decides its code, such as a dim, and is not known ahead."""
+        for argument, value in zip(torch._C.parse_schema(node.schema()).arguments, node.inputs(), strict=True):
+            if _element(argument.real_type) in _OPEN:
+                continue
+            found = [v for v in tree_leaves(self.translator.value(value)) if isinstance(v, fx.Node)]
+            if any(v.target is not getattr for v in found):  # the dtype or device of a tensor is known in time
+                return f"its argument {argument.name} is known at run time only"
+        return None
 
     def _checked(self, fact: Fact, exposed: bool) -> Fact:
         """The fact, unless a group could not be given what the node reads or must not have it twice."""
@@ -254,6 +267,12 @@ def _after(graph: fx.Graph, before: fx.Node | None) -> list[fx.Node]:
             break
         nodes.append(node)
     return nodes[::-1]
+
+
+def _element(kind: Any) -> str:
+    """The name of a schema's type without what makes it a list or optional."""
+    text: str = kind.str()
+    return text.split("[")[0].rstrip("?")
 
 
 def _kinds(values: Iterable[Value]) -> set[str]:

@@ -318,6 +318,43 @@ def lstm_cell(x: Tensor, hx: Tensor, cx: Tensor, w_ih: Tensor, w_hh: Tensor):
     return o.sigmoid() * c.tanh(), c
 
 
+# -- arguments that change from call to call ---------------------------------------------------------------------------
+def sum_over(x: Tensor, dim: int, keep: bool):
+    return (x * 2).sum(dim, keepdim=keep) + 1
+
+
+def cast_to(x: Tensor, dtype: int):
+    return (x * 2).to(dtype) + 1, torch.zeros(3, dtype=dtype) + x.sum().to(dtype)
+
+
+def soft_over(x: Tensor, dim: int):
+    return (x * 2).softmax(dim) * 3, x.cumsum(dim) + x.unsqueeze(dim).sum()
+
+
+def optional_weights(x: Tensor, w: Optional[Tensor], low: Optional[float]):
+    return (F.layer_norm(x * 2, [6], w) + 1).clamp(low, 1.0) * 2
+
+
+def sliced(x: Tensor, a: int, b: int):
+    return (x[a:b] * 2 + 1).relu(), x[:, a] * x[:, b] + 1
+
+
+def joined_along(x: Tensor, dim: int):
+    return torch.cat([x * 2, x + 1], dim) * 3, torch.stack([x * 2, x + 1], dim) * 3
+
+
+def turned(x: Tensor, a: int, b: int):
+    return x.transpose(a, b) * 2 + 1, x.flip(a) * 3 + b
+
+
+def numbers_in(x: Tensor, n: int, p: float, flag: bool):
+    return (x * n + p).relu() - n / (p + 5), x * flag + n**2, x.clamp(min=-p) * (1 - p), x + (n if flag else -n)
+
+
+def rounded_by(x: Tensor, text: str):
+    return torch.div(x * 2 + 1, 0.3, rounding_mode=text) * 2
+
+
 # -- longer ------------------------------------------------------------------------------------------------------------
 def nms(boxes: Tensor, scores: Tensor, limit: float):
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
@@ -508,6 +545,19 @@ FUNCTIONS = [
     (nms, (boxes(30), rand(30), 0.3)), (decode_boxes, (boxes(30), rand(30, 4) * 0.3, rand(30), 20, 20)),
     (beam, (_X, 3)),
 ]  # fmt: skip
+
+# program, several inputs after x for one script
+CHANGING = [
+    (sum_over, ((0, True), (1, False), (-1, True), (0, False))),
+    (cast_to, ((7,), (15,), (3,), (11,))),
+    (soft_over, ((0,), (1,), (-1,))),
+    (optional_weights, ((None, None), (_X[0], 0.1), (None, 0.5), (_X[1], None))),
+    (sliced, ((0, 2), (1, 3), (2, -1), (3, 1), (0, 9))),
+    (joined_along, ((0,), (1,), (-1,))),
+    (turned, ((0, 1), (1, 0), (-1, 0), (0, 0))),
+    (numbers_in, ((3, 2.5, True), (0, -1.0, False), (-2, 0.0, True), (1, math.inf, True), (1 << 40, math.nan, False))),
+    (rounded_by, (("trunc",), ("floor",))),
+]
 
 # a constructor, inputs
 MODULES = [
