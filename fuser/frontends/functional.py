@@ -119,7 +119,8 @@ def compile_functional(
     round_decided(module.graph, grouping.kinds)
     plan, writing = reinplace(extract(module.graph, grouping), grouping)
     made = [interface.register_handle(g.graph, in_place=i in writing) for i, g in enumerate(plan.groups)]
-    keys, handles = tuple(k for k, _ in made), dict(made)
+    keys = tuple(k for k, _ in made)
+    handles = {k: interface.fusion_handle(k) for k in keys}
     _prepare(keys, plan.groups)
     functions: list[tuple[str, Function]] = [("fusion", handles[k]) for k in keys]
     raced: tuple[matmuls.Raced, ...] = ()
