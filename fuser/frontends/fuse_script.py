@@ -72,6 +72,7 @@ def _fused(inlined: Any, evaluating: bool) -> Fused:
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 _Function: Any = getattr(_C, "ScriptFunction", object)
+_autocast: Any = getattr(_C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 _Module: Any = getattr(_jit, "RecursiveScriptModule", object)
 
 
@@ -88,6 +89,13 @@ class FusedFunction(_Function):  # type: ignore[misc]
         """The original's signature."""
         return self.original.schema
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _autocast():  # TorchScript casts by a pass over its own operators
+            return self.original(*args, **kwargs)
+        if self.defaults.values:  # which a function that is made from a graph has not
+            args, kwargs = self.defaults.fill(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
     def save(self, *args: Any, **kwargs: Any) -> Any:
         """Save the original."""
         return self.original.save(*args, **kwargs)
@@ -98,16 +106,6 @@ class FusedFunction(_Function):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> FusedFunction:
         return self
-
-
-class _FusedWithDefaults(FusedFunction):
-    """One whose signature has defaults, which a function that is made from a graph has not."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.defaults.fill(args, kwargs)
-        return super().__call__(*args, **kwargs)
 
 
 class _Defaults:
@@ -124,11 +122,11 @@ class _Defaults:
 
 
 def _fused_function(script: Any) -> Any:
+    script = script.original if isinstance(script, FusedFunction) else script
     fused = _fused(script.inlined_graph, False)
     made = _C._create_function_from_graph(script.name, fused.graph)
-    defaults = _Defaults(script.schema.arguments)
-    made.__class__ = _FusedWithDefaults if defaults.values else FusedFunction
-    made.original, made.fusion, made.defaults = script, fused, defaults
+    made.__class__ = FusedFunction
+    made.original, made.fusion, made.defaults = script, fused, _Defaults(script.schema.arguments)
     made.__doc__ = script.__doc__
     return made
 
@@ -142,6 +140,8 @@ class FusedModule(_Module):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's results."""
+        if _autocast():
+            return self._c._get_method("forward")(*args, **kwargs)
         state = self.__dict__["_fusion"]
         if state.defaults.values:
             args, kwargs = state.defaults.fill(args, kwargs)

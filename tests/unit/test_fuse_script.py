@@ -125,6 +125,28 @@ def test_defaults_and_keywords():
         fused()
 
 
+def test_autocast_is_the_script():
+    def f(x):
+        return (x * 2).softmax(-1) + 1
+
+    class Soft(nn.Module):
+        def forward(self, x):
+            return (x * 2).softmax(-1) + 1
+
+    given = torch.randn(4, 6, dtype=torch.bfloat16)
+    for script in (torch.jit.script(f), torch.jit.script(Soft())):
+        fused = fuser.fuse_script(script)
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                assert fused(given).dtype is script(given).dtype
+
+
+def test_fused_again():
+    for script in (torch.jit.script(corpus.lstm_cell), torch.jit.script(Plain())):
+        once = fuser.fuse_script(script)
+        assert len(fuser.fuse_script(once).fusion.groups) == len(once.fusion.groups) > 0
+
+
 def test_not_a_script():
     with pytest.raises(InputError, match="not TorchScript"):
         fuser.fuse_script(lambda x: x)
