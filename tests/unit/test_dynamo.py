@@ -272,13 +272,13 @@ def test_options_hold_at_compile_time_and_at_calls(monkeypatch):
     from fuser import interface
 
     seen = []
-    real = interface.register_handle
+    real = interface.fusion_handle
 
-    def spy(*graph, **how):
-        key, handle = real(*graph, **how)
-        return key, lambda *args: (seen.append(config.max_body_rows), handle(*args))[1]
+    def spy(key):
+        handle = real(key)
+        return lambda *args: (seen.append(config.max_body_rows), handle(*args))[1]
 
-    monkeypatch.setattr(interface, "register_handle", spy)
+    monkeypatch.setattr(interface, "fusion_handle", spy)
     f = compiled(lambda x: torch.relu(x + 1), options={"max_body_rows": 17})
     same(f(X), torch.relu(X + 1))
     assert seen == [17] and config.max_body_rows != 17
