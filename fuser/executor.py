@@ -203,8 +203,13 @@ class Executor:
         """The way in; one that no call will ever take if nobody holds the other any more."""
         return self._handle() or cast(Function, launcher.make_handle(self.slow))
 
-    def slow(self, args: tuple[Any, ...], status: int) -> Any:
-        """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does."""
+    def slow(self, args: tuple[Any, ...], status: int, named: dict[str, Any] | None = None) -> Any:
+        """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does.
+
+        `named` are arguments given by keyword; none has been tried with them.
+        """
+        if named:
+            return self.handle(*self._in_order(args, named))
         if status == OUT_OF_BOUNDS:
             raise bounds_error((k.library, k.program) for k in self.spec.store.kernels)
         if status:
@@ -308,6 +313,17 @@ class Executor:
     def _register_piece(self, graph: torch.fx.Graph) -> tuple[int, Function]:
         made = register(self._registry, graph, functional=self.spec.graph.functional)
         return made.key, made.handle
+
+    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments in the order of inputs. InputError for a keyword that is no input, or is given already."""
+        r = self.spec.registered
+        given = len(args) - len(r.bound)
+        wrong = [name for name in named if name not in r.inputs[max(given, 0) :]]
+        if wrong:
+            why = "is given already" if wrong[0] in r.inputs else f"is none of its inputs ({', '.join(r.inputs)})"
+            raise InputError(f"fusion {self.spec.key} was called with the keyword {wrong[0]!r}, which {why}")
+        left = zip(r.inputs[given:], r.defaults[given:], strict=True)
+        return self.complete((*args, *(named.get(name, default) for name, default in left)))
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""

@@ -300,8 +300,8 @@ def _around(
         return handle
     make = container if container is not None else lambda results: results
 
-    def call(*args: Any) -> Any:
-        return make(handle(*args))
+    def call(*args: Any, **named: Any) -> Any:
+        return make(handle(*args, **named))
 
     def call_with_names(*args: Any, **kwargs: Any) -> Any:
         return make(handle(*cast(Flattened, takes)(args, kwargs)))

@@ -43,8 +43,8 @@ class Handle:
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
 
-    def __call__(self, *args: Any) -> Any:
-        return self._target(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._target(*args, **named)
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
         """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""

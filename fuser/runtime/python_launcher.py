@@ -25,7 +25,7 @@ from fuser.runtime.encode import encode
 
 settings: Any = config  # its attributes are made from a table
 
-Slow = Callable[[tuple[Any, ...], int], Any]
+Slow = Callable[..., Any]  # of arguments, a status, and of keywords if there are any
 
 PARALLEL_WORK = 32768  # element operations that are worth one more thread
 POOL_MIN = 256 << 10  # smaller temporaries need no pool
@@ -370,7 +370,9 @@ class Handle:
         """Have that kernel also take calls of these magnitudes."""
         self._kernels[number].magnitudes |= magnitudes
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if named:
+            return self.slow(args, 0, named)
         status = 0
         refusal = self.all
         if refusal is not None and not self._kernels and len(args) == refusal[2] and _USUAL.issuperset(map(type, args)):

@@ -22,7 +22,7 @@ import fuser
 from fuser import compiler, config, debug, executor, interface, notices
 from fuser.compiler import CpuBackend
 from fuser.errors import BackendError, ConfigError, GraphError, InputError, UnknownKeyError, Unsupported
-from fuser.runtime import launcher
+from fuser.runtime import launcher, python_launcher
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
@@ -107,6 +107,30 @@ def test_numpys_numbers_and_arrays_do_what_they_do_in_eager(y):
         for one, want in zip(got, fn(x, y), strict=True):
             assert type(one) is type(want) and one.dtype == want.dtype and (one == want).all()
         assert torch.equal(handle(x, 2.0)[0], x + 1)
+
+
+@pytest.mark.parametrize("make", [None, python_launcher.Handle], ids=["native", "Python"])
+def test_inputs_may_be_given_by_keyword(monkeypatch, make):
+    if make is not None:
+        monkeypatch.setattr(launcher, "make_handle", make)
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    by = graph.placeholder("by", default_value=3 if make is None else 4)
+    bound = graph.call_function(torch.add, (graph.call_function(torch.sub, (x, y)), by))
+    graph.output(graph.call_function(torch.mul, (bound, 7 if make is None else 8)))
+    key = fuser.register_fusion(graph)
+    handle, a, b = fuser.fusion_handle(key), torch.rand(3), torch.rand(3)
+    for _ in range(2):
+        want = handle(a, b, 5)
+        for got in (handle(x=a, y=b, by=5), handle(a, by=5, y=b), handle(a, b, by=5)):
+            assert torch.equal(got, want)
+        assert torch.equal(handle(y=b, x=a), handle(a, b))
+    for args, named, says in (
+        ((a,), {"x": a}, "keyword 'x', which is given already"), ((a, b), {"z": 1}, r"none of its inputs \(x, y, by\)"),
+        ((a,), {"by": 2}, "expected 2 to 3"), ((a,), {"y": "text"}, "of type str"), ((a, b, 1, 2), {"by": 2}, "given"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            handle(*args, **named)
 
 
 def test_defaults_fill_in_for_inputs_left_out():

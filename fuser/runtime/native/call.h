@@ -6,6 +6,24 @@
 namespace {
 
 // -- The handle, as Python sees it ------------------------------------------------------------------------------------
+// A call with keywords, which `slow` puts in order.
+PyObject* call_named(Handle* h, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+  PyObject *tuple = PyTuple_New(n), *named = PyDict_New(), *code = PyLong_FromLong(0), *out = nullptr;
+  bool made = tuple && named && code;
+  for (Py_ssize_t i = 0; made && i < n; i++) {
+    Py_INCREF(args[i]);
+    PyTuple_SET_ITEM(tuple, i, args[i]);
+  }
+  for (Py_ssize_t i = 0; made && i < PyTuple_GET_SIZE(names); i++) {
+    made = !PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[n + i]);
+  }
+  if (made) out = PyObject_CallFunctionObjArgs(h->slow, tuple, code, named, nullptr);
+  Py_XDECREF(code);
+  Py_XDECREF(named);
+  Py_XDECREF(tuple);
+  return out;
+}
+
 PyObject* call_slow(Handle* h, PyObject* const* args, Py_ssize_t n, int32_t status) {
   h->misses++;
   PyObject* tuple = PyTuple_New(n);
@@ -142,8 +160,7 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
   Handle* h = (Handle*)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf);
   if (names && PyTuple_GET_SIZE(names)) {
-    PyErr_SetString(PyExc_TypeError, "a fusion handle takes its inputs as positional arguments: no keywords");
-    return nullptr;
+    return call_named(h, objects, n, names);
   }
   if (!h->n_kernels && h->all && n == h->arity && are_usual(objects, n)) return call_refused(h, h->all, objects, n);
   if (!h->n_kernels && !h->n_refusals) return call_slow(h, objects, n, 0);
