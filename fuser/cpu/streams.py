@@ -28,6 +28,10 @@ typedef float fuser_line __attribute__((vector_size(32), may_alias));
 #define FUSER_LINE_TO(to, from) __builtin_ia32_movntps256((float*)(to), *(const fuser_line*)(from))
 #define FUSER_LINE 32
 #endif
+#if defined(__clang__) && defined(FUSER_LINE)
+#undef FUSER_LINE_TO
+#define FUSER_LINE_TO(to, from) __builtin_nontemporal_store(*(const fuser_line*)(from), (fuser_line*)(to))
+#endif
 static void fuser_stream(void* to, const void* from, i64 bytes) {
   char* t = (char*)to;
   const char* f = (const char*)from;

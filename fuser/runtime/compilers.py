@@ -13,6 +13,7 @@ from fuser.errors import CompileError
 
 Command = tuple[str, ...]
 NAMES = ("g++", "clang++")
+BARE = "-nostdlib++"  # kernels need nothing of C++'s library, which takes the wheel's compiler a minute to make
 WHEEL = "ziglang"  # a compiler in a wheel: what `pip install fuser[compiler]` brings
 
 
@@ -45,5 +46,5 @@ def _find(cxx: str | None, path: str | None) -> tuple[tuple[Command, ...], str]:
     commands: list[Command] = [(found,) for name in NAMES if (found := shutil.which(name, path=path))]
     if not commands and (wheel := importlib.util.find_spec(WHEEL)) is not None:
         program = pathlib.Path(*(wheel.submodule_search_locations or ())[:1]) / "zig"
-        commands += [(str(program), "c++", "-nostdlib++")] if os.access(program, os.X_OK) else []
+        commands += [(str(program), "c++", BARE)] if os.access(program, os.X_OK) else []
     return tuple(commands), f"there is no C++ compiler: there is neither {' nor '.join(NAMES)} on the PATH; {cure}"
