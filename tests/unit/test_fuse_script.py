@@ -25,7 +25,7 @@ _FOUND = [
     *((p, args) for p, args in corpus.MODULES),
     *((p, (x(), *args)) for p, args, _ in PROGRAMS),
 ]
-_CASES = list(enumerate(_FOUND)) if _ALL else list(enumerate(_FOUND))[::6]
+_CASES = list(enumerate(_FOUND)) if _ALL else list(enumerate(_FOUND))[::12]
 
 
 def scripted(program):
