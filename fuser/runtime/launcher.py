@@ -8,6 +8,7 @@ by the first handle; handles made meanwhile run in Python and change over by the
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import threading
 import weakref
@@ -143,6 +144,15 @@ class Handle:
         return tuple(n + (before[i] if i < len(before) else 0) for i, n in enumerate(now))
 
 
+def _as_it_is(handle: Any) -> str:
+    """What makes a copy of a handle, deep or not, the handle itself: a module that holds one can be copied."""
+    return "a fusion's handle, which cannot be pickled: register its graph in the other process"
+
+
+copyreg.pickle(Handle, _as_it_is)
+copyreg.pickle(python_launcher.Handle, _as_it_is)
+
+
 def make_handle(slow: Slow) -> Any:
     """A handle without kernels: `handle(*args)`, `add_kernel(program, library, magnitudes=ALL_MAGNITUDES)`, `widen`,
     `hits`, `misses`, `kernel_count`, and, where it is native, `refuse(function, reason, which, first=False)`,
@@ -253,6 +263,7 @@ def _start(module: ModuleType) -> None:
         _fail(f"this torch does not offer what the native launcher needs: {e}")
         return
     _native = module
+    copyreg.pickle(module.Handle, _as_it_is)
     _follow()
     _done.set()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
+import pickle
 import random
 import re
 import shutil
@@ -107,6 +109,22 @@ def test_numpys_numbers_and_arrays_do_what_they_do_in_eager(y):
         for one, want in zip(got, fn(x, y), strict=True):
             assert type(one) is type(want) and one.dtype == want.dtype and (one == want).all()
         assert torch.equal(handle(x, 2.0)[0], x + 1)
+
+
+@pytest.mark.parametrize("make", [None, launcher.Handle, python_launcher.Handle], ids=["native", "either", "Python"])
+def test_copies_of_a_handle_are_the_handle(monkeypatch, make):
+    if make is not None:
+        monkeypatch.setattr(launcher, "make_handle", make)
+    graph = fx.Graph()
+    function = {None: torch.cos, launcher.Handle: torch.sin, python_launcher.Handle: torch.atan}[make]
+    value = graph.call_function(function, (graph.placeholder("x"),))
+    graph.output(graph.call_function(torch.asinh, (value,)))
+    handle = fuser.fusion_handle(fuser.register_fusion(graph))
+    assert copy.copy(handle) is handle and copy.deepcopy(handle) is handle
+    held = copy.deepcopy({"weight": torch.ones(2), "handle": handle})
+    assert torch.allclose(held["handle"](held["weight"]), torch.asinh(function(torch.ones(2))))
+    with pytest.raises(pickle.PicklingError, match="register its graph"):
+        pickle.dumps(handle)
 
 
 @pytest.mark.parametrize("make", [None, python_launcher.Handle], ids=["native", "Python"])
