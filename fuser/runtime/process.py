@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from fuser import forks, notices
 from fuser.errors import CompileError
@@ -31,6 +30,7 @@ _NOT_RUN = (126, 127)  # the shell's exit codes for a program that it cannot run
 _GLANCE = 0.05  # seconds between two looks at a program whose output a process that it started holds open
 _MOST_PARTS = 1 << 10  # reads of output that are kept
 HUNG_IN_A_ROW, HUNG_IN_ALL = 2, 4  # runs of one program that are stopped before it is not run again
+_lifelines: set[int] = set()  # the write ends of the pipes of all programs that run
 
 
 # -- the end of this process -------------------------------------------------------------------------------------------
@@ -69,9 +69,8 @@ def _after_fork() -> None:
     global _ending
     _ending = False
     notices.mute(False)
-    for running in list(_at_end):
-        if isinstance(running, _Running):
-            running.lifeline.close()  # or the program would outlive the parent as long as this child lives
+    for lifeline in list(_lifelines):
+        _cut(lifeline)  # or the program would outlive the parent as long as this child lives
     _at_end.clear()
 
 
@@ -118,7 +117,7 @@ def _note(program: str, began: float, limit: float, stopped: bool) -> None:
 @dataclass(eq=False)
 class _Running:
     process: subprocess.Popen[bytes]
-    lifeline: IO[bytes]
+    lifeline: int
 
     def has_ended(self) -> bool:
         """Whether the program has ended. Its number stays taken until it is reaped, and that of its group with it."""
@@ -152,7 +151,7 @@ def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     finally:
         at_end(running, None)
         running.kill()  # whatever it left behind, and all of it if it was stopped or this call is interrupted
-        running.lifeline.close()
+        _cut(running.lifeline)
         running.process.wait()
     _note(command[0], began, timeout, output is None)
     if output is None:
@@ -165,14 +164,30 @@ def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
 
 def _start(command: Sequence[str]) -> _Running:
     guarded = [_SHELL, "-c", _GUARD, "sh", *command] if os.access(_SHELL, os.X_OK) else command
+    end = None
     try:
-        process = subprocess.Popen(
-            guarded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        end, lifeline = os.pipe()
+        _lifelines.add(lifeline)  # before the program starts: this process may fork while it does
+        try:
+            process = subprocess.Popen(
+                guarded, stdin=end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError:
+            _cut(lifeline)
+            raise
     except OSError as e:
         raise CompileError(f"{command[0]} cannot be run: {e}") from None
-    assert process.stdin is not None
-    return _Running(process, process.stdin)
+    finally:
+        if end is not None:
+            os.close(end)
+    return _Running(process, lifeline)
+
+
+def _cut(lifeline: int) -> None:
+    """Close a pipe's write end, once."""
+    if lifeline in _lifelines:
+        _lifelines.discard(lifeline)
+        os.close(lifeline)
 
 
 def _output(running: _Running, deadline: float) -> bytes | None:
