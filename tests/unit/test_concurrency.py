@@ -251,7 +251,7 @@ print(*(w.message for w in seen))
 print(interface.kernel_spec(key).store.fallbacks)
 """
 SCRIPTS = {
-    "missing": (None, "which does not exist; install one or set CXX"),
+    "missing": (None, "which does not exist; install one, or pip install fuser[compiler], or set CXX"),
     "fails": ("echo 'out of memory' >&2; exit 1", "does not compile a small loop"),
     "hangs": ("sleep 60", "ran longer than 1 s and was stopped"),
     "writes nothing": ("exit 0", "ended without an error, but it wrote no library"),
