@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # Before `fuser.config` is imported, which reads it. A folder for each pytest process: a test that counts compilations
 # must not find the kernels of a neighbour, or of yesterday. Processes that a test starts inherit it.
@@ -84,6 +85,18 @@ def clean() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty registry: what a test registers shares no kernels with what others did."""
+    from fuser import interface, kernel_cache
+    from fuser.debug import explaining, reporting
+
+    made = kernel_cache.Registry()
+    for module in (interface, reporting, explaining):
+        monkeypatch.setattr(module, "REGISTRY", made)
+    return made
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ def test_a_bad_variable_is_named(monkeypatch, name, text, says):
 
 def test_a_variable_that_is_no_setting_is_told(monkeypatch):
     monkeypatch.setenv("FUSER_NUMERIC", "eager")
-    with pytest.warns(UserWarning, match="FUSER_NUMERIC is no setting and is not read; did you mean FUSER_NUMERICS?"):
+    sentence = "FUSER_NUMERIC is no setting and is not read; did you mean FUSER_NUMERICS?"
+    with pytest.warns(RuntimeWarning, match=sentence):
         config._warn_of_unknown()
     monkeypatch.delenv("FUSER_NUMERIC")
     with warnings.catch_warnings():

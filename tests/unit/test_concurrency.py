@@ -15,23 +15,13 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
-from fuser import config, executor, interface, kernel_cache
+from fuser import config, executor, interface
 from fuser.cpu import toolchain
-from fuser.debug import explaining, reporting
 from fuser.runtime import launcher, python_launcher
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
 THREADS = 8
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """An empty registry: what a test registers is compiled for it."""
-    made = kernel_cache.Registry()
-    for module in (interface, reporting, explaining):
-        monkeypatch.setattr(module, "REGISTRY", made)
-    return made
 
 
 def in_threads(calls):

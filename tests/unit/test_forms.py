@@ -146,7 +146,7 @@ def with_number(name):
 
 
 @pytest.mark.parametrize("name", [*ON_NUMBERS, *CALLED])
-def test_arithmetic_on_numbers(name):
+def test_arithmetic_on_numbers(registry, name):
     """Numbers of every value share a kernel, of the whole or of a piece that is given what Python made of them."""
     module = with_number(name)
     key = fuser.register_fusion(module)

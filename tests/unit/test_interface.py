@@ -223,7 +223,7 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-def test_the_default_dtype_is_part_of_a_registration(default_dtype):
+def test_the_default_dtype_is_part_of_a_registration(registry, default_dtype):
     fn, i = lambda i: i.sin() * 11, torch.arange(5)
     module = fx.symbolic_trace(fn)
     early, late = fuser.register_fusion(module), registered(lambda i: i.sin() * 12)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
-from fuser import compiler, config, interface, kernel_cache, pipeline, plans
+from fuser import compiler, config, interface, kernel_cache, notices, pipeline, plans
 from fuser.cpu import toolchain
 from fuser.runtime import files
 from tests.unit.test_cache_files import DAMAGE, TRUST, TRUST_CASES
@@ -302,10 +302,10 @@ def test_a_whole_plan_of_another_form_is_made_again(fresh, entries, odd):
 
 @pytest.mark.parametrize("how", TRUST_CASES)
 @pytest.mark.parametrize("what", ["plan", "folder"])
-def test_plans_that_others_may_have_written_are_not_used(fresh, entries, how, what):
+def test_plans_that_others_may_have_written_are_not_used(fresh, entries, monkeypatch, how, what):
     plan, _ = entries
     TRUST[how](plan if what == "plan" else plan.parent)
-    files._said.clear()
+    monkeypatch.setattr(notices, "_said", {})
     if what == "plan":
         with pytest.warns(RuntimeWarning, match="not used but made again"):
             fresh.run(scaled, (X, Y))
