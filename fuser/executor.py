@@ -209,7 +209,7 @@ class Executor:
         `named` are arguments given by keyword; none has been tried with them.
         """
         if named:
-            return self.handle(*self._in_order(args, named))
+            return self.handle(*self.in_order(args, named))
         if status == OUT_OF_BOUNDS:
             raise bounds_error((k.library, k.program) for k in self.spec.store.kernels)
         if status:
@@ -314,7 +314,7 @@ class Executor:
         made = register(self._registry, graph, functional=self.spec.graph.functional)
         return made.key, made.handle
 
-    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in the order of inputs. InputError for a keyword that is no input, or is given already."""
         r = self.spec.registered
         given = len(args) - len(r.bound)

@@ -250,7 +250,8 @@ class Runner(Protocol):
     """What runs a specification: `slow` for calls that no kernel takes, `prepare` to compile ahead.
 
     `handle` is the way in. It holds the runner, and the runner does not hold it. `complete` adds the defaults of inputs
-    left out and refuses wrong ones. `gradients` runs calls whose arguments require gradients; None for ATen.
+    left out and refuses wrong ones; `in_order` puts those given by keyword in their places before that.
+    `gradients` runs calls whose arguments require gradients; None for ATen.
     """
 
     spec: KernelSpec
@@ -262,6 +263,8 @@ class Runner(Protocol):
     def slow(self, args: tuple[Any, ...], status: int) -> Any: ...
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    def in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]: ...
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
 
@@ -311,17 +314,18 @@ def _around(
     return cast(Callable[..., Any], made)
 
 
-def _respelled(handle: Callable[..., Any], bound: tuple[Any, ...], own: Fallback) -> Callable[..., Any]:
+def _respelled(
+    handle: Callable[..., Any], runner: Runner, bound: tuple[Any, ...], own: Fallback
+) -> Callable[..., Any]:  # fmt: skip
     """The handle of a graph whose calls are written in other words than those of the specification that it shares.
 
     Numbers go to its own calls: words mean the same for tensors alone (see `canonical/spelling.py`).
     """
 
-    def call(*args: Any) -> Any:
-        for a in args:
-            if type(a) in _NUMBERS:
-                return own(*bound, *args)
-        return handle(*args)
+    def call(*args: Any, **named: Any) -> Any:
+        if any(type(a) in _NUMBERS for a in (*args, *named.values())):
+            return own(*runner.in_order((*bound, *args), named))
+        return handle(*args, **named)
 
     call.inside = handle  # type: ignore[attr-defined]
     return call
@@ -366,7 +370,7 @@ class Registry:
         self._forms: cachetools.LRUCache[bytes, Identity] = cachetools.LRUCache(_FORMS)
         self._gone: cachetools.LRUCache[int, None] = cachetools.LRUCache(_GONE)
         self.compiled = _Counter()  # kernels compiled or taken from the disk, those that left too
-        self._floor = 0  # keys of what is bound are so far from their first choice: none of a thing that left is reused
+        self._floor = 0  # least distance of such a key from its first choice, so that no key that left is used again
         # What left, as handles say when they die, which may be at any moment and in any thread.
         self._leaving: collections.deque[_Entry | Identity] = collections.deque()
 
@@ -411,7 +415,7 @@ class Registry:
             # A partial is native code too; what is bound comes first among the inputs.
             handle = functools.partial(way_in, *bound) if bound else way_in
             if spelling != spelling_of(runner.spec.registered):
-                handle = _respelled(handle, bound, Fallback(registered))
+                handle = _respelled(handle, runner, bound, Fallback(registered))
             handle = _around(handle, *around)
             entry = _Entry(key, full, offset, weakref.ref(handle), found)
             entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))

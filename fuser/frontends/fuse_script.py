@@ -92,7 +92,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _autocast():  # TorchScript casts by a pass over its own operators
             return self.original(*args, **kwargs)
-        if self.defaults.values:  # which a function that is made from a graph has not
+        if self.defaults.values:  # a function made from a graph has no defaults of its own
             args, kwargs = self.defaults.fill(args, kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -10,6 +10,7 @@ import torch
 
 import fuser
 from fuser import interface, kernel_cache
+from fuser.errors import InputError
 
 SPELLINGS = {
     "operator": lambda x: x * 3 + 1,
@@ -44,3 +45,19 @@ def test_each_is_what_eager_does(first, second, monkeypatch):
             got = raised(call, value)
             assert type(got) is type(want), (name, value, got, want)
             assert isinstance(want, Exception) or (got == want if not torch.is_tensor(want) else torch.equal(got, want))
+
+
+def test_keywords_and_defaults_reach_the_own_words(registry):
+    def graph(words):
+        made = torch.fx.Graph()
+        x, y = made.placeholder("x"), made.placeholder("y", default_value=3)
+        made.output(made.call_function(words, (x, y)))
+        return fuser.fusion_handle(fuser.register_fusion(made))
+
+    functions, operators = graph(torch.mul), graph(operator.mul)
+    for _ in range(2):
+        assert torch.equal(functions(2.5), torch.tensor(7.5)) and operators(2.5) == 7.5 == operators(x=2.5)
+        assert operators(2.5, y=4) == 10.0 and type(operators(y=4, x=2)) is int
+        assert torch.equal(operators(x=torch.ones(3)), torch.full((3,), 3.0))
+    with pytest.raises(InputError):
+        operators(2.5, 3, 4)

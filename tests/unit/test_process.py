@@ -16,7 +16,7 @@ from fuser import errors
 from fuser.runtime import process, workers
 
 ROOT = pathlib.Path(__file__).parents[2]
-PATIENCE = 60  # seconds; what is tested is that something ends at all
+PATIENCE = 60  # seconds to wait for an end; the tests ask whether it comes, not how soon
 
 
 def eventually(what) -> bool:
