@@ -25,6 +25,13 @@ def lstm_cell(from_x: Tensor, from_h: Tensor, c: Tensor, bias: Tensor):
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
+def lstm_cell_with_products(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor):
+    gates = torch.mm(x, w_ih.t()) + torch.mm(h, w_hh.t()) + b_ih + b_hh
+    i, f, g, o = gates.chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
 def lstm_layer(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor):
     out: List[Tensor] = []  # noqa: UP006
     from_x = torch.matmul(x, w_ih)
@@ -112,6 +119,12 @@ def _cell(quick: bool) -> tuple[Any, ...]:
     return _rand(b, 4 * n), _rand(b, 4 * n) + 1, _rand(b, n), _rand(4 * n)
 
 
+def _whole_cell(quick: bool) -> tuple[Any, ...]:
+    b, n = (4, 8) if quick else (256, 1024)
+    w = _rand(4 * n, n) / n**0.5
+    return _rand(b, n), _rand(b, n) + 1, _rand(b, n), w, w.flip(0), _rand(4 * n), _rand(4 * n)
+
+
 def _layer(quick: bool) -> tuple[Any, ...]:
     t, b, n = (3, 2, 8) if quick else (100, 16, 64)
     return _rand(t, b, n), _rand(b, n), _rand(b, n), _rand(n, 4 * n) / 8, _rand(n, 4 * n) / 8, _rand(4 * n)
@@ -130,6 +143,7 @@ def _read(quick: bool) -> tuple[Any, ...]:
 ROWS = (
     Row("4-op chain, 2^22 floats", lambda: chain, _chain, 3.0),
     Row("LSTM cell on its gates, 256×1024", lambda: lstm_cell, _cell, 3.0),
+    Row("LSTM cell with its products, 256×1024", lambda: lstm_cell_with_products, _whole_cell, 3.0),
     Row("LSTM layer, 100 steps, 16×64", lambda: lstm_layer, _layer, 1.3),
     Row("greedy decoder, 30 steps, 8×128", Decoder, _read, 1.3),
     Row("box post-processing, 20,000 boxes", lambda: box_processing, _boxes, 1.3),

@@ -7,6 +7,7 @@ from typing import Any
 from fuser.debug.explaining import explain
 from fuser.errors import InputError
 from fuser.frontends.script_fusion import Fused, ScriptGroup
+from fuser.frontends.script_special import Specialised
 
 
 def graph_for(fused: Any, *inputs: Any) -> str:
@@ -33,4 +34,9 @@ def graph_for(fused: Any, *inputs: Any) -> str:
 def _group(group: ScriptGroup) -> str:
     where = [f"  from {line}" for line in group.lines]
     told = [f"  {line}" for line in explain(group.key).splitlines()]
+    handle = group.operator.handle
+    if isinstance(handle, Specialised):
+        told += [f"  runs on ATen: {reason}" for reason in handle.reasons]
+        for values, key in handle.keys.items():
+            told += [f"  for {values}:", *(f"    {line}" for line in explain(key).splitlines())]
     return "\n".join([f"{group.operator.name}: {', '.join(group.calls)}", *where, *told])

@@ -10,6 +10,7 @@ import torch
 
 from fuser import forks, notices
 from fuser.errors import InputError, Unsupported
+from fuser.frontends.script_direct import Direct, direct_call
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
 
 Script = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
@@ -83,6 +84,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
     original: Any
     fusion: Fused
     defaults: _Defaults
+    direct: Direct | None
 
     @property
     def schema(self) -> Any:
@@ -92,6 +94,12 @@ class FusedFunction(_Function):  # type: ignore[misc]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _autocast():  # TorchScript casts by a pass over its own operators
             return self.original(*args, **kwargs)
+        direct = self.direct
+        if direct is not None and not kwargs and tuple(map(type, args)) in direct.kinds:
+            try:
+                return direct.handle(*(args if direct.chosen is None else direct.chosen(args)))
+            except Exception:  # the script says what is wrong, in its own words
+                pass
         if self.defaults.values:  # a function made from a graph has no defaults of its own
             args, kwargs = self.defaults.fill(args, kwargs)
         return super().__call__(*args, **kwargs)
@@ -127,25 +135,21 @@ def _fused_function(script: Any) -> Any:
     made = _C._create_function_from_graph(script.name, fused.graph)
     made.__class__ = FusedFunction
     made.original, made.fusion, made.defaults = script, fused, _Defaults(script.schema.arguments)
+    made.direct = direct_call(fused)
     made.__doc__ = script.__doc__
     return made
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 class FusedModule(_Module):  # type: ignore[misc]
-    """A module whose `forward` runs in fused groups; its other methods are the original's. Saved, it is the original.
+    """A module whose `forward` and other exported methods run in fused groups. Saved, it is the original.
 
     Its C++ object is of the original's type, which stays as it is; so `forward` is a function of that object.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's results."""
-        if _autocast():
-            return self._c._get_method("forward")(*args, **kwargs)
-        state = self.__dict__["_fusion"]
-        if state.defaults.values:
-            args, kwargs = state.defaults.fill(args, kwargs)
-        return state.function(self._c)(self._c, *args, **kwargs)
+        return self.__dict__["_fusion"].call(self._c, args, kwargs)
 
     @property
     def fusion(self) -> Fused:
@@ -168,16 +172,25 @@ class FusedModule(_Module):  # type: ignore[misc]
 
 
 class _Fusion:
-    """The fused forms of a module's `forward`: one outside of training, and one for any state; made when needed."""
+    """The fused forms of a module's method: one outside of training, and one for any state; made when needed."""
 
-    def __init__(self, module: Any) -> None:
-        method = module._c._get_method("forward")
+    def __init__(self, cpp: Any, name: str = "forward") -> None:
+        method = cpp._get_method(name)
+        self.name = name
         self.inlined = method.inlined_graph
         self.defaults = _Defaults(method.schema.arguments[1:])
         self.trains = _asks_for_training(self.inlined)
         self.lock = forks.lock()
         self.made: dict[bool, tuple[Fused, Any]] = {}
-        self._make(self._is_evaluating(module._c))
+        self._make(self._is_evaluating(cpp))
+
+    def call(self, cpp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The method's results for a module."""
+        if _autocast():
+            return cpp._get_method(self.name)(*args, **kwargs)
+        if self.defaults.values:
+            args, kwargs = self.defaults.fill(args, kwargs)
+        return self.function(cpp)(cpp, *args, **kwargs)
 
     def _is_evaluating(self, cpp: Any) -> bool:
         return self.trains is not None and not self.trains(cpp)
@@ -197,8 +210,41 @@ class _Fusion:
         with self.lock:
             if evaluating not in self.made:
                 fused = _fused(self.inlined, evaluating)
-                self.made[evaluating] = fused, _C._create_function_from_graph("forward", fused.graph)
+                self.made[evaluating] = fused, _C._create_function_from_graph(self.name, fused.graph)
             return self.made[evaluating]
+
+
+class FusedMethod:
+    """An exported method of a fused module, fused when it is first asked for; else as the method itself."""
+
+    def __init__(self, cpp: Any, name: str) -> None:
+        self._cpp, self._name = cpp, name
+        self._lock = forks.lock()
+        self._fusion: _Fusion | None = None
+
+    def _fused(self) -> _Fusion:
+        with self._lock:
+            if self._fusion is None:
+                self._fusion = _Fusion(self._cpp, self._name)
+            return self._fusion
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._fusion or self._fused()).call(self._cpp, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cpp._get_method(self._name), name)
+
+    @property
+    def fusion(self) -> Fused:
+        """What was fused, as the module stands: in training or not."""
+        return self._fused().fused(self._cpp)
+
+    @property
+    def graph(self) -> Any:
+        """The fused graph."""
+        return self.fusion.graph
+
+    inlined_graph = graph
 
 
 def _asks_for_training(inlined: Any) -> Any:
@@ -241,7 +287,10 @@ def _fused_module(script: Any) -> FusedModule:
     made: Any = _jit._recursive.wrap_cpp_module(_Copier().copied(script._c))
     made.__class__ = FusedModule
     _copy_python_side(script, made)
-    made.__dict__["_fusion"] = _Fusion(made)
+    made.__dict__["_fusion"] = _Fusion(made._c)
+    for name in made._c._method_names():
+        if name != "forward" and not name.startswith("__"):
+            made.__dict__[name] = FusedMethod(made._c, name)
     return made  # type: ignore[no-any-return]
 
 

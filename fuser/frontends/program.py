@@ -272,6 +272,37 @@ class Program:
         return found
 
 
+class Listing(Program):
+    """The statements of an outer program as data, in the order in which they run; nothing is written or compiled."""
+
+    def __init__(self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(module, plan, functions)
+        self._by_outputs = {g.outputs: (g, f) for g, (_, f) in zip(plan.groups, functions, strict=True)}
+
+    def in_order(self) -> list[tuple[tuple[fx.Node, ...], Any]]:
+        """Of each statement what it defines, and what it calls: a node, or (a group's function, the group's inputs)."""
+        found: list[tuple[tuple[fx.Node, ...], Any]] = []
+        for s in self._statements():
+            if s.grouped:
+                plan, function = self._by_outputs[s.defines]
+                found.append((s.defines, (function, plan.inputs)))
+            elif is_ordered(s.defines[0]):
+                raise Unsupported(f"{s.defines[0].name} has an effect whose order matters")
+            else:
+                found.append((s.defines, s.defines[0]))
+        return found
+
+    def several(self, defines: tuple[fx.Node, ...]) -> bool:
+        """Whether the group that defines these nodes returns a tuple."""
+        return isinstance(self._by_outputs[defines][0].graph.output_node().args[0], tuple)
+
+    @staticmethod
+    def target_of(node: fx.Node) -> Any:
+        """What a node calls, where strides other than the traced ones may come."""
+        target: Any = node.target
+        return torch.ops.aten.reshape.default if target in _COPIES_IF_NEEDED else target
+
+
 def _apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A handle and the numbers bound before its arguments: calls with other numbers can be made together with it."""
     if isinstance(function, functools.partial) and all(isinstance(a, (int, float)) for a in function.args):

@@ -14,6 +14,8 @@ from fuser.errors import FuserError
 from fuser.frontends.script_groups import Group, Plan, plan_block
 from fuser.frontends.script_nodes import Facts, Role, every_node, study
 from fuser.frontends.script_operators import Operator, operator_for
+from fuser.frontends.script_products import divert_products
+from fuser.frontends.script_special import Specialised
 from fuser.frontends.torchscript import Translator, line_of
 
 _TYPES = {"TensorType": "Tensor", "IntType": "int", "FloatType": "float", "BoolType": "bool", "NumberType": "Scalar"}
@@ -64,6 +66,7 @@ def fused_graph(inlined: Any, evaluating: bool) -> Fused:
         fact = facts.of.get(node)
         if fact is not None and fact.reason and node.kind() not in kinds:
             made.unfused.append(Unfused(node.kind(), fact.reason, line_of(node)))
+    divert_products(graph)
     graph.lint()
     return made
 
@@ -143,12 +146,22 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
 
 def _register(group: Group) -> ScriptGroup:
     """A group as a registered fusion with an operator that runs it."""
-    key, handle = interface.register_handle(group_to_fx(group))
-    interface.set_gradients(key, _gradients)
-    types = tuple(_TYPES[v.type().kind()] for v in group.inputs)
+    graph = group_to_fx(group)
+    key, handle = _registered(graph)
+    if group.values or group.presences:
+        by_value = [i for i, v in enumerate(group.inputs) if v in group.values]
+        by_presence = [i for i, v in enumerate(group.inputs) if v in group.presences]
+        handle = Specialised(graph, handle, by_value, by_presence, _registered)
+    types = tuple(_TYPES.get(v.type().kind()) or v.type().str() for v in group.inputs)
     lines = dict.fromkeys(line_of(n) for n in group.members)
     calls = tuple(n.kind() for n in group.members)
     return ScriptGroup(operator_for(key, handle, types, len(group.outputs)), calls, tuple(filter(None, lines)))
+
+
+def _registered(graph: fx.Graph | fx.GraphModule) -> tuple[int, Any]:
+    key, handle = interface.register_handle(graph)
+    interface.set_gradients(key, _gradients)
+    return key, handle
 
 
 def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:

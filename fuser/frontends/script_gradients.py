@@ -6,6 +6,7 @@ then serves all sizes for which the trace holds.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class Gradients:
                 return None
             self._count += 1
             try:
-                made = _Program(self._fallback, args)
+                made = _program(self._fallback, args)
             except Exception as e:  # what cannot be traced has its gradients from ATen
                 reason = f"its gradient is not fused: {type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
                 self.reasons.note(reason)
@@ -68,7 +69,7 @@ class Gradients:
 
 def _kind(args: Sequence[Any]) -> Any:
     """What the trace of a call depends on, but for relations between sizes."""
-    numbers = tuple(a for a in args if isinstance(a, (float, bool)))
+    numbers = tuple(a for a in args if isinstance(a, bool))
     needed = tuple(a.requires_grad for a in args if isinstance(a, torch.Tensor))
     return arg_spec(args, ()), needed, numbers
 
@@ -87,11 +88,20 @@ class _Whole(nn.Module):
         return (result,) if self.single else tuple(result)
 
 
-class _Program:
-    """A compiled forward and backward for one class of arguments."""
+def _program(fallback: Function, args: Sequence[Any]) -> _Program:
+    """With floats as arguments of the trace; as constants where torch cannot trace it so."""
+    if any(type(a) is float for a in args):
+        with contextlib.suppress(Exception):
+            return _Program(fallback, args, open_floats=True)
+    return _Program(fallback, args)
 
-    def __init__(self, fallback: Function, args: Sequence[Any]) -> None:
+
+class _Program:
+    """A compiled forward and backward for one class of arguments. `open_floats`: for floats of any value."""
+
+    def __init__(self, fallback: Function, args: Sequence[Any], open_floats: bool = False) -> None:
         self._env = ShapeEnv()
+        self._open_floats = open_floats
         mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self._fake = [self._like(mode, i, a) for i, a in enumerate(args)]
         whole: Any = _Whole(fallback)
@@ -126,18 +136,18 @@ class _Program:
         return self._held[sizes]
 
     def _holds(self, args: Sequence[Any]) -> bool:
-        values: dict[Any, int] = {}
+        values: dict[Any, float] = {}
         for fake, given in zip(self._fake, args, strict=True):
             pairs = [(fake, given)]
             if isinstance(given, torch.Tensor):
                 pairs = [*zip(fake.shape, given.shape, strict=True), *zip(fake.stride(), given.stride(), strict=True)]
             for symbolic, number in pairs:
-                if not isinstance(symbolic, torch.SymInt):
+                if not isinstance(symbolic, (torch.SymInt, torch.SymFloat)):
                     if symbolic != number:
                         return False
                     continue
                 symbol = symbolic.node._expr  # as it was made: `expr` has what the trace replaced it by
-                if symbol.is_Symbol and values.setdefault(symbol, int(number)) != number:
+                if symbol.is_Symbol and values.setdefault(symbol, number) != number:
                     return False
         return all(str(guard.xreplace(values)) == "True" for guard in self._guards)
 
@@ -148,4 +158,7 @@ class _Program:
             return mode.from_tensor(given, symbolic_context=context, source=source)
         if type(given) is int:
             return self._env.create_unspecified_symint_and_symbol(given, source, DimDynamic.DUCK)
+        if type(given) is float and self._open_floats:
+            symbol = self._env.create_unspecified_symbol(given, source, DimDynamic.DYNAMIC)
+            return self._env.create_symfloatnode(symbol, hint=given, source=source)
         return given

@@ -35,6 +35,8 @@ class Group:
     nodes: list[Node]
     inputs: list[Value]
     outputs: list[Value]
+    values: frozenset[Value] = frozenset()  # inputs whose values decide the code
+    presences: frozenset[Value] = frozenset()  # and those that do by being None or not
 
 
 @dataclass
@@ -169,7 +171,10 @@ class _Plan:
             fact = self.facts.of[node]
             nodes.update(dict.fromkeys((*fact.copies, node)))
             inputs.update(dict.fromkeys(v for v in fact.leaves if v not in inside))
-        return Group(self.levels.level[members[0]], members, list(nodes), list(inputs), [])
+        facts = [self.facts.of[n] for n in members]
+        values = frozenset(v for f in facts for v in f.values)
+        presences = frozenset(v for f in facts for v in f.presences) - values
+        return Group(self.levels.level[members[0]], members, list(nodes), list(inputs), [], values, presences)
 
     def _needed_outside(self) -> set[Value]:
         """Values that are read outside of the group that makes them, or handed out of the block."""

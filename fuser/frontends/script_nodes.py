@@ -50,6 +50,8 @@ class Fact:
     raises: bool = False
     fence: bool = False
     operators: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()  # leaves whose values decide its code
+    presences: tuple[Value, ...] = ()  # leaves that may be None, which decides it too
 
 
 PASSED = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "NumberType"})  # kinds of values a group takes
@@ -64,7 +66,10 @@ _PURE = frozenset(
     "aten::is_floating_point aten::__is__ aten::__isnot__ aten::__not__ aten::add aten::sub aten::mul aten::neg "
     "aten::eq aten::ne aten::lt aten::le aten::gt aten::ge aten::Float aten::ScalarImplicit prim::NumToTensor".split()
 )
+_PURE_OF_NUMBERS = frozenset("aten::div aten::pow aten::max aten::min aten::sqrt aten::exp aten::log".split())
 _OPEN = frozenset({"Tensor", "SymInt", "Scalar", "number", "float"})  # arguments that leave code as it is
+_OPTIONAL = frozenset({"Tensor?", "int?", "float?", "bool?"})  # types of arguments that may be None
+_DECISIVE = frozenset({"int", "bool", "float", "str", "int[]", "int?", "float?", "bool?", "str?", "int[]?"})
 _CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor".split())
 _CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
 _FENCES = frozenset(
@@ -90,6 +95,7 @@ class Facts:
         """Leave a node to the script after all."""
         fact = self.of[node]
         fact.role, fact.reason, fact.leaves, fact.copies = Role.ORDERED, reason, (), ()
+        fact.values, fact.presences = (), ()
 
 
 def every_node(block: Any) -> Iterator[Node]:
@@ -207,29 +213,38 @@ class _Study:
         reason = next((r for r in map(schema_reason, targets) if r is not None), None)
         if reason is None:
             reason = next((f.reason for f in map(interface.is_fusible, calls) if not f), None)
-        reason = reason or self._unknown_argument(node)
+        fact = self._free(node)
+        reason = reason or self._decided(node, fact)
         if reason is not None:
             return self._outside(node, exposed, f"{node.kind()}: {reason}")
-        fact = self._free(node)
         fact.operators = tuple(map(op_name, targets))
         if not all(map(_is_free, targets)) or not targets:
             fact.role = Role.COMPUTE
         return self._checked(fact, exposed)
 
-    def _unknown_argument(self, node: Node) -> str | None:
-        """Why a call cannot be fused for an argument that decides its code, such as a dim, and is not known ahead."""
+    def _decided(self, node: Node, fact: Fact) -> str | None:
+        """Note the leaves whose values decide a call's code, such as a dim. Else why that cannot be."""
+        values, presences = dict.fromkeys(fact.values), dict.fromkeys(fact.presences)
         for argument, value in zip(torch._C.parse_schema(node.schema()).arguments, node.inputs(), strict=True):
+            maker = self.facts.maker.get(value)
+            leaves = maker.leaves if maker is not None and maker.role is Role.FREE else (value,)
             if _element(argument.real_type) in _OPEN:
+                presences.update(dict.fromkeys(v for v in leaves if v.type().kind() == "OptionalType"))
                 continue
             found = [v for v in tree_leaves(self.translator.value(value)) if isinstance(v, fx.Node)]
-            if any(v.target is not getattr for v in found):  # the dtype or device of a tensor is known in time
+            if all(v.target is getattr for v in found):  # the dtype or device of a tensor is known in time
+                continue
+            if not all(v.type().str() in _DECISIVE for v in leaves):
                 return f"its argument {argument.name} is known at run time only"
+            values.update(dict.fromkeys(leaves))
+        fact.values, fact.presences = tuple(values), tuple(presences)
         return None
 
     def _checked(self, fact: Fact, exposed: bool) -> Fact:
         """The fact, unless a group could not be given what the node reads or must not have it twice."""
         node = fact.node
-        strange = next((v for v in fact.leaves if v.type().kind() not in PASSED), None)
+        special = (*fact.values, *(v for v in fact.presences if v.type().str() in _OPTIONAL))
+        strange = next((v for v in fact.leaves if v.type().kind() not in PASSED and v not in special), None)
         if strange is not None:
             return self._outside(node, exposed, f"{node.kind()} reads a {strange.type().str()} made at run time")
         if fact.role is Role.COMPUTE:
@@ -243,21 +258,29 @@ class _Study:
         return fact
 
     def _outside(self, node: Node, exposed: bool, reason: str) -> Fact:
-        movable = node.kind() in _PURE and not exposed and not _takes_data(node)
+        pure = node.kind() in _PURE or _is_number_arithmetic(node)
+        movable = pure and not exposed and not _takes_data(node)
         return Fact(node, Role.PURE if movable else Role.ORDERED, reason)
 
     def _free(self, node: Node) -> Fact:
         """A free node, with all that it needs."""
         leaves: dict[Value, None] = {}
         copies: dict[Node, None] = {}
+        values: dict[Value, None] = {}
+        presences: dict[Value, None] = {}
         for value in node.inputs():
             maker = self.facts.maker.get(value)
             if maker is not None and maker.role is Role.FREE:
                 leaves.update(dict.fromkeys(maker.leaves))
                 copies.update(dict.fromkeys((*maker.copies, maker.node)))
+                values.update(dict.fromkeys(maker.values))
+                presences.update(dict.fromkeys(maker.presences))
             else:
                 leaves[value] = None
-        return Fact(node, Role.FREE, leaves=tuple(leaves), copies=tuple(copies))
+        return Fact(
+            node, Role.FREE, leaves=tuple(leaves), copies=tuple(copies), values=tuple(values),
+            presences=tuple(presences),
+        )  # fmt: skip
 
 
 def _after(graph: fx.Graph, before: fx.Node | None) -> list[fx.Node]:
@@ -281,6 +304,14 @@ def _kinds(values: Iterable[Value]) -> set[str]:
 
 def _gives_tensor(node: Node) -> bool:
     return any("Tensor" in v.type().str() for v in node.outputs())
+
+
+def _is_number_arithmetic(node: Node) -> bool:
+    """Whether a node computes with numbers and cannot raise: a division by zero is infinite, a power may be refused."""
+    if node.kind() not in _PURE_OF_NUMBERS or not _kinds([*node.inputs(), *node.outputs()]) <= _NUMBERS:
+        return False
+    exponent = node.inputsAt(1).toIValue() if node.kind() == "aten::pow" else 1
+    return exponent is not None and exponent >= 0
 
 
 def _takes_data(node: Node) -> bool:

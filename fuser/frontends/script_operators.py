@@ -19,6 +19,7 @@ class Operator:
 
     def __init__(self, key: int, handle: Handle, name: str, arguments: tuple[str, ...], results: int) -> None:
         self.key = key
+        self.handle = handle
         self.name = f"{NAMESPACE}::{name}"
         library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
         taken = ", ".join(f"{t} i{n}" for n, t in enumerate(arguments))

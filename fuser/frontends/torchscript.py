@@ -49,6 +49,8 @@ def to_fx(scripted: Scripted) -> fx.GraphModule:
     translator = Translator()
     inputs = translator.placeholders(scripted)
     translator.graph.output(translator.whole(scripted, inputs))
+    if translator.tuples:
+        translator.graph.set_codegen(_WithTypes(translator.tuples))
     translator.graph.eliminate_dead_code()
     translator.graph.lint()
     return fx.GraphModule(translator.root, translator.graph)
@@ -75,6 +77,7 @@ class Translator:
         self.numbers: dict[Any, Any] = {}  # tensors without dimensions that stand for these numbers
         self.sizes: set[fx.Node] = set()  # those that give a torch.Size where TorchScript has a list
         self.owned: dict[int, Any] = {}  # by their id: the lists and dicts that the script made, and may change
+        self.tuples: set[type] = set()  # the named tuples among results
         self.line = ""  # the last source line seen
 
     def placeholders(self, scripted: Scripted) -> tuple[fx.Node, ...]:
@@ -123,7 +126,10 @@ class Translator:
             return self.graph.call_function(list, (value,)) if value in self.sizes else value
         if isinstance(value, tuple) and kind.kind() == "TupleType":
             items = [self.listed(v, k) for v, k in zip(value, kind.elements(), strict=True)]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            if hasattr(value, "_fields"):
+                self.tuples.add(type(value))
+                return type(value)(*items)
+            return tuple(items)
         return value
 
     def block(self, block: Any) -> None:
@@ -285,7 +291,7 @@ class Translator:
         names = ("dtype", "device", "requires_grad")
         named = {n: a for n, a in zip(names, args[1:]) if a is not None and a is not False}
         if "dtype" in named:
-            named["dtype"] = _enumerated("ScalarType", named["dtype"])
+            named["dtype"] = enumerated("ScalarType", named["dtype"])
         return self.graph.call_function(torch.tensor, (args[0],), named)
 
     def tuple_of(self, kind: Any, items: list[Any]) -> tuple[Any, ...]:
@@ -351,7 +357,7 @@ class Translator:
             raise self.refusal(f"torch has no operator {schema.name}.{schema.overload_name}") from None
         positional, named = [], {}
         for argument, value in zip(schema.arguments, args, strict=True):
-            value = _enumerated(str(argument.real_type), value)
+            value = enumerated(str(argument.real_type), value)
             if not argument.kwarg_only:
                 positional.append(value)
             elif not (argument.has_default_value() and _same(value, argument.default_value)):
@@ -384,6 +390,17 @@ def _has_nodes(value: Any) -> bool:
     return any(isinstance(leaf, fx.Node) for leaf in torch.utils._pytree.tree_leaves(value))
 
 
+class _WithTypes(fx.graph.CodeGen):
+    """Python code in which types are known by their names: torch 2.11 writes a named tuple among results so."""
+
+    def __init__(self, types: set[type]) -> None:
+        super().__init__()
+        self.types = sorted(types, key=lambda t: t.__name__)
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), *((t.__name__, t) for t in self.types)]
+
+
 @functools.cache
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
     return collections.namedtuple(name, fields)
@@ -395,7 +412,7 @@ def _dtype(number: int) -> torch.dtype:
     return made.dtype  # type: ignore[no-any-return]
 
 
-def _enumerated(kind: str, value: Any) -> Any:
+def enumerated(kind: str, value: Any) -> Any:
     """TorchScript keeps dtypes and the like as numbers."""
     if type(value) is not int:
         return value

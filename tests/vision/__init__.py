@@ -1,0 +1,1 @@
+"""torchvision's models, scripted and run in fused groups, beside the scripts themselves."""
