@@ -14,6 +14,7 @@ from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import compile_functional
 from fuser.passes.classify import tensors_of
+from fuser.passes.cleanup import keep_results_apart
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
@@ -75,11 +76,32 @@ class Training:
         self.cut, self.random = True, any(draws(n) for n in all_nodes(joint))
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
+        keep_results_apart(joint)
         on_cpu = all(t.device.type == "cpu" for n in joint.graph.nodes for t in tensors_of(n.meta.get("val")))
+        floats = _floats_as_integers(joint)
         with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu):
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        for part in (forward, backward):
+            for node in part.graph.nodes:
+                if node.name in floats and node.op == "placeholder":
+                    node.meta["val"] = floats[node.name]
         round_both(forward, backward)
         return forward, backward
+
+
+def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
+    """Let symbolic integers stand for a graph's symbolic floats, which torch's cut never saves; the floats by name."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic  # sympy: not before a kernel's compiler is warm
+
+    floats = {}
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.SymFloat):
+            source = torch._dynamo.source.ConstantSource(f"float_{node.name}")
+            make = value.node.shape_env.create_unspecified_symint_and_symbol
+            node.meta["val"] = make(7, source, DimDynamic.DYNAMIC)
+            floats[node.name] = value
+    return floats
 
 
 def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, executor, interface, lowering
+from fuser import config, examples, interface, lowering
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lowering.survey import survey
@@ -180,8 +180,8 @@ def _like(node: fx.Node) -> Any:
     """What a lowering sees of an argument."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        return executor.concrete(value)
-    return value.dtype, value.device.type, *(tuple(map(executor.concrete, n)) for n in (value.shape, value.stride()))
+        return examples.concrete(value)
+    return value.dtype, value.device.type, *(tuple(map(examples.concrete, n)) for n in (value.shape, value.stride()))
 
 
 def _try_lowering(node: fx.Node) -> str | None:
@@ -193,8 +193,8 @@ def _try_lowering(node: fx.Node) -> str | None:
     several = isinstance(value, (tuple, list))
     items = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)] if several else []
     graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in items) if several else call)
-    examples = [executor.concrete(a.meta.get("val")) for a in node.all_input_nodes]
-    found = survey(canonicalize(graph, functional=True).graph, examples, config.numerics)
+    like = [examples.concrete(a.meta.get("val")) for a in node.all_input_nodes]
+    found = survey(canonicalize(graph, functional=True).graph, like, config.numerics)
     return next(iter(found.refused.values()), None)
 
 

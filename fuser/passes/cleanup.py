@@ -171,6 +171,38 @@ def merge_equal(module: fx.GraphModule) -> int:
     return changed
 
 
+def keep_results_apart(joint: fx.GraphModule) -> int:
+    """Clone parts of repeated multi-output calls that share memory with results of the joint graph.
+
+    torch's partitioner merges equal calls, except those that return a tensor which shares memory with a result. It does
+    not look into tuples: `x.sort().values, x.sort().values` would come back as one tensor.
+    """
+    graph = joint.graph
+    results = reaches_output(graph)
+    values: dict[Any, fx.Node] = {}
+    first: dict[fx.Node, fx.Node] = {}  # for each node the first one of equal value
+    seen: set[tuple[fx.Node, Any]] = set()  # parts of calls that share memory with a result
+    changed = 0
+    for node in list(graph.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), first.__getitem__)
+        key = (node.target, _key(args), tuple((k, _key(v)) for k, v in sorted(kwargs.items())))
+        first[node] = values.setdefault(key, node) if _is_pure(node) else node
+        if node.target is not operator.getitem or node not in results:
+            continue
+        part = (first[node.args[0]], node.args[1])
+        if part in seen:
+            with graph.inserting_after(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            first[copy] = copy
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            changed += 1
+        seen.add(part)
+    if changed:
+        joint.recompile()
+    return changed
+
+
 def drop_dead(module: fx.GraphModule) -> int:
     """Remove calls whose results nobody reads and that do nothing else."""
     before = len(module.graph.nodes)

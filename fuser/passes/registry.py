@@ -17,6 +17,7 @@ from fuser.passes.patterns import compile_pattern
 from fuser.passes.post_grad import POST_GRAD
 from fuser.passes.pre_grad import PRE_GRAD
 from fuser.passes.runner import Numbered, Pass, PassRecord
+from fuser.runtime.spans import span
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def disabled_names() -> frozenset[str]:
 
 def run_stage(stage: str, module: fx.GraphModule) -> tuple[PassRecord, ...]:
     """Run one stage's enabled passes on a graph module, in place; PassError names a pass that fails."""
-    return runner.run_passes(module, [p for p in numbered() if p.stage == stage], disabled_names())
+    with span("passes", stage=stage):
+        return runner.run_passes(module, [p for p in numbered() if p.stage == stage], disabled_names())
 
 
 def register(

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fuser.executor
+import fuser.orders
 from fuser.compiler import CpuBackend, register_backend
 from fuser.cpu import fused_kernel, toolchain
 from fuser.errors import CompileError
@@ -63,14 +63,14 @@ class BatchBackend(CpuBackend):
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In this block all kernels of the process are compiled here."""
-        before = fuser.executor._pool
-        fuser.executor._pool = self._pool  # type: ignore[assignment]
+        before = fuser.orders.POOL
+        fuser.orders.POOL = self._pool  # type: ignore[assignment]
         register_backend("cpu", self)
         try:
             yield
         finally:
             register_backend("cpu", None)
-            fuser.executor._pool = before
+            fuser.orders.POOL = before
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:

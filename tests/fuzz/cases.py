@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests import compare
+from tests.device import test_device
 from tests.fuzz import judge
 from tests.fuzz.check import _compare_memory
 from tests.fuzz.program import Program
@@ -39,7 +40,6 @@ class Case:
     program: Program | None = None
     writes: bool = False
     exact: bool = False  # whether results are what `program` says, to the bit where it says so
-    wide: bool = True  # whether the text can run in float64; else roundings are judged by eager with noise
 
 
 @dataclass
@@ -65,13 +65,20 @@ def mode_of(name: str) -> Iterator[None]:
         else:
             stack.enter_context(torch.no_grad())
         if name == "autocast":
-            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            stack.enter_context(torch.autocast(test_device(), dtype=torch.bfloat16))
         yield
 
 
+def _weights(result: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(result.numel(), device=result.device) % 5 - 2
+    return (steps.to(result.dtype) / 2).reshape(result.shape)
+
+
 def case_inputs(case: Case) -> list[torch.Tensor]:
-    """New inputs; in mode "grad" those that may require gradients do."""
+    """New inputs on the device that is tested; in mode "grad" those that may require gradients do."""
     made = case.inputs()
+    if case.program is None:
+        made = [x.to(test_device()) for x in made]
     if case.mode == "grad":
         own = [x._base is None or not any(x._base is y for y in made) for x in made]
         aliased = case.program is not None and any(x.of >= 0 for x in case.program.inputs)
@@ -123,7 +130,7 @@ def _differentiate(seen: list[Observation], functions: Sequence[Callable[..., An
         if not results or not own:
             continue
         roots += results
-        weights += [((torch.arange(r.numel()) % 5 - 2).to(r.dtype) / 2).reshape(r.shape) for r in results]
+        weights += [_weights(r) for r in results]
         leaves += own
         owners += [o] * len(own)
     if not roots:
@@ -217,8 +224,6 @@ class _Exact:
         self.noisy: list[Observation] = []
 
     def __call__(self, kind: str) -> list[Any]:
-        if not self.case.wide:
-            raise NotImplementedError("this text has a dtype of its own")
         if self.seen is None:
             self.seen = self._run(None)
         if self.seen.error is not None:
@@ -230,7 +235,7 @@ class _Exact:
         if not isinstance(got, torch.Tensor) or got.is_complex():
             return False
         try:
-            exact = (self(kind)[n] if self.case.wide else want).double()
+            exact = self(kind)[n].double()
             self.noisy = self.noisy or [self._run(i) for i in range(_PERTURBED)]
             runs = [getattr(o, kind)[n].double() for o in self.noisy]
         except Exception:
@@ -248,19 +253,18 @@ class _Exact:
 
     def _run(self, noise: int | None) -> Observation:
         case = self.case
-        text, make, mode = case.text, case.inputs, case.mode
-        if case.wide:
-            text, make = _METHODS.sub(".double()", _NARROW.sub("torch.float64", text)), self._inputs
-            mode = "grad" if mode == "grad" else "none"
-        wide = Case(case.seed, case.route, mode, text, make, "", None, case.program, case.writes)
+        text = _METHODS.sub(".double()", _NARROW.sub("torch.float64", case.text))
+        mode = "grad" if case.mode == "grad" else "none"
+        inputs = self._inputs()  # before any cast gives float64
+        wide = Case(case.seed, case.route, mode, text, lambda: inputs, "", None, case.program, case.writes)
         eps = 0.0 if noise is None or case.writes else torch.finfo(case.low or torch.float32).eps
-        torch.set_default_dtype(torch.float64 if case.wide else torch.float32)
+        torch.set_default_dtype(torch.float64)
         try:
             function = make_function(text)
             module = module_of(function)
-            if module is not None and case.wide:
+            if module is not None:
                 module.double()
-            with _Noise(eps, noise or 0) if eps else contextlib.nullcontext():
+            with _Widened(), _Noise(eps, noise or 0) if eps else contextlib.nullcontext():
                 return observe([wide], [function], lambda ins: [function(*ins[0])])[0]
         finally:
             torch.set_default_dtype(torch.float32)
@@ -269,7 +273,21 @@ class _Exact:
         with torch.no_grad():
             if self.case.program is not None:
                 return judge._wide_inputs(self.case.program, None)
-            return [x.double() if x.is_floating_point() else x for x in self.case.inputs()]
+            made = [x.to(test_device()) for x in self.case.inputs()]
+            return [x.double() if x.is_floating_point() else x for x in made]
+
+
+class _Widened(TorchFunctionMode):
+    """Casts to narrower floating dtypes give float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("half", "bfloat16", "float"):
+            return args[0].double()
+        return func(*map(_wide, args), **{k: _wide(a) for k, a in (kwargs or {}).items()})
+
+
+def _wide(arg: Any) -> Any:
+    return torch.float64 if isinstance(arg, torch.dtype) and arg.is_floating_point else arg
 
 
 class _Noise(TorchFunctionMode):
@@ -286,4 +304,4 @@ class _Noise(TorchFunctionMode):
             return made
         with torch._C.DisableTorchFunctionSubclass():
             noise = torch.randn(made.shape, generator=self.draw, dtype=torch.float64)
-            return made * (1 + self.eps * noise).to(made.dtype)
+            return made * (1 + self.eps * noise).to(made.device, made.dtype)

@@ -80,8 +80,7 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
     import torch
 
     from tests import compare
-    from tests.fuzz import cases, writer
-    from tests.fuzz.program import make_inputs
+    from tests.fuzz import cases, judge, writer
     from tests.fuzz.routes import BY_NAME
 
     route = BY_NAME[route_name]
@@ -99,7 +98,7 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
     if mode == "grad" and writes:
         leaves = [i for i, x in enumerate(program.inputs) if x.of < 0 and x.dtype.is_floating_point]
         body = [*(f"v{i} = v{i}.clone()" for i in leaves), *body]
-    case = cases.Case(seed, route_name, mode, writer.function_text(program, body), lambda: make_inputs(program),
+    case = cases.Case(seed, route_name, mode, writer.function_text(program, body), lambda: judge.make_inputs(program),
                       writer.inputs_text(program), torch.bfloat16 if mode == "autocast" else low, program, writes,
                       mode in ("none", "inference"))  # fmt: skip
     if mode != "none" and cases.eager(case).error is not None:

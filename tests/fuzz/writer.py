@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests import compare
+from tests.device import test_device
 from tests.fuzz import program as programs
 from tests.fuzz.program import Input, Program, Ref, Step, refs, run_step
 from tests.fuzz.spelling_table import COPY_IDENTITIES, DEAD, DETACHED, VIEW_IDENTITIES, spellings
@@ -79,6 +80,8 @@ def make_function(text: str, name: str = "program", file: str = "<spelled>") -> 
     exec(compile(text, file, "exec"), space)
     made = space[name]
     assert isinstance(made, types.FunctionType)
+    if isinstance(module := space.get("module"), torch.nn.Module):
+        module.to(test_device())
     return made
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fuser.frontends import higher_order
 from fuser.frontends.dynamo import fuser_backend
+from tests.versions import IS_OLD
 
 
 def compiled(f, **kwargs):
@@ -84,6 +85,7 @@ def test_an_input_that_was_written_is_an_error():
         torch.autograd.grad(y, x, create_graph=True)
 
 
+@pytest.mark.skipif(IS_OLD, reason="autograd of this torch keeps the input")
 def test_an_input_that_is_gone_is_an_error():
     x, f = X.clone().requires_grad_(), compiled(lambda x, w: x * 2 + w.sum())
     y = f(x, W.clone())

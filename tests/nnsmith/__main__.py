@@ -38,7 +38,7 @@ def cases_of(seed: int, way: str | None) -> list[Any]:
     model, inputs = build(seed)
     low = compare.lowest([*inputs, *model.parameters()])
     make = functools.partial(compare.copy_inputs, inputs)
-    case = cases.Case(seed, route, mode, _TEXT.format(seed=seed), make, _INPUTS.format(seed=seed), low, wide=False)
+    case = cases.Case(seed, route, mode, _TEXT.format(seed=seed), make, _INPUTS.format(seed=seed), low)
     return [case] if cases.eager(case).error is None else []
 
 

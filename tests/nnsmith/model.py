@@ -76,11 +76,15 @@ def _generate(seed: int, nodes: int) -> tuple[Model, list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Any:
-    """All generators that NNSmith draws from begin with `seed`, and are as before afterwards."""
+    """All generators that NNSmith draws from begin with `seed`, and are as before afterwards.
+
+    The default dtype is float32: other dtypes draw other weights.
+    """
     import z3.z3
 
     z3.z3._main_ctx = None  # what the solver finds depends on the terms that its context holds already
-    state, arrays = random.getstate(), numpy.random.get_state()
+    state, arrays, dtype = random.getstate(), numpy.random.get_state(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     random.seed(seed)
     numpy.random.seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -88,5 +92,6 @@ def _seeded(seed: int) -> Any:
         try:
             yield
         finally:
+            torch.set_default_dtype(dtype)
             random.setstate(state)
             numpy.random.set_state(arrays)

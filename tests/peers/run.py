@@ -62,18 +62,18 @@ def _with_gradients(peer: Peer, function: Function, inputs: list[Any]) -> list[A
     ]  # fmt: skip
     outputs = pytree.tree_leaves(function(*args))
     roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-    ways = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).view(o.shape).to(o.dtype) for o in roots]
+    ways = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).view(o.shape).to(o) for o in roots]
     torch.autograd.backward(roots, ways)
     return [*outputs, *(a.grad for a in args if a.requires_grad)]
 
 
 def _on_device(function: Function) -> Function:
-    """The program with its new tensors on the device that is tested: programs name none."""
+    """The call with new tensors on the device that is tested: programs name none."""
     if test_device() == "cpu":
         return function
 
     def call(*args: Any) -> Any:
-        with torch.device(test_device()):
+        with torch.device(test_device()):  # outside what is compiled: Dynamo reads the mode that it is called in
             return function(*args)
 
     return call
@@ -92,6 +92,18 @@ def _exact(peer: Peer, program: Function, inputs: list[Any], mode: str) -> list[
         return []
 
 
+def is_torchs_own(peer: Peer, dtype: torch.dtype, mode: str) -> bool:
+    """Whether `torch.compile` without fuser raises, too."""
+    inputs = peer.make_inputs(FIRST, dtype)
+    torch._dynamo.reset()
+    plain = _on_device(torch.compile(peer.function, backend="aot_eager", dynamic=mode == "dynamic"))
+    try:
+        _results(peer, plain, inputs, mode)
+    except Exception:
+        return mode != "registered"
+    return False
+
+
 def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
     """None for a program that is right on a route, else what is wrong; ValueError where eager has it not."""
     fused: Function | None = None
@@ -105,7 +117,8 @@ def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
         exact = _exact(peer, program, inputs, mode)
         if fused is None:
             registered = mode == "registered"
-            fused = _registered(program, inputs) if registered else _compiled(program, mode == "dynamic")
+            fused = _registered(program, inputs) if registered else _compiled(peer.function, mode == "dynamic")
+            fused = _on_device(fused)
         got = _results(peer, fused, inputs, mode)
         if len(got) != len(want):
             return f"{len(got)} results instead of {len(want)}"
@@ -150,4 +163,4 @@ def checks_of(peer: Peer) -> list[tuple[str, str]]:
     return [(d, m) for d in dtypes for m in MODES if m != "training" or peer.grad]
 
 
-__all__ = ["DTYPES", "MODES", "PEERS", "check", "checks_of"]
+__all__ = ["DTYPES", "MODES", "PEERS", "check", "checks_of", "is_torchs_own"]

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 from fuser.frontends.dynamo import compilations, fuser_backend
+from tests.versions import IS_OLD
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -143,4 +144,4 @@ def test_route(route):
         got = route(lambda f: torch.compile(f, backend=fuser_backend))
     torch.testing.assert_close(tree_leaves(got), tree_leaves(want))
     assert not [w for w in said if "does not know how to trace" in str(w.message)]
-    assert counters["frames"]["total"] <= _FRAMES.get(route, 3)
+    assert counters["frames"]["total"] <= _FRAMES.get(route, 3) + 2 * IS_OLD  # two of torch's own

@@ -349,3 +349,35 @@ def test_threads():
     for t in threads:
         t.join()
     assert not wrong
+
+
+PAIRS = {
+    "max": lambda x: x.max(0).values,
+    "max of relu": lambda x: x.relu().max(0).values,
+    "indices": lambda x: x.sort().indices,
+    "view": lambda x: x.sort().values.t(),
+    "cummax": lambda x: torch.cummax(x, 1)[0],
+    "var_mean": lambda x: torch.var_mean(x, 1)[1],
+    "aminmax": lambda x: torch.aminmax(x).min,
+    "topk": lambda x: x.topk(2).values,
+    "kthvalue": lambda x: x.kthvalue(2).values,
+    "frexp": lambda x: torch.frexp(x)[1],
+    "one tensor": lambda x: x.neg(),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_equal_results_are_separate_tensors(name, dynamic):
+    """Gradients of another result bring the partitioner, which merges equal calls."""
+    function, x, w = PAIRS[name], torch.randn(4, 5), torch.randn(3, requires_grad=True)
+
+    def program(x, w):
+        return function(x), (w * 2).sum(), function(x), function(x)
+
+    torch._dynamo.reset()
+    first, _, second, third = torch.compile(program, backend=fuser_backend, dynamic=dynamic)(x, w)
+    kept = second.clone()
+    first.zero_()
+    third.fill_(1)
+    assert torch.equal(second, kept) and torch.equal(kept, function(x))

@@ -7,6 +7,7 @@ import torch
 
 from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.records import compilations, forget_compilations, last_compilation
+from tests.versions import IS_OLD
 
 WELL = torch.eye(4).repeat(2, 1, 1) * 3 + 0.1 * torch.arange(32.0).view(2, 4, 4).sin()
 FUNCTIONS = {
@@ -17,12 +18,17 @@ FUNCTIONS = {
 }
 
 
+# `backend="aot_eager"` gives the inverse of a singular matrix there.
+checks_are_kept = pytest.mark.skipif(IS_OLD, reason="AOTAutograd of this torch drops checks whose result is not read")
+
+
 def compiled(function):
     torch._dynamo.reset()
     forget_compilations()
     return torch.compile(function, backend=fuser_backend)
 
 
+@checks_are_kept
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_program_calls_the_operator_itself(name):
     fused = compiled(FUNCTIONS[name])
@@ -44,6 +50,7 @@ def test_training(name):
     assert all("WITH_EFFECTS" not in record.source for record in compilations())
 
 
+@checks_are_kept
 @pytest.mark.parametrize("gradients", [False, True])
 def test_errors_are_raised_though_nobody_reads_the_check(gradients):
     singular = torch.zeros(2, 3, 3).requires_grad_(gradients)
@@ -54,6 +61,7 @@ def test_errors_are_raised_though_nobody_reads_the_check(gradients):
                 fused(singular)
 
 
+@checks_are_kept
 def test_the_first_of_two_errors_is_raised():
     fused = compiled(lambda a, b: torch.linalg.inv(torch.linalg.cholesky(a) * 0) + torch.linalg.inv(b))
     with pytest.raises(RuntimeError, match="cholesky"):

@@ -16,8 +16,11 @@ from fuser.lowering.graph import run_meta
 from fuser.lowering.registry import LOWERINGS
 from tests.backend.fused import handle_of
 from tests.unit.memory_layouts import LAYOUTS
+from tests.versions import IS_OLD
 
 WHOLE = [name for name in LAYOUTS if not name.startswith(("one_", "no_", "channel_"))]  # which keep a tensor's size
+# In torch 2.11 these follow other rules where dims have one element or elements share memory.
+DIFFER = {"aten.log_sigmoid_backward.default", "aten.slice_scatter.default"} if IS_OLD else set()
 ROUNDS = 400 if os.environ.get("FUSER_STRIDES") == "full" else 14
 NUMBERS = {"number": 1.0, "float": 1.0, "int": 1, "bool": False}
 
@@ -89,7 +92,7 @@ def test_strides_of_results_are_eagers():
             both = strides(overload, name, given)
             if both is not None:
                 compared.add(str(overload))
-                if both[0] != both[1]:
+                if both[0] != both[1] and str(overload) not in DIFFER:
                     wrong.append((str(overload), [(tuple(x.shape), x.stride()) for x in given], both))
     assert not wrong, ({name for name, _, _ in wrong}, wrong[:3])
     assert len(compared) > 200 and {"aten.copysign.Tensor", "aten.rsub.Tensor", "aten.lerp.Tensor"} <= compared

@@ -10,6 +10,7 @@ from torch._dynamo import decorators
 
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import runner
+from tests.versions import IS_OLD
 
 pytestmark = pytest.mark.usefixtures("clean")
 torch.manual_seed(0)
@@ -126,6 +127,8 @@ def _input(kind, requires_grad):
 @pytest.mark.parametrize("kind, requires_grad", [("backed", True), ("unbacked", True), ("unbacked", False)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_family(family, kind, requires_grad, watched):
+    if IS_OLD and family is convolutions and kind == "unbacked":
+        pytest.skip("Dynamo of this torch cannot trace a convolution of an unbacked length")
     x = _input(kind, requires_grad)
     same = x.detach().clone().requires_grad_(requires_grad)
     got, want = torch.compile(family, backend=fuser_backend, fullgraph=True)(x), family(same)
