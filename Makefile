@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith stress lint types imports bench clean
+.PHONY: help demo test test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith vision stress lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make stress, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -58,9 +58,13 @@ peers: $(VENV)/.has-test
 zoo: $(VENV)/.has-test $(VENV)/.has-zoo
 	$(BIN)/python -m tests.zoo --workers $(JOBS) --write docs/zoo.md $(ARGS)
 
+vision: $(VENV)/.has-test $(VENV)/.has-vision
+	$(BIN)/python -m tests.vision $(ARGS)
+
 stress: $(VENV)/.has-test
-	FUSER_TEST_ALL=1 $(BIN)/python -m pytest tests/unit/test_runtime_reentry.py
-	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py tests/unit/test_leaving.py $(ARGS)
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -s tests/unit/test_runtime_reentry.py tests/unit/test_runtime_sanitizers.py
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest tests/unit/test_damage.py
+	FUSER_STRESS=1 $(BIN)/python -m pytest -v tests/models/test_long_training.py tests/unit/test_leaving.py tests/unit/test_killed.py $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check $(ARGS) .

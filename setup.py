@@ -42,8 +42,10 @@ def extensions() -> list[Extension]:
 
 
 TRITON = "triton>=3.4,<3.8; platform_system == 'Linux'"
+REDIS = "redis>=5,<9"
+SPANS = "opentelemetry-sdk>=1.20"
 # pytest 9.2 no longer lets xdist keep the tests of a group together: each worker would interpret every Triton kernel.
-TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", TRITON]
+TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", REDIS, SPANS, TRITON]
 # A generator of models; what a seed gives depends on its solver, so constraints.txt pins both.
 NNSMITH = ["nnsmith", "z3-solver"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
@@ -63,9 +65,11 @@ setup(
         "cuda": [TRITON],
         "test": TEST,
         "compiler": ["ziglang"],
+        "redis": [REDIS],
         "nnsmith": NNSMITH,
         "bench": BENCH,
         "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],
+        "vision": ["torchvision"],
         "dev": ["ruff", "mypy", *TEST],
     },
     entry_points={"torch_dynamo_backends": ["fuser = fuser.frontends.dynamo:fuser_backend"]},

@@ -54,12 +54,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`backend`, `debug`, `frontends`, `fuse_script` and `passes` are imported when they are first asked for.
+    """`aot`, `backend`, `cache`, `debug`, `frontends`, `fuse_script` and `passes` are imported when first asked for.
 
     `fuser.backend` is the function behind `torch.compile(model, backend="fuser")`, and may be given in place of the
     name: then Dynamo is imported with Python's collector at rest, and the first call comes 0.4 s sooner.
     """
-    if name in ("debug", "frontends", "passes"):
+    if name in ("aot", "cache", "debug", "frontends", "passes"):
         return importlib.import_module(f"fuser.{name}")
     if name == "fuse_script":
         return importlib.import_module("fuser.frontends.fuse_script").fuse_script

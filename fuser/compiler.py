@@ -6,8 +6,9 @@ the backend of the arguments' device.
 
 from __future__ import annotations
 
+import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -15,10 +16,11 @@ import torch
 from fuser import config, forks, plans
 from fuser.canonical import CanonicalGraph, Registered, refs_of
 from fuser.cpu import toolchain
-from fuser.errors import BackendError, Unsupported
+from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.runtime.counting import COUNTS
+from fuser.runtime.spans import span
 
 if TYPE_CHECKING:
     from fuser.lowering.graph import Lowered
@@ -61,13 +63,15 @@ class TuningBackend(FusionBackend, Protocol):
 class KeepingBackend(FusionBackend, Protocol):
     """One whose kernels' plans are kept for other processes (see `plans`).
 
-    `machine` is all that decides its code beside the source; None: nothing is kept. `library_of` is the path of a whole
-    library that was kept under a name.
+    `machine` is all that decides its code beside the source, `machine_facts` the same for people; None: nothing is
+    kept. `library_of` is the path of a whole library that was kept under a name, in the cache or in a folder.
     """
 
     def machine(self) -> str | None: ...
 
-    def library_of(self, name: str) -> str | None: ...
+    def machine_facts(self) -> Mapping[str, str]: ...
+
+    def library_of(self, name: str, folder: pathlib.Path | None = None) -> str | None: ...
 
 
 class CpuBackend:
@@ -96,8 +100,15 @@ class CpuBackend:
     def machine(self) -> str | None:
         return toolchain.machine()
 
-    def library_of(self, name: str) -> str | None:
-        return toolchain.kept_library(name)
+    def machine_facts(self) -> Mapping[str, str]:
+        return toolchain.machine_facts()
+
+    def library_of(self, name: str, folder: pathlib.Path | None = None) -> str | None:
+        return toolchain.kept_library(name, folder)
+
+    def why_not_made(self) -> str | None:
+        """None if kernels can be made; else they can only be found."""
+        return toolchain.why_no_compiler()
 
 
 class CudaBackend:
@@ -272,25 +283,38 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     backend = find_backend(device_type)
     if backend is None:
         raise Unsupported(f"no fusion backend for {device_type}")
-    machine = backend.machine() if isinstance(backend, KeepingBackend) and not config.check_ir else None
-    key = plans.key_of(spec, args, machine) if machine is not None else None
-    if key is None:
+    with span("compile", device=device_type, group=str(spec.key), operators=len(spec.graph.calls)) as noted:
+        kernel = _found_or_made(spec, args, backend)
+        noted.note(kernel=kernel.name, restored=isinstance(kernel, plans.KeptKernel))
+        return kernel
+
+
+def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
+    if not isinstance(backend, KeepingBackend) or config.check_ir:
         return _make(spec, args, backend)
-    assert isinstance(backend, KeepingBackend)
-    kept = plans.find(key, backend.library_of)
+    machine = backend.machine()
+    key = plans.key_of(spec, args, machine)
+    mine = isinstance(backend, CpuBackend)  # what was made elsewhere was made by that one
+    kept = plans.find(key, backend.library_of, elsewhere=mine) if key is not None else None
     if kept is not None:
         COUNTS.add("restored")
         return kept
     made = _make(spec, args, backend)
-    plans.keep(key, made)
+    if key is not None and machine is not None:
+        plans.keep(key, made, {**plans.facts(spec, args), **backend.machine_facts()})
     return made
 
 
 def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
+    why = backend.why_not_made() if isinstance(backend, CpuBackend) else None
+    if why is not None:
+        raise NotPrebuilt(f"its kernel is not among the prebuilt ones, and {why}")
     source: Any = generate(spec, args, backend)
     if config.max_autotune and isinstance(backend, TuningBackend):
-        source = backend.tune(source, args)
-    made = backend.compile(source)
+        with span("tune"):
+            source = backend.tune(source, args)
+    with span("build"):
+        made = backend.compile(source)
     COUNTS.add("made")
     return made
 

@@ -64,6 +64,25 @@ def _default_cache_dir() -> str:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
+    Setting(
+        "remote_cache", "", "a Redis server whose entries a fleet shares, as redis://host:6379/0; '' for none",
+    ),
+    Setting(
+        "remote_cache_key", "",
+        "the fleet's secret, of at least 16 characters: entries of the remote cache are used only if made with it",
+    ),
+    Setting(
+        "remote_cache_seconds", 0.25, "the remote cache is waited for so long and no longer, at each local miss",
+        least=1e-3,
+    ),
+    Setting(
+        "prebuilt_cache", "",
+        f"folders of kernels made elsewhere, with {os.pathsep!r} between, which are only read (docs/caching.md)",
+    ),
+    Setting(
+        "cache_limit_bytes", 4 << 30,
+        "most bytes of the cache folder: entries that were used longest ago are removed; 0 is no limit", least=0,
+    ),
     Setting("pool_limit_bytes", 256 << 20, "most bytes that the buffer pool keeps warm", least=0),
     Setting(
         "output_limit_bytes", 256 << 20,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class FuserError(Exception):
     """Base of every error that `fuser` raises on purpose."""
@@ -20,6 +22,10 @@ class UnknownKeyError(FuserError, KeyError):
 
 class InputError(FuserError, TypeError):
     """A wrong number or type of inputs to a registered fusion."""
+
+
+class AotError(FuserError, RuntimeError):
+    """An ahead-of-time file that cannot be written, or must not be used."""
 
 
 class ConfigError(FuserError, ValueError):
@@ -58,9 +64,23 @@ class Unsupported(FuserError):
         self.node = node
 
 
+class NotPrebuilt(Unsupported):
+    """A kernel that can only be found, since nothing here compiles, and is not among those that were made elsewhere."""
+
+
 def is_defect(error: BaseException) -> bool:
     """Whether an error that a compilation raised is a fault of `fuser` itself."""
+    if is_refusal(error):
+        return False
     return not isinstance(error, FuserError) or isinstance(error, (LoweringError, VerifyError, BoundsError))
+
+
+_SCARCE = frozenset((errno.EAGAIN, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the system refused memory, files or room, even for an import: no fault of `fuser`."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SCARCE)
 
 
 class CompileError(FuserError, RuntimeError):

@@ -6,8 +6,9 @@ it; only where there is none, it calls `Executor.slow`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import json
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,13 +18,22 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from fuser import compiler, config, forks, notices
-from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, skeleton, text_of
-from fuser.errors import InputError, Unsupported, is_defect
-from fuser.kernel_cache import FusedKernel, Identity, KernelEntry, KernelSpec, Registration, Registry, reason_of
-from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
+from fuser import compiled_calls, compiler, config, examples, forks, notices
+from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, portable, skeleton, text_of
+from fuser.errors import GraphError, InputError, NotPrebuilt, Unsupported, is_defect
+from fuser.kernel_cache import (
+    REGISTRY,
+    FusedKernel,
+    Identity,
+    KernelEntry,
+    KernelSpec,
+    Registration,
+    Registry,
+    reason_of,
+)
+from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
+from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
 from fuser.runtime import launcher, process, torch_abi
-from fuser.runtime.background import COMPILERS, yielding
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.trials import MISS as _MISS
@@ -35,9 +45,6 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 # Kernels of one ArgSpec, for sizes that none so far takes, before the rest is left to ATen.
 MAX_VARIANTS = 24
-# Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
-MAX_FORMS = 1024
-PENDING = "its kernel is being compiled in the background"
 _NUMBERS = (bool, int, float)
 _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
 
@@ -156,6 +163,35 @@ def register(
     return registry.register(identity, registered, make_runner)
 
 
+def restored(
+    text: str,
+    n_bound: int,
+    functional: bool,
+    in_place: bool,
+    settings: tuple[tuple[str, Any], ...],
+    bound: tuple[Any, ...] = (),
+) -> Function:
+    """The handle of a graph that `Executor.reduce` wrote as data, with the settings of then. GraphError if it is none.
+
+    A setting that this version does not have is left out.
+    """
+    try:
+        graph = portable.decode_graph(json.loads(text), n_bound)
+    except ValueError as e:
+        raise GraphError(f"a pickled handle holds no graph: {e}") from None
+    known = {s.name for s in config.SETTINGS}
+    before, named = torch.get_default_dtype(), dict(settings)
+    dtype = portable.decode_value({"dtype": str(named.get("dtype", before)).removeprefix("torch.")})
+    try:
+        torch.set_default_dtype(dtype)
+        with config.override(**{k: v for k, v in named.items() if k in known}):
+            made = register(REGISTRY, graph, functional, in_place).handle
+    finally:
+        torch.set_default_dtype(before)
+    compiled_calls.allow(made)
+    return functools.partial(made, *bound) if bound else made
+
+
 # -- one specification's calls -----------------------------------------------------------------------------------------
 class Executor:
     """Runs one specification: `handle(*args)` is the way in, `slow` what it calls when no kernel takes the call.
@@ -170,13 +206,8 @@ class Executor:
         self._added: dict[int, FusedKernel] = {}
         self._handle: Callable[[], Function | None] = lambda: None
         self._lock = forks.lock()
-        self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
-        self._pending: set[ArgSpec | None] = set()  # what is in the background's hands
-        self._orders = forks.rlock()  # of `_pending`, and of the forms that are refused meanwhile
-        self._n_meanwhile = 0
-        self._made_for: set[Any] = set()  # calls for which a kernel was made in the background
         self._default_dtype = torch.get_default_dtype()
-        me = weakref.ref(self)  # a trial is judged within a call, which holds the executor
+        me = weakref.ref(self)  # a trial is judged within a call, which holds the executor; so does an order
 
         def admit(kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
             return cast(Executor, me())._admit(kernel, magnitudes, number)
@@ -184,12 +215,15 @@ class Executor:
         def leave(args: tuple[Any, ...], reason: str) -> bool:
             return cast(Executor, me())._refuse(args, reason, first=True)
 
+        def make(key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
+            return cast(Executor, me())._make(key, args, have)
+
         self._trials = Trials(spec, admit, leave)
+        self._orders = Orders(spec, lambda: cast(Executor, me()).handle, make)
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._missing: str | None = None  # why there is no compiler for a device, once calls were left to ATen for it
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
         self.gradients: Function | None = None  # what runs calls whose arguments require gradients; ATen if None
-        forks.follow(self)
 
     def make_handle(self) -> Function:
         """The way in. All of this lives as long as it is held."""
@@ -202,6 +236,20 @@ class Executor:
     def handle(self) -> Function:
         """The way in; one that no call will ever take if nobody holds the other any more."""
         return self._handle() or cast(Function, launcher.make_handle(self.slow))
+
+    def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """What pickle writes of the handle: its graph as data, which `restored` registers. PicklingError if it cannot.
+
+        What is bound is an input of that graph; pickle writes it beside the handle. `own`: the graph in other words.
+        """
+        r = own or self.spec.registered
+        try:
+            text = json.dumps(portable.encode_graph(r), allow_nan=False)
+        except GraphError as e:
+            raise pickle.PicklingError(f"the handle of fusion {self.spec.key} cannot be pickled: {e}") from None
+        in_place = r.writes and not any("writes into a tensor" in reason for reason in r.blocked)
+        settings = (*self.spec.config, ("dtype", str(self._default_dtype)))
+        return restored, (text, len(r.bound), r.graph.functional, in_place, settings, bound)
 
     def slow(self, args: tuple[Any, ...], status: int, named: dict[str, Any] | None = None) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does.
@@ -246,7 +294,7 @@ class Executor:
         """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
         (reason, *_), splits = self.spec.blocked, self._splits
         if None not in splits and why_not is None:
-            if _in_background():
+            if in_background():
                 return self._run_meanwhile(None, args, 0)
             with self._lock:
                 if None not in splits:
@@ -292,9 +340,9 @@ class Executor:
 
         Each piece is a group of its own, which may be split again.
         """
-        from fuser.splitting import split  # with all of lowering
-
         try:
+            from fuser.splitting import split  # with all of lowering
+
             with config.override(**dict(self.spec.config)):
                 found = compiler.find_refused(self.spec.graph, args)
                 if any(reason.startswith("eager raises") for reason in found.refused.values()):
@@ -397,13 +445,13 @@ class Executor:
             result = self._probe(args)
             if result is not _MISS:
                 return result
-        if _in_background() and store.reason(key) is None and have < MAX_VARIANTS:
+        if in_background() and store.reason(key) is None and have < MAX_VARIANTS:
             return self._run_meanwhile(key, args, have)
         while True:
             if have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
             entry, compiled = store.get_or_compile(key, lambda: self._compile(args, key), have)
-            entry.example = entry.example or tuple(map(_described, args))
+            entry.example = entry.example or tuple(map(examples.described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
                 self._refuse(args, entry.reason, function=self._function(key))
                 return self._fall_back(args, entry.reason, self._function(key))
@@ -416,43 +464,18 @@ class Executor:
 
     # What is compiled in the background.
 
-    def prepare(self, examples: Sequence[Any]) -> Future[str | None]:
-        """Compile in the background for arguments like `examples`. The result is None or why there is no kernel."""
-        args = tuple(map(concrete, examples))
-        key = arg_spec(args, self.spec.config)
-        with self._orders:
-            return self._order(key, lambda: args, 0)
+    def prepare(self, like: Sequence[Any]) -> Future[str | None]:
+        """Compile in the background for arguments like `like`. The result is None or why there is no kernel."""
+        args = tuple(map(examples.concrete, like))
+        return self._orders.order(arg_spec(args, self.spec.config), lambda: args, 0)
 
-    def _order(self, key: ArgSpec | None, args: Callable[[], tuple[Any, ...]], have: int) -> Future[str | None]:
-        """Have a kernel made for `key`, or for None the split of a blocked group, if nobody does. Under `_orders`."""
-        if key not in self._pending:
-            self._pending.add(key)
-            settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
-            # The handle is held: what is compiled for it lives until then.
-            self._prepared[key] = _pool.submit(lambda _: self._serve(key, args, have, settings), self.handle)
-        return self._prepared[key]
-
-    def _serve(
-        self, key: ArgSpec | None, make_args: Callable[[], tuple[Any, ...]], have: int, settings: dict[str, Any]
-    ) -> str | None:  # fmt: skip
-        """Do what was ordered; calls that ran by ATen meanwhile ask again. None, or why there is no kernel."""
-        try:
-            waits = settings["compile_mode"] == "wait"
-            with config.override(**settings), contextlib.nullcontext() if waits else yielding():
-                args = make_args()
-                if key is not None:
-                    return self._prepare(args, key, have)
-                made = self._split(args)
-                self._splits.setdefault(None, made)
-                return None if made is not None else self.spec.blocked[0]
-        finally:
-            with self._orders:
-                self._pending.discard(key)
-                self._ask_again()
-
-    def _ask_again(self) -> None:
-        if self._n_meanwhile:
-            getattr(self.handle, "pardon", lambda reason: None)(PENDING)
+    def _make(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
+        """Make what was ordered: a kernel, or for None the split of a blocked group."""
+        if key is not None:
+            return self._prepare(args, key, have)
+        made = self._split(args)
+        self._splits.setdefault(None, made)
+        return None if made is not None else self.spec.blocked[0]
 
     def _prepare(self, args: tuple[Any, ...], key: ArgSpec, have: int) -> str | None:
         device = self._device_of(args)
@@ -462,64 +485,53 @@ class Executor:
         if reason is not None or not config.enabled:
             return reason or "fusion is switched off (config.enabled is False)"
         entry, compiled = self.spec.store.get_or_compile(key, lambda: self._compile(args, key), have)
-        entry.example = entry.example or tuple(map(_described, args))
+        entry.example = entry.example or tuple(map(examples.described, args))
         self._prepare_pieces(self._splits.get(key), device)
         return None if entry.kernels else entry.reason
 
     def _run_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> Any:
-        """The result of a call by ATen, until the background has made what it needs.
-
-        The launcher is told of its form, so that equal calls cost nothing more until then.
-        """
-        with self._orders:  # nothing is done between the question and what is remembered
-            if key is not None and key not in self._pending:
-                self._close_if_blind(key, args)
-            outlines = tuple(map(_outline, args))
-            self._order(key, lambda: tuple(map(_stand_in, outlines)), have)
-            refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
-            pending = key in self._pending  # else there are no threads, and it is done
-            if refuse is not None and native is not None and pending and self._n_meanwhile < MAX_FORMS:
-                self._n_meanwhile += refuse(native, PENDING, args)
+        """The result of a call by ATen, until the background has made what it needs."""
+        self._orders.leave_meanwhile(key, args, have)
         return self._fall_back(args, PENDING)
-
-    def _close_if_blind(self, key: ArgSpec, args: tuple[Any, ...]) -> None:
-        """Order nothing again for a call whose own kernel did not take it."""
-        call = form_of(args), tuple(a.data_ptr() % ALIGNMENT for a in args if isinstance(a, torch.Tensor))
-        if call in self._made_for:
-            self.spec.store.close(key, "its kernel does not take the inputs it was compiled for")
-        elif len(self._made_for) < MAX_FORMS:
-            self._made_for.add(call)
-
-    def after_fork(self) -> None:
-        """Forget the orders in a forked child, which has none of the threads that would do them."""
-        self._pending.clear()
-        self._made_for.clear()
-        self._ask_again()
 
     def _prepare_pieces(self, made: Split | None, device_type: str) -> None:
         """Have the pieces of a split compiled as far as their inputs are known."""
         for key, piece in zip(made.keys, made.pieces, strict=True) if made is not None else ():
             if None not in piece.examples:
-                self._registry.find(key).runner.prepare([_on(device_type, e) for e in piece.examples])
+                self._registry.find(key).runner.prepare([examples.on(device_type, e) for e in piece.examples])
 
     def _compile(self, args: tuple[Any, ...], key: ArgSpec) -> FusedKernel:
         try:
-            with config.override(**dict(self.spec.config)):
-                kernel = compiler.compile_runtime(self.spec, args)
-            timed = self._device_of(args) == "cpu" and not dict(self.spec.config).get("check_bounds")
-            slowest = config.slowest if timed else 0.0
-            if (config.verify or slowest) and may_repeat(self.spec):
-                self._trials.add(kernel, config.verify, slowest)
-            else:
-                self._admit(kernel, ALL_MAGNITUDES, None)
+            kernel = self._made(args)
+            try:
+                self._take(kernel, args)
+            except OSError:  # its library has left the cache since: this one stays with the process
+                with config.override(cache_dir=""):
+                    kernel = self._made(args)
+                    self._take(kernel, args)
         except Exception as e:
             if process.is_ending():  # the process ends, and its compilers with it
                 raise
             if not isinstance(e, Unsupported):
                 _say_once(reason_of(e))
             self._splits[key] = self._split(args)
+            if isinstance(e, NotPrebuilt) and self._splits[key] is None:
+                _say_once(e.reason)
             raise
         return kernel
+
+    def _made(self, args: tuple[Any, ...]) -> FusedKernel:
+        with config.override(**dict(self.spec.config)):
+            return compiler.compile_runtime(self.spec, args)
+
+    def _take(self, kernel: FusedKernel, args: tuple[Any, ...]) -> None:
+        """Let calls run a new kernel, on trial if it may be. OSError if its library cannot be loaded."""
+        timed = self._device_of(args) == "cpu" and not dict(self.spec.config).get("check_bounds")
+        slowest = config.slowest if timed else 0.0
+        if (config.verify or slowest) and may_repeat(self.spec):
+            self._trials.add(kernel, config.verify, slowest)
+        else:
+            self._admit(kernel, ALL_MAGNITUDES, None)
 
     def _admit(self, kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
         """Let calls of these magnitudes run `kernel`, which has a number in the handle if it is there. The number."""
@@ -542,69 +554,6 @@ class Executor:
     def _fall_back(self, args: tuple[Any, ...], reason: str, function: Function | None = None) -> Any:
         self.spec.store.note_fallback(reason)
         return (function or self.spec.fallback)(*args)
-
-
-_pool = COMPILERS
-
-
-def _in_background() -> bool:
-    """Whether calls run ATen while their kernels are compiled. Deterministic results depend on no clock."""
-    return config.compile_mode == "background" and not torch.are_deterministic_algorithms_enabled()
-
-
-def wait(timeout: float | None = None) -> bool:
-    """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
-    return _pool.wait(timeout)
-
-
-def _outline(a: Any) -> Any:
-    """All that a kernel for `a` depends on, without its memory."""
-    return (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
-
-
-def _stand_in(outline: Any) -> Any:
-    """A tensor of an outline. On the CPU a real one, which nobody writes: fake ones cost an import."""
-    if not isinstance(outline, tuple):
-        return outline
-    size, stride, dtype, device = outline
-    if device.type == "cpu":
-        return torch.empty_strided(size, stride, dtype=dtype)
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def _on(device_type: str, example: Any) -> Any:
-    """A meta tensor as a fake one on a device."""
-    if not isinstance(example, torch.Tensor):
-        return example
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device_type)
-
-
-def concrete(example: Any) -> Any:
-    """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
-    if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        if example.node.hint is None:
-            raise Unsupported("a size among the inputs depends on data and is not known ahead")
-        return example.node.hint
-    if not isinstance(example, torch.Tensor) or type(example) in PLAIN_TENSORS:
-        return example
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-
-    size = [concrete(n) for n in example.shape]
-    stride = [concrete(n) for n in example.stride()]
-    with unset_fake_temporarily(), FakeTensorMode():
-        return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
-
-
-def _described(a: Any) -> Any:
-    if not isinstance(a, torch.Tensor):
-        return a
-    return a.dtype, a.device.type, tuple(map(concrete, a.shape)), tuple(map(concrete, a.stride()))
 
 
 # NumPy's go to ATen as they are: their own arithmetic decides dtypes as Python's numbers do not.

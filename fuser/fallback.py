@@ -34,6 +34,11 @@ class Fallback:
         return self._function or self._make()
 
     @property
+    def registered(self) -> Registered:
+        """The group, as it was written."""
+        return self._registered
+
+    @property
     def source(self) -> str:
         """The function's text."""
         if self._function is None:

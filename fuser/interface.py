@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from fuser import compiler, config, executor
+from fuser import compiled_calls, compiler, config, orders
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
@@ -66,9 +66,12 @@ def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
 def fusion_handle(key: int) -> Callable[..., Any]:
     """What to call with the inputs, for speed: returns a tensor, tuple, named tuple or list, as the graph does.
 
-    It works as long as it is held, and keeps the fusion registered for so long.
+    It works as long as it is held, and keeps the fusion registered for so long. It can be copied and pickled: another
+    process, or this one, gets the handle of the same graph. Functions compiled with `fullgraph=True` may call it.
     """
-    return REGISTRY.find(key).handle
+    found = REGISTRY.find(key).handle
+    compiled_calls.allow(found)
+    return found
 
 
 def kernel_spec(key: int) -> KernelSpec:
@@ -110,7 +113,7 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
 
 def wait(timeout: float | None = None) -> bool:
     """Wait for all compilations under way in the background, for `timeout` seconds at most. Whether all are done."""
-    return executor.wait(timeout)
+    return orders.wait(timeout)
 
 
 # -- interrogate -------------------------------------------------------------------------------------------------------

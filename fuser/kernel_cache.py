@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cachetools
 import torch
@@ -23,7 +23,7 @@ import torch
 from fuser import config, forks
 from fuser.canonical import CanonicalGraph, Flattened, Registered
 from fuser.canonical.spelling import spelling_of
-from fuser.errors import FuserError, UnknownKeyError, is_defect
+from fuser.errors import FuserError, UnknownKeyError, is_defect, is_refusal
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.runtime.counting import COUNTS
@@ -207,6 +207,8 @@ def reason_of(error: Exception) -> str:
     """Why there is no kernel, from what its compilation raised."""
     if isinstance(error, FuserError):
         return getattr(error, "reason", None) or (f"a defect of fuser, {error}" if is_defect(error) else str(error))
+    if is_refusal(error):
+        return f"the system refuses what it takes to make a kernel: {getattr(error, 'strerror', None) or 'no memory'}"
     return f"a defect of fuser, {type(error).__name__}: {error}"
 
 
@@ -227,15 +229,6 @@ class KernelSpec:
     blocked: tuple[str, ...]
     fallback: Fallback
     store: KernelStore
-
-    @functools.cached_property
-    def partitions(self) -> tuple[tuple[int, ...], ...]:
-        """For each input, the broadcast groups that it is in."""
-        out: list[list[int]] = [[] for _ in range(self.graph.n_inputs)]
-        for n, group in enumerate(self.broadcast_groups):
-            for i in group:
-                out[i].append(n)
-        return tuple(map(tuple, out))
 
     @property
     def hash(self) -> str:
@@ -261,6 +254,8 @@ class Runner(Protocol):
     def handle(self) -> Callable[..., Any]: ...
 
     def slow(self, args: tuple[Any, ...], status: int) -> Any: ...
+
+    def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]: ...
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
 
@@ -291,6 +286,10 @@ class Registration:
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
 Full = tuple[Identity, tuple[Any, ...]]
 _NUMBERS = (int, float, bool, complex)
+_NUMBER_IN_OTHER_WORDS = (
+    "an input is a number, and an equal graph with other operators, which may treat numbers differently, "
+    "was registered first"
+)
 _GONE = 4096  # keys that are gone and still known as such
 _FORMS = 16384  # graphs without some constants that are known to have come
 
@@ -299,36 +298,54 @@ def _around(
     handle: Callable[..., Any], takes: Flattened | None, container: Callable[[Any], Any] | None
 ) -> Callable[..., Any]:  # fmt: skip
     """A handle that takes arguments and gives results in containers of other forms than the graph's."""
-    if takes is None and container is None:
-        return handle
-    make = container if container is not None else lambda results: results
-
-    def call(*args: Any, **named: Any) -> Any:
-        return make(handle(*args, **named))
-
-    def call_with_names(*args: Any, **kwargs: Any) -> Any:
-        return make(handle(*cast(Flattened, takes)(args, kwargs)))
-
-    made: Any = call if takes is None else call_with_names
-    made.inside, made.takes = handle, takes
-    return cast(Callable[..., Any], made)
+    return handle if takes is None and container is None else _Around(handle, takes, container)
 
 
-def _respelled(
-    handle: Callable[..., Any], runner: Runner, bound: tuple[Any, ...], own: Fallback
-) -> Callable[..., Any]:  # fmt: skip
+class _Around:
+    """See `_around`."""
+
+    def __init__(
+        self, handle: Callable[..., Any], takes: Flattened | None, container: Callable[[Any], Any] | None
+    ) -> None:  # fmt: skip
+        self.inside, self.takes, self.container = handle, takes, container
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        takes, container = self.takes, self.container
+        results = self.inside(*args, **named) if takes is None else self.inside(*takes(args, named))
+        return results if container is None else container(results)
+
+
+class _Respelled:
     """The handle of a graph whose calls are written in other words than those of the specification that it shares.
 
     Numbers go to its own calls: words mean the same for tensors alone (see `canonical/spelling.py`).
     """
 
-    def call(*args: Any, **named: Any) -> Any:
-        if any(type(a) in _NUMBERS for a in (*args, *named.values())):
-            return own(*runner.in_order((*bound, *args), named))
-        return handle(*args, **named)
+    def __init__(
+        self, handle: Callable[..., Any], runner: Runner, bound: tuple[Any, ...], own: Fallback
+    ) -> None:  # fmt: skip
+        self.inside, self._runner, self._bound, self._own = handle, runner, bound, own
 
-    call.inside = handle  # type: ignore[attr-defined]
-    return call
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        for a in args:
+            if type(a) in _NUMBERS:
+                return self._on_aten(args, named)
+        if named and any(type(a) in _NUMBERS for a in named.values()):
+            return self._on_aten(args, named)
+        return self.inside(*args, **named)
+
+    def _on_aten(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._runner.spec.store.note_fallback(_NUMBER_IN_OTHER_WORDS)
+        return self._own(*self._runner.in_order((*self._bound, *args), named))
+
+    def __reduce__(self) -> Any:
+        return self._runner.reduce(self._own.registered, self._bound)
+
+    def __copy__(self) -> _Respelled:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Respelled:
+        return self
 
 
 def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
@@ -415,7 +432,7 @@ class Registry:
             # A partial is native code too; what is bound comes first among the inputs.
             handle = functools.partial(way_in, *bound) if bound else way_in
             if spelling != spelling_of(runner.spec.registered):
-                handle = _respelled(handle, runner, bound, Fallback(registered))
+                handle = _Respelled(handle, runner, bound, Fallback(registered))
             handle = _around(handle, *around)
             entry = _Entry(key, full, offset, weakref.ref(handle), found)
             entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))

@@ -19,6 +19,7 @@ from fuser.lowering.graph import lower_graph
 from fuser.lowering.host import is_host
 from fuser.lowering.registry import LOWERINGS
 from fuser.lowering.survey import Survey, alone, survey
+from fuser.runtime.spans import span
 from fuser.scheduler.schedule import schedule
 from fuser.scheduler.verifier import verify_lowered
 
@@ -34,11 +35,14 @@ def generate(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend)
 def _generate(
     graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
 ) -> Source:
-    lowered = lower_graph(graph, args, config.numerics, device_type)
-    plan = schedule(lowered, config.max_body_rows)
+    with span("lower"):
+        lowered = lower_graph(graph, args, config.numerics, device_type)
+    with span("schedule"):
+        plan = schedule(lowered, config.max_body_rows)
     if config.check_ir:
         verify_lowered(lowered, plan)
-    return backend.codegen(lowered, plan, graph.single, comment)
+    with span("codegen"):
+        return backend.codegen(lowered, plan, graph.single, comment)
 
 
 def _numbers(args: Sequence[Any]) -> frozenset[int]:

@@ -2,9 +2,11 @@
 
 A plan is a kernel's launch program (patterns of inputs, guards, buffers, steps) and the name of its library, as JSON.
 Its key is made of all that decided it: the canonical graph, the settings, the arguments for which it was made (dtypes,
-sizes, strides, values of numbers), torch's version and this package's sources, compiler and processor. So a process
-that finds a plan has the kernel that it would have made itself. Plans are entries of the cache, trusted and checked
-like libraries (`runtime/files.py`). A plan that is damaged, or whose library is, is made again.
+sizes, strides, values of numbers), torch's version and this package's sources; then compiler and processor. So a
+process that finds a plan has the kernel that it would have made itself. Plans that were made elsewhere have the first
+part of the key as their name, and are found where their libraries run (`runtime/prebuilt.py`). Plans are entries of
+the cache, trusted and checked like libraries (`runtime/files.py`). A plan that is damaged, or whose library is, is
+made again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +26,17 @@ import torch
 from fuser import config
 from fuser.errors import BackendError
 from fuser.kernel_cache import FusedKernel, KernelSpec
-from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
-from fuser.runtime import files
+from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
+from fuser.runtime import eviction, files, prebuilt, remote
 from fuser.runtime.encode import encode
 
 settings: Any = config  # its attributes are made from a table
 
-FORMAT = 1
+FORMAT = 2
+MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
 _DECIDING_FILES = ("kernel_spec.py", "pipeline.py", "plans.py")
+_SEAL = re.compile(r"\n#fuser [0-9a-f]{64}\n\Z")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -50,18 +55,55 @@ def version() -> str | None:
     return digest.hexdigest() if all(found) else None
 
 
-def key_of(spec: KernelSpec, args: Sequence[Any], machine: str) -> str | None:
-    """The name of the plan of `spec` for arguments like `args` on a machine; None if there can be none."""
+def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | None:
+    """The name of the plan of `spec` for arguments like `args` on a machine; None if there can be none.
+
+    Without a machine it is the name of a plan that was made elsewhere, which the other begins with.
+    """
     known = version()
     if known is None or spec.registered.opaque:  # Python objects that no text tells apart
         return None
     described = tuple(map(_described, args))
-    parts = (known, machine, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    parts = (known, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
+    portable = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    if machine is None:
+        return portable
+    return f"{portable}-{machine_suffix(machine)}"
+
+
+def machine_suffix(machine: str) -> str:
+    """How the names of a machine's plans end."""
+    return hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
+
+
+def portable(key: str) -> str:
+    """The name of a plan on all machines."""
+    return key.partition("-")[0]
 
 
 def _described(a: Any) -> Any:
     return (a.dtype, a.device.type, tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a
+
+
+def facts(spec: KernelSpec, args: Sequence[Any]) -> dict[str, Any]:
+    """What a key is made of, for people: see `fuser.cache.explain_miss`."""
+    operators = list(dict.fromkeys(node.op.removeprefix("aten.") for node in spec.graph.calls))
+    return {
+        "graph": spec.graph.hash[:16],
+        "operators": " ".join(operators[:MOST_OPERATORS]) + " …" * (len(operators) > MOST_OPERATORS),
+        "args": [_argument(a) for a in args],
+        "settings": {name: str(value) for name, value in spec.config},
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "torch": torch.__version__,
+        "sources": version(),
+    }
+
+
+def _argument(a: Any) -> str:
+    if not isinstance(a, torch.Tensor):
+        return repr(a)
+    text = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+    return text if a.is_contiguous() else f"{text} strides {list(a.stride())}"
 
 
 def _folder() -> pathlib.Path | None:
@@ -72,18 +114,24 @@ def _folder() -> pathlib.Path | None:
 
 def _read(name: str) -> Any:
     folder = _folder()
-    data = files.read(folder / name) if folder is not None else None
+    return _parsed(remote.read(folder / name) if folder is not None else None)
+
+
+def _parsed(data: bytes | None) -> Any:
     try:
         return json.loads(data) if data is not None else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _write(name: str, value: Any) -> None:
     folder = _folder()
     if folder is not None:
+        data = json.dumps(value, separators=(",", ":")).encode()
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process works as this one did
-            files.write(folder / name, json.dumps(value, separators=(",", ":")).encode())
+            files.write(folder / name, data)
+            eviction.note(len(data))
+        remote.offer(folder / name, data)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -101,37 +149,62 @@ class KeptKernel:
     def source(self) -> str:
         """The text from which the library was made, as far as it was kept; it is for reading only."""
         try:
-            return pathlib.Path(self.library).with_suffix(".cpp").read_text()
+            return _SEAL.sub("", pathlib.Path(self.library).with_suffix(".cpp").read_text())
         except OSError:
             return f"// {self.name} was taken from {self.library}; its source was not kept\n"
 
 
-def find(key: str, library_of: Callable[[str], str | None]) -> KeptKernel | None:
-    """The kernel that was kept under `key`; None if there is none. `library_of(name)` is where a whole library is."""
-    kept = _read(f"{key}.plan")
+LibraryOf = Callable[[str, pathlib.Path | None], str | None]  # where a whole library of a name is; None: there is none
+
+
+def find(key: str, library_of: LibraryOf, elsewhere: bool = True) -> KeptKernel | None:
+    """The kernel that was kept under `key`, or that was made elsewhere for it if that counts; None if there is none."""
+    name, here = f"{key}.plan", _folder() if key != portable(key) else None
+    found = _kernel(_parsed(files.read(here / name)), library_of, None) if here is not None else None
+    if found is not None:
+        return found
+    for folder in prebuilt.for_cpu() if elsewhere else ():
+        kept = _parsed(folder.read("plans", f"{portable(key)}.plan"))
+        found = _kernel(kept, library_of, folder.path / "cpu")
+        if found is not None:
+            return found
+    return _kernel(_read(name), library_of, None) if here is not None and settings.remote_cache else None
+
+
+def _kernel(kept: Any, library_of: LibraryOf, folder: pathlib.Path | None) -> KeptKernel | None:
     if kept is None:
         return None
     try:
-        program = _decode(kept["program"])
+        program = decode_program(kept["program"])
         encode(program)  # nothing in it may lead a launch astray
-        path = library_of(kept["library"])
+        path = library_of(kept["library"], folder)
         reasons = tuple((a, b, c) for a, b, c in kept["reasons"])
         return KeptKernel(kept["name"], program, path, kept["n_kernels"], reasons) if path is not None else None
     except (KeyError, TypeError, ValueError, BackendError):  # of another form: it is made again
         return None
 
 
-def keep(key: str, kernel: FusedKernel) -> None:
-    """Keep a kernel with its library for other processes."""
+def about(plan: bytes | None) -> dict[str, Any]:
+    """What a kept plan says of itself: its kernel's name, its library's, and all that its key was made of."""
+    kept = _parsed(plan)
+    try:
+        found = {"name": str(kept["name"]), "library": str(kept["library"]), **kept["about"]}
+    except (KeyError, TypeError):
+        return {}
+    return {str(k): v for k, v in found.items()}
+
+
+def keep(key: str, kernel: FusedKernel, about: dict[str, Any]) -> None:
+    """Keep a kernel with its library for other processes. `about` is for people."""
     folder, library = _folder(), pathlib.Path(str(kernel.library))
     if folder is None or folder.parent != library.parent.parent or any(s.gpu for s in kernel.program.steps):
         return  # the library is this process's own
-    facts: Any = kernel
+    made: Any = kernel
     _write(
         f"{key}.plan",
         {
-            "name": kernel.name, "library": library.name, "program": _encode(kernel.program),
-            "n_kernels": facts.n_kernels, "reasons": facts.reasons,
+            "name": kernel.name, "library": library.name, "program": encode_program(kernel.program),
+            "n_kernels": made.n_kernels, "reasons": made.reasons, "about": about,
         },
     )  # fmt: skip
 
@@ -139,12 +212,17 @@ def keep(key: str, kernel: FusedKernel) -> None:
 # -- operators ---------------------------------------------------------------------------------------------------------
 def operators() -> frozenset[str]:
     """The operators that kernels can be made of, as far as an earlier process has kept them."""
-    return _operators(settings.cache_dir)
+    return _operators(settings.cache_dir, settings.prebuilt_cache)
 
 
 @functools.lru_cache(maxsize=8)
-def _operators(cache_dir: str) -> frozenset[str]:
-    found = _read(f"{version()}.operators") if version() is not None else None
+def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
+    if version() is None:
+        return frozenset()
+    name = f"{version()}.operators"
+    found = _read(name)
+    if found is None:
+        found = next((kept for p in prebuilt.for_cpu() if (kept := _parsed(p.read("plans", name))) is not None), None)
     return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
 
 
@@ -155,32 +233,49 @@ def keep_operators(names: Iterable[str]) -> None:
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------
-def _encode(p: LaunchProgram) -> list[Any]:
+def encode_program(p: LaunchProgram) -> list[Any]:
+    """A launch program as JSON."""
     inputs = [
         [i.kind, i.dtype and str(i.dtype), i.device_type, _items(i.sizes), _items(i.strides), i.slot, i.aligned]
         for i in p.inputs
     ]
-    buffers = [[str(b.dtype), b.sizes, b.strides, b.output] for b in p.buffers]
-    steps = [[s.entry, s.units, s.work, s.scratch] for s in p.steps]
+    buffers = [[str(b.dtype), b.sizes, b.strides, b.output, *([True] if b.counters else [])] for b in p.buffers]
+    steps = [[s.entry, s.units, s.work, s.scratch, *_encode_gpu(s.gpu)] for s in p.steps]
     return [inputs, p.n_slots, p.n_floats, p.guards, buffers, steps, p.outputs, p.single]
+
+
+def _encode_gpu(gpu: GpuLaunch | None) -> list[Any]:
+    return [[gpu.threads, gpu.shared, gpu.params]] if gpu is not None else []
 
 
 def _items(items: Iterable[Bind | Check]) -> list[Any]:
     return [item.slot if isinstance(item, Bind) else item.code for item in items]
 
 
-def _decode(kept: Any) -> LaunchProgram:
+def decode_program(kept: Any) -> LaunchProgram:
+    """The launch program that `encode_program` wrote. KeyError, TypeError or ValueError if it is none."""
     inputs, n_slots, n_floats, guards, buffers, steps, outputs, single = kept
     return LaunchProgram(
         tuple(_input(*i) for i in inputs),
         n_slots,
         n_floats,
         _codes(guards),
-        tuple(BufferPattern(_DTYPES[d], _codes(sizes), _codes(strides), out) for d, sizes, strides, out in buffers),
-        tuple(Step(entry, tuple(units), tuple(work), tuple(scratch)) for entry, units, work, scratch in steps),
+        tuple(
+            BufferPattern(_DTYPES[d], _codes(sizes), _codes(strides), out, *map(bool, counters))
+            for d, sizes, strides, out, *counters in buffers
+        ),
+        tuple(
+            Step(entry, tuple(units), tuple(work), tuple(scratch), *map(_decode_gpu, gpu))
+            for entry, units, work, scratch, *gpu in steps
+        ),
         tuple((kind, at) for kind, at in outputs),
         single,
     )
+
+
+def _decode_gpu(gpu: Any) -> GpuLaunch:
+    threads, shared, params = gpu
+    return GpuLaunch(threads, shared, tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in params))
 
 
 def _input(

@@ -31,12 +31,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
     (
-        "compiler", "executor", "kernel_cache", "fallback", "pipeline", "plans", "reproduce", "splitting", "verify",
-        "contest", "trials",
+        "bundles", "compiled_calls", "compiler", "examples", "executor", "orders", "kernel_cache", "fallback",
+        "pipeline", "plans", "reproduce", "splitting", "verify", "contest", "trials",
     ),  # fmt: skip
-    ("interface", "metrics"),
+    ("interface", "metrics", "cache"),
     ("passes",),
     ("frontends",),
+    ("aot",),
     ("debug",),
     ("", "__main__"),
 )

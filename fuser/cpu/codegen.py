@@ -20,6 +20,7 @@ from fuser.cpu.parts import ZEROS
 from fuser.cpu.pointwise import PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.sharing import shared
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import STREAM_HELPER
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
@@ -50,9 +51,9 @@ def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     return Generated((Scan(plan, name, bindings).function(),), ())
 
 
-def source_text(functions: Iterable[Function], comment: str) -> str:
-    """A complete source: typedefs, the helpers that are called, the functions."""
-    body = "\n".join(f.text for f in functions)
+def source_text(functions: Iterable[str], comment: str) -> str:
+    """A complete source: typedefs, the helpers that are called, the functions' texts."""
+    body = "\n".join(functions)
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
     floors += HIDDEN_HELPER if "hidden(" in body else ""
     floors += PLACE_HELPERS if "place_div(" in body or "place_mod(" in body else ""
@@ -69,15 +70,19 @@ PART = 12_000  # most characters of functions that are compiled together; longer
 
 
 def source_parts(functions: Sequence[Function], comment: str) -> tuple[str, ...]:
-    """The sources of all functions: one, or several that are compiled at the same time. A function stays whole."""
-    parts: list[list[Function]] = [[]]
+    """The sources of all functions: one, or several that are compiled at the same time. A function stays whole.
+
+    Those that are equal up to their arguments share a body, and a source with it.
+    """
+    parts: list[list[str]] = [[]]
     length = 0
-    for f in functions:
-        if length and length + len(f.text) > PART:
+    for texts in shared(functions):
+        more = sum(map(len, texts))
+        if length and length + more > PART:
             parts.append([])
             length = 0
-        parts[-1].append(f)
-        length += len(f.text)
+        parts[-1] += texts
+        length += more
     return tuple(source_text(p, comment) for p in parts)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
 from fuser.cpu.checked import checked_pointer
 from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
-from fuser.cpu.records import Bindings, Partial
+from fuser.cpu.passes import Passes, address_rows
+from fuser.cpu.records import SIGNATURE, Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
-from fuser.ir.loop_body import LOW_PRECISION, Row, indirect_rows, is_checked, row_exprs
+from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked, row_exprs
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_round, cpp_store
@@ -50,6 +51,7 @@ class Nest:
         self.is_column = bool(self.reduced) and not self.is_row
         self.inside = self.reduced | ({plan.vector} if plan.vector is not None and not self.is_column else set())
         self.constant: frozenset[int] = frozenset()  # rows that do not change in a segment of the loop (segments.py)
+        self.passes = Passes(plan, self.inside, self.constant)
         self.parts: dict[int, str] = {}  # masked loads of such a segment -> what they read
         self.lanes = self._choose_lanes()
         self.out = Lines()
@@ -89,9 +91,14 @@ class Nest:
         """Rows whose NaNs have zeros in their low bits."""
         return tame_rows(self.plan)
 
+    def hold(self, rows: frozenset[int]) -> None:
+        """Take `rows` for constant in the innermost loops."""
+        self.constant = rows
+        self.passes = Passes(self.plan, self.inside, rows)
+
     def is_full(self, n: int) -> bool:
         """Whether row `n` lives inside the innermost loops."""
-        return n not in self.constant and bool(self.plan.varies[n] & self.inside)
+        return n in self.passes.full
 
     def is_lane(self, n: int) -> bool:
         """Whether row `n` of a column nest has one value per lane, outside the reduced loops."""
@@ -99,7 +106,7 @@ class Nest:
 
     def store_is_full(self, s: Store) -> bool:
         """Whether a store happens inside the innermost loops."""
-        return self.is_full(s.row) or bool(symbols(s.address) & self.inside)
+        return s in self.passes.full_stores
 
     def step(self, address: Expr) -> Expr | None:
         """How far apart in memory neighbours along the vector axis are; None where a computed index is part of it."""
@@ -107,41 +114,26 @@ class Nest:
             return None
         return coefficient(address, self.vector.sym)
 
-    def deps(self, n: int) -> list[int]:
+    def deps(self, n: int) -> tuple[int, ...]:
         """Rows that row `n` needs."""
-        row = self.plan.rows[n]
-        return [*row.args, *indirect_rows(row)]
+        return self.passes.deps[n]
 
-    def closure(self, roots: Iterable[int], stop: set[int] | None = None) -> list[int]:
+    def closure(self, roots: Iterable[int], stop: Set[int] = frozenset()) -> list[int]:
         """Rows inside the innermost loops that `roots` need, in order; not looking behind `stop`."""
-        seen: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n in seen or not self.is_full(n):
-                continue
-            seen.add(n)
-            if stop is None or n not in stop:
-                pending += self.deps(n)
-        return sorted(seen)
+        return self.passes.closure(roots, stop)
 
     def roots(self, phase: int) -> list[int]:
         """Rows that the pass of `phase` must produce inside the loops."""
-        out = [s.row for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
-        for s in self.plan.stores:
-            if s.phase == phase and self.store_is_full(s):
-                out += [int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT]
-        return out + [r.row for r in self.plan.reductions if r.phase == phase]
+        return self.passes.roots(phase)
 
     @property
     def n_passes(self) -> int:
         """Passes over the innermost loops."""
-        phases = [s.phase for s in self.plan.stores if self.store_is_full(s)] + [r.phase for r in self.plan.reductions]
-        return 1 + max(phases, default=-1)
+        return self.passes.count
 
     def _only_inside(self) -> set[int]:
         """Loads before the reduced loops that serve nothing outside: without a turn there may be no element."""
-        pending = [m for s in self.plan.stores if not self.store_is_full(s) for m in (s.row, *_indirects(s.address))]
+        pending = [m for s in self.plan.stores if not self.store_is_full(s) for m in (s.row, *address_rows(s.address))]
         outside: set[int] = set()
         while pending:
             n = pending.pop()
@@ -270,7 +262,7 @@ class Nest:
         return f"fuser_gather_{storage_type(dtype)}({buffer}, {at})"
 
     def _is_narrow_gather(self, buffer: str, address: Expr) -> bool:
-        return self.dtypes[buffer].itemsize < 4 and any(self.is_full(m) for m in _indirects(address))
+        return self.dtypes[buffer].itemsize < 4 and any(self.is_full(m) for m in address_rows(address))
 
     @functools.cached_property
     def _narrow_gathers(self) -> int:
@@ -323,10 +315,7 @@ class Nest:
         name = self.name + suffix
         if self.checked:
             self.out.add(f'extern "C" {{ i64 {name}_bounds[3] = {{}}; }}')
-        self.out.open(
-            f'extern "C" void {name}(char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, '
-            "char* scratch, i32* status)"
-        )
+        self.out.open(f'extern "C" void {name}({SIGNATURE})')
         self.hidden, self.head = set(), len(self.out.lines)
         stored = {s.buffer for s in self.plan.stores} | {p.name for p in self.partials}
         names = [(b, d) for b, d in self.plan.buffers] + [(p.name, p.dtype) for p in self.partials]
@@ -446,7 +435,7 @@ class Nest:
         out = []
         for s in self.plan.stores:
             if s.phase == phase and not self.store_is_full(s):
-                out += [s.row, *(int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT)]
+                out += [s.row, *address_rows(s.address)]
         return out
 
     def emit_constants(self) -> None:
@@ -489,7 +478,7 @@ class Nest:
 
     def first_pass(self, n: int) -> int:
         """The first pass whose loops compute row `n`."""
-        return next(p for p in range(self.n_passes) if n in set(self.closure(self.roots(p))))
+        return self.passes.first(n)
 
     def kept_at(self) -> str:
         """The place of the current point in a row buffer."""
@@ -520,12 +509,8 @@ class Nest:
         available = self._available(phase)
         inner = self.closure(self.roots(phase), available)
         stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
-        direct = [int(x.name[1:]) for s in stores for x in symbols(s.address) if x.kind == INDIRECT]
+        direct = [n for s in stores for n in address_rows(s.address)]
         return [d for n in inner if n not in available for d in self.deps(n)] + self.roots(phase) + direct
-
-
-def _indirects(address: Expr) -> list[int]:
-    return [int(x.name[1:]) for x in symbols(address) if x.kind == INDIRECT]
 
 
 def storage_type(dtype: torch.dtype) -> str:

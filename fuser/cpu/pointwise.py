@@ -48,7 +48,8 @@ class PointwiseNest(StreamingNest):
             return Choice(None, self._choose_hoisted(outer), None)
         segments = find_segments(self) if self.tile_axis is None else None
         if segments is not None:
-            self.constant, self.parts = frozenset(segments.rows), segments.parts(self)
+            self.parts = segments.parts(self)
+            self.hold(frozenset(segments.rows))
         hoisted = [] if segments is not None else self._choose_hoisted(outer)
         moved = moved_rows(self.plan)
         floats = [n for n, r in enumerate(self.plan.rows) if r.dtype is torch.float32 and r.op != "const"]

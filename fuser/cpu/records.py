@@ -8,6 +8,11 @@ import torch
 
 from fuser.ir.sizes import Expr, Sym
 
+# The parameters of each function: pointers, int64 and float64 slots, units, memory of its own, what it reports.
+SIGNATURE = (
+    "char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status"
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Function:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -301,7 +302,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         Between the passes over a row that lies in cache, memory would otherwise idle.
         """
         assert self.vector is not None
-        if self.checked or self.plan.split or phase != self._costliest_pass():
+        if self.checked or self.plan.split or phase != self._costliest_pass:
             return
         v = self.vector.sym
         wanted = []
@@ -325,7 +326,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             )
 
     def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
-        return bool(loops) and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass()))
+        return bool(loops) and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass))
 
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
         """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
@@ -352,7 +353,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def _look_ahead(self, phase: int) -> list[int]:
         """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""
         assert self.vector is not None
-        if self.checked or self.plan.split or phase == 0 or phase != self._costliest_pass() or len(self.kept) != 1:
+        if self.checked or self.plan.split or phase == 0 or phase != self._costliest_pass or len(self.kept) != 1:
             return []
         v = self.vector.sym
         steps: list[int] = []
@@ -389,6 +390,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 pending += self.deps(n)
         return sorted(seen)
 
+    @functools.cached_property
     def _costliest_pass(self) -> int:
         """The pass with the most operations for each element among those that reduce."""
 

@@ -7,13 +7,17 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import shlex
+from collections.abc import Iterable, Sequence
 
 from fuser import config, forks
 from fuser.errors import CompileError
-from fuser.runtime import compilers, files, process, workers
+from fuser.runtime import compilers, eviction, files, prebuilt, process, remote, workers
+from fuser.runtime import machine as this_machine
 from fuser.runtime.counting import COUNTS
-from fuser.runtime.libraries import Library
+from fuser.runtime.libraries import Library, is_cut
+from fuser.runtime.spans import span
 
 # -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
 FLAGS = (
@@ -34,7 +38,12 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def why_not() -> str | None:
-    """None if there is a C++ compiler that nothing is known against, else why nothing is compiled; asked at calls."""
+    """None if kernels can be made or found, else why not; asked at calls."""
+    return None if prebuilt.for_cpu() else why_no_compiler()
+
+
+def why_no_compiler() -> str | None:
+    """None if there is a C++ compiler that nothing is known against, else what is."""
     why = compilers.why_none()
     if why is not None:
         return why
@@ -83,7 +92,7 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
         ((*FLAGS, *_GCC_FLAGS), ("-Wl,--no-undefined", "-lm")),
         (FLAGS, ("-lm",)),
     )
-    remembered = files.read(known)  # the number of a choice: no flags are taken from a file
+    remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
     if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
         return choices[int(remembered)]
     source = (
@@ -94,15 +103,17 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
         "for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n"
     )
     log = ""
-    with files.temporary_folder() as folder:
+    with files.scratch_folder(known.parent) as folder:
         path = folder / "probe.cpp"
         plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
         for number, (flags, libraries) in enumerate(choices):
             path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
-            code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
+            with process.temporaries_in(str(folder)):
+                code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
                 with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
                     files.write(known, str(number).encode())
+                    remote.offer(known, str(number).encode())
                 return flags, libraries
     command = shlex.join(compiler)
     raise CompileError(f"{command} does not compile a small loop ({_gist(log)}); is it a C++17 compiler?", log)
@@ -116,6 +127,7 @@ _REFUSED = (
     ("No space left on device", "no space is left in {temporary} or {cache}: " + _ELSEWHERE),
     ("File too large", "files may not be large enough in {temporary} or {cache}: raise the limit (ulimit -f)"),
     ("Disk quota exceeded", "the quota of {temporary} or {cache} is used up: " + _ELSEWHERE),
+    ("Too many open files", "no more files can be opened: raise the limit (ulimit -n)"),
     ("Resource temporarily unavailable", "no process can be started: raise the limit (ulimit -u, or the container's)"),
     ("Cannot fork", "no process can be started: raise the limit (ulimit -u, or the container's)"),
     ("Cannot allocate memory", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
@@ -152,14 +164,12 @@ def _stamp(path: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _cpu() -> str:
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
+    found = this_machine.cpu_text()
+    if not found:
         import platform
 
         return platform.processor() + platform.machine()
-    lines = [ln for ln in text.split("\n\n")[0].splitlines() if ln.startswith(("model name", "flags", "Features"))]
-    return "\n".join(lines)
+    return found
 
 
 def _cache_folder() -> pathlib.Path:
@@ -210,7 +220,7 @@ def _library_of(parts: tuple[str, ...]) -> str:
     if kept is None:
         folder = _folder_for(library)
         with files.claim(folder / library.name, config.compile_timeout_seconds):
-            kept = _kept(folder / library.name)
+            kept = _kept(folder / library.name) or _fetched(folder / library.name)
             if kept is None:
                 made = _make(folder / library.name, parts)
                 COUNTS.add("binaries_made")
@@ -220,8 +230,8 @@ def _library_of(parts: tuple[str, ...]) -> str:
 
 
 def machine() -> str | None:
-    """All that decides a library beside its source: compiler and processor; None where no library is kept."""
-    if not config.cache_dir:
+    """All that decides a library beside its source: compiler and processor; None where no library is made or kept."""
+    if not config.cache_dir or compilers.why_none() is not None:
         return None
     compiler = find_compiler()
     return _machine(compiler)
@@ -232,21 +242,55 @@ def _machine(compiler: tuple[str, ...]) -> str:
     return hashlib.sha256(f"{compiler}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()
 
 
-def kept_library(name: str) -> str | None:
-    """Where the library `name` of an earlier process is loaded from; None if it is not whole or does not load."""
+def machine_facts() -> dict[str, str]:
+    """The same for people, by name."""
+    compiler, _, name = find_compiler(), *(_cpu().partition("model name")[1:])
+    return {"compiler": f"{shlex.join(compiler)} ({_stamp(compiler[0])})", "processor": _model(name)}
+
+
+def _model(text: str) -> str:
+    name = text.partition(":")[2].partition("\n")[0].strip()
+    return f"{name or os.uname().machine} ({hashlib.sha256(_cpu().encode()).hexdigest()[:8]})"
+
+
+def kept_library(name: str, folder: pathlib.Path | None = None) -> str | None:
+    """Where the library `name` is loaded from, which an earlier process left in the cache or stands in `folder`.
+
+    None if it is not whole or does not load.
+    """
     if pathlib.PurePath(name).name != name:
         return None
-    kept = _kept(_cache_folder() / name)
+    if folder is not None:
+        kept = _kept(folder / name)
+    else:
+        library = _cache_folder() / name
+        kept = _kept(library) or _fetched(library)
     return str(kept) if kept is not None else None
 
 
 def _kept(library: pathlib.Path) -> pathlib.Path | None:
     """Where an earlier library is loaded from; None if there is none that is whole and loads."""
     data = files.read(library)
-    if data is None:
+    try:
+        if data is None or is_cut(library):
+            return None
+    except OSError:  # removed meanwhile
         return None
     problem = _loads(library)
-    return library if problem is None else _elsewhere(library, data, problem)
+    if problem is None:
+        return library
+    return _elsewhere(library, data, problem) if os.path.lexists(library) else None  # it may be removed meanwhile
+
+
+def _fetched(library: pathlib.Path) -> pathlib.Path | None:
+    """Where a library of the remote store is loaded from; None if there is none that loads."""
+    data = remote.fetch(library)
+    if data is None:
+        return None
+    library = _folder_for(library) / library.name
+    with contextlib.suppress(OSError):
+        files.write(library, data)
+    return _kept(library)
 
 
 def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path | None:
@@ -276,28 +320,43 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
             problem: str | None = "it wrote no library"
             found: pathlib.Path | None = None
             if made.exists():
-                problem, data = _loads(made), made.read_bytes()
+                problem, data = _problem(made, _entries(parts)), made.read_bytes()
                 found = library if problem is None else _elsewhere(library, data, problem)
             if found is None:
                 raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
             files.put(made, library)
+            remote.offer(library, data)
+            eviction.note(len(data))
     except OSError as e:
         if str(library.parent) == str(files.private_folder()):
             raise
-        why = _refused(str(e)) or e.strerror or str(e)
-        return _make(_instead_of(library.parent, why) / library.name, parts)
+        elsewhere = _make(files.private_folder() / library.name, parts)  # or it says that there is no place at all
+        _instead_of(library.parent, _refused(str(e)) or e.strerror or str(e))
+        return elsewhere
     with contextlib.suppress(OSError):  # for reading only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
     return found
 
 
-def _loads(library: pathlib.Path) -> str | None:
-    """None, or why the library cannot be loaded."""
+def _loads(library: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
+    """None, or why the library cannot be loaded, or lacks one of `entries`."""
     try:
-        Library(str(library))  # and unloaded: the launcher loads it for as long as it has a kernel of it
+        loaded = Library(str(library))  # and unloaded: the launcher loads it for as long as it has a kernel of it
+        for entry in entries:
+            loaded.address(entry)
     except OSError as e:
         return f"what it wrote cannot be loaded: {str(e).removeprefix(f'{library}: ')}"
     return None
+
+
+def _problem(made: pathlib.Path, entries: Sequence[str]) -> str | None:
+    """Why what a compiler wrote is no library with `entries`; None if it is."""
+    return "what it wrote is cut" if is_cut(made) else _loads(made, entries)
+
+
+def _entries(parts: Iterable[str]) -> list[str]:
+    """The kernels of some sources."""
+    return [name for part in parts for name in re.findall(r'^extern "C" void (\w+)\(', part, re.MULTILINE)]
 
 
 def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
@@ -315,9 +374,20 @@ def _object_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
     return made
 
 
+# Tried in turn where the compiler itself fails, as g++ 12 does at -O2 on indices of 16-bit extremes over a middle dim.
+_OTHER_LEVELS = ("-O3", "-O1")
+
+
 def run_compiler(command: list[str]) -> None:
-    """Run one compiler. CompileError with its output if it fails."""
-    code, log = process.run(command, config.compile_timeout_seconds)
+    """Run one compiler, at other optimisation levels if it fails itself. CompileError with its output if it fails."""
+    place = os.path.dirname(command[command.index("-o") + 1]) if "-o" in command else None
+    temporaries = process.temporaries_in(place) if place else contextlib.nullcontext()
+    with span("compiler", command=command[0]), temporaries:
+        code, log = process.run(command, config.compile_timeout_seconds)
+        for level in _OTHER_LEVELS:
+            if code == 0 or "internal compiler error" not in log:
+                break
+            code, log = process.run([*command, level], config.compile_timeout_seconds)
     if code != 0 and (refused := _refused(log)) is not None:
         raise CompileError(f"{command[0]} cannot work: {refused}", log)
     if code != 0:

@@ -12,16 +12,18 @@ import importlib.util
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fuser import config, forks
-from fuser.cuda import compile_worker, pool
+from fuser.cuda import compile_worker, driver, pool
 from fuser.cuda.driver import Entry
 from fuser.cuda.nest import Function
 from fuser.errors import CompileError
-from fuser.runtime import files, workers
+from fuser.runtime import eviction, files, prebuilt, remote, workers
 from fuser.runtime.counting import COUNTS
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
@@ -40,6 +42,11 @@ def triton_version() -> str | None:
 
 
 def why_not() -> str | None:
+    """None if kernels can be made or found, else what is wrong."""
+    return None if _elsewhere() else why_no_triton()
+
+
+def why_no_triton() -> str | None:
     """None if Triton can be used, else what is wrong with it."""
     version = triton_version()
     if version is None or importlib.util.find_spec("triton") is None:
@@ -69,7 +76,11 @@ class Request:
     @property
     def digest(self) -> str:
         """What tells its binary from all others."""
-        parts = (FORMAT, triton_version(), *(getattr(self, f) for f in self.__dataclass_fields__))
+        return self.digest_with(triton_version())
+
+    def digest_with(self, triton: str | None) -> str:
+        """The same for another version of Triton."""
+        parts = (FORMAT, triton, *(getattr(self, f) for f in self.__dataclass_fields__))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -82,12 +93,12 @@ def request(text: str, f: Function, capability: int, numerics: str) -> Request:
 
 
 def compile_kernel(r: Request) -> Entry:
-    """The binary of a kernel, from disk if it was made before. Raises CompileError."""
+    """The binary of a kernel, from disk if it was made before, here or elsewhere. Raises CompileError."""
     folder = cache_folder()
-    known = _read(folder, r) if folder is not None else None
+    known = (_read(folder, r.digest) if folder is not None else None) or _read_elsewhere(r)
     if known is None and folder is not None:
         with files.claim(folder / r.digest, settings.compile_timeout_seconds):  # another process may be making it
-            known = _read(folder, r)
+            known = _read(folder, r.digest, remote.read)
             if known is None:
                 made = _counted(r)
                 _keep(folder, r, made)
@@ -118,7 +129,7 @@ def source_path(text: str) -> str:
 
 def compile_now(r: Request) -> Entry:
     """Run Triton's compiler, in a process of its own wherever one can be started. Raises CompileError."""
-    reason = why_not()
+    reason = why_no_triton()
     if reason is not None:
         raise CompileError(reason)
     asked = {**dataclasses.asdict(r), "path": source_path(r.text)}
@@ -157,24 +168,57 @@ def cache_folder() -> pathlib.Path | None:
         return None
 
 
-def _read(folder: pathlib.Path, r: Request) -> Entry | None:
-    facts, cubin = files.read(folder / f"{r.digest}.json"), files.read(folder / f"{r.digest}.cubin")
+def _elsewhere() -> tuple[prebuilt.Prebuilt, ...]:
+    """Folders with binaries that were made elsewhere, for some device that is here."""
+    found = prebuilt.for_gpu()
+    if not found or driver.why_not() is not None:
+        return ()
+    here = {driver.capability(n) for n in range(torch.cuda.device_count())}
+    return tuple(p for p in found if here.intersection(p.manifest.capabilities))
+
+
+def _read_elsewhere(r: Request) -> Entry | None:
+    """A binary that was made elsewhere, by the version of Triton that is here or, if there is none, by any."""
+    for folder in prebuilt.for_gpu():
+        known = _read(folder.path / "cuda", r.digest_with(triton_version() or folder.manifest.triton))
+        if known is not None:
+            return known
+    return None
+
+
+def _read(
+    folder: pathlib.Path, digest: str, read: Callable[[pathlib.Path], bytes | None] = files.read
+) -> Entry | None:  # fmt: skip
+    facts = read(folder / f"{digest}.json")
+    return entry_of(facts, read(folder / f"{digest}.cubin") if facts is not None else None)
+
+
+def entry_of(facts: bytes | None, cubin: bytes | None) -> Entry | None:
+    """The binary that two entries hold; None if they do not belong together."""
     if facts is None or cubin is None:
         return None
-    known = json.loads(facts)
-    return Entry(cubin=cubin, **known) if known.pop("sha256") == hashlib.sha256(cubin).hexdigest() else None
+    try:
+        known = json.loads(facts)
+        whole = known["sha256"] == hashlib.sha256(cubin).hexdigest()
+        fields = {name: known[name] for name in ("name", "shared", "threads", "extra")}
+        fits = isinstance(fields["name"], str) and all(type(v) is int for n, v in fields.items() if n != "name")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Entry(cubin=cubin, **fields) if whole and fits else None
 
 
 def _keep(folder: pathlib.Path, r: Request, e: Entry) -> None:
     facts = {
         "name": e.name, "shared": e.shared, "threads": e.threads, "extra": e.extra,
-        "sha256": hashlib.sha256(e.cubin).hexdigest(),
+        "sha256": hashlib.sha256(e.cubin).hexdigest(), "capability": r.capability, "triton": triton_version(),
     }  # fmt: skip
-    write(folder / f"{r.digest}.cubin", e.cubin)
-    write(folder / f"{r.digest}.json", json.dumps(facts).encode())
+    for path, data in ((f"{r.digest}.cubin", e.cubin), (f"{r.digest}.json", json.dumps(facts).encode())):
+        write(folder / path, data)
+        remote.offer(folder / path, data)
 
 
 def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
     """Write an entry whole or not at all; a disk that cannot be written is no error."""
     with contextlib.suppress(OSError):
         files.write(path, data, sealed)
+        eviction.note(len(data))

@@ -17,7 +17,7 @@ from fuser.cpu import toolchain
 from fuser.cuda import driver as cuda_driver
 from fuser.cuda import toolchain as cuda_toolchain
 from fuser.errors import CompileError
-from fuser.runtime import compilers, files, launcher, process, torch_abi
+from fuser.runtime import compilers, files, launcher, process, remote, torch_abi
 
 LEAST_FREE = 64 << 20  # bytes; a kernel with its source and plan takes about 30 thousand
 _ISAS = ("avx512f", "avx2", "sse4_2", "asimd")
@@ -87,7 +87,7 @@ def _gpu() -> tuple[Finding, ...]:
 
 
 def _triton() -> Finding:
-    why = cuda_toolchain.why_not()
+    why = cuda_toolchain.why_no_triton()
     if why is not None:
         return Finding("Triton", why, "pip install fuser[cuda]")
     return Finding("Triton", importlib.metadata.version("triton"))
@@ -105,6 +105,10 @@ def _cache() -> Finding:
     return _room("cache", folder, "remove files, or set FUSER_CACHE_DIR")
 
 
+def _remote() -> Finding:
+    return Finding("remote", *remote.examine())
+
+
 def _temporary() -> Finding:
     try:
         with files.temporary_folder() as folder:
@@ -119,7 +123,7 @@ def _room(name: str, folder: pathlib.Path, cure: str) -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding | tuple[Finding, ...]], ...] = (
-    _torch, _compiler, _isa, _openmp, _launcher, _gpu, _cache, _temporary,
+    _torch, _compiler, _isa, _openmp, _launcher, _gpu, _cache, _remote, _temporary,
 )  # fmt: skip
 
 

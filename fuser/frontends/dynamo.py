@@ -30,6 +30,7 @@ from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.runtime import heap
 from fuser.runtime.memory import Tally
+from fuser.runtime.spans import span
 from fuser.startup import import_dynamo
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
@@ -56,7 +57,7 @@ def fuser_backend(
     checked = _checked_options(options or {}, mode)
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
-    with config.override(**{**racing, **checked}), _no_collection():
+    with config.override(**{**racing, **checked}), _no_collection(), span("graph", nodes=len(gm.graph.nodes)):
         function = _compile(gm, example_inputs, {**racing, **checked}, mode in _RECORDED_MODES)
     return _with_options(function, checked) if checked else function
 
@@ -211,6 +212,8 @@ class _GraphCompiler:
         written = self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
             return _run_eager(self.gm, OVERLAP, self.options)
+        # DDP's graphs are split at its buckets, and Dynamo keeps AOTAutograd's analysis of each part that is counted.
+        torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         written = frozenset(range(len(self.example_inputs))) if written is None else written
         if steps.cut and self._may_run_again(steps):
             wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
@@ -283,6 +286,8 @@ class _GraphCompiler:
     def _why_wrapped(self, module: fx.GraphModule) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
+        if getattr(torch._guards.TracingContext.try_get(), "fakify_first_call", False):
+            return "the first call is with fake tensors"
         if any(True for _ in self.gm.parameters()) or any(True for _ in self.gm.buffers()):
             return "the graph holds parameters of its own"
         if not _are_distinct(self.example_inputs):

@@ -26,9 +26,11 @@ _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
 _MOST_BYTES = 1 << 28  # more than any entry has
 _WORK = ".work-"
+_OUTSIDE = "fuser-"
 _LOCK = ".lock-"
 _PAUSE = 0.02  # seconds between two attempts at a lock that another process holds
 _DAY = 86400.0
+_USED_SECONDS = 30.0  # how old the time of an entry's last use may become before it is set again
 
 
 class Refused(OSError):
@@ -36,7 +38,7 @@ class Refused(OSError):
 
 
 # -- trust -------------------------------------------------------------------------------------------------------------
-def _distrusted(path: pathlib.Path | str, found: os.stat_result) -> str | None:
+def distrusted(path: pathlib.Path | str, found: os.stat_result) -> str | None:
     """Why code must not be read from `path`; None if only this user, or root, can have written it."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"{path} belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
@@ -57,12 +59,19 @@ def folder(base: str, *names: str) -> pathlib.Path:
         path = path / name if name else path
         if name:
             _make(path)
-        found = path.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(f"{path} is no folder")
-        why = _distrusted(path, found)
-        if why is not None:
-            raise Refused(why)
+        existing_folder(path)
+    _sweep(str(path), os.getpid())
+    return path
+
+
+def existing_folder(path: pathlib.Path) -> pathlib.Path:
+    """The folder `path`. OSError if there is none; Refused if it belongs to somebody else, or others may write it."""
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{path} is no folder")
+    why = distrusted(path, found)
+    if why is not None:
+        raise Refused(why)
     return path
 
 
@@ -88,8 +97,8 @@ def seal(name: str, data: bytes) -> bytes:
     return _MARK + digest.encode() + b"\n"
 
 
-def read(path: pathlib.Path) -> bytes | None:
-    """The contents of an entry; None if there is none, or it is not whole or not trusted.
+def read(path: pathlib.Path, used: bool = True) -> bytes | None:
+    """The contents of an entry; None if there is none, or it is not whole or not trusted. `used`: now it was.
 
     One warning says why a file is not trusted.
     """
@@ -102,8 +111,11 @@ def read(path: pathlib.Path) -> bytes | None:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or not _SEAL <= found.st_size <= _MOST_BYTES:
             return None
-        why = _distrusted(path, found)
+        why = distrusted(path, found)
         whole = os.read(handle, found.st_size) if why is None else b""
+        if used and time.time() - found.st_atime > _USED_SECONDS:  # set by hand: file systems are mounted without
+            with contextlib.suppress(OSError):
+                os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
     except OSError:
         return None
     finally:
@@ -120,18 +132,18 @@ def is_whole(path: str) -> bool:
     return read(pathlib.Path(path)) is not None
 
 
-def write(path: pathlib.Path, data: bytes, sealed: bool = True) -> None:
+def write(path: pathlib.Path, data: bytes, sealed: bool = True, mode: int = 0o600) -> None:
     """Write an entry, for this user alone, whole or not at all. OSError if that cannot be done."""
     with working_folder(path.parent) as work:
         made = work / path.name
         made.write_bytes(data)
-        put(made, path, sealed)
+        put(made, path, sealed, mode)
 
 
-def put(made: pathlib.Path, path: pathlib.Path, sealed: bool = True) -> None:
+def put(made: pathlib.Path, path: pathlib.Path, sealed: bool = True, mode: int = 0o600) -> None:
     """Make the file `made` the entry `path`, in one step; anything that is there is replaced, never followed."""
     with open(made, "r+b") as file:
-        os.fchmod(file.fileno(), 0o600)
+        os.fchmod(file.fileno(), mode)
         if sealed:
             file.write(seal(path.name, file.read()))
         file.flush()
@@ -162,8 +174,25 @@ def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[pathlib.Path]:
     """A folder outside of the cache for what nobody needs afterwards."""
-    with _removed(tempfile.mkdtemp(prefix="fuser-")) as path:
+    with _removed(_outside()) as path:
         yield path
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder for what nobody needs afterwards: in `parent` if it can be written, else outside of the cache."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path = stack.enter_context(working_folder(parent))
+        except OSError:
+            path = stack.enter_context(temporary_folder())
+        yield path
+
+
+def _outside() -> str:
+    """A new folder outside of the cache. Those of processes that were killed go away."""
+    _sweep(tempfile.gettempdir(), os.getpid())
+    return tempfile.mkdtemp(prefix=f"{_OUTSIDE}{_here()}-{os.getpid()}-")
 
 
 @contextlib.contextmanager
@@ -197,27 +226,36 @@ def private_folder() -> pathlib.Path:
     with _choosing:
         found = _private.get(os.getpid())
         if found is None:
-            found = _private[os.getpid()] = pathlib.Path(tempfile.mkdtemp(prefix="fuser-"))
+            found = _private[os.getpid()] = pathlib.Path(_outside())
             _at_exit(str(found))
         return found
 
 
 @functools.lru_cache(maxsize=16)
 def _sweep(parent: str, process: int) -> None:
-    """Remove working folders and locks of processes that ended without doing so: once for each folder and process."""
+    """Once for each folder and process."""
+    sweep(parent)
+
+
+def sweep(parent: str) -> None:
+    """Remove working folders and locks in `parent` of processes that ended without doing so."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            if entry.name.startswith(_WORK) and _is_left(entry):
+            if entry.name.startswith((_WORK, _OUTSIDE)) and _is_left(entry):
                 shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name.startswith(_LOCK):
                 _unlock(entry.path, _lock(entry.path, 0))
 
 
 def _is_left(entry: os.DirEntry[str]) -> bool:
+    is_outside = entry.name.startswith(_OUTSIDE)
     try:
-        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _DAY:
+        found = entry.stat(follow_symlinks=False)
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            return False
+        if not is_outside and time.time() - found.st_mtime > _DAY:
             return True
-        here, process, _ = entry.name.removeprefix(_WORK).split("-", 2)
+        here, process, _ = entry.name.removeprefix(_OUTSIDE if is_outside else _WORK).split("-", 2)
         if here != _here():
             return False
         os.kill(int(process), 0)
@@ -298,6 +336,6 @@ def _after_fork() -> None:
 
 
 __all__ = [
-    "Refused", "claim", "folder", "private_folder", "put", "read", "say_once", "seal", "temporary_folder",
-    "working_folder", "write",
+    "Refused", "claim", "distrusted", "existing_folder", "folder", "private_folder", "put", "read", "say_once",
+    "scratch_folder", "seal", "sweep", "temporary_folder", "working_folder", "write",
 ]  # fmt: skip

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import pickle
 import threading
 import weakref
 from collections import Counter
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from fuser import config, forks, notices
 from fuser.errors import BackendError, CompileError
@@ -37,6 +38,8 @@ _waiting: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles made before the
 class Handle:
     """`handle(*args)` for the time before the native launcher: runs in Python, then hands every call on to it."""
 
+    __name__ = "fusion"  # in a graph of torch.fx
+
     def __init__(self, slow: Slow) -> None:
         self._slow = slow
         self._lock = forks.lock()
@@ -46,6 +49,12 @@ class Handle:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._target(*args, **named)
+
+    def __copy__(self) -> Handle:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Handle:
+        return self
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
         """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""
@@ -144,13 +153,16 @@ class Handle:
         return tuple(n + (before[i] if i < len(before) else 0) for i, n in enumerate(now))
 
 
-def _as_it_is(handle: Any) -> str:
-    """What makes a copy of a handle, deep or not, the handle itself: a module that holds one can be copied."""
-    return "a fusion's handle, which cannot be pickled: register its graph in the other process"
+def _reduce(handle: Any) -> tuple[Any, ...]:
+    """A handle as pickle writes it: what its executor says of its graph. PicklingError if it says nothing."""
+    reduce = getattr(getattr(handle.slow, "__self__", None), "reduce", None)
+    if reduce is None:
+        raise pickle.PicklingError(f"{handle!r} is not the handle of a registered graph: register one, and pickle that")
+    return cast(tuple[Any, ...], reduce())
 
 
-copyreg.pickle(Handle, _as_it_is)
-copyreg.pickle(python_launcher.Handle, _as_it_is)
+copyreg.pickle(Handle, _reduce)
+copyreg.pickle(python_launcher.Handle, _reduce)
 
 
 def make_handle(slow: Slow) -> Any:
@@ -263,7 +275,7 @@ def _start(module: ModuleType) -> None:
         _fail(f"this torch does not offer what the native launcher needs: {e}")
         return
     _native = module
-    copyreg.pickle(module.Handle, _as_it_is)
+    copyreg.pickle(module.Handle, _reduce)
     _follow()
     _done.set()
 

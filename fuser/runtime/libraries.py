@@ -9,6 +9,9 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import math
+import os
+import pathlib
+import struct
 import weakref
 from typing import Any
 
@@ -99,4 +102,26 @@ def loaded() -> int:
         return sum(s.library is not None for s in _shared.values())
 
 
-__all__ = ["Code", "Library", "loaded"]
+_MAPPED = 1  # a part of an ELF file that is mapped into memory
+
+
+def is_cut(path: pathlib.Path) -> bool:
+    """Whether a 64-bit ELF file ends before what it is to map: to load it would kill the process. OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(64)
+        if head[:5] != b"\x7fELF\2":
+            return False  # the system's loader says what it is
+        if len(head) < 64:
+            return True
+        order = "<" if head[5] == 1 else ">"
+        (at,), (each, count) = struct.unpack_from(f"{order}Q", head, 32), struct.unpack_from(f"{order}HH", head, 54)
+        file.seek(at)
+        table = file.read(each * count)
+    if each < 56 or len(table) < each * count:
+        return True
+    parts = (struct.unpack_from(f"{order}IIQQQQ", table, each * n) for n in range(count))
+    return any(kind == _MAPPED and begin + length > size for kind, _, begin, _, _, length in parts)
+
+
+__all__ = ["Code", "Library", "is_cut", "loaded"]

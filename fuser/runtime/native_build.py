@@ -18,7 +18,7 @@ from typing import Any
 
 from fuser import config
 from fuser.errors import CompileError
-from fuser.runtime import compilers, files, process
+from fuser.runtime import compilers, files, libraries, prebuilt, process
 from fuser.runtime.encode import LAYOUT
 
 settings: Any = config  # its attributes are made from a table
@@ -52,6 +52,12 @@ def _key(compiler: compilers.Command) -> str:
     return hashlib.sha256(_source() + "\0".join(parts).encode()).hexdigest()[:24]
 
 
+def portable_name() -> str:
+    """The name of a launcher for this Python and this source among what was made elsewhere, whoever compiled it."""
+    text = _source() + "\0".join((sysconfig.get_config_var("SOABI") or "", *FLAGS)).encode()
+    return f"{hashlib.sha256(text).hexdigest()[:24]}.so"
+
+
 def load(path: pathlib.Path) -> ModuleType:
     """The extension module in the file `path`. ImportError if it is none."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
@@ -63,15 +69,24 @@ def load(path: pathlib.Path) -> ModuleType:
 
 
 def cached(cache_dir: str) -> ModuleType | None:
-    """The extension that an earlier process left in the cache folder."""
-    if not cache_dir:
-        return None
-    for compiler in () if compilers.why_none() else compilers.find():
+    """The extension that an earlier process left in the cache folder, or that was made elsewhere."""
+    for compiler in () if compilers.why_none() or not cache_dir else compilers.find():
         with contextlib.suppress(OSError, ImportError):
             path = files.folder(cache_dir, "native") / f"{_key(compiler)}.so"
-            if files.read(path) is not None:
+            if _is_kept(path):
                 return load(path)
+    for folder in prebuilt.for_cpu():
+        if _is_kept(folder.path / "native" / portable_name()):
+            with contextlib.suppress(ImportError):
+                return load(folder.path / "native" / portable_name())
     return None
+
+
+def _is_kept(path: pathlib.Path) -> bool:
+    try:
+        return files.read(path) is not None and not libraries.is_cut(path)
+    except OSError:  # removed meanwhile
+        return False
 
 
 @contextlib.contextmanager
@@ -95,7 +110,10 @@ def build(cache_dir: str) -> ModuleType:
             path = folder / f"{_key(compiler)}.so"
             try:
                 with files.claim(path, settings.compile_timeout_seconds):  # another process may be making it
-                    return load(path) if files.read(path) is not None else _compile(compiler, path)
+                    with contextlib.suppress(ImportError):
+                        if _is_kept(path):
+                            return load(path)
+                    return _compile(compiler, path)
             except (CompileError, ImportError) as e:
                 logs.append(f"{shlex.join(compiler)}: {e}")
     raise CompileError(f"the native launcher could not be built: {'; '.join(logs)}", "\n".join(logs))
@@ -113,7 +131,8 @@ def _compile(compiler: compilers.Command, path: pathlib.Path) -> ModuleType:
 
 
 def _run(command: list[str]) -> None:
-    code, output = process.run(command, settings.compile_timeout_seconds)
+    with process.temporaries_in(os.path.dirname(command[command.index("-o") + 1])):
+        code, output = process.run(command, settings.compile_timeout_seconds)
     if code:
         log = output.strip()
         last = log.splitlines()[0] if log else "no message"

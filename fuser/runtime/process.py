@@ -15,7 +15,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from fuser import forks, notices
@@ -30,6 +31,8 @@ _NOT_RUN = (126, 127)  # the shell's exit codes for a program that it cannot run
 _GLANCE = 0.05  # seconds between two looks at a program whose output a process that it started holds open
 _MOST_PARTS = 1 << 10  # reads of output that are kept
 HUNG_IN_A_ROW, HUNG_IN_ALL = 2, 4  # runs of one program that are stopped before it is not run again
+# Where programs of this thread put what they need for themselves; None: wherever TMPDIR says.
+TEMPORARY: ContextVar[str | None] = ContextVar("TEMPORARY", default=None)
 _lifelines: set[int] = set()  # the write ends of the pipes of all programs that run
 
 
@@ -133,6 +136,16 @@ class _Running:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def temporaries_in(folder: str) -> Iterator[None]:
+    """Programs that this thread runs in the block leave nothing elsewhere, even if they are killed."""
+    before = TEMPORARY.set(folder)
+    try:
+        yield
+    finally:
+        TEMPORARY.reset(before)
+
+
 def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds.
 
@@ -169,9 +182,11 @@ def _start(command: Sequence[str]) -> _Running:
         end, lifeline = os.pipe()
         _lifelines.add(lifeline)  # before the program starts: this process may fork while it does
         try:
+            place = TEMPORARY.get()
             process = subprocess.Popen(
-                guarded, stdin=end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                guarded, stdin=end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "TMPDIR": place} if place is not None else None,
+            )  # fmt: skip
         except OSError:
             _cut(lifeline)
             raise

@@ -321,6 +321,7 @@ def _load(program: LaunchProgram, library_path: Any) -> Kernel | GpuKernel:
 class Handle:
     """`handle(*args)` runs the kernel that takes the call's arguments, or `slow(args, status)`."""
 
+    __name__ = "fusion"  # in a graph of torch.fx
     slow: Slow
     hits: int = 0
     misses: int = 0
@@ -328,6 +329,12 @@ class Handle:
     _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
     _last: int = 0
     _refused: Counter[str] = field(default_factory=Counter)
+
+    def __copy__(self) -> Handle:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Handle:
+        return self
 
     def refuse(self, function: Callable[..., Any], reason: str, arity: int, first: bool = False) -> bool:
         """While there is no kernel, have calls with `arity` inputs run `function`. Whether they do."""

@@ -36,13 +36,6 @@ class Kernel:
     after: set[str] = field(default_factory=set)  # buffers that need a reduction of this kernel to be complete
     n_rows: int = 0
 
-    def node_axes(self, node: Node) -> set[Sym]:
-        """The axes that a member runs over."""
-        out: set[Sym] = set()
-        for e in self.maps[node.name].values():
-            out |= {d for d, _ in digits_of(e, self.axes.size) or []}
-        return out
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -26,7 +26,6 @@ from fuser.ir.sizes import (
     Expr,
     Sym,
     coefficient,
-    product,
     substitute,
     symbols,
 )  # fmt: skip
@@ -449,13 +448,3 @@ def _name(kernel: Kernel, axes: list[Axis], rows: list[Row], reductions: tuple[R
     kinds = dict.fromkeys(r.kind for r in reductions)
     head = "_".join(["red", *kinds]) if kinds else "pw"
     return f"{head}_d{len(axes)}"[:48]
-
-
-def plan_cost(plan: KernelPlan) -> int:
-    """Operations of one point of the nest."""
-    return max(1, sum(row_cost(r) for r in plan.rows))
-
-
-def points(plan: KernelPlan) -> Expr:
-    """Points of the whole nest."""
-    return product(a.size for a in plan.axes)

@@ -245,12 +245,12 @@ def test_what_killed_processes_left_is_removed(tmp_path: pathlib.Path) -> None:
 def test_a_place_from_which_no_library_loads(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system mounted with noexec: an earlier library and a new one load from the process's own folder."""
     loads = toolchain._loads
-    refuse = lambda path: "failed to map segment" if here in path.parents else loads(path)  # noqa: E731
+    refuse = lambda path, *more: "failed to map segment" if here in path.parents else loads(path, *more)  # noqa: E731
     monkeypatch.setattr(toolchain, "_loads", refuse)
     notices._said.clear()
     with pytest.warns(RuntimeWarning, match="no library loads from there: failed to map segment") as said:
         made = [toolchain.compile_library((s,)) for s in (SOURCES[0], SOURCES[0].replace("42", "44"))]
     assert len(said) == 1 and not any(here in pathlib.Path(path).parents for path in made)
-    monkeypatch.setattr(toolchain, "_loads", lambda path: "failed to map segment")
+    monkeypatch.setattr(toolchain, "_loads", lambda path, *more: "failed to map segment")
     with pytest.raises(CompileError, match="failed to map segment"):
         toolchain.compile_library((SOURCES[0].replace("42", "45"),))

@@ -92,7 +92,7 @@ WORST = """
 import os, sys, threading
 import torch, fuser
 from torch import fx
-from fuser import config, executor, forks, interface
+from fuser import config, executor, forks, interface, orders
 from fuser.cpu import toolchain
 from fuser.lowering import without_dynamo
 from fuser.runtime import files, launcher, pool, warm, workers
@@ -113,7 +113,7 @@ def slow(*args):
     go_on.wait()
     return make(*args)
 toolchain.compile_library = slow
-executor._pool._size = lambda: 1
+orders.POOL._size = lambda: 1
 future = fuser.prepare(unmade, [x])
 later = fuser.prepare(prepared, [x])
 assert inside.wait(300)

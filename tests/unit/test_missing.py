@@ -1,4 +1,7 @@
-"""Machines that lack something: results are eager's, one warning names it, and calls go straight to ATen."""
+"""Machines without a compiler: results are eager's, one warning names it, and calls go straight to ATen.
+
+What else a machine may lack is in the table of `faults.py`.
+"""
 
 from __future__ import annotations
 
@@ -111,76 +114,6 @@ def test_the_compiler_of_a_wheel_is_found_if_there_is_no_other(monkeypatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     assert compilers.find() == ((str(tmp_path / "g++"),),)
     compilers._find.cache_clear()
-
-
-# -- what eager does not raise -----------------------------------------------------------------------------------------
-CALLS = """
-h = handle(fn)
-for a in (x, x.double()):
-    assert torch.allclose(h(a, y), fn(a, y))
-key = register(other)
-fuser.prepare(key, [x, y]).result(200)
-assert torch.allclose(fuser.run_fusion(key, [x, y])[0], other(x, y))
-assert torch.allclose(torch.compile(other, backend="fuser")(x.double(), y), other(x.double(), y))
-launcher.wait(100)
-"""
-NO_THREADS = """
-import threading
-def start(thread): raise RuntimeError("can't start new thread")
-threading.Thread.start = start
-"""
-NO_PROCESSES = """
-import subprocess
-def popen(*a, **k): raise BlockingIOError(11, "Resource temporarily unavailable")
-process.subprocess = type("S", (), {"Popen": staticmethod(popen), "PIPE": -1, "STDOUT": -2})
-"""
-LACKS = {
-    "threads": NO_THREADS, "processes": NO_PROCESSES, "threads and processes": NO_THREADS + NO_PROCESSES,
-    "RLIMIT_NPROC": "if os.geteuid() == 0: os.setresuid(54321, 54321, 54321)\n"
-                    "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))",
-    "a temporary folder": "import tempfile\ndef mkdtemp(*a, **k): raise OSError(28, 'No space left on device')\n"
-                          "tempfile.mkdtemp = mkdtemp",
-    "room": "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))",
-}  # fmt: skip
-# Each in a child of one process that has imported everything.
-EACH = """
-import traceback
-import fuser.frontends, torch._dynamo.convert_frame
-torch.set_num_threads(1)
-native_build.installed = lambda: None
-torch.compile(lambda x: x, backend="eager")(x)
-for name, before in {lacks!r}.items():
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        os.dup2(into, 1)
-        os.dup2(into, 2)
-        code = 1
-        try:
-            exec(before, globals())
-            exec({calls!r}, globals())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(code)
-    os.close(into)
-    said = b"".join(iter(lambda: os.read(out, 1 << 16), b"")).decode()
-    code = os.waitpid(child, 0)[1]
-    warned = said.count("RuntimeWarning: fuser:")
-    print("as eager" if code == 0 else said, "one warning" if warned < 2 else said, name, sep="; ")
-"""
-
-
-def test_what_a_machine_lacks_raises_nothing_and_warns_once():
-    lines = run(EACH.format(lacks=LACKS, calls=CALLS), "-W", "always::RuntimeWarning")
-    assert lines == [f"as eager; one warning; {name}" for name in LACKS]
-
-
-def test_warnings_as_errors_stop_nothing():
-    lines = run("warnings.simplefilter('error')\n" + CALLS + "print('done')", CXX="g++ '", FUSER_NO_SUCH="1")
-    assert lines[0] == "done" and any("No closing quotation" in line for line in lines[1:])
 
 
 def test_only_one_place_warns():

@@ -47,6 +47,15 @@ def test_each_is_what_eager_does(first, second, monkeypatch):
             assert isinstance(want, Exception) or (got == want if not torch.is_tensor(want) else torch.equal(got, want))
 
 
+def test_the_reason_is_kept(registry):
+    keys = [fuser.register_fusion(torch.fx.symbolic_trace(SPELLINGS[name])) for name in ("function", "operator")]
+    for key in keys:
+        fuser.fusion_handle(key)(2.5)
+    second = keys[1]
+    assert sum(interface.kernel_spec(second).store.fallbacks.values()) == 2
+    assert any("a number" in reason for reason in interface.kernel_spec(second).store.fallbacks)
+
+
 def test_keywords_and_defaults_reach_the_own_words(registry):
     def graph(words):
         made = torch.fx.Graph()

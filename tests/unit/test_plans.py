@@ -180,7 +180,7 @@ def test_a_package_without_sources_keeps_no_plans(fresh, cache, tmp_path, monkey
         fresh.run(scaled, (X, Y))
         assert len(fresh.made) == 1
     plans.keep_operators(["aten.add"])
-    assert plans._operators.__wrapped__(str(cache)) == frozenset() and not list(cache.glob("plans/*"))
+    assert plans._operators.__wrapped__(str(cache), "") == frozenset() and not list(cache.glob("plans/*"))
 
 
 def test_another_compiler_or_setting_finds_nothing(fresh, monkeypatch, tmp_path):

@@ -6,12 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
-import sysconfig
 
 import pytest
 
-from fuser.runtime import launcher, native_build
+from fuser.runtime import launcher
 from tests.unit import runtime_support as support
+from tests.unit import sanitized
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -167,12 +167,9 @@ def test_kernels_added_while_python_runs(tmp_path):
 
 
 @pytest.mark.skipif(not os.environ.get("FUSER_TEST_ALL"), reason="FUSER_TEST_ALL is not set")
-def test_the_same_under_sanitizers(tmp_path):
-    """Address and undefined behaviour, with a launcher built for that by g++."""
-    made, include = str(tmp_path / "_launcher.so"), sysconfig.get_paths()["include"]
-    flags = ["-O1", "-g", *native_build.FLAGS[1:], "-fsanitize=address,undefined", f"-I{include}"]
-    subprocess.run(["g++", *flags, str(native_build.SOURCE), "-o", made], check=True)
-    ask = [["g++", f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
-    libraries = " ".join(subprocess.check_output(command, text=True).strip() for command in ask)
-    said = run(tmp_path, made, LD_PRELOAD=libraries, PYTHONMALLOC="malloc", ASAN_OPTIONS="detect_leaks=0")
-    assert "Sanitizer" not in said and "runtime error" not in said, said
+@pytest.mark.parametrize("sanitizer", sanitized.SANITIZERS)
+def test_the_same_under_sanitizers(tmp_path, sanitizer):
+    if (why := sanitized.why_not(sanitizer)) is not None:
+        pytest.skip(why)
+    said = run(tmp_path, sanitized.built(sanitizer, tmp_path), **sanitized.environment(sanitizer))
+    assert not any(word in said for word in sanitized.REPORTS), said

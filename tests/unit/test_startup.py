@@ -12,11 +12,12 @@ SCRIPT = """
 import gc, sys
 {before}
 state = gc.isenabled(), gc.get_threshold()
+frozen = gc.get_freeze_count() > 0  # Python 3.12 begins with some
 import torch, fuser
 assert "torch._dynamo" not in sys.modules
 f = torch.compile(lambda x: torch.relu(x) * 2, backend=fuser.backend)
 assert (gc.isenabled(), gc.get_threshold()) == state
-print(gc.get_freeze_count(), f(torch.tensor([-1.0, 3.0])).tolist())
+print((gc.get_freeze_count() > 0) == frozen, f(torch.tensor([-1.0, 3.0])).tolist())
 class Ring: pass
 ring = Ring(); ring.self = ring
 import weakref
@@ -27,11 +28,11 @@ print(dead())
 """
 
 
-@pytest.mark.parametrize("before, frozen", [("", False), ("gc.disable()", False), ("gc.freeze()", True)])
-def test_the_collector_is_left_as_it_was(before: str, frozen: bool) -> None:
+@pytest.mark.parametrize("before", ["", "gc.disable()", "gc.freeze()"])
+def test_the_collector_is_left_as_it_was(before: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = SCRIPT.format(before=before)
     out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
     first, second = out.stdout.splitlines() or [out.stderr[-2000:], ""]
-    count, result = first.split(" ", 1)
-    assert (int(count) > 0) is frozen and result == "[0.0, 6.0]" and second == "None"
+    same, result = first.split(" ", 1)
+    assert same == "True" and result == "[0.0, 6.0]" and second == "None"

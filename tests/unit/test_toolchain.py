@@ -86,6 +86,19 @@ def test_the_line_that_says_most(log, gist):
     assert toolchain._gist(log) == gist
 
 
+def test_another_level_where_the_compiler_itself_fails(tmp_path):
+    find()
+    compiler, seen = tmp_path / "broken", tmp_path / "seen"
+    words = 'echo "x.cpp:1:2: internal compiler error: in convert_move"; exit 1'
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {seen}\ncase "$*" in *-O1*) exit 0;; esac\n{words}\n')
+    compiler.chmod(0o755)
+    toolchain.run_compiler([str(compiler), "-O2"])
+    assert seen.read_text().splitlines() == ["-O2", "-O2 -O3", "-O2 -O1"]
+    compiler.write_text(f"#!/bin/sh\n{words}\n")
+    with pytest.raises(CompileError, match="internal compiler error"):
+        toolchain.run_compiler([str(compiler), "-O2"])
+
+
 def test_a_refusal_of_the_system_is_one_sentence_for_all_kernels(folder, tmp_path, monkeypatch):
     """Whatever temporary file a compiler names."""
     find()

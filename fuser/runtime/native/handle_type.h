@@ -272,7 +272,19 @@ PyObject* handle_refused(PyObject* self, void*) {
   return out;
 }
 
+// A module that holds a handle can be copied: copies share it.
+PyObject* handle_copy(PyObject* self, PyObject*) {
+  Py_INCREF(self);
+  return self;
+}
+
+PyObject* handle_name(PyObject*, void*) { return PyUnicode_FromString("fusion"); }
+
+PyObject* handle_module(PyObject*, void*) { return PyUnicode_FromString("fuser"); }
+
 PyMethodDef handle_methods[] = {
+    {"__copy__", handle_copy, METH_NOARGS, "the handle itself"},
+    {"__deepcopy__", handle_copy, METH_O, "the handle itself"},
     {"add_kernel", handle_add_kernel, METH_VARARGS,
      "add_kernel(program, library, magnitudes=-1): later calls that match `program` run the entries of a library, which "
      "is a path, or for a GPU an object with `entries` and `functions`. Only calls whose largest tensor has a number of "
@@ -298,6 +310,8 @@ PyMemberDef handle_members[] = {
 PyGetSetDef handle_getset[] = {
     {"kernel_hits", handle_kernel_hits, nullptr, "calls that each kernel answered, in the order they were added",
      nullptr},
+    {"__module__", handle_module, nullptr, "where a graph of torch.fx says that it is from", nullptr},
+    {"__name__", handle_name, nullptr, "its name in a graph of torch.fx", nullptr},
     {"refused", handle_refused, nullptr, "what was refused: the reason, and the calls since", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

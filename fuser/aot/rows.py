@@ -1,0 +1,198 @@
+"""Graphs as data (see canonical/portable.py), run call by call: what is between the kernels of a loaded program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fuser.aot.own import FUNCTIONS
+from fuser.canonical.portable import decode_value, target_of
+from fuser.errors import GraphError
+
+Function = Callable[..., Any]
+_NONE: tuple[int, ...] = ()
+
+
+class Rows:
+    """A callable of the graph's inputs, those that were bound first. It holds nothing of a call between calls.
+
+    `groups` are what ["group", number, …] rows call. GraphError if `graph` is no such data.
+    """
+
+    def __init__(self, graph: Any, n_bound: int, groups: Sequence[Function] = ()) -> None:
+        self._constants: list[Any] = []
+        self._groups = groups
+        self._steps: list[tuple[Function, Function, int, tuple[int, ...]]] = []
+        try:
+            self._read(graph, n_bound)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as e:
+            raise GraphError(f"this is no graph that fuser.aot wrote: {e}") from None
+
+    def __call__(self, *args: Any) -> Any:
+        if len(args) != self._n_inputs:
+            raise TypeError(f"a graph of {self._n_inputs} inputs was given {len(args)}")
+        values = self._template.copy()
+        values[: self._n_inputs] = args
+        for function, take, at, dead in self._steps:
+            values[at] = function(*take(values))
+            for i in dead:
+                values[i] = None
+        (result,) = self._result(values)
+        return result
+
+    # Slots: the inputs, then a value for each call, then constants. A row's own number is found in `_slot`.
+
+    def _read(self, graph: Any, n_bound: int) -> None:
+        rows = graph["rows"]
+        self._slot: list[int] = []
+        self._calls: list[tuple[Function, list[Any], int]] = []
+        inputs = iter(range(n_bound, n_bound + sum(row[0] == "input" for row in rows)))
+        self._n_inputs = n_bound + sum(row[0] == "input" for row in rows)
+        self._next: int = self._n_inputs
+        for kind, what, *rest in rows:
+            if kind == "input":
+                self._slot.append(next(inputs))
+            elif kind == "bound":
+                if not 0 <= what < n_bound:
+                    raise GraphError(f"bound input {what} of {n_bound} does not exist")
+                self._slot.append(what)
+            elif kind == "constant":
+                self._slot.append(self._place(decode_value(what)))
+            else:
+                self._slot.append(self._call(self._function(kind, what), rest[0], rest[1]))
+        result = self._place(self._decoded(graph["output"]))
+        self._finish(result)
+
+    def _function(self, kind: str, what: Any) -> Function:
+        if kind == "group":
+            group: Function = self._groups[what]
+            return group
+        if kind == "method":
+            if not isinstance(what, str) or what.startswith("_") or not hasattr(torch.Tensor, what):
+                raise GraphError(f"{what!r} is no method of tensors")
+            return _Method(what)
+        if kind != "call":
+            raise GraphError(f"{kind!r} is no kind of a row")
+        target = FUNCTIONS.get(str(what)) or target_of(str(what))
+        found: Function = getattr(target, "_op", target)  # an overload's bare builtin: one Python frame less
+        return found
+
+    def _decoded(self, data: Any) -> Any:
+        return decode_value(data, self._ref)
+
+    def _ref(self, index: int) -> Any:
+        if not 0 <= index < len(self._slot):
+            raise GraphError(f"a row reads value {index} before it is made")
+        return _Slot(self._slot[index])
+
+    def _call(self, function: Function, args: Any, kwargs: Any) -> int:
+        given, named = list(self._decoded(args)), dict(self._decoded(kwargs))
+        if named:
+            function = _Named(function, tuple(map(str, named)))
+            given += named.values()
+        taken = [self._place(value) for value in given]
+        return self._add(function, taken)
+
+    def _add(self, function: Function, taken: list[Any]) -> int:
+        slot, self._next = self._next, self._next + 1
+        self._calls.append((function, taken, slot))
+        return slot
+
+    def _place(self, value: Any) -> int:
+        """A slot that holds `value` when it is read: a number below for values, `~number` for constants."""
+        if isinstance(value, _Slot):
+            return value.number
+        if not any(True for _ in _slots(value)):
+            self._constants.append(value)
+            return ~(len(self._constants) - 1)
+        if isinstance(value, dict):
+            keys = tuple(value)
+            return self._add(lambda *vs: dict(zip(keys, vs)), [self._place(v) for v in value.values()])
+        if isinstance(value, slice):
+            return self._add(slice, [self._place(v) for v in (value.start, value.stop, value.step)])
+        make: Function = _as_list if isinstance(value, list) else _as_tuple
+        return self._add(make, [self._place(v) for v in value])
+
+    def _finish(self, result: Any) -> None:
+        def at(slot: int) -> int:
+            return slot if slot >= 0 else self._next + ~slot
+
+        last: dict[int, int] = {}
+        for n, (_, taken, slot) in enumerate(self._calls):
+            for i in (*taken, slot):
+                if i >= 0:
+                    last[i] = n
+        last.pop(result, None)
+        dead: dict[int, list[int]] = {}
+        for slot, n in last.items():
+            dead.setdefault(n, []).append(slot)
+        self._template = [None] * self._next + self._constants
+        self._steps = [
+            (function, _taker([at(i) for i in taken]), slot, tuple(dead.get(n, _NONE)))
+            for n, (function, taken, slot) in enumerate(self._calls)
+        ]
+        self._result = _taker([at(result)])
+        del self._calls, self._slot, self._constants, self._groups
+
+
+class _Slot:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Named:
+    """A call whose last arguments are given by keyword."""
+
+    def __init__(self, function: Function, names: tuple[str, ...]) -> None:
+        self.function, self.names = function, names
+
+    def __call__(self, *args: Any) -> Any:
+        n = len(args) - len(self.names)
+        return self.function(*args[:n], **dict(zip(self.names, args[n:])))
+
+
+class _Method:
+    """A call of a tensor's method."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, first: Any, *args: Any) -> Any:
+        return getattr(first, self.name)(*args)
+
+
+def _slots(value: Any) -> Iterator[_Slot]:
+    if isinstance(value, _Slot):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _slots(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _slots(v)
+    elif isinstance(value, slice):
+        yield from _slots((value.start, value.stop, value.step))
+
+
+def _as_list(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _as_tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _taker(slots: list[int]) -> Function:
+    """What takes the values of these slots, as a tuple."""
+    if not slots:
+        return lambda values: ()
+    if len(slots) == 1:
+        (only,) = slots
+        return lambda values: (values[only],)
+    return operator.itemgetter(*slots)
+
+
+__all__ = ["Rows"]

@@ -1,0 +1,300 @@
+"""The cache in hand: what it holds, whether it is whole, bundles of it, and why a kernel was not found in it.
+
+`python -m fuser cache` is the same as a command. `docs/caching.md` describes files and formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser import bundles, compiler, config, plans
+from fuser.bundles import Bundle, export, import_
+from fuser.examples import concrete
+from fuser.kernel_cache import REGISTRY
+from fuser.runtime import eviction, files, prebuilt
+from fuser.runtime.archive import ArchiveError
+from fuser.runtime.machine import Difference
+
+settings: Any = config  # its attributes are made from a table
+
+# Kinds of files, by their path in the cache. What is not among them was not made by fuser, or is for reading only.
+KINDS: tuple[tuple[str, str], ...] = (
+    ("library", r"cpu/[0-9a-f]{32}\.so"),
+    ("plan", r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.plan"),
+    ("operators", r"plans/[0-9a-f]{32}\.operators"),
+    ("flags", r"cpu/toolchain-[0-9a-f]{16}"),
+    ("binary", r"cuda/[0-9a-f]{32}\.(cubin|json)"),
+    ("choice", r"cuda/[0-9a-f]{32}\.choice\.json"),
+    ("launcher", r"native/[0-9a-f]{24}\.so"),
+    ("manifest", re.escape(prebuilt.MANIFEST)),
+    ("source", r"cpu/[0-9a-f]{32}\.cpp|cuda/[0-9a-f]{32}\.py"),
+    ("reproducer", r"reproducers/.*"),
+    ("lock", r"(.*/)?\.(lock|work)-.*"),
+)
+UNSEALED = ("source", "reproducer", "lock", "other")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of the cache: its kind (see `KINDS`), its path in the cache, bytes, seconds since it was made and used.
+
+    `serves` says which kernel it is for, as far as a plan says so. Files of an imported bundle are one entry.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    age: float
+    unused: float
+    serves: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An entry that is not used, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a kernel was not found: the fields in which the most similar plan differs, and that plan's name.
+
+    Empty if it is found; `nearest` is "" if no plan is kept at all.
+    """
+
+    nearest: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"found: {self.nearest}" if self.nearest else "no plan is kept"
+        return "\n".join([f"the most similar plan is {self.nearest}; it differs in", *map(str, self.differences)])
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+def kind_of(name: str) -> str:
+    """The kind of the file `name`, a path in the cache."""
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, name)), "other")
+
+
+def _root(folder: str | os.PathLike[str] | None) -> pathlib.Path:
+    """The cache, or another folder of its layout. ValueError if there is none."""
+    if folder is None and not settings.cache_dir:
+        raise ValueError("no cache is kept: config.cache_dir is ''")
+    return pathlib.Path(settings.cache_dir if folder is None else folder)
+
+
+def _walk(root: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
+    """All files and everything else that is no folder, by path; imported bundles as one folder each."""
+    for folder, names, others in os.walk(root):
+        here = os.path.relpath(folder, root)
+        if here == prebuilt.BUNDLES:
+            others, names[:] = [n for n in names if not n.startswith(".")], [n for n in names if n.startswith(".")]
+        for name in sorted(others):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                path = os.path.normpath(os.path.join(here, name))
+                yield path, os.lstat(os.path.join(root, path))
+
+
+def entries(folder: str | os.PathLike[str] | None = None) -> list[Entry]:
+    """What the cache, or another folder of its layout, holds. ValueError if there is none."""
+    root, now = _root(folder), time.time()
+    serves = dict(_served(root))
+    out = []
+    for name, found in _walk(root):
+        kind, size, used = kind_of(name), found.st_size, found.st_atime
+        if stat.S_ISDIR(found.st_mode):
+            kind, inside = "bundle", [s for _, s in _walk(root / name)]
+            size, used = sum(s.st_size for s in inside), max((s.st_atime for s in inside), default=used)
+        used = max(used, found.st_mtime)
+        out.append(Entry(kind, name, size, now - found.st_mtime, max(now - used, 0.0), serves.get(name, "")))
+    return out
+
+
+def _served(root: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """What plans and their libraries are for, by path."""
+    for name, about in _plans(root):
+        args = ", ".join(map(str, about.get("args", ())))
+        text = f"{about['name']}({args}): {about.get('operators', '')}"
+        yield f"plans/{name}", text
+        yield f"cpu/{about['library']}", text
+    with contextlib.suppress(OSError):
+        for path in sorted((root / prebuilt.BUNDLES).iterdir()):
+            with contextlib.suppress(OSError, ValueError):
+                differs = bundles.differences(prebuilt.read(path).manifest)
+                yield f"{prebuilt.BUNDLES}/{path.name}", "; ".join(map(str, differs)) or "used here"
+
+
+def _plans(root: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(root / "plans")):
+            if name.endswith(".plan") and (about := plans.about(files.read(root / "plans" / name, used=False))):
+                yield name, about
+
+
+# -- keeping it in order -----------------------------------------------------------------------------------------------
+def verify(folder: str | os.PathLike[str] | None = None, remove: bool = False) -> list[Problem]:
+    """What is wrong with each entry that is not as it was written; with `remove` it is removed, to be made again.
+
+    Plans whose library is missing are named, too. ValueError if there is no cache.
+    """
+    root = _root(folder)
+    out = []
+    for place in (root, *sorted(root.glob("*/"))):
+        try:
+            files.existing_folder(place)
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            out.append(Problem(os.path.relpath(place, root), str(e)))
+    for name, found in _walk(root):
+        if stat.S_ISDIR(found.st_mode):
+            inside = verify(root / name)
+            out += [Problem(f"{name}/{p.name}", p.why) for p in inside]
+            if inside and remove:
+                shutil.rmtree(root / name, ignore_errors=True)
+        elif kind_of(name) not in UNSEALED and (why := _why_not_used(root / name, found)) is not None:
+            out.append(Problem(name, why))
+            if remove:
+                (root / name).unlink(missing_ok=True)
+    for name, about in _plans(root):
+        if not (root / "cpu" / os.path.basename(about["library"])).is_file():
+            out.append(Problem(f"plans/{name}", f"its library {about['library']} is missing"))
+            if remove:
+                (root / "plans" / name).unlink(missing_ok=True)
+    return out
+
+
+def _why_not_used(path: pathlib.Path, found: os.stat_result) -> str | None:
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no file"
+    damaged = "its checksum is not that of its name and contents"
+    return files.distrusted(path, found) or (damaged if files.read(path, used=False) is None else None)
+
+
+def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
+    """Remove entries, of some kinds or all but reproducers, that nobody used for `unused` seconds. The bytes removed.
+
+    Processes that run keep what they have loaded; what is being made is left alone. ValueError for an unknown kind.
+    """
+    known = [*(kind for kind, _ in KINDS), "bundle"]
+    wrong = [kind for kind in kinds or () if kind not in known]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no kind of entry: expected one of {', '.join(known)}")
+    root = _root(None)
+    chosen = set(kinds) if kinds is not None else {*known, "other"} - {"reproducer"}
+    removed = 0
+    for entry in entries():
+        if entry.kind in chosen - {"lock", "other"} and entry.unused >= unused:
+            path = root / entry.name
+            if entry.kind == "bundle":
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            removed += 0 if os.path.lexists(path) else entry.bytes
+    for place in (root, *root.glob("*/")):
+        files.sweep(str(place))
+    prebuilt.forget()
+    return removed
+
+
+def trim() -> int:
+    """Remove entries that were used longest ago, as far as the cache exceeds its limit. The bytes removed."""
+    return eviction.trim(str(_root(None)), settings.cache_limit_bytes) if settings.cache_limit_bytes else 0
+
+
+# -- why something was not found ---------------------------------------------------------------------------------------
+def explain_miss(key: int, inputs: Sequence[Any]) -> Miss:
+    """Why no kernel of the fusion `key` is found for inputs like `inputs`, in the cache or among prebuilt ones.
+
+    Nothing is compiled or run. UnknownKeyError; InputError for wrong inputs.
+    """
+    registration = REGISTRY.find(key)
+    spec, args = registration.spec, tuple(map(concrete, registration.arguments(inputs)))
+    backend = compiler.find_backend("cpu")
+    machine = backend.machine() if isinstance(backend, compiler.KeepingBackend) else None
+    name = plans.key_of(spec, args, machine)
+    if name is None:
+        return Miss("", (Difference("graph", "never kept", "one with Python objects, or a fuser without sources"),))
+    wanted: dict[str, Any] = plans.facts(spec, args)
+    if machine is not None and isinstance(backend, compiler.KeepingBackend):
+        wanted |= backend.machine_facts()
+    candidates: list[tuple[str, tuple[Difference, ...]]] = []
+    local = pathlib.Path(settings.cache_dir, "plans") if settings.cache_dir else None
+    for kept, about in _plans(local.parent) if local is not None else ():
+        differs = () if kept == f"{name}.plan" else _differences(about, wanted)
+        candidates.append((f"{local}/{kept}", differs))
+    here = {field: value for field, value in wanted.items() if field not in ("compiler", "processor")}
+    for folder in prebuilt.all_folders():
+        for kept, about in _plans(folder.path):
+            same = kept == f"{plans.portable(name)}.plan"
+            differs = (*folder.differs, *(() if same else _differences(about, here)))
+            candidates.append((f"{folder.path}/plans/{kept}", differs))
+    if not candidates:
+        return Miss("", ())
+    return Miss(*min(candidates, key=lambda c: ("graph" in {d.field for d in c[1]}, len(c[1]))))
+
+
+def _differences(about: dict[str, Any], wanted: dict[str, Any]) -> tuple[Difference, ...]:
+    out = []
+    kept, here = _flat(about), _flat(wanted)
+    for field in here:
+        if field != "operators" and kept.get(field) != here[field]:
+            out.append(Difference(field, str(kept.get(field, "nothing")), here[field]))
+    out += [Difference(f, kept[f], "nothing") for f in kept if f.startswith("input ") and f not in here]
+    return tuple(out)
+
+
+def _flat(facts: dict[str, Any]) -> dict[str, str]:
+    out = {}
+    for field, value in facts.items():
+        if isinstance(value, dict):
+            out.update({f"{field}.{name}": str(v) for name, v in value.items()})
+        elif isinstance(value, list):
+            out.update({f"input {n}": str(v) for n, v in enumerate(value)})
+        else:
+            out[field] = str(value)
+    return out
+
+
+def differences(path: str | os.PathLike[str], key: bytes | None = None) -> tuple[Difference, ...]:
+    """The fields for which kernels of a bundle, packed or unpacked, are not found by this process.
+
+    ArchiveError, ValueError or OSError if it is none.
+    """
+    return bundles.differences(bundles.manifest_of(path, key))
+
+
+def stale() -> dict[tuple[str, ...], int]:
+    """How many plans of the cache this process cannot find, by the fields for which it cannot."""
+    root = _root(None)
+    backend = compiler.find_backend("cpu")
+    here: dict[str, str] = {"torch": torch.__version__, "sources": str(plans.version())}
+    if isinstance(backend, compiler.KeepingBackend) and backend.machine() is not None:
+        here |= backend.machine_facts()
+    out: dict[tuple[str, ...], int] = {}
+    for _, about in _plans(root):
+        fields = tuple(str(Difference(f, str(about.get(f)), v)) for f, v in here.items() if about.get(f) != v)
+        if fields:
+            out[fields] = out.get(fields, 0) + 1
+    return out
+
+
+__all__ = [
+    "KINDS", "ArchiveError", "Bundle", "Difference", "Entry", "Miss", "Problem", "clear", "differences", "entries",
+    "explain_miss", "export", "import_", "kind_of", "stale", "trim", "verify",
+]  # fmt: skip

@@ -1,0 +1,61 @@
+"""Stand-ins for arguments: what a kernel is made for, without the memory of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.errors import Unsupported
+from fuser.trials import PLAIN_TENSORS
+
+
+def outline(a: Any) -> Any:
+    """All that a kernel for `a` depends on, without its memory."""
+    return (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
+
+
+def stand_in(found: Any) -> Any:
+    """A tensor of an outline. On the CPU a real one, which nobody writes: fake ones cost an import."""
+    if not isinstance(found, tuple):
+        return found
+    size, stride, dtype, device = found
+    if device.type == "cpu":
+        return torch.empty_strided(size, stride, dtype=dtype)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def on(device_type: str, example: Any) -> Any:
+    """A meta tensor as a fake one on a device."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device_type)
+
+
+def concrete(example: Any) -> Any:
+    """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
+    if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if example.node.hint is None:
+            raise Unsupported("a size among the inputs depends on data and is not known ahead")
+        return example.node.hint
+    if not isinstance(example, torch.Tensor) or type(example) in PLAIN_TENSORS:
+        return example
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    size = [concrete(n) for n in example.shape]
+    stride = [concrete(n) for n in example.stride()]
+    with unset_fake_temporarily(), FakeTensorMode():
+        return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
+
+
+def described(a: Any) -> Any:
+    """(dtype, device type, size, stride) of a tensor; a number itself."""
+    if not isinstance(a, torch.Tensor):
+        return a
+    return a.dtype, a.device.type, tuple(map(concrete, a.shape)), tuple(map(concrete, a.stride()))

@@ -1,0 +1,106 @@
+"""What is made in the background for one specification, and the calls that run ATen until it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from fuser import config, examples, forks
+from fuser.kernel_cache import KernelSpec
+from fuser.kernel_spec import ALIGNMENT, ArgSpec
+from fuser.runtime.background import COMPILERS, yielding
+from fuser.trials import form_of
+
+# Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
+MAX_FORMS = 1024
+PENDING = "its kernel is being compiled in the background"
+POOL = COMPILERS
+
+
+def in_background() -> bool:
+    """Whether calls run ATen while their kernels are compiled. Deterministic results depend on no clock."""
+    return config.compile_mode == "background" and not torch.are_deterministic_algorithms_enabled()
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
+    return POOL.wait(timeout)
+
+
+class Orders:
+    """The orders of one specification: a kernel of an `ArgSpec`, or for None the split of a blocked group.
+
+    `make(key, args, have)` makes what is ordered, if more than `have` kernels are wanted: None, or why there is none.
+    `handle` gives the way in, which an order holds until it is done.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, handle: Callable[[], Any], make: Callable[[ArgSpec | None, Any, int], str | None]
+    ) -> None:  # fmt: skip
+        self._spec, self._handle, self._make = spec, handle, make
+        self._lock = forks.rlock()  # of `_pending`, and of the forms that are refused meanwhile
+        self._prepared: dict[ArgSpec | None, Future[str | None]] = {}
+        self._pending: set[ArgSpec | None] = set()
+        self._n_meanwhile = 0
+        self._made_for: set[Any] = set()  # calls for which a kernel was made
+        forks.follow(self)
+
+    def order(self, key: ArgSpec | None, args: Callable[[], tuple[Any, ...]], have: int) -> Future[str | None]:
+        """Have `key` made, if nobody does."""
+        with self._lock:
+            if key not in self._pending:
+                self._pending.add(key)
+                settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+                # The handle is held: what is compiled for it lives until then.
+                self._prepared[key] = POOL.submit(lambda _: self._serve(key, args, have, settings), self._handle())
+            return self._prepared[key]
+
+    def _serve(
+        self, key: ArgSpec | None, make_args: Callable[[], tuple[Any, ...]], have: int, settings: dict[str, Any]
+    ) -> str | None:  # fmt: skip
+        """Do what was ordered; calls that ran by ATen meanwhile ask again. None, or why there is no kernel."""
+        try:
+            waits = settings["compile_mode"] == "wait"
+            with config.override(**settings), contextlib.nullcontext() if waits else yielding():
+                return self._make(key, make_args(), have)
+        finally:
+            with self._lock:
+                self._pending.discard(key)
+                self._ask_again()
+
+    def leave_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> None:
+        """Order `key`. Calls of the form of `args` run ATen until it is made, and cost nothing more."""
+        with self._lock:  # nothing is done between the question and what is remembered
+            if key is not None and key not in self._pending:
+                self._close_if_blind(key, args)
+            outlines = tuple(map(examples.outline, args))
+            self.order(key, lambda: tuple(map(examples.stand_in, outlines)), have)
+            refuse, native = getattr(self._handle(), "refuse", None), getattr(self._spec.fallback, "function", None)
+            pending = key in self._pending  # else there are no threads, and it is done
+            if refuse is not None and native is not None and pending and self._n_meanwhile < MAX_FORMS:
+                self._n_meanwhile += refuse(native, PENDING, args)
+
+    def _ask_again(self) -> None:
+        if self._n_meanwhile:
+            getattr(self._handle(), "pardon", lambda reason: None)(PENDING)
+
+    def _close_if_blind(self, key: ArgSpec, args: tuple[Any, ...]) -> None:
+        """Order nothing again for a call whose own kernel did not take it."""
+        call = form_of(args), tuple(a.data_ptr() % ALIGNMENT for a in args if isinstance(a, torch.Tensor))
+        if call in self._made_for:
+            self._spec.store.close(key, "its kernel does not take the inputs it was compiled for")
+        elif len(self._made_for) < MAX_FORMS:
+            self._made_for.add(call)
+
+    def after_fork(self) -> None:
+        """Forget the orders in a forked child, which has none of the threads that would do them."""
+        self._pending.clear()
+        self._made_for.clear()
+        self._ask_again()
+
+
+__all__ = ["MAX_FORMS", "PENDING", "POOL", "Orders", "in_background", "wait"]

@@ -1,0 +1,84 @@
+"""What a library needs of the machine that runs it: architecture, instruction sets, C library."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Beginnings of Linux's names for the instructions that a compiler may use unasked.
+_ISA = (
+    "3dnow", "abm", "adx", "aes", "amx", "avx", "bmi", "cmov", "cx16", "f16c", "fma", "gfni", "lzcnt", "mmx", "movbe",
+    "movdir", "pclmul", "pni", "popcnt", "prefetchw", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop", "lahf_lm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field in which something kept differs from what is needed here."""
+
+    field: str
+    kept: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.kept} there, {self.here} here"
+
+
+def cpu_text() -> str:
+    """The processor's name and flags, as Linux lists them; "" if it does not."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    lines = [ln for ln in text.split("\n\n")[0].splitlines() if ln.startswith(("model name", "flags", "Features"))]
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=1)
+def facts() -> dict[str, Any]:
+    """The fields that decide whether a library runs here: "architecture", "isa" (a sorted list), "libc"."""
+    system = os.uname()
+    flags: set[str] = set()
+    for line in cpu_text().splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() == "flags":
+            flags = {w for w in words.split() if w.startswith(_ISA)}
+        elif name.strip() == "Features":
+            flags = set(words.split())
+    try:
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        libc = ""
+    return {"architecture": system.machine, "isa": sorted(flags), "libc": libc or f"another, of {system.sysname}"}
+
+
+def differences(kept: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Why a library that was made where `kept` are the facts does not run here; none if it does.
+
+    An instruction set more and a newer C library of the same name are no hindrance.
+    """
+    here = facts()
+    out = []
+    if kept["architecture"] != here["architecture"]:
+        out.append(Difference("architecture", kept["architecture"], here["architecture"]))
+    elif lacking := sorted(set(kept["isa"]) - set(here["isa"])):
+        out.append(Difference("isa", f"with {' '.join(lacking)}", "without"))
+    if not _serves(kept["libc"], here["libc"]):
+        out.append(Difference("libc", kept["libc"], here["libc"]))
+    return tuple(out)
+
+
+def _serves(kept: str, here: str) -> bool:
+    (name, _, old), (own, _, new) = kept.partition(" "), here.partition(" ")
+    return kept == here or name == own == "glibc" and _version(old) <= _version(new)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else 1 << 30 for part in text.split("."))
+
+
+__all__ = ["Difference", "cpu_text", "differences", "facts"]
