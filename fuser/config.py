@@ -111,7 +111,7 @@ SETTINGS: tuple[Setting, ...] = (
         "over, when the last bits of equal calls' results may change, once; torch.use_deterministic_algorithms waits",
         choices=("wait", "background"),
     ),
-    Setting("max_body_rows", 256, "most rows of one fused loop body", key=True, least=1),
+    Setting("max_body_rows", 256, "most rows of one fused loop; exp and its kin count for several", key=True, least=1),
     Setting("numerics", "fast", "'fast' rounds once, 'eager' after every op", key=True, choices=("fast", "eager")),
     Setting(
         "deterministic", "torch", "'yes': no sums by atomics; 'torch': as torch asks when a graph is registered",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """A collection in a test looks at what its module made: not at a million objects of earlier modules and of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ class Kernel:
     produced: dict[str, Node] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)  # buffers that need a reduction of this kernel to be complete
-    n_rows: int = 0
+    n_rows: int = 0  # in which a function counts as several, see `Node.size_of_code`
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
     """Whether `node` can run in `kernel`'s loops, at its end."""
     if node.ordered is not None or kernel.nodes[0].ordered is not None:
         return _extreme_and_places(ctx, kernel, node)
-    if kernel.n_rows + len(node.rows) > most_rows:
+    if kernel.n_rows + node.size_of_code() > most_rows:
         return Verdict(None, f"the fused body would have more than {most_rows} rows")
     if len(kernel.reads | node.reads | set(kernel.produced)) > MOST_BUFFERS:
         return Verdict(None, f"the kernel would touch more than {MOST_BUFFERS} buffers")
@@ -179,7 +179,7 @@ def _register(kernel: Kernel, node: Node) -> None:
     if node.is_reduction or node.reads & kernel.after:
         kernel.after.add(node.buffer.name)
     kernel.reads |= node.reads
-    kernel.n_rows += len(node.rows)
+    kernel.n_rows += node.size_of_code()
 
 
 def start_kernel(node: Node, order: int) -> Kernel:

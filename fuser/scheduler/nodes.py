@@ -80,6 +80,10 @@ class Node:
         """About how many simple operations a point costs, loads apart."""
         return sum(row_cost(r) for r in self.rows)
 
+    def size_of_code(self) -> int:
+        """About how many instructions a compiler sees: a row is one, a function that is expanded in place is several."""
+        return sum(max(1, row_cost(r) // 2) for r in self.rows)
+
     def update_reads(self) -> None:
         """Recompute the set of buffers read, after rows changed."""
         self.reads = {r.attr[0] for r in self.rows if r.op == "load"}

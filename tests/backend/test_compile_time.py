@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fuser.canonical import canonicalize
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
 from tests import compilers
 from tests.backend.fused import check
 
@@ -38,7 +41,24 @@ def long_chain(dtype: torch.dtype):
     return chain, (torch.rand(50).to(dtype),)
 
 
+def smoothed_energies(dtype: torch.dtype):
+    """The gradient of a recurrence with two powers a step, written to the columns of one tensor."""
+
+    def gradient(x, grad):
+        m, e, total = x[:, 0], torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for t in range(6):
+            m = 0.9 * m + 0.1 * x[:, t]
+            ratio = x[:, t] / (0.01 + m) ** 0.9
+            slope = grad[:, t] * (ratio + 2.0) ** -0.5
+            e = 0.9 * e - slope * ratio * (0.01 + m) ** -0.1
+            total = total.select_scatter(slope + 0.1 * e, 1, t) + total
+        return total
+
+    return gradient, (torch.rand(6, 6, 8).to(dtype), torch.rand(6, 6, 8).to(dtype))
+
+
 CASES = {
+    "powers": lambda: smoothed_energies(torch.float16),
     **{f"group_norm_{2048 // g}": lambda g=g: group_norm_backward(g) for g in (256, 512)},
     **{f"windows_{dtype}": lambda dtype=dtype: nested_windows(dtype) for dtype in (torch.uint8, torch.bfloat16)},
     "chain": lambda: long_chain(torch.bfloat16),
@@ -49,8 +69,20 @@ CASES = {
 def test_the_compiler_is_done_soon(name):
     function, inputs = CASES[name]()
     before = len(compilers.runs)
-    check(function, *inputs, aten=True, tol={"rtol": 2e-2 if "chain" in name else 1e-4, "atol": 1e-3})
+    check(function, *inputs, aten=True, tol={"rtol": 2e-2 if name in ("chain", "powers") else 1e-4, "atol": 1e-3})
     assert len(compilers.runs) > before and not compilers.too_slow(before)
+
+
+@pytest.mark.parametrize("function", [torch.sin, torch.tanh, torch.erf, torch.pow, torch.neg])
+def test_functions_count_for_several_rows(function):
+    def chain(x):
+        for _ in range(150):
+            x = function(x, 0.9) if function is torch.pow else function(x)
+        return x
+
+    graph = canonicalize(torch.fx.symbolic_trace(chain).graph, functional=True)
+    plans = schedule(lower_graph(graph.graph, (*graph.bound, torch.rand(50))), 256).plans
+    assert (len(plans) > 4) == (function is not torch.neg)
 
 
 def test_a_slow_compiler_is_named(monkeypatch):

@@ -112,7 +112,7 @@ def pieces_of(spec: KernelSpec) -> tuple[list[KernelSpec], collections.Counter[s
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_only_the_calls_that_cannot_be_fused_are_left_to_aten(name):
+def test_only_the_calls_that_cannot_be_fused_are_left_to_aten(name, registry):
     program, pieces, left = PROGRAMS[name]
     handle, key = registered(program)
     for n in (1, 1, 2):  # the first call, one like it, and one of other sizes
