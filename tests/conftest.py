@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
-    """A collection in a test looks at what its module made: not at a million objects of earlier modules and of torch."""
+    """Collections in a test look at objects of its module, not at a million of torch and of earlier modules."""
     gc.collect()
     gc.freeze()
 

@@ -81,7 +81,7 @@ class Node:
         return sum(row_cost(r) for r in self.rows)
 
     def size_of_code(self) -> int:
-        """About how many instructions a compiler sees: a row is one, a function that is expanded in place is several."""
+        """About how many instructions a compiler sees: one for a row, several for a function expanded in place."""
         return sum(max(1, row_cost(r) // 2) for r in self.rows)
 
     def update_reads(self) -> None:
