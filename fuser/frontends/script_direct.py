@@ -37,12 +37,13 @@ def direct_call(fused: Fused) -> Direct | None:
     if len(fused.groups) != 1 or not nodes or nodes[0].kind() != fused.groups[0].operator.name:
         return None
     call, inputs = nodes[0], list(fused.graph.inputs())
-    if not _returns(fused.graph, call, nodes[1:]) or any(v not in inputs for v in call.inputs()):
+    taken = list(call.inputs())[: call.inputsSize() - (fused.groups[0].operator.number is not None)]
+    if not _returns(fused.graph, call, nodes[1:]) or any(v not in inputs for v in taken):
         return None
     kinds = [v.type().kind() for v in inputs]
     if any(k not in _TYPES for k in kinds):
         return None
-    order = [inputs.index(v) for v in call.inputs()]
+    order = [inputs.index(v) for v in taken]
     return Direct(fused.groups[0].operator.handle, _choice(order, len(inputs)), _allowed(kinds))
 
 

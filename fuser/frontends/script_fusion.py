@@ -140,7 +140,7 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
                 break
         else:
             break
-    _replace(block, plan, facts, [g.operator.name for g in registered])
+    _replace(block, plan, facts, [g.operator for g in registered])
     made.groups += registered
 
 
@@ -185,12 +185,12 @@ def group_to_fx(group: Group) -> fx.Graph | fx.GraphModule:
     return fx.GraphModule(translator.root, translator.graph) if holds else translator.graph
 
 
-def _replace(block: Any, plan: Plan, facts: Facts, names: Sequence[str]) -> None:
+def _replace(block: Any, plan: Plan, facts: Facts, operators: Sequence[Operator]) -> None:
     """Put calls of operators where groups were, and the block in the order that they need."""
     graph, end = facts.graph, block.returnNode()
     calls = []
-    for group, name in zip(plan.groups, names, strict=True):
-        call = graph.create(name, group.inputs, len(group.outputs))
+    for group, operator in zip(plan.groups, operators, strict=True):
+        call = graph.create(operator.name, group.inputs, len(group.outputs))
         calls.append(call.insertBefore(end))
     for group, call in zip(plan.groups, calls, strict=True):
         for old, new in zip(group.outputs, call.outputs(), strict=True):
@@ -208,3 +208,6 @@ def _replace(block: Any, plan: Plan, facts: Facts, names: Sequence[str]) -> None
     keyed += [(plan.key_of_group[i], call) for i, call in enumerate(calls)]
     for _, node in sorted(keyed, key=lambda pair: pair[0]):
         node.moveBefore(end)
+    for operator, call in zip(operators, calls, strict=True):
+        if operator.number is not None:
+            call.addInput(_constant_before(graph, call, operator.number))

@@ -2,11 +2,11 @@
 //
 // One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
 // Its parts lie in native/, each built on the one before: given, pool, programs, libraries, match, run, gpu, call,
-// batch, handle_type. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
+// batch, handle_type, scripted. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
 // the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
 // slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
 // is walked from front to back on every call: match the arguments, test the guards, size the buffers, run the steps.
-#include "native/handle_type.h"
+#include "native/scripted.h"
 
 namespace {
 
@@ -50,6 +50,15 @@ bool setup_plain_keys(PyObject* table) {
   torch.n_plain_keys = 0;
   for (Py_ssize_t i = 0; i < n && i < 8; i++) {
     torch.plain_keys[torch.n_plain_keys++] = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(keys, i));
+  }
+  return !PyErr_Occurred();
+}
+
+bool setup_dtype_words(PyObject* table) {
+  PyObject* words = PyDict_GetItemString(table, "dtype_words");
+  Py_ssize_t n = words && PyTuple_Check(words) ? PyTuple_GET_SIZE(words) : 0;
+  for (Py_ssize_t i = 0; i < n && i < 64; i++) {
+    torch.dtype_words[i] = uint32_t(PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(words, i)));
   }
   return !PyErr_Occurred();
 }
@@ -98,6 +107,13 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "delete_tensor", torch.delete_tensor);
   address(table, "data_ptr", torch.data_ptr);
   address(table, "wrap", torch.wrap);
+  address(table, "sizes", torch.sizes);
+  address(table, "strides", torch.strides);
+  address(table, "dim", torch.dim);
+  address(table, "dtype", torch.dtype);
+  address(table, "device_type", torch.device_type);
+  address(table, "another", torch.another);
+  address(table, "fail", torch.fail);
   address(table, "num_threads", torch.num_threads);
   address(table, "gomp_parallel", torch.gomp_parallel);
   address(table, "gomp_barrier", torch.gomp_barrier);
@@ -106,7 +122,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "omp_in_parallel", torch.omp_in_parallel);
   DLExchange* api = (DLExchange*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   Py_DECREF(capsule);
-  if (!setup_plain_keys(table) || !api) return nullptr;
+  if (!setup_plain_keys(table) || !setup_dtype_words(table) || !api) return nullptr;
   while (api && api->major != 1) api = api->previous;
   if (!api || !api->parse || !api->from_managed || !torch.grad_enabled) {
     PyErr_SetString(PyExc_RuntimeError, "torch's DLPack table is not of version 1, or a needed address is missing");
@@ -222,6 +238,11 @@ PyMethodDef module_methods[] = {
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},
     {"product", module_product, METH_VARARGS, "product(function, x, w, out): a matrix product into `out`"},
     {"loaded_libraries", module_loaded_libraries, METH_NOARGS, "loaded_libraries() -> libraries of kernels loaded now"},
+    {"reads_alike", module_reads_alike, METH_O, "reads_alike(tensor): whether torch's shim says of it what DLPack does"},
+    {"scripted", module_scripted, METH_VARARGS,
+     "scripted(handle, kinds, results): a handle as an operator of TorchScript, with a letter of `tifb` for each argument:"
+     " its number, which is that operator's last argument, and the address of what runs it; None if that cannot be."},
+    {"unscripted", module_unscripted, METH_O, "unscripted(number): that operator may be called no more"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -179,7 +179,14 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "empty_strided": ("libtorch_cpu.so", "aoti_torch_empty_strided"),
     "delete_tensor": ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
     "data_ptr": ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
+    "sizes": ("libtorch_cpu.so", "aoti_torch_get_sizes"),
+    "strides": ("libtorch_cpu.so", "aoti_torch_get_strides"),
+    "dim": ("libtorch_cpu.so", "aoti_torch_get_dim"),
+    "dtype": ("libtorch_cpu.so", "aoti_torch_get_dtype"),
+    "device_type": ("libtorch_cpu.so", "aoti_torch_get_device_type"),
+    "another": ("libtorch_cpu.so", "aoti_torch_new_tensor_handle"),
     "grad_enabled": ("libtorch_cpu.so", "aoti_torch_grad_mode_is_enabled"),
+    "fail": ("libc10.so", "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"),
     "wrap": ("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
     "function_mode": ("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv"),
     "num_threads": ("libtorch_cpu.so", "_ZN2at15get_num_threadsEv", "omp_get_max_threads"),
@@ -192,6 +199,7 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
 # Each of these is of use only with the others.
 _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
+    ("sizes", "strides", "dim", "dtype", "device_type", "another", "fail"),
     ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
 # Of builds for CUDA; the launcher declares it as ATen/cuda/EmptyTensor.h does.
@@ -209,6 +217,12 @@ def scalar_type(dtype: torch.dtype) -> int:
     if address is None:
         return -1
     return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+
+
+def _dtype_words() -> tuple[int, ...]:
+    """DLPack's words of the dtypes by torch's own numbers; 0 where there is none."""
+    words = {scalar_type(dtype): word for dtype, word in DTYPE_WORDS.items()}
+    return tuple(words.get(n, 0) for n in range(64))
 
 
 def _word(address: int) -> int:
@@ -309,6 +323,7 @@ def _describe() -> dict[str, Any]:
         forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
         py_warm=warm.empty_strided, py_scratch=warm.scratch, is_whole=files.is_whole,
         requires_grad=_C.TensorBase.requires_grad, dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        dtype_words=_dtype_words(),
     )  # fmt: skip
     return table
 

@@ -55,6 +55,13 @@ def assert_alike(got, want):
         assert got == want or (got != got and want != want)
 
 
+def error_line(error):
+    """What went wrong, without the traces of TorchScript and Python around it."""
+    lines = str(error).splitlines()
+    said: str = next((n for n in lines if n.startswith("RuntimeError: ")), lines[0])
+    return said.replace("RuntimeError: ", "")
+
+
 def bits(value):
     """The tensors of a result, NaN as a number."""
     leaves = torch.utils._pytree.tree_leaves(value)

@@ -48,7 +48,7 @@ struct DLExchange {
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
 constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
-constexpr int kLayout = 7;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
+constexpr int kLayout = 8;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
@@ -91,6 +91,15 @@ struct {
   int (*delete_tensor)(void*);
   int (*data_ptr)(void*, void**);
   WrapTensor wrap;
+  // The rest of the shim: a tensor's sizes and so on, for operators of TorchScript. All of them, or none.
+  int (*sizes)(void*, int64_t**);
+  int (*strides)(void*, int64_t**);
+  int (*dim)(void*, int64_t*);
+  int (*dtype)(void*, int32_t*);
+  int (*device_type)(void*, int32_t*);
+  int (*another)(void*, void**);  // one more handle of the same tensor
+  void (*fail)(const char* function, const char* file, uint32_t line, const char* message);  // throws a c10::Error
+  uint32_t dtype_words[64];       // DLPack's dtypes by torch's numbers; 0 where there is none
   int (*num_threads)();
   void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
   void (*gomp_barrier)();

@@ -146,17 +146,24 @@ bool requires_grad(PyObject* o) {  // an error counts as yes
   return answer != Py_False;
 }
 
+bool has_plain_keys(const char* impl) {
+  uint64_t keys = *(const uint64_t*)(impl + torch.keys_offset);
+  for (int i = 0; i < torch.n_plain_keys; i++) {
+    if (torch.plain_keys[i] == keys) return true;
+  }
+  return false;
+}
+
+// Where a TensorImpl can be read and asked without Python.
+bool impl_is_plain(const char* impl, bool grad) { return !(grad && torch.impl_requires_grad(impl)) && has_plain_keys(impl); }
+
 bool tensor_is_plain(PyObject* o, bool grad) {
   if (torch.keys_offset < 0) {
     return !(grad && requires_grad(o)) && truth(PyObject_CallOneArg(torch.plain_tensor, o));
   }
   const char* impl = *(const char* const*)((const char*)o + torch.impl_offset);
   if (grad && (torch.impl_requires_grad ? torch.impl_requires_grad(impl) : requires_grad(o))) return false;
-  uint64_t keys = *(const uint64_t*)(impl + torch.keys_offset);
-  for (int i = 0; i < torch.n_plain_keys; i++) {
-    if (torch.plain_keys[i] == keys) return true;
-  }
-  return false;
+  return has_plain_keys(impl);
 }
 
 bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch.tensor || Py_TYPE(o) == torch.parameter; }

@@ -279,18 +279,19 @@ inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
   }
 }
 
-// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
-PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
-              int32_t* status) {
+// Allocates and runs. `p`, the stream after the guards, moves to the results, which the caller takes before it drops the
+// outputs. False, with the outputs dropped, and with `*status` set or a Python error.
+bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts, int32_t* status) {
   Needs need;
-  if (!prepare(k, p, f, need)) return nullptr;
+  if (!prepare(k, p, f, need)) return false;
   size_t bytes = need.temporary + need.scratch * size_t(need.threads);
   Memory held;
   char* base = bytes ? take_memory(bytes, ts, held) : nullptr;
   if (bytes && !base) {
     held.release();
     drop_outputs(f, k->n_buffers);
-    return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
+    if (!PyErr_Occurred()) PyErr_NoMemory();
+    return false;
   }
   if (need.temporary) place_temporaries(k, f, base);
   if (need.work >= kReleaseWork) {
@@ -301,7 +302,15 @@ PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const
     *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
   }
   held.release();
-  PyObject* out = *status ? nullptr : results(p, f, args);
+  if (*status) drop_outputs(f, k->n_buffers);
+  return !*status;
+}
+
+// Allocates, runs and wraps. `p` is the stream after the guards. Null with `*status` set, or with a Python error.
+PyObject* run(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, ThreadState& ts,
+              int32_t* status) {
+  if (!execute(k, p, f, ts, status)) return nullptr;
+  PyObject* out = results(p, f, args);
   drop_outputs(f, k->n_buffers);
   return out;
 }
