@@ -13,12 +13,12 @@ from fuser.cpu.nest import Nest, constant_text, storage_type
 from fuser.cpu.segments import find_edges
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, expr
+from fuser.ops import JOINING, LOGIC, TURNING
 from fuser.scheduler.plan import Store
 
 SHORTEST, LONGEST = 4, 256  # bytes of a row
+_OF_MASKS = (*JOINING, "!")
 _BYTES = (torch.bool, torch.uint8, torch.int8)
-_JOINED = {f"{kind}_{name}": sign for kind in ("logical", "bitwise") for name, sign in zip(("and", "or", "xor"), "&|^")}
-_TURNED = ("logical_not", "bitwise_not")
 _FIRST = """\
 #if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__BMI2__)
 #define FUSER_MASKS 1
@@ -68,7 +68,7 @@ class BitsLoop:
         self.masks: set[int] = set(self.edges)
         for n in self.rows:
             row = self.plan.rows[n]
-            if row.op in (*_JOINED, "logical_not") and all(a in self.masks or not nest.is_full(a) for a in row.args):
+            if row.traits.sign in _OF_MASKS and all(a in self.masks or not nest.is_full(a) for a in row.args):
                 self.masks.add(n)
         self.size = min((nest.dtypes[s.buffer].itemsize for s in self.stores), default=0)
         self.lanes = 64 // max(1, self.size)
@@ -93,7 +93,8 @@ class BitsLoop:
         row = self.plan.rows[n]
         if n in self.masks:
             return True
-        if not self._is_moved(n) or any(a in self.masks for a in row.args[1 if row.op in ("where", "load") else 0 :]):
+        data = row.args[1:] if row.op == "load" or row.traits.chooses else row.args
+        if not self._is_moved(n) or any(a in self.masks for a in data):
             return False
         if row.op == "load":
             own = self.nest.dtypes[row.attr[0]]
@@ -102,10 +103,10 @@ class BitsLoop:
             known = not row.args or row.args[0] in self.masks or not self.nest.is_full(row.args[0])
             plain = not indirect_rows(row) and n not in self.nest.guarded and n not in self.nest.parts
             return same and known and plain and (along == ONE or (along == expr(-1) and not row.args))
-        if row.op == "where":
+        if row.traits.chooses:
             return row.args[0] in self.masks or not self.nest.is_full(row.args[0])
         alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
-        return row.op in ("round_to", "identity") or (alike and row.op in (*_JOINED, *_TURNED))
+        return row.op == "round_to" or row.traits.copies or (alike and row.traits.sign in LOGIC)
 
     def emit(self, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names."""
@@ -138,19 +139,19 @@ class BitsLoop:
             return f"{'' if before else '~'}fuser_first({place} - start - k)"
         if n in self.masks:
             args = [self._mask(a) for a in row.args]
-            return f"~{args[0]}" if row.op == "logical_not" else f" {_JOINED[row.op]} ".join(args)
+            return f" {row.traits.sign} ".join(args) if row.traits.sign in JOINING else f"~{args[0]}"
         if row.op == "load":
             mask = f"some & {self._mask(row.args[0])}" if row.args else "some"
             back = self.nest.step(row.attr[1][0]) != ONE
             text = f"{kind}_back(from{n} - k, length - k)" if back else f"{kind}_load(from{n} + k, {mask})"
             return f"({kind})({text} != 0) & 1" if row.dtype is torch.bool else text
-        if row.op == "where":
+        if row.traits.chooses:
             _, a, b = row.args
             return f"{kind}_pick({self._mask(row.args[0])}, {self._data(a, n, kind)}, {self._data(b, n, kind)})"
         args = [self._data(a, n, kind) for a in row.args]
-        if row.op in _JOINED:
-            return f" {_JOINED[row.op]} ".join(args)
-        if row.op in _TURNED:
+        if row.traits.sign in JOINING:
+            return f" {row.traits.sign} ".join(args)
+        if row.traits.sign in TURNING:
             return f"{args[0]} ^ 1" if row.dtype is torch.bool else f"~{args[0]}"
         return args[0]
 

@@ -36,16 +36,16 @@ class BlockedScan(ChainedScan):
 
     def element(self) -> torch.dtype | None:
         """What blocks consist of; None where the helpers have no such scan, or its order would show."""
-        kind, dtype = self.ordered.how.removeprefix("arg"), self.plan.rows[self.value_row()].dtype
-        if kind in ("max", "min"):
+        spec, dtype = SCANS[self.ordered.how], self.plan.rows[self.value_row()].dtype
+        if spec.extreme:
             return dtype if dtype in _SUFFIX else torch.int32
-        if dtype is torch.float32 and kind in ("sum", "prod"):
+        if dtype is torch.float32 and spec.helper:
             return None if self.dtypes[self.plan.stores[0].buffer] is torch.float64 else dtype
-        return torch.int64 if kind == "sum" and not dtype.is_floating_point else None
+        return torch.int64 if spec.adds and not dtype.is_floating_point else None
 
     def _is_cut(self, axis: Axis) -> bool:
         """As of chains; products never: two chunks' may be 0 and infinite where their product is neither."""
-        return self.ordered.how == "sum" and axis.hint >= LONG and super()._is_cut(axis)
+        return SCANS[self.ordered.how].adds and axis.hint >= LONG and super()._is_cut(axis)
 
     def _choose_lanes(self) -> int:
         return BLOCK
@@ -91,7 +91,7 @@ class BlockedScan(ChainedScan):
             self.out.add(f"for (i64 c = u - chunk; c < u; ++c) acc = {step};")
 
     def _is_extreme(self) -> bool:
-        return self.ordered.how.removeprefix("arg") in ("max", "min")
+        return bool(SCANS[self.ordered.how].extreme)
 
     def _block(self, inner: list[int], stores: bool) -> None:
         """Compute, scan and store one block."""
@@ -118,7 +118,7 @@ class BlockedScan(ChainedScan):
         arguments = f"{source}, count, acc, {to.get(False, f'({kind}*)0')}"
         if self._is_extreme():
             arguments += f", place, v0, {to.get(True, '(i64*)0')}"
-        name = f"fuser_{'scan' if stores else 'total'}_{self.ordered.how.removeprefix('arg')}_{_SUFFIX[element]}"
+        name = f"fuser_{'scan' if stores else 'total'}_{SCANS[self.ordered.how].helper}_{_SUFFIX[element]}"
         self.out.add(f"{name}({arguments});")
         for place, s in goals.items():
             if to[place] in OWN and s not in self.results:

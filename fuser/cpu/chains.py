@@ -55,7 +55,7 @@ class ChainedScan(Scan):
 
         Extremes wait for nothing: they seldom change, which the machine foresees.
         """
-        if self.ordered.how not in ("sum", "prod", "logaddexp"):
+        if SCANS[self.ordered.how].extreme:
             return False
         shows = self.dtypes[self.plan.stores[0].buffer] is torch.float64
         return not shows and axis.hint >= LONG and math.prod(a.hint for a in self.kept) < FEW_ROWS

@@ -7,14 +7,8 @@ import math
 import torch
 
 from fuser.ir.loop_body import Row
-from fuser.ops import ELEMENTARY
 from fuser.scheduler.plan import KernelPlan
 
-# Operators whose result is one of their arguments, zero, or one with another sign.
-KEEPING = frozenset({"maximum", "minimum", "fmax", "fmin", "where", "neg", "abs", "relu", "copysign", "identity"})
-# Operators whose NaN is an argument's, made quiet, or the machine's own, of which one bit below the exponent is set.
-# So is that of the package's elementary functions: powers of two, by which they scale, are made with a mantissa of 0.
-COMPUTING = frozenset({"add", "sub", "mul", "div", "reciprocal", "sqrt", "fma"}) | ELEMENTARY
 SMALL = frozenset({torch.bool, torch.int8, torch.uint8})  # whole numbers of at most eight bits
 WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}
 
@@ -40,10 +34,10 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -
     if row.op == "const":
         value = torch.tensor(float(row.attr), dtype=torch.float64)
         return bool((value.to(dtype).double() == value).item())
-    if row.op == "mul" and dtype is torch.bfloat16:
+    if row.traits.sign == "*" and dtype is torch.bfloat16:
         a, b = row.args
         return (_doubles(plan.rows[a]) and b in found) or (_doubles(plan.rows[b]) and a in found)
-    return row.op in KEEPING and found.issuperset(_chosen(row))
+    return bool(row.traits.selects) and found.issuperset(_chosen(row))
 
 
 def _doubles(row: Row) -> bool:
@@ -54,8 +48,8 @@ def _doubles(row: Row) -> bool:
 
 
 def _chosen(row: Row) -> tuple[int, ...]:
-    """The arguments of a keeping operator of which one is its result."""
-    return row.args[1:] if row.op == "where" else row.args[:1] if row.op == "copysign" else row.args
+    """The arguments of a selecting operator of which one is its result."""
+    return tuple(row.args[k] for k in row.traits.selects)
 
 
 def tame_rows(plan: KernelPlan) -> frozenset[int]:
@@ -63,7 +57,8 @@ def tame_rows(plan: KernelPlan) -> frozenset[int]:
 
     Adding up to 0x8000 to such a NaN's bits does not carry: rounded to bfloat16 like a number, it stays that NaN. NaNs
     of bfloat16 are such, as are those that processors make of no NaN (0x7fc00000 or 0xffc00000), and an operator
-    with a NaN for an argument gives that one with its quiet bit set. NaNs of float32, of half (whose ten bits reach
+    with a NaN for an argument gives that one with its quiet bit set (`OpRow.plain_nan`; so do the package's
+    elementary functions, whose powers of two have a mantissa of 0). NaNs of float32, of half (whose ten bits reach
     down to bit 13), of float64 and of approximated functions may have any bits.
     """
     found: set[int] = set()
@@ -82,9 +77,9 @@ def _is_tame(plan: KernelPlan, row: Row, found: set[int]) -> bool:
         return row.attr is torch.bfloat16 or row.args[0] in found
     if row.op == "to_dtype":
         return row.attr in WHOLE
-    if row.op in KEEPING:
+    if row.traits.selects:
         return found.issuperset(_chosen(row))
-    return row.op in COMPUTING and found.issuperset(row.args)
+    return row.traits.plain_nan and found.issuperset(row.args)
 
 
 __all__ = ["exact_rows", "tame_rows"]

@@ -47,7 +47,7 @@ class HalvesNest(PartsNest):
                 found.append(edge)
             elif not self.is_full(n) and not self.is_lane(n):
                 found.append((True, f"({self.ref(n)} ? 1LL << 62 : -(1LL << 62))"))
-            elif self.is_full(n) and self.plan.rows[n].op in ("logical_and", "bitwise_and"):
+            elif self.is_full(n) and self.plan.rows[n].traits.sign == "&":
                 pending += self.plan.rows[n].args
             else:
                 return []

@@ -98,8 +98,9 @@ class LaneLoop:
         return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None
 
     def _cell(self, row: Row, args: tuple[str, ...]) -> str | None:
-        kind = row.dtype if row.op == "where" else self.plan.rows[row.args[0]].dtype if row.args else row.dtype
-        if any(self.plan.rows[a].dtype is not kind for a in (row.args[1:] if row.op == "where" else row.args)):
+        kinds = [self.plan.rows[a].dtype for a in row.args[row.traits.typed :]]
+        kind = kinds[0] if kinds else row.dtype
+        if any(k is not kind for k in kinds):
             return None
         return cpp_lanes(row.op, kind, *args)
 

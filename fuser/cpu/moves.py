@@ -35,7 +35,7 @@ def _unfit_rows(plan: KernelPlan, found: dict[int, torch.dtype]) -> list[int]:
 def _sources(plan: KernelPlan, n: int) -> list[int]:
     """The rows, constants apart, one of whose values row `n` has as it is; none if it computes."""
     row = plan.rows[n]
-    args = row.args[1:] if row.op == "where" else row.args if row.op == "round_to" else ()
+    args = row.args[1:] if row.traits.chooses else row.args if row.op == "round_to" else ()
     return [a for a in args if plan.rows[a].op != "const"]
 
 

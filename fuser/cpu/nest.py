@@ -22,7 +22,6 @@ from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 _ZEROS = ("0.0", "0", "False")
-_WINS = {"maximum": ">", "minimum": "<"}  # extremes, by the comparison that the first value has to win
 TILE_COLUMNS = 128
 TILE_STRIDE = TILE_COLUMNS + 16  # so that the rows of a tile do not all lie in the same sets of the cache
 ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
@@ -210,8 +209,8 @@ class Nest:
             return f"{args[0]} ? {text} : {zero}" if args else text
         if n in self.moved:
             args = [self._bits(a, self.moved[n]) for a in row.args]
-            return f"{args[0]} ? {args[1]} : {args[2]}" if row.op == "where" else args[0]
-        if row.op == "where" and self._is_zero_already(row):
+            return f"{args[0]} ? {args[1]} : {args[2]}" if row.traits.chooses else args[0]
+        if row.traits.chooses and self._is_zero_already(row):
             return args[1]
         if row.op == "scalar":
             return f"f[{self.bindings.floats[row.attr]}]"
@@ -223,9 +222,9 @@ class Nest:
         if row.op == "round_to":
             tame = row.args[0] in self.tame
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
-        if row.op in _WINS and row.dtype.is_floating_point and not self.is_full(row.args[0]):
-            return f"FUSER_BOUND({args[0]}, {_WINS[row.op]}, {args[1]})"
-        return cpp_cell(row.op, self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype, *args)
+        if row.traits.wins and row.dtype.is_floating_point and not self.is_full(row.args[0]):
+            return f"FUSER_BOUND({args[0]}, {row.traits.wins}, {args[1]})"
+        return cpp_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, *args)
 
     def _is_zero_already(self, row: Row) -> bool:
         """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""

@@ -168,7 +168,7 @@ class Scan(OrderedNest):
             x = cpp_convert(self.plan.rows[value].dtype, kind, self.ref(value))
             self.out.add(f"const {CPP_TYPES[kind]} x = {x};")
         step = cpp_step(self.ordered.how, kind, acc, "x")
-        if self.vector is None and self.ordered.how in _LOSES:
+        if self.vector is None and spec.extreme:
             self._take_extreme()
         elif spec.index:
             self.out.add(f"const bool better = {step};")
@@ -189,13 +189,13 @@ class Scan(OrderedNest):
 
     def _take_extreme(self) -> None:
         """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
-        better = f"!(x {_LOSES[self.ordered.how]} acc)"
+        better = f"!(x {_LOSES[SCANS[self.ordered.how].extreme]} acc)"
         if self.accumulator().is_floating_point:  # NaN stays but for another NaN
             better += " && (acc == acc || x != x)"
         also = f" at = {self._here()};" if SCANS[self.ordered.how].index else ""
         self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
 
 
-_LOSES = {"max": "<", "argmax": "<", "min": ">", "argmin": ">"}
+_LOSES = {">": "<", "<": ">"}  # how a value loses, by how it wins
 
 __all__ = ["OrderedNest", "Scan", "Scatter"]

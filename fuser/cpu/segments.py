@@ -14,13 +14,13 @@ from fuser.cpu.parts import LONGEST
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
+from fuser.ops import LOGIC
 
 SHORTEST = 256  # elements of a vector axis that is worth it
 MOST_CUTS = 6
 FARTHEST = 1 << 60
-_AFTER = {"lt": 0, "ge": 0, "le": 1, "gt": 1}  # where a comparison with an index on the left changes, after its bound
-_SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
-_LOGICAL = frozenset({"logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or"})
+_AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
+_SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def find_segments(nest: Nest) -> Segments | None:
             rows.append(n)
         elif not nest.is_full(n):
             continue
-        elif row.op in _LOGICAL and all(a in rows or not nest.is_full(a) for a in row.args):
+        elif row.traits.sign in LOGIC and all(a in rows or not nest.is_full(a) for a in row.args):
             rows.append(n)
     loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, rows)]
     return Segments(tuple(rows), tuple(places), tuple(loads)) if loads and len(places) <= MOST_CUTS else None
@@ -67,7 +67,8 @@ def find_edges(nest: Nest) -> dict[int, tuple[bool, str]]:
 
 def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
     """Whether a comparison of an index holds before the place along the vector axis where it changes; the place."""
-    if row.op not in _AFTER:
+    sign = row.traits.sign
+    if sign not in _AFTER:
         return None
     for at, (own, other) in enumerate((row.args, row.args[::-1])):
         index = nest.plan.rows[own]
@@ -77,8 +78,8 @@ def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
         v, e = nest.vector.sym, index.attr
         if nest.step(e) != ONE:
             continue
-        op = row.op if at == 0 else _SWAPPED[row.op]
-        return op in ("lt", "le"), f"{_bound(nest, other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[op]}"
+        sign = sign if at == 0 else _SWAPPED[sign]
+        return sign in ("<", "<="), f"{_bound(nest, other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[sign]}"
     return None
 
 

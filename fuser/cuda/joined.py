@@ -155,7 +155,7 @@ class _Walking:
         value = f"acc{k}"
         if nest.layout.dims[ROWS].block > 1:
             adds = REDUCTIONS[r.kind].adds
-            fold = f"tl.sum({value}, 0)" if adds else f"tl.reduce({value}, 0, fuser_combine_{r.kind})"
+            fold = f"tl.sum({value}, 0)" if adds else f"tl.reduce({value}, 0, {REDUCTIONS[r.kind].folder})"
             value = f"{fold}[None, :]"
         at = expr(CHUNK) * results
         for a in nest.layout.dims[COLUMNS].axes:

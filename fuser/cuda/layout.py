@@ -131,10 +131,10 @@ def online_phases(plan: KernelPlan) -> dict[int, Online]:
 def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
     """The maximum `m` of some float32 `x` if `total` sums `exp(x - m)`."""
     e = plan.rows[total.row]
-    if not REDUCTIONS[total.kind].adds or e.op not in ("exp", "exp_down") or e.dtype is not torch.float32:
+    if not REDUCTIONS[total.kind].adds or not e.traits.exponential or e.dtype is not torch.float32:
         return None
     difference = plan.rows[e.args[0]]
-    if difference.op != "sub":
+    if difference.traits.sign != "-":
         return None
     x, m = difference.args
     if plan.rows[m].op != "reduced":
@@ -225,7 +225,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     sizes += [dtypes[s.buffer].itemsize for s in plan.stores]
     total = product(a.size for a in axes)
     elements, guards = _pointwise_class(total, vector.size if others else None, sizes, ctx)
-    if any(r.op.startswith("philox_") for r in plan.rows) and sizes and min(sizes) == 1 < max(sizes):
+    if any(r.traits.draw is not None for r in plan.rows) and sizes and min(sizes) == 1 < max(sizes):
         elements = min(elements, tiles.DRAWN_ELEMENTS)
     elements = min(max(tiles.scaled(elements, ctx.variant.outer), 128), tiles.MOST_ELEMENTS)
     warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)

@@ -93,7 +93,7 @@ def find_product(plan: KernelPlan) -> Product:
         raise Unsupported("what follows reads the matmul's results elsewhere than where it puts its own")
     (a,), (b,) = loads
     readers = [i for i, r in enumerate(plan.rows) if a in r.args or b in r.args or {a, b} & set(indirect_rows(r))]
-    if len(readers) != 1 or plan.rows[readers[0]].op != "mul" or set(plan.rows[readers[0]].args) != {a, b}:
+    if len(readers) != 1 or plan.rows[readers[0]].traits.sign != "*" or set(plan.rows[readers[0]].args) != {a, b}:
         raise Unsupported("the matmul's operands are read by what follows")
     if plan.rows[a].args or plan.rows[b].args:
         raise Unsupported("the matmul is computed for a part of what follows")

@@ -16,7 +16,7 @@ from fuser.cuda.layout import (
     pointwise_layout,
     reduction_layout,
 )  # fmt: skip
-from fuser.cuda.random import DRAWS, NEIGHBOURS, find_quads, least_word
+from fuser.cuda.random import EACH, NEIGHBOURS, find_quads, least_word
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, is_checked
@@ -34,13 +34,6 @@ from fuser.ops import (
     triton_store,
 )  # fmt: skip
 from fuser.scheduler.plan import KernelPlan, Reduce, Store
-
-_EXACT = frozenset({"load", "const", *DRAWS})  # values that have no error yet
-_ZERO_OF_ZEROS = frozenset({"to_dtype", "mul", "add", "abs"})
-# Ops that turn a small error of a float into a large one of something else.
-_STEEP = frozenset(
-    "floor ceil round trunc frac eq ne lt le gt ge sign heaviside floor_div trunc_div remainder fmod nextafter".split()
-)
 
 
 @dataclass(frozen=True)
@@ -94,10 +87,8 @@ class Nest:
         for row in self.plan.rows:
             if row.op == "to_dtype" and row.attr.is_floating_point and not row.dtype.is_floating_point:
                 return False
-            if row.op in _STEEP and any(
-                self.plan.rows[a].dtype.is_floating_point and self.plan.rows[a].op not in _EXACT
-                for a in row.args
-            ):
+            args = [self.plan.rows[a] for a in row.args]
+            if row.traits.steep and any(a.dtype.is_floating_point and not _has_no_error(a) for a in args):
                 return False
         return True
 
@@ -200,19 +191,18 @@ class Nest:
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
                 return triton_convert(torch.float32, row.attr, args[0])
-            case "philox_uniform" | "philox_even" | "philox_odd":
-                return f"fuser_unit_float(w{n})"
-            case "ge" | "lt" if self.plan.rows[row.args[0]].op == "philox_uniform":
-                least = self.least_word(row)
-                if least is not None:
-                    return f"w{row.args[0]} {'>=' if row.op == 'ge' else '<'} tl.full([], {least}, tl.uint32)"
-        dtype = self.plan.rows[row.args[0]].dtype if row.op != "where" else row.dtype
-        return triton_cell(row.op, dtype, self.fast, *args)
+        if row.traits.draw is not None:
+            return f"fuser_unit_float(w{n})"
+        if row.traits.sign in (">=", "<") and self.plan.rows[row.args[0]].traits.draw == EACH:
+            least = self.least_word(row)
+            if least is not None:
+                return f"w{row.args[0]} {row.traits.sign} tl.full([], {least}, tl.uint32)"
+        return triton_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, self.fast, *args)
 
     def random_words(self, n: int) -> str:
         """The 32-bit words that the random numbers of row `n` are made of."""
         seed, stream, place = (f"t{a}" for a in self.plan.rows[n].args)
-        pair, own = DRAWS[self.plan.rows[n].op]
+        pair, own = self.plan.rows[n].traits.draw or EACH
         quads = self.quads.get(n)
         if quads is None:
             return f"fuser_philox_word({seed}, {stream}, {own.format(place)})"
@@ -235,7 +225,7 @@ class Nest:
         self.emitted.add(n)
         if row.op == "pair":
             return
-        if row.op in DRAWS:
+        if row.traits.draw is not None:
             self.out.add(f"w{n} = {self.random_words(n)}")
         if row.op != "indirect":
             self.out.add(f"t{n} = {self.value(n)}")
@@ -381,7 +371,7 @@ class Nest:
         row, inner = self.plan.rows[n], len(self.layout.dims) - 1
         if row.op == "load":
             return inner in self.expr_dims(row.attr[1][0])
-        return row.op in _ZERO_OF_ZEROS and all(map(self.is_zero_outside, row.args))
+        return (row.op == "to_dtype" or row.traits.keeps_zero) and all(map(self.is_zero_outside, row.args))
 
     def fold(self, r: Reduce, values: str, indices: str) -> str:
         """The expression that reduces a tile along its last dim."""
@@ -394,8 +384,8 @@ class Nest:
             how = "min" if spec.identity(acc) else "max"
             return f"(tl.{how}(({values}).to(tl.int32), {axis}) != 0){back}"
         if spec.index:
-            return f"tl.reduce(({values}, {indices}), {axis}, fuser_combine_{r.kind})[1]{back}"
-        return f"tl.reduce({values}, {axis}, fuser_combine_{r.kind}){back}"
+            return f"tl.reduce(({values}, {indices}), {axis}, {spec.folder})[1]{back}"
+        return f"tl.reduce({values}, {axis}, {spec.folder}){back}"
 
     def result(self, n: int, r: Reduce, values: str, indices: str) -> None:
         """The `reduced` row `n`."""
@@ -411,9 +401,9 @@ class Nest:
         """An index of the extreme value: the extreme first, then the lowest index that has it; NaN is extreme."""
         axis = len(self.layout.dims) - 1
         back = "[:, None]" if axis else ""
-        k, kind = r.number, REDUCTIONS[r.kind].value
+        k, folder = r.number, REDUCTIONS[REDUCTIONS[r.kind].value].folder
         self.out.add(f"x{k} = {values}")
-        self.out.add(f"best{k} = tl.reduce(x{k}, {axis}, fuser_combine_{kind}){back}")
+        self.out.add(f"best{k} = tl.reduce(x{k}, {axis}, {folder}){back}")
         same = f"(x{k} == best{k})"
         if self.spec(r)[2].is_floating_point:
             same = f"tl.where(best{k} != best{k}, x{k} != x{k}, x{k} == best{k})"
@@ -422,11 +412,15 @@ class Nest:
         self.out.add(f"t{n} = {triton_convert(self.index_dtype, self.plan.rows[n].dtype, lowest)}")
 
 
+def _has_no_error(row: Row) -> bool:
+    return row.op in ("load", "const") or row.traits.draw is not None
+
+
 def _bounds(plan: KernelPlan, contiguous: Collection[Sym]) -> set[int]:
     """Rows that are fixed for a launch, and end a mask along neighbours in memory."""
     out = set()
     for row in plan.rows:
-        if row.op in ("lt", "ge") and all(plan.rows[a].op == "index" for a in row.args):
+        if row.traits.sign in ("<", ">=") and all(plan.rows[a].op == "index" for a in row.args):
             moving, fixed = row.args
             if plan.varies[moving].intersection(contiguous) and not plan.varies[fixed]:
                 out.add(fixed)

@@ -15,8 +15,7 @@ from fuser.ir.sizes import ONE, Expr, coefficient, expr
 from fuser.scheduler.plan import KernelPlan
 
 NEIGHBOURS = 4
-# By op, which of a pair's two words it takes (2: each element its own), and the place of that.
-DRAWS = {"philox_uniform": (2, "{0}"), "philox_even": (0, "{0} & -2"), "philox_odd": (1, "{0} | 1")}
+EACH = (2, "{0}")  # of `OpRow.draw`: each element has a word of its own
 _BITS: int = 24  # of a word that make a number
 
 
@@ -32,7 +31,7 @@ def find_quads(plan: KernelPlan, layout: Layout, hint: Callable[[Expr], int]) ->
     """By row, how neighbours of the tile share blocks; rows that are not there have a block for each element."""
     found = {}
     for n, row in enumerate(plan.rows):
-        quads = _quads(plan, layout, row, hint) if row.op in DRAWS else None
+        quads = _quads(plan, layout, row, hint) if row.traits.draw is not None else None
         if quads is not None:
             found[n] = quads
     return found

@@ -138,7 +138,7 @@ class Scan(Nest):
         self.start = triton_number(spec.identity(self.acc), self.acc)
         if self.acc.itemsize < 4:
             self.acc = torch.int32
-        self.function = f"fuser_combine_{self.kind.removeprefix('arg')}"
+        self.function = spec.folder
 
     @property
     def dtypes_scanned(self) -> tuple[torch.dtype, ...]:

@@ -13,10 +13,9 @@ from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.errors import Unsupported
 from fuser.ir.sizes import ONE, Sym, coefficient
-from fuser.ops import triton_store
+from fuser.ops import REDUCTIONS, triton_store
 from fuser.scheduler.plan import KernelPlan, Store
 
-ATOMICS = {"sum": "tl.atomic_add", "max": "tl.atomic_max", "min": "tl.atomic_min"}
 Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
 
 
@@ -58,7 +57,7 @@ class Scatter(Nest):
         masked = f", {mask}" if mask else ""
         if not how:
             self.out.add(f"tl.store({target}, {value}{masked})")
-        elif how in ATOMICS:
-            self.out.add(f"{ATOMICS[how]}({target}, {value}{masked}, sem='relaxed')")
+        elif REDUCTIONS[how].atomic:
+            self.out.add(f"{REDUCTIONS[how].atomic}({target}, {value}{masked}, sem='relaxed')")
         else:
             raise Unsupported(f"no atomic operation combines by {how!r}")

@@ -293,7 +293,7 @@ def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> N
             axis = len(nest.layout.dims) - 1
             back = "[:, None]" if axis else ""
             pair = f"(acc{r.number}, at{r.number})"
-            nest.out.add(f"v{r.number}, j{r.number} = tl.reduce({pair}, {axis}, fuser_combine_{r.kind})")
+            nest.out.add(f"v{r.number}, j{r.number} = tl.reduce({pair}, {axis}, {REDUCTIONS[r.kind].folder})")
             index = nest.params.pointer(f"{name}_i{r.number}")
             nest.out.add(f"tl.store({index} + ({address}), j{r.number}{back}.to(tl.int64){masked})")
             value = f"v{r.number}{back}"

@@ -141,7 +141,7 @@ def reduce(
         return row.eval(value.to(accumulator), dims, keepdim) if dims else value.to(accumulator)
     if index is None:
         raise VerifyError(f"{kind} reduces values without an index: expected pairs")
-    best = (torch.amax if kind == "argmax" else torch.amin)(value, dims, True) if dims else value
+    best = (torch.amax if row.extreme == ">" else torch.amin)(value, dims, True) if dims else value
     wins = (value == best) | (value.isnan() & best.isnan() if value.dtype.is_floating_point else False)
     places = torch.where(wins, index, NO_INDEX)
     return torch.amin(places, dims, keepdim) if dims else places

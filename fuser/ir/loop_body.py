@@ -20,7 +20,7 @@ import torch
 
 from fuser.errors import Unsupported
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
-from fuser.ops import OPS
+from fuser.ops import NO_OP, OPS, OpRow
 
 LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -50,6 +50,11 @@ class Row:
     args: tuple[int, ...]
     dtype: torch.dtype
     attr: Any = None
+
+    @property
+    def traits(self) -> OpRow:
+        """The table's row of an op; of all other rows one without traits."""
+        return OPS.get(self.op, NO_OP)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, Scatter, TensorBox
 from fuser.ir.sizes import Expr
 from fuser.lowering.context import LoweringContext
+from fuser.ops import REDUCTIONS
 
 Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
 Change = Callable[[Value], Value]
@@ -53,10 +54,10 @@ class Target:
                 raise Unsupported(reason)
             if combine:
                 own = self._plan_atomics()
-        elif dtype is torch.bool and combine in ("sum", "prod"):
-            raise Unsupported(f"a scatter that combines masks by {combine}")
-        elif dtype in LOW_PRECISION and combine in ("sum", "prod"):
-            own = torch.float32
+        elif combine and not REDUCTIONS[combine].idempotent:
+            if dtype is torch.bool:
+                raise Unsupported(f"a scatter that combines masks by {combine}")
+            own = torch.float32 if dtype in LOW_PRECISION else dtype
         plain = own is dtype and self.into is _same
         if plain and reuse is not None and _is_free(ctx, reuse):
             self.box = _taken(ctx, reuse)
@@ -67,10 +68,11 @@ class Target:
     def _plan_atomics(self) -> torch.dtype:
         """Choose `into` and `back`; the dtype of the memory."""
         own = torch.float32 if self.dtype in LOW_PRECISION else torch.int32 if self.dtype in NARROW else self.dtype
-        if own not in DIRECT or self.combine not in ("sum", "max", "min"):
+        row = REDUCTIONS[self.combine]
+        if own not in DIRECT or not row.atomic:
             raise Unsupported(f"no atomic operation combines {self.dtype} by {self.combine!r}")
-        if own.is_floating_point and self.combine != "sum":
-            negated = self.combine == "min"
+        if own.is_floating_point and row.extreme:
+            negated = row.extreme == "<"
             self.combine = "max"
             self.into = lambda v: _nan_above_all(ops.neg(v) if negated else v)
             self.back = ops.neg if negated else _same

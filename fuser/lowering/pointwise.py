@@ -52,10 +52,6 @@ DIVIDING = {"fmod": "fmod", "remainder": "remainder"}
 COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
 TESTS = {"isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite", "signbit": "signbit"}  # result is bool
 LOGICAL = {"logical_and": "logical_and", "logical_or": "logical_or", "logical_xor": "logical_xor"}
-# Eager's float64 is off by up to 1e-6 between 2 and 20, where its two formulas meet; kernels have the exact value.
-UNLIKE_EAGER = frozenset({"j0", "j1", "y0", "y1"})
-WHOLE_IS_UNCHANGED = frozenset({"floor", "ceil", "trunc", "frac", "round"})
-
 OF_BOOLS = {"fmax": "maximum", "fmin": "minimum", "heaviside": "maximum"}  # what they are for bool
 
 Body = Callable[..., Value]
@@ -117,9 +113,9 @@ def is_known(value: Any) -> bool:
 def _unary(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, x: Operand) -> TensorBox:
         dtype = result_dtype(ctx)
-        if name in UNLIKE_EAGER and dtype is torch.float64:
+        if dtype in OPS[name].inexact:
             raise Unsupported("eager's own values in float64 are right to 1e-6, and kernels have others")
-        if (name in WHOLE_IS_UNCHANGED and not dtype.is_floating_point) or (name == "sign" and dtype is torch.bool):
+        if (OPS[name].keeps_integers and not dtype.is_floating_point) or (name == "sign" and dtype is torch.bool):
             return elementwise(ctx, [x], lambda v: v)
         return elementwise(ctx, [x], lambda v: ops.call(name, v))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import lanes_cpp, pointwise, random, reductions, scans, special
+from fuser.ops import pointwise, random, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
@@ -22,7 +22,20 @@ from fuser.ops.cells import (
     wrap_int,
 )
 from fuser.ops.prelude import PRELUDE, helpers_in, prelude_for
-from fuser.ops.table import ALL, BOOL, FLOATS, INTS, NO_INDEX, OpRow, ReductionRow, ScanRow
+from fuser.ops.table import (
+    ALL,
+    BOOL,
+    FLOATS,
+    INTS,
+    JOINING,
+    LOGIC,
+    NO_INDEX,
+    SAME,
+    TURNING,
+    OpRow,
+    ReductionRow,
+    ScanRow,
+)
 from fuser.ops.triton_cells import (
     TRITON_POINTERS,
     TRITON_TYPES,
@@ -38,7 +51,7 @@ from fuser.ops.triton_helpers import triton_prelude
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS, *random.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
-ELEMENTARY = lanes_cpp.FUNCTIONS  # functions of float32 that are inline and exist for scalars and for vectors
+NO_OP = OpRow("", 0, torch.clone, None)  # the traits of rows that are no op of the table: none
 SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 
 
@@ -61,10 +74,9 @@ def cpp_lanes(name: str, dtype: torch.dtype, *args: str) -> str | None:
 
     Arguments should be names of vectors; a source with such expressions has `#if FUSER_LANES` around them.
     """
-    own = lanes_cpp.OWN.get(dtype, {}).get(name)
-    if own is not None:
-        return own.format(*args)
-    return cpp_cell(name, dtype, *args) if name in lanes_cpp.SAME.get(dtype, ()) else None
+    row = OPS.get(name)
+    cell = row.lanes(dtype) if row is not None and callable(row.lanes) else None
+    return cpp_cell(name, dtype, *args) if cell == SAME else cell.format(*args) if cell is not None else None
 
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
@@ -113,16 +125,19 @@ __all__ = [
     "BOOL",
     "CPP_TYPEDEFS",
     "CPP_TYPES",
-    "ELEMENTARY",
     "FLOAT8",
     "FLOATS",
     "INTS",
+    "JOINING",
+    "LOGIC",
     "LOW",
     "NO_INDEX",
+    "NO_OP",
     "OPS",
     "PRELUDE",
     "REDUCTIONS",
     "SCANS",
+    "TURNING",
     "OpRow",
     "ReductionRow",
     "ScanRow",

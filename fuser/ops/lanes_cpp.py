@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from fuser.ops import float_cpp, inverse_cpp
 
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
@@ -297,35 +295,3 @@ FUSER_FN lanes_f fuser_lanes_NAME_f32(lanes_f x) {{
 for _name, _turn in (("sin", "0u"), ("cos", "1u")):
     _text = _SINE.replace("NAME", _name).replace("TURN", _turn)
     HELPERS[f"fuser_lanes_{_name}_f32"] = f"#if FUSER_LANES\n{_text}#endif\n"
-
-_ON_FLAGS = "logical_and logical_or logical_xor where identity"
-# Operators by dtype of their arguments (of `where`, of its values) whose cells read the same with vectors for scalars.
-SAME = {
-    torch.float32: frozenset(f"add sub mul div neg fmax fmin isnan eq ne lt le gt ge {_ON_FLAGS}".split()),
-    torch.bool: frozenset(f"bitwise_and bitwise_or bitwise_xor {_ON_FLAGS}".split()),
-}
-OWN = {
-    torch.float32: {
-        "abs": "fuser_lanes_abs({0})",
-        "maximum": "fuser_lanes_maximum({0}, {1})",
-        "minimum": "fuser_lanes_minimum({0}, {1})",
-        "relu": "{0} < 0.0f ? (lanes_f){{}} : {0}",
-        "reciprocal": "1.0f / {0}",
-        "fma": "FUSER_LANES_FMA({0}, {1}, {2})",
-        **{name: f"fuser_lanes_{name}_f32({{0}})" for name in FUNCTIONS},
-        "atan2": "fuser_lanes_atan2_f32({0}, {1})",
-        "sin": "fuser_lanes_sin_f32({0})",
-        "cos": "fuser_lanes_cos_f32({0})",
-        "round": "FUSER_LANES_ROUND({0}, 0)",
-        "floor": "FUSER_LANES_ROUND({0}, 1)",
-        "ceil": "FUSER_LANES_ROUND({0}, 2)",
-        "trunc": "FUSER_LANES_ROUND({0}, 3)",
-        "frac": "{0} - FUSER_LANES_ROUND({0}, 3)",
-        "trunc_div": "FUSER_LANES_ROUND({0} / {1}, 3)",
-        "sqrt": "FUSER_LANES_SQRT({0})",
-        "rsqrt": "1.0f / FUSER_LANES_SQRT({0})",
-        "copysign": "fuser_lanes_copysign({0}, {1})",
-        "logical_not": "{0} == 0.0f",
-    },
-    torch.bool: {"logical_not": "{0} == 0", "bitwise_not": "{0} == 0"},
-}

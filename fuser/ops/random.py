@@ -157,17 +157,20 @@ ROWS = (
     OpRow(
         "philox_uniform", 3, philox_uniform, "fuser_philox_word({0}, {1}, {2}, {2})",
         "fuser_unit_float(fuser_philox_word({0}, {1}, {2}))", (torch.int64,), result=torch.float32, cost=40,
+        draw=(2, "{0}"),
         notes="float32 in [0, 1) of seed, stream and place: the upper 24 bits of a word of Philox4x32-10; a quarter of "
         "the place is the counter.",
     ),
     OpRow(
         "philox_even", 3, philox_even, "fuser_philox_word({0}, {1}, {2}, {2} & 2)",
         "fuser_unit_float(fuser_philox_word({0}, {1}, {2} & -2))", (torch.int64,), result=torch.float32, cost=40,
+        draw=(0, "{0} & -2"),
         notes="`philox_uniform` at the even place of the pair of neighbours.",
     ),
     OpRow(
         "philox_odd", 3, philox_odd, "fuser_philox_word({0}, {1}, {2}, {2} | 1)",
         "fuser_unit_float(fuser_philox_word({0}, {1}, {2} | 1))", (torch.int64,), result=torch.float32, cost=40,
+        draw=(1, "{0} | 1"),
         notes="`philox_uniform` at the odd place of the pair of neighbours.",
     ),
 )  # fmt: skip

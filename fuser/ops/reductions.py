@@ -90,18 +90,19 @@ _BETTER_MAX, _BETTER_MIN = (f"fuser_better_{n}({{0}}, {{1}}, {{2}}, {{3}})" for 
 ROWS = (
     ReductionRow(
         "sum", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _wide, "({0} + {1})", adds=True, pointwise="add",
-        wraps="+",
+        wraps="+", folder="fuser_combine_sum", atomic="tl.atomic_add",
     ),
     ReductionRow(
         "prod", _dim_by_dim(torch.prod), lambda _: 1, MUL, _wide, "({0} * {1})", pointwise="mul", wraps="*",
+        folder="fuser_combine_prod",
     ),
     ReductionRow(
         "max", lambda x, d, k: torch.amax(x, d, k), smallest, _MAX, _same, by(*_TRITON_MAX), cost=2, idempotent=True,
-        extreme=">", pointwise="maximum",
+        extreme=">", pointwise="maximum", folder="fuser_combine_max", atomic="tl.atomic_max",
     ),
     ReductionRow(
         "min", lambda x, d, k: torch.amin(x, d, k), largest, _MIN, _same, by(*_TRITON_MIN), cost=2, idempotent=True,
-        extreme="<", pointwise="minimum",
+        extreme="<", pointwise="minimum", folder="fuser_combine_min", atomic="tl.atomic_min",
     ),
     ReductionRow(
         "any", lambda x, d, k: torch.any(x.bool(), d, k), lambda _: False, "{0} | {1}", _to_bool, "({0} | {1})",
@@ -113,10 +114,10 @@ ROWS = (
     ),
     ReductionRow(
         "argmax", _index(torch.argmax), smallest, _replaces(">"), _same, _BETTER_MAX, NUMBERS, torch.int64, True, 4,
-        overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max",
+        overtakes=_overtakes("<=", ">"), idempotent=True, extreme=">", value="max", folder="fuser_combine_argmax",
     ),
     ReductionRow(
         "argmin", _index(torch.argmin), largest, _replaces("<"), _same, _BETTER_MIN, NUMBERS, torch.int64, True, 4,
-        overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min",
+        overtakes=_overtakes(">=", "<"), idempotent=True, extreme="<", value="min", folder="fuser_combine_argmin",
     ),
 )  # fmt: skip

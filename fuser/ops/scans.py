@@ -30,13 +30,26 @@ _MAX = by(f"{_MORE} ? {{1}} : {{0}}", "{1} > {0} ? {1} : {0}", "{0} | {1}")
 _MIN = by(f"{_LESS} ? {{1}} : {{0}}", "{1} < {0} ? {1} : {0}", "{0} & {1}")
 
 ROWS = (
-    ScanRow("sum", torch.cumsum, lambda _: 0, ADD, _wide),
-    ScanRow("prod", torch.cumprod, lambda _: 1, MUL, _wide),
+    ScanRow("sum", torch.cumsum, lambda _: 0, ADD, _wide, adds=True, helper="sum", folder="fuser_combine_sum"),
+    ScanRow("prod", torch.cumprod, lambda _: 1, MUL, _wide, helper="prod", folder="fuser_combine_prod"),
     ScanRow(
-        "logaddexp", torch.logcumsumexp, lambda _: -math.inf, "fuser_logaddexp_in_order_{D}({0}, {1})", _wide, FLOATS
+        "logaddexp", torch.logcumsumexp, lambda _: -math.inf, "fuser_logaddexp_in_order_{D}({0}, {1})", _wide, FLOATS,
+        folder="fuser_combine_logaddexp",
     ),
-    ScanRow("max", lambda x, d: x.cummax(d)[0], smallest, _MAX, _same),
-    ScanRow("min", lambda x, d: x.cummin(d)[0], largest, _MIN, _same),
-    ScanRow("argmax", lambda x, d: x.cummax(d)[1], smallest, by(_MORE, "{1} >= {0}", "{1} >= {0}"), _same, index=True),
-    ScanRow("argmin", lambda x, d: x.cummin(d)[1], largest, by(_LESS, "{1} <= {0}", "{1} <= {0}"), _same, index=True),
+    ScanRow(
+        "max", lambda x, d: x.cummax(d)[0], smallest, _MAX, _same, extreme=">", place="argmax", helper="max",
+        folder="fuser_combine_max",
+    ),
+    ScanRow(
+        "min", lambda x, d: x.cummin(d)[0], largest, _MIN, _same, extreme="<", place="argmin", helper="min",
+        folder="fuser_combine_min",
+    ),
+    ScanRow(
+        "argmax", lambda x, d: x.cummax(d)[1], smallest, by(_MORE, "{1} >= {0}", "{1} >= {0}"), _same, index=True,
+        extreme=">", value="max", helper="max", folder="fuser_combine_max",
+    ),
+    ScanRow(
+        "argmin", lambda x, d: x.cummin(d)[1], largest, by(_LESS, "{1} <= {0}", "{1} <= {0}"), _same, index=True,
+        extreme="<", value="min", helper="min", folder="fuser_combine_min",
+    ),
 )  # fmt: skip

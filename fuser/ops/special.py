@@ -7,11 +7,24 @@ from collections.abc import Callable
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops.pointwise import by_width
+from fuser.ops import lanes_cpp
+from fuser.ops.pointwise import by_width, in_lanes
 from fuser.ops.table import FLOATS, INTS, Cell, OpRow
 
 _TANH = by_width("fuser_tanh({0})", "libdevice.tanh({0})")
 _SIGMOID = by_width("fuser_sigmoid({0})", "(1.0 / (1.0 + libdevice.exp(-{0})))")
+
+
+_FAST = {
+    "exp": "libdevice.exp2({0} * 1.4426950408889634)",
+    "exp_down": "libdevice.exp2({0} * 1.4426950408889634)",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sigmoid": "libdevice.fast_dividef(1.0, 1.0 + libdevice.exp2({0} * -1.4426950408889634))",
+    "tanh": "fuser_tanh_fast({0})",
+    "erf": "fuser_erf_fast({0})",
+    "normal_cdf": "fuser_normal_cdf_fast({0})",
+}
 
 
 def _unary(
@@ -22,9 +35,12 @@ def _unary(
     cost: int = 20,
     ulps: float = 2.0,
 ) -> OpRow:
+    inline = name in lanes_cpp.FUNCTIONS  # the package's own text, for scalars and for vectors
     return OpRow(
         name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton or f"libdevice.{name}({{0}})", FLOATS,
-        cost=cost, domain=domain, ulps=ulps,
+        cost=cost, domain=domain, ulps=ulps, plain_nan=inline, exponential=name in ("exp", "exp_down"),
+        lanes=in_lanes(f"fuser_lanes_{name}_f32({{0}})") if inline or name in ("sin", "cos") else None,
+        fast=_FAST.get(name, ""),
     )  # fmt: skip
 
 
@@ -39,6 +55,7 @@ ELEMENTARY = (
         cost=8,
         domain=(0.0, 9.0),
         ulps=2.0,
+        lanes=in_lanes("1.0f / FUSER_LANES_SQRT({0})"),
     ),
     _unary("exp", torch.exp, (-90.0, 90.0), cost=10),
     _unary("exp_down", torch.exp, (-87.0, 0.0), "libdevice.exp({0})", 9),  # of what is at most 0, or NaN
@@ -74,7 +91,7 @@ BINARY = (
     *(
         OpRow(
             name, 2, eval, f"fuser_{name}_{{D}}({{0}}, {{1}})", triton, FLOATS, cost=cost, ulps=2.0,
-            jumps=name == "atan2",
+            jumps=name == "atan2", lanes=in_lanes("fuser_lanes_atan2_f32({0}, {1})") if name == "atan2" else None,
         )
         for name, eval, triton, cost in (
             ("atan2", torch.atan2, "libdevice.atan2({0}, {1})", 30),
@@ -130,9 +147,11 @@ def _ndtri(dtype: torch.dtype) -> str:
 
 _ONE_WIDTH: dict[str, Cell] = {"ndtri": _ndtri}
 
+# Eager's float64 is off by up to 1e-6 between 2 and 20, where its two formulas meet; kernels have the exact value.
+_MEETING = ("j0", "j1", "y0", "y1")
 BESSEL = tuple(
     OpRow(name, 1, eval, _ONE_WIDTH.get(name, f"fuser_{name}_{{D}}({{0}})"), None, FLOATS, cost=cost,
-        domain=domain, ulps=8.0,
+        domain=domain, ulps=8.0, inexact=(torch.float64,) if name in _MEETING else (),
     )  # fmt: skip
     for name, eval, cost, domain in (
         ("j0", _sp.bessel_j0, 65, (-60.0, 60.0)),

@@ -27,6 +27,9 @@ ALL = (*FLOATS, *INTS, *BOOL)
 # wraps, {I} the integer as wide as a float, {D} the helpers' suffix for its dtype (f32, i64, …), {f} the suffix of the
 # C maths functions ("f" or "").
 Cell = str | Callable[[torch.dtype], str | None] | None
+SAME = "="  # in `lanes`: the cell for scalars reads the same with vectors
+JOINING, TURNING = ("&", "|", "^"), ("!", "~")
+LOGIC = (*JOINING, *TURNING)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,22 @@ class OpRow:
     ulps: most units in the last place that its float results may be off; 0 means the same bits as eager.
     extra: facts that lowerings ask for, such as {"int_zero_div": True} (see `notes`).
     jumps: whether a float result jumps, so that an argument's last bit decides between results that are far apart.
+
+    Traits, which generators and the scheduler ask for; no op is known to them by its name:
+    sign: the arithmetic ("+" "-" "*" "/"), comparison ("<" …) or logic ("&" "|" "^" "!" "~") that the op is.
+    selects: the arguments of which the result is one, as it is, negated, or replaced by zero.
+    copies: whether the result is the only argument itself.
+    wins: of extremes, the comparison that the first argument must win.
+    plain_nan: whether a NaN among the results is an argument's, made quiet, or the machine's own.
+    keeps_zero: whether the result is zero where all arguments are.
+    steep: whether a small error of a float argument can make a large one of the result.
+    exponential: whether it is exp, if only on part of the numbers.
+    draw: of random numbers, which of a pair's two words is taken (2: each place has its own), and the place of that.
+    keeps_integers: whether an integer is its own result.
+    inexact: dtypes in which eager's own results are off, so that kernels leave them to ATen.
+    lanes: C++ on explicit vectors, by the arguments' dtype (of `where`, the values'): float32, or bool for flags;
+      `SAME`, or None where there is none.
+    fast: Triton for float32 by the hardware's approximations, where all results are rounded to a half.
     """
 
     name: str
@@ -60,11 +79,34 @@ class OpRow:
     extra: dict[str, Any] = field(default_factory=dict)
     ulps: float = 0.0
     jumps: bool = False
+    sign: str = ""
+    selects: tuple[int, ...] = ()
+    copies: bool = False
+    wins: str = ""
+    plain_nan: bool = False
+    keeps_zero: bool = False
+    steep: bool = False
+    exponential: bool = False
+    draw: tuple[int, str] | None = None
+    keeps_integers: bool = False
+    inexact: tuple[torch.dtype, ...] = ()
+    lanes: Callable[[torch.dtype], str | None] | None = None
+    fast: str = ""
 
     @property
     def decides(self) -> bool:
         """Whether floats are compared or made whole: their last bits decide the result."""
         return self.jumps or self.result != "same"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the first argument is a condition, which chooses one of the others."""
+        return self.signature.startswith("b") and bool(self.selects)
+
+    @property
+    def typed(self) -> int:
+        """The number of an argument of the row's dtype."""
+        return max(self.signature.find("t"), 0)
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype when the row's arguments have compute dtype `dtype`."""
@@ -91,6 +133,8 @@ class ReductionRow:
     value: of `index` rows, the reduction whose result is the value at the index.
     pointwise: the op that folds two values, with the new value first for extremes; "" if there is none.
     wraps: the C++ operator that folds whole vectors of unsigned integers; "" where `combine` takes vectors.
+    folder: the Triton function that joins two accumulators; "" if there is none.
+    atomic: the Triton function that combines a value with what is in memory; "" if there is none.
     """
 
     name: str
@@ -111,6 +155,8 @@ class ReductionRow:
     value: str = ""
     pointwise: str = ""
     wraps: str = ""
+    folder: str = ""
+    atomic: str = ""
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype for an input of compute dtype `dtype`."""
@@ -125,6 +171,11 @@ class ScanRow:
     combine: the new accumulator from ({0} accumulator, {1} value), both of the accumulator's dtype. For `index` rows, a
       bool: whether the value's place is the new result.
     eval: (tensor of compute dtype, dim) -> tensor.
+    adds: whether it is a sum: chunks of a row may be added up apart.
+    extreme: the comparison that a value must win, or draw, to be the new result; "" if none decides.
+    value: of `index` rows, the scan whose results are the values at the places; place: of that one, the `index` row.
+    helper: what helpers of blocks are called after (see `scans_cpp`); "" if there are none.
+    folder: the Triton function that joins two values.
     """
 
     name: str
@@ -134,6 +185,12 @@ class ScanRow:
     accumulate: Callable[[torch.dtype], torch.dtype]
     dtypes: tuple[torch.dtype, ...] = ALL
     index: bool = False
+    adds: bool = False
+    extreme: str = ""
+    value: str = ""
+    place: str = ""
+    helper: str = ""
+    folder: str = ""
 
 
 NO_INDEX = 2**63 - 1

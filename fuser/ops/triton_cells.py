@@ -43,27 +43,13 @@ TRITON_POINTERS: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "*u8",
     torch.float8_e5m2: "*u8",
 }
-# Where all results are rounded to a half, the hardware's own approximations (2 ulp of float32) are exact enough.
-FAST_CELLS = {
-    "div": "({0} / {1})",
-    "reciprocal": "(1.0 / {0})",
-    "sqrt": "tl.sqrt({0})",
-    "exp": "libdevice.exp2({0} * 1.4426950408889634)",
-    "exp_down": "libdevice.exp2({0} * 1.4426950408889634)",
-    "log": "tl.log({0})",
-    "log2": "tl.log2({0})",
-    "sigmoid": "libdevice.fast_dividef(1.0, 1.0 + libdevice.exp2({0} * -1.4426950408889634))",
-    "tanh": "fuser_tanh_fast({0})",
-    "erf": "fuser_erf_fast({0})",
-    "normal_cdf": "fuser_normal_cdf_fast({0})",
-}
 _ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
 
 
 def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = False) -> str:
     """The Triton template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
-    if fast and dtype is torch.float32 and row.name in FAST_CELLS and isinstance(row, OpRow):
-        return FAST_CELLS[row.name]
+    if fast and dtype is torch.float32 and isinstance(row, OpRow) and row.fast:
+        return row.fast
     cell = row.triton
     if callable(cell):
         cell = cell(dtype)

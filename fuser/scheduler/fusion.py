@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
+from fuser.ops import SCANS
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.nodes import Node, scanned_rows
 
@@ -79,8 +80,9 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
 def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Verdict:
     """On the CPU the scans for extremes and for their places are one, of the same values in the same loops."""
     first = kernel.nodes[0]
-    kinds = sorted(n.ordered.how for n in (first, node) if n.ordered is not None and n.ordered.kind == "scan")
-    same = len(kernel.nodes) == 1 and kinds in (["argmax", "max"], ["argmin", "min"])
+    kinds = [n.ordered.how for n in (first, node) if n.ordered is not None and n.ordered.kind == "scan"]
+    same = len(kernel.nodes) == 1 and len(kinds) == 2 and SCANS[kinds[0]].value == kinds[1] != ""
+    same |= len(kernel.nodes) == 1 and len(kinds) == 2 and SCANS[kinds[0]].place == kinds[1] != ""
     if ctx.device_type != "cpu" or not same or first.domain != node.domain or scanned_rows(first) != scanned_rows(node):
         return Verdict(None, "a scatter or a scan runs alone")
     matching = Matching(kernel.axes.copy(), node.sizes())

@@ -11,6 +11,7 @@ from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, put_in_order,
 from fuser.ir.loop_body import Row, compute_dtype, indirect_rows
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
+from fuser.ops import REDUCTIONS, SCANS
 from fuser.scheduler.plan import KernelPlan, Reduce
 
 
@@ -131,7 +132,9 @@ def _put_ordered(
         if plan.ordered.kind == "scatter":
             put_in_order(target, [address], value, plan.ordered.how)
             continue
-        how = plan.ordered.how if plan.rows[s.row].op == "pair" else plan.ordered.how.removeprefix("arg")
+        how = plan.ordered.how
+        if plan.rows[s.row].op != "pair":
+            how = SCANS[how].value or how
         along = scanned(how, value.reshape(*kept, -1), len(kept))
         target[address] = along.reshape(domain).to(target.dtype)
 
@@ -148,7 +151,7 @@ def _reduced(
     row = rows[r.row]
     index = values[row.args[1]].expand(domain) if row.op == "pair" else None
     value = values[r.row].expand(domain)
-    if r.kind.startswith("arg") and index is None:
+    if REDUCTIONS[r.kind].index and index is None:
         raise VerifyError(f"{r.kind} reduces {row.op}: expected a pair")
     return reduce(r.kind, value, index, dims, keepdim=True).to(dtype)
 

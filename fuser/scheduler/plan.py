@@ -30,7 +30,7 @@ from fuser.ir.sizes import (
     symbols,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
-from fuser.ops import REDUCTIONS
+from fuser.ops import REDUCTIONS, SCANS
 from fuser.scheduler.fusion import Kernel
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 
@@ -180,7 +180,7 @@ def _ordered_plan(
     """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes."""
     rows, stores, _ = _live(builder)
     if ordered.kind == "scan" and any(rows[row].op == "pair" for _, _, row in stores):
-        ordered = replace(ordered, how=f"arg{ordered.how.removeprefix('arg')}")
+        ordered = replace(ordered, how=SCANS[ordered.how].place or ordered.how)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     address = stores[0][1]
     lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]
