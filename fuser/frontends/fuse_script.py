@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from fuser import forks, notices
 from fuser.errors import InputError, Unsupported
 from fuser.frontends.script_direct import Direct, direct_call
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
+from fuser.runtime import launcher
 
 Script = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
 _C: Any = torch._C
@@ -118,6 +120,13 @@ class FusedFunction(_Function):  # type: ignore[misc]
         return self
 
 
+@functools.cache
+def _native_class(native: Any) -> type:
+    """FusedFunction with the usual calls made by the native launcher: positional arguments, no autocast, no modes."""
+    call = native.script_call(_call, FusedFunction.__call__)
+    return type("FusedFunction", (FusedFunction,), {"__slots__": (), "__call__": call, "__module__": __name__})
+
+
 class _Defaults:
     """The defaults of a signature, by position and by name."""
 
@@ -135,10 +144,15 @@ def _fused_function(script: Any) -> Any:
     script = script.original if isinstance(script, FusedFunction) else script
     fused = _fused(script.inlined_graph, False)
     made = _C._create_function_from_graph(script.name, fused.graph)
-    made.__class__ = FusedFunction
+    native: Any = launcher.native()
+    made.__class__ = FusedFunction if native is None else _native_class(native)
     defaults = _Defaults(script.schema.arguments)
     made.original, made.fusion, made.defaults = script, fused, defaults if defaults.values else None
-    made.direct = direct_call(fused)
+    direct = made.direct = direct_call(fused)
+    if native is not None and direct is not None:
+        made.quick = native.direct(direct.handle, direct.letters, direct.order) or "no native handle"
+    elif not defaults.values:
+        made.quick = None  # a call is that of the function made here
     made.__doc__ = script.__doc__
     return made
 

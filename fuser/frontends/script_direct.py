@@ -15,6 +15,7 @@ from fuser.frontends.script_fusion import Fused
 _TYPES: dict[str, tuple[type, ...]] = {
     "TensorType": (torch.Tensor, torch.nn.Parameter), "IntType": (int,), "FloatType": (float,), "BoolType": (bool,),
 }  # fmt: skip
+_LETTERS = {"TensorType": "t", "IntType": "i", "FloatType": "f", "BoolType": "b"}
 _MOST_TENSORS = 6  # of a call that may have parameters among them: their types are listed
 
 
@@ -29,6 +30,8 @@ class Direct:
     handle: Callable[..., Any]
     chosen: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     kinds: frozenset[tuple[type, ...]]
+    letters: str  # the same types for the native launcher, which makes the call itself
+    order: tuple[int, ...]
 
 
 def direct_call(fused: Fused) -> Direct | None:
@@ -44,7 +47,8 @@ def direct_call(fused: Fused) -> Direct | None:
     if any(k not in _TYPES for k in kinds):
         return None
     order = [inputs.index(v) for v in taken]
-    return Direct(fused.groups[0].operator.handle, _choice(order, len(inputs)), _allowed(kinds))
+    letters = "".join(_LETTERS[k] for k in kinds)
+    return Direct(fused.groups[0].operator.handle, _choice(order, len(inputs)), _allowed(kinds), letters, tuple(order))
 
 
 def _returns(graph: Any, call: Any, rest: Sequence[Any]) -> bool:

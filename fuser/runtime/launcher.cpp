@@ -84,6 +84,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   Py_XINCREF(torch.settings);
   torch.limit_name = PyUnicode_InternFromString("pool_limit_bytes");
   torch.idle_name = PyUnicode_InternFromString("pool_idle_seconds");
+  torch.quick_name = PyUnicode_InternFromString("quick");
   torch.library_limit_name = PyUnicode_InternFromString("library_limit");
   PyObject* capsule = object(table, "dlpack");
   PyObject* flag = object(table, "requires_grad");
@@ -242,6 +243,11 @@ PyMethodDef module_methods[] = {
     {"scripted", module_scripted, METH_VARARGS,
      "scripted(handle, kinds, results): a handle as an operator of TorchScript, with a letter of `tifb` for each argument:"
      " its number, which is that operator's last argument, and the address of what runs it; None if that cannot be."},
+    {"direct", module_direct, METH_VARARGS,
+     "direct(handle, kinds, order): how to call a handle in place of a script whose arguments are of these kinds; the "
+     "handle takes those at the positions `order`. None if that cannot be."},
+    {"script_call", module_script_call, METH_VARARGS,
+     "script_call(plain, other): `__call__` of fused scripts, whose `quick` is from the function above, None, or not there."},
     {"unscripted", module_unscripted, METH_O, "unscripted(number): that operator may be called no more"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
@@ -253,7 +259,7 @@ PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_launcher", "The native
 }  // namespace
 
 PyMODINIT_FUNC PyInit__launcher() {
-  if (!ready_handle_type()) return nullptr;
+  if (!ready_handle_type() || !ready_script_types()) return nullptr;
   PyObject* m = PyModule_Create(&module_definition);
   if (!m) return nullptr;
   PyModule_AddIntConstant(m, "LAYOUT", kLayout);

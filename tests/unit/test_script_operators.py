@@ -1,7 +1,8 @@
-"""Groups inside a script's branches and loops: the native operator, its Python stand-in, and what they give back."""
+"""Calls of fused scripts, and of groups inside branches and loops: by the native launcher, and its Python stand-ins."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import threading
@@ -9,12 +10,14 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fuser
 from fuser.frontends import script_operators
+from fuser.frontends.fuse_script import FusedFunction
 from fuser.runtime import launcher
 from tests.unit.test_fuse_script import assert_alike, error_line
+from tests.unit.test_torchscript_programs import outcome
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::UserWarning"),
@@ -158,3 +161,53 @@ def test_what_the_launcher_does_not_take():
     assert native.scripted(launcher.make_handle(lambda a, s: a), "x", 1) is None
     for wrong in (3, torch.empty(2, device="meta"), torch.empty(2).to_sparse()):
         assert not native.reads_alike(wrong)
+
+
+# -- scripts called by the launcher ------------------------------------------------------------------------------------
+def plain(x: Tensor, y: Tensor):
+    return torch.relu(x * y + 1)
+
+
+def numbers(y: Tensor, n: int, x: Tensor, a: float, flag: bool):
+    return (x * a + n).tanh() * y, (x > a) == flag
+
+
+def with_defaults(x: Tensor, y: Tensor, a: float = 0.5):
+    return torch.relu(x * y + a)
+
+
+_X = torch.linspace(-2, 2, 12).view(3, 4)
+CALLS = {
+    plain: [(_X, _X), (_X, _X[0]), (_X,), (_X, _X, _X), (_X, 2.0), (_X, None), (_X, nn.Parameter(_X))],
+    numbers: [(_X, 2, _X, 0.5, True), (_X, True, _X, 1, False), (_X, 2.0, _X, 0.5, True), (_X, 2, _X, 0.5, 1), ()],
+    with_defaults: [(_X, _X), (_X, _X, 2.0), (_X, _X, 3), (_X,)],
+    several: [(_X, _X, 0.5, 1, True), (_X, _X, 1, True, False), (_X, _X, 0.5, 0, True)],
+}
+NAMED = {
+    plain: [((_X,), {"y": _X}), ((), {"y": _X, "x": _X[:1]}), ((_X,), {"z": _X})],
+    with_defaults: [((_X,), {"y": _X}), ((_X, _X), {"a": 2.0}), ((_X, _X, 1.0), {"a": 2.0})],
+}
+
+
+@pytest.mark.parametrize("by", ["launcher", "python"])
+@pytest.mark.parametrize("program", list(CALLS), ids=lambda p: p.__name__)
+def test_every_way_to_call(program, by, monkeypatch):
+    if by == "python":
+        monkeypatch.setattr(launcher, "_native", None)
+    script, fused = torch.jit.script(program), fused_of(program)
+    assert isinstance(fused, FusedFunction) and (type(fused) is FusedFunction) == (by == "python")
+    assert str(fused.schema) == str(script.schema)
+    contexts = (
+        contextlib.nullcontext, torch.no_grad, torch.inference_mode, lambda: torch.device("cpu"),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: fuser.config.override(enabled=False),
+    )  # fmt: skip
+    for context in contexts:
+        for args, kwargs in (*((args, {}) for args in CALLS[program]), *NAMED.get(program, ())):
+            with context():
+                want, expected = outcome(lambda *a, k=kwargs: script(*a, **k), args)
+                got, error = outcome(lambda *a, k=kwargs: fused(*a, **k), args)
+            assert type(error) is type(expected), (args, error, expected)
+            if expected is None:
+                assert_alike(got, want)
+                leaves = torch.utils._pytree.tree_leaves
+                assert [t.requires_grad for t in leaves(got)] == [t.requires_grad for t in leaves(want)]

@@ -107,7 +107,7 @@ struct {
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
   PyObject *py_empty_strided, *py_warm, *py_scratch, *plain_tensor, *plain_context, *encode, *py_is_whole, *forward_ad, *level_name;
-  PyObject *settings, *limit_name, *idle_name, *library_limit_name;  // config's values by name; null: the pool's own limits
+  PyObject *settings, *limit_name, *idle_name, *library_limit_name, *quick_name;  // config's values by name; null: the pool's own limits
 } torch;
 
 // NVIDIA's driver, as far as a launch needs it; found by the first GPU kernel's library.

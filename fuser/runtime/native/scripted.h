@@ -256,4 +256,133 @@ PyObject* module_unscripted(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
+// -- Fused scripts, as Python calls them ------------------------------------------------------------------------------
+// How to call a handle in place of a script: the script's arguments by kind, and the handle's by their positions.
+struct Direct {
+  PyObject_HEAD
+  Handle* handle;
+  PyObject* text;     // holds `kinds`
+  const char* kinds;  // as of `Scripted`
+  Py_ssize_t arguments, taken;
+  Py_ssize_t order[8];
+};
+
+void direct_dealloc(PyObject* self) {
+  Py_XDECREF(((Direct*)self)->handle);
+  Py_XDECREF(((Direct*)self)->text);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject DirectType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// What a class of fused scripts has for `__call__`: a script with a Direct as its `quick` runs that handle; others run
+// `plain(script, ...)` if their `quick` is None. `other(script, ...)` has all that is left, such as keywords.
+struct ScriptCall {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject *plain, *other;
+};
+
+bool is_kind(char kind, PyObject* o) {
+  if (kind == 't') return is_tensor(o);
+  return Py_TYPE(o) == (kind == 'i' ? &PyLong_Type : kind == 'f' ? &PyFloat_Type : &PyBool_Type);
+}
+
+// Null, without an error, where the script has to be asked.
+PyObject* call_direct(Direct* d, PyObject* const* args, Py_ssize_t n) {
+  if (n != d->arguments) return nullptr;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (!is_kind(d->kinds[i], args[i])) return nullptr;
+  }
+  PyObject* taken[8];
+  for (Py_ssize_t i = 0; i < d->taken; i++) taken[i] = args[d->order[i]];
+  Py_INCREF(d);
+  PyObject* out = handle_call((PyObject*)d->handle, taken, size_t(d->taken), nullptr);
+  Py_DECREF(d);
+  if (!out && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // the script says what is wrong, in its own words
+  return out;
+}
+
+PyObject* script_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  ScriptCall* c = (ScriptCall*)self;
+  Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+  PyObject* quick = nullptr;
+  if (n && !(names && PyTuple_GET_SIZE(names)) && context_is_plain(thread_state)) {
+    PyObject** dict = _PyObject_GetDictPtr(args[0]);
+    quick = dict && *dict ? PyDict_GetItemWithError(*dict, torch.quick_name) : nullptr;
+  }
+  if (quick == Py_None) return PyObject_Vectorcall(c->plain, args, size_t(n), nullptr);
+  if (quick && Py_TYPE(quick) == &DirectType) {
+    PyObject* out = call_direct((Direct*)quick, args + 1, n - 1);
+    if (out || PyErr_Occurred()) return out;
+  }
+  if (PyErr_Occurred()) return nullptr;
+  return PyObject_Vectorcall(c->other, args, nargsf, names);
+}
+
+void script_call_dealloc(PyObject* self) {
+  Py_XDECREF(((ScriptCall*)self)->plain);
+  Py_XDECREF(((ScriptCall*)self)->other);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* script_call_get(PyObject* self, PyObject* instance, PyObject*) {
+  if (instance && instance != Py_None) return PyMethod_New(self, instance);
+  Py_INCREF(self);
+  return self;
+}
+
+PyTypeObject ScriptCallType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool ready_script_types() {
+  DirectType.tp_name = "fuser.runtime._launcher.Direct";
+  DirectType.tp_basicsize = sizeof(Direct);
+  DirectType.tp_flags = Py_TPFLAGS_DEFAULT;
+  DirectType.tp_doc = "How to call a handle in place of a script; made by `direct`.";
+  DirectType.tp_dealloc = direct_dealloc;
+  ScriptCallType.tp_name = "fuser.runtime._launcher.ScriptCall";
+  ScriptCallType.tp_basicsize = sizeof(ScriptCall);
+  ScriptCallType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_HAVE_VECTORCALL;
+  ScriptCallType.tp_doc = "What a class of fused scripts has for __call__; made by `script_call`.";
+  ScriptCallType.tp_dealloc = script_call_dealloc;
+  ScriptCallType.tp_descr_get = script_call_get;
+  ScriptCallType.tp_call = PyVectorcall_Call;
+  ScriptCallType.tp_vectorcall_offset = offsetof(ScriptCall, vectorcall);
+  return PyType_Ready(&DirectType) == 0 && PyType_Ready(&ScriptCallType) == 0;
+}
+
+PyObject* module_direct(PyObject*, PyObject* arguments) {
+  PyObject *handle, *text, *order;
+  if (!PyArg_ParseTuple(arguments, "OUO!:direct", &handle, &text, &PyTuple_Type, &order)) return nullptr;
+  const char* kinds = PyUnicode_AsUTF8(text);
+  if (!kinds) return nullptr;
+  Py_ssize_t n = PyTuple_GET_SIZE(order);
+  if (Py_TYPE(handle) != &HandleType || kinds[strspn(kinds, "tifb")] || n > 8) Py_RETURN_NONE;
+  Direct* d = PyObject_New(Direct, &DirectType);
+  if (!d) return nullptr;
+  Py_INCREF(handle);
+  Py_INCREF(text);
+  d->handle = (Handle*)handle, d->text = text, d->kinds = kinds;
+  d->arguments = Py_ssize_t(strlen(kinds)), d->taken = n;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    d->order[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
+    if (d->order[i] >= 0 && d->order[i] < d->arguments) continue;
+    Py_DECREF(d);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "direct: a position is out of range");
+    return nullptr;
+  }
+  return (PyObject*)d;
+}
+
+PyObject* module_script_call(PyObject*, PyObject* arguments) {
+  PyObject *plain, *other;
+  if (!PyArg_ParseTuple(arguments, "OO:script_call", &plain, &other)) return nullptr;
+  ScriptCall* c = PyObject_New(ScriptCall, &ScriptCallType);
+  if (!c) return nullptr;
+  Py_INCREF(plain);
+  Py_INCREF(other);
+  c->vectorcall = script_call, c->plain = plain, c->other = other;
+  return (PyObject*)c;
+}
+
 }  // namespace
