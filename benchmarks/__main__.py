@@ -27,6 +27,7 @@ SUITES = {
     "singles": "some ninety single operators at 64 KB to 64 MB beside eager, with one thread and with all",
     "torchscript": "scripts with loops and branches beside their fused copies; the first call; memory over many calls",
     "aot": "an ahead-of-time file of GPT-2: the first result of a fresh process, and steady calls beside torch.compile",
+    "background": "microseconds of calls while a compiler hangs in the background; seconds to exit",
     "numerics": "what eager's very bits (numerics='eager') cost over numerics='fast', on chains of simple operators",
 }
 

@@ -32,6 +32,7 @@ settings: Any = config  # its attributes are made from a table
 KINDS: tuple[tuple[str, str], ...] = (
     ("library", r"cpu/[0-9a-f]{32}\.so"),
     ("plan", r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.plan"),
+    ("refusal", r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.refusal"),
     ("operators", r"plans/[0-9a-f]{32}\.operators"),
     ("flags", r"cpu/toolchain-[0-9a-f]{16}"),
     ("binary", r"cuda/[0-9a-f]{32}\.(cubin|json)"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser import config, forks, plans
+from fuser import config, elsewhere, forks, plans, refusals
 from fuser.canonical import CanonicalGraph, Registered, refs_of
 from fuser.cpu import toolchain
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
@@ -24,7 +24,7 @@ from fuser.runtime.spans import span
 
 if TYPE_CHECKING:
     from fuser.lowering.graph import Lowered
-    from fuser.lowering.survey import Survey
+    from fuser.refusals import Refusals
     from fuser.scheduler.schedule import Schedule
 
 
@@ -228,14 +228,28 @@ def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, A
 def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
     if "fuser.pipeline" not in sys.modules:
         known = plans.operators()
-        if known.issuperset(node.op for node in graph.calls):
-            return ()
+        others = [op for op in dict.fromkeys(node.op for node in graph.calls) if op not in known]
+        answers = {op: refusals.recall(_QUESTION.format(op)) for op in others} if known else {}
+        if known and None not in answers.values():
+            return _sentences(answers)
         from fuser import pipeline
 
         if not known:
             plans.keep_operators(pipeline.lowered_operators())
-    found = ((op, why_not_lowered([op])) for op in dict.fromkeys(node.op for node in graph.calls))
-    return tuple(reason if op in reason else f"{op}: {reason}" for op, reason in found if reason is not None)
+    else:
+        others = list(dict.fromkeys(node.op for node in graph.calls))
+    found = {op: why_not_lowered([op]) for op in others}
+    for op, reason in found.items():
+        if reason is not None and not config.check_ir and refusals.recall(_QUESTION.format(op)) is None:
+            refusals.remember(_QUESTION.format(op), reason)
+    return _sentences(found)
+
+
+_QUESTION = "why is {} not lowered?"
+
+
+def _sentences(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
+    return tuple(reason if op in reason else f"{op}: {reason}" for op, reason in reasons.items() if reason is not None)
 
 
 def why_not_lowered(operators: Iterable[str]) -> str | None:
@@ -299,6 +313,14 @@ def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend
     if kept is not None:
         COUNTS.add("restored")
         return kept
+    refused = refusals.find(key, spec.graph) if key is not None and machine is not None else None
+    if refused is not None and refused.reason is not None:
+        raise Unsupported(refused.reason)
+    if machine is not None and elsewhere.make(spec, args):
+        kept = plans.find(str(key), backend.library_of, elsewhere=False)
+        if kept is not None:
+            COUNTS.add("made")
+            return kept
     made = _make(spec, args, backend)
     if key is not None and machine is not None:
         plans.keep(key, made, {**plans.facts(spec, args), **backend.machine_facts()})
@@ -326,11 +348,31 @@ def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> S
     return pipeline.generate(spec.graph, args, backend)
 
 
-def find_refused(graph: CanonicalGraph, args: Sequence[Any]) -> Survey:
-    """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like."""
+def find_refused(spec: KernelSpec, args: Sequence[Any], reason: str | None = None) -> Refusals:
+    """Which calls of `spec` no kernel can make for arguments like `args`, and what each value is like.
+
+    `reason` is why the whole group has no kernel, as far as that depends on nothing but group and arguments. It is kept
+    with the result.
+    """
+    backend = find_backend(_device_type(args))
+    key = _refusal_key(spec, args, backend)
+    kept = refusals.find(key, spec.graph) if key is not None else None
+    if kept is None and key is not None and elsewhere.make(spec, args, refusals_only=True):
+        kept = refusals.find(key, spec.graph)
+    if kept is not None:
+        return kept.found
     from fuser import pipeline
 
-    return pipeline.find_refused(graph, args, find_backend(_device_type(args)))
+    found = pipeline.find_refused(spec.graph, args, backend)
+    if key is not None and isinstance(backend, KeepingBackend):
+        about = {**plans.facts(spec, args), **backend.machine_facts()}
+        refusals.keep(key, refusals.Refusal(reason, found), about)
+    return found
+
+
+def _refusal_key(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend | None) -> str | None:
+    machine = backend.machine() if isinstance(backend, KeepingBackend) and not config.check_ir else None
+    return plans.key_of(spec, args, machine) if machine is not None else None
 
 
 def _device_type(args: Sequence[Any]) -> str:

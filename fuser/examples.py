@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fuser.canonical import portable
 from fuser.errors import Unsupported
 from fuser.trials import PLAIN_TENSORS
 
@@ -26,6 +27,23 @@ def stand_in(found: Any) -> Any:
 
     with FakeTensorMode():
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def as_json(a: Any) -> Any:
+    """An argument's outline for another process. Unsupported if it is neither a tensor of the CPU nor a number."""
+    if isinstance(a, torch.Tensor) and a.device.type == "cpu":
+        return {"tensor": [str(a.dtype).removeprefix("torch."), list(a.shape), list(a.stride())]}
+    if type(a) not in (bool, int, float):
+        raise Unsupported("an argument that has no outline")
+    return portable.encode_value(a)
+
+
+def from_json(kept: Any) -> Any:
+    """The stand-in for an argument of which `as_json` wrote the outline."""
+    if not isinstance(kept, dict) or "tensor" not in kept:
+        return portable.decode_value(kept)
+    dtype, size, stride = kept["tensor"]
+    return stand_in((size, stride, portable.decode_value({"dtype": dtype}), torch.device("cpu")))
 
 
 def on(device_type: str, example: Any) -> Any:

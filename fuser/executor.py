@@ -306,9 +306,10 @@ class Executor:
 
     @functools.cached_property
     def _is_hopeless(self) -> bool:
-        from fuser.splitting import is_hopeless
+        from fuser import pipeline, splitting
+        from fuser.lowering.survey import Survey
 
-        return is_hopeless(self.spec.registered)
+        return splitting.is_hopeless(self.spec.registered, pipeline.refusals(self.spec.graph, Survey()))
 
     def _function(self, key: ArgSpec | None) -> Function:
         """What runs calls that no kernel takes: the group in pieces, or else all of it by ATen."""
@@ -335,16 +336,17 @@ class Executor:
             self._refused[form] = reason, function or self.spec.fallback
         return known
 
-    def _split(self, args: tuple[Any, ...]) -> Split | None:
+    def _split(self, args: tuple[Any, ...], why: Exception | None = None) -> Split | None:
         """The group in pieces around the calls that no kernel makes for arguments like `args`; None if that is no use.
 
-        Each piece is a group of its own, which may be split again.
+        `why` is what its compilation raised. Each piece is a group of its own, which may be split again.
         """
+        lasting = isinstance(why, Unsupported) and not isinstance(why, NotPrebuilt)
         try:
-            from fuser.splitting import split  # with all of lowering
+            from fuser.splitting import split
 
             with config.override(**dict(self.spec.config)):
-                found = compiler.find_refused(self.spec.graph, args)
+                found = compiler.find_refused(self.spec, args, reason_of(why) if why is not None and lasting else None)
                 if any(reason.startswith("eager raises") for reason in found.refused.values()):
                     return None
                 made = split(self.spec.registered, found, self._register_piece)
@@ -514,7 +516,7 @@ class Executor:
                 raise
             if not isinstance(e, Unsupported):
                 _say_once(reason_of(e))
-            self._splits[key] = self._split(args)
+            self._splits[key] = self._split(args, e)
             if isinstance(e, NotPrebuilt) and self._splits[key] is None:
                 _say_once(e.reason)
             raise

@@ -66,6 +66,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("libraries", "gauge", "libraries of CPU kernels that are loaded", launcher.loaded_libraries),
     Metric("compiles", "counter", "kernels that were lowered, scheduled and written as code", _counted("made")),
     Metric("restored", "counter", "kernels taken from an earlier process, without any of that", _counted("restored")),
+    Metric("lowerings", "counter", "times that a group, or a part of one, was lowered", _counted("lowerings")),
     Metric("failures", "counter", "kernels that could not be made", _counted("failed")),
     Metric("binaries_made", "counter", "libraries and GPU binaries made by a compiler", _counted("binaries_made")),
     Metric("binaries_found", "counter", "those of new kernels found on disk", _counted("binaries_found")),

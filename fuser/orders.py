@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from fuser import config, examples, forks
+from fuser import config, elsewhere, examples, forks
 from fuser.kernel_cache import KernelSpec
 from fuser.kernel_spec import ALIGNMENT, ArgSpec
 from fuser.runtime.background import COMPILERS, yielding
@@ -29,6 +29,13 @@ def in_background() -> bool:
 def wait(timeout: float | None = None) -> bool:
     """Wait until nothing is compiled in the background, for `timeout` seconds at most. Whether it is so."""
     return POOL.wait(timeout)
+
+
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """Disturb other threads as little as can be."""
+    with yielding(), elsewhere.preferred():
+        yield
 
 
 class Orders:
@@ -65,7 +72,7 @@ class Orders:
         """Do what was ordered; calls that ran by ATen meanwhile ask again. None, or why there is no kernel."""
         try:
             waits = settings["compile_mode"] == "wait"
-            with config.override(**settings), contextlib.nullcontext() if waits else yielding():
+            with config.override(**settings), contextlib.nullcontext() if waits else _beside():
                 return self._make(key, make_args(), have)
         finally:
             with self._lock:

@@ -15,10 +15,13 @@ from fuser import config
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalNode, Ref
 from fuser.errors import Unsupported
 from fuser.lowering import supports
-from fuser.lowering.graph import lower_graph
+from fuser.lowering.decisive import rounded_nodes
+from fuser.lowering.graph import lower_graph, may_share
 from fuser.lowering.host import is_host
 from fuser.lowering.registry import LOWERINGS
 from fuser.lowering.survey import Survey, alone, survey
+from fuser.refusals import Refusals
+from fuser.runtime.counting import COUNTS
 from fuser.runtime.spans import span
 from fuser.scheduler.schedule import schedule
 from fuser.scheduler.verifier import verify_lowered
@@ -35,6 +38,7 @@ def generate(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend)
 def _generate(
     graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
 ) -> Source:
+    COUNTS.add("lowerings")
     with span("lower"):
         lowered = lower_graph(graph, args, config.numerics, device_type)
     with span("schedule"):
@@ -49,12 +53,40 @@ def _numbers(args: Sequence[Any]) -> frozenset[int]:
     return frozenset(i for i, a in enumerate(args) if not isinstance(a, torch.Tensor))
 
 
-def find_refused(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Survey:
+def find_refused(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Refusals:
     """Which calls of `graph` no kernel can make for arguments like `args`, and what each value is like.
 
     First those that cannot be lowered; if there are none, those for which there is no code.
     """
-    graph = with_numbers(graph, _numbers(args))
+    COUNTS.add("lowerings")
+    return refusals(graph, _surveyed(with_numbers(graph, _numbers(args)), args, backend))
+
+
+def refusals(graph: CanonicalGraph, found: Survey) -> Refusals:
+    """What splitting needs to know of the nodes of `graph`: `found` for some arguments, and what holds for all."""
+    refused = dict(found.refused)
+    for node in graph.calls:
+        if node.index not in refused and node.op != "getitem" and not is_host(node.op):
+            reason = supports(node.op)
+            refused.update({node.index: reason} if reason is not None else {})
+    free = frozenset(node.index for node in graph.calls if _is_free(node))
+    metas = [m if isinstance(m, (torch.Tensor, int, float)) else None for m in found.metas]
+    return Refusals(refused, free, rounded_nodes(graph), metas)
+
+
+_CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
+_CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor prims.iota".split())
+
+
+def _is_free(node: CanonicalNode) -> bool:
+    if node.op == "getitem" or is_host(node.op):
+        return True
+    if node.op in _CREATION:
+        return not any(True for _ in node.refs())
+    return node.op not in _CASTS and may_share(node.op)
+
+
+def _surveyed(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Survey:
     found = survey(graph, args, config.numerics)
     device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
     if found.refused or backend is None:

@@ -35,7 +35,7 @@ settings: Any = config  # its attributes are made from a table
 FORMAT = 2
 MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
-_DECIDING_FILES = ("kernel_spec.py", "pipeline.py", "plans.py")
+_DECIDING_FILES = ("kernel_spec.py", "pipeline.py", "plans.py", "refusals.py")
 _SEAL = re.compile(r"\n#fuser [0-9a-f]{64}\n\Z")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -69,6 +69,12 @@ def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | 
     if machine is None:
         return portable
     return f"{portable}-{machine_suffix(machine)}"
+
+
+def question_key(question: str) -> str | None:
+    """The name of an answer that depends on this package's sources and torch alone; None if there can be none."""
+    known = version()
+    return None if known is None else hashlib.blake2b(f"{known}\0{question}".encode(), digest_size=16).hexdigest()
 
 
 def machine_suffix(machine: str) -> str:
@@ -112,7 +118,8 @@ def _folder() -> pathlib.Path | None:
     return None
 
 
-def _read(name: str) -> Any:
+def read(name: str) -> Any:
+    """The JSON of an entry among the plans, from the fleet's store if it is not here; None if there is none."""
     folder = _folder()
     return _parsed(remote.read(folder / name) if folder is not None else None)
 
@@ -124,7 +131,8 @@ def _parsed(data: bytes | None) -> Any:
         return None
 
 
-def _write(name: str, value: Any) -> None:
+def write(name: str, value: Any) -> None:
+    """Keep JSON among the plans, for other processes."""
     folder = _folder()
     if folder is not None:
         data = json.dumps(value, separators=(",", ":")).encode()
@@ -168,7 +176,7 @@ def find(key: str, library_of: LibraryOf, elsewhere: bool = True) -> KeptKernel 
         found = _kernel(kept, library_of, folder.path / "cpu")
         if found is not None:
             return found
-    return _kernel(_read(name), library_of, None) if here is not None and settings.remote_cache else None
+    return _kernel(read(name), library_of, None) if here is not None and settings.remote_cache else None
 
 
 def _kernel(kept: Any, library_of: LibraryOf, folder: pathlib.Path | None) -> KeptKernel | None:
@@ -200,7 +208,7 @@ def keep(key: str, kernel: FusedKernel, about: dict[str, Any]) -> None:
     if folder is None or folder.parent != library.parent.parent or any(s.gpu for s in kernel.program.steps):
         return  # the library is this process's own
     made: Any = kernel
-    _write(
+    write(
         f"{key}.plan",
         {
             "name": kernel.name, "library": library.name, "program": encode_program(kernel.program),
@@ -220,7 +228,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
     if version() is None:
         return frozenset()
     name = f"{version()}.operators"
-    found = _read(name)
+    found = read(name)
     if found is None:
         found = next((kept for p in prebuilt.for_cpu() if (kept := _parsed(p.read("plans", name))) is not None), None)
     return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
@@ -229,7 +237,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
 def keep_operators(names: Iterable[str]) -> None:
     """Keep them for other processes."""
     if version() is not None:
-        _write(f"{version()}.operators", sorted(names))
+        write(f"{version()}.operators", sorted(names))
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------

@@ -21,14 +21,8 @@ from fuser.canonical import Ref, Registered, Row, refs_of
 from fuser.canonical.graph import ROUNDED, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.fallback import Fallback
-from fuser.lowering import supports
-from fuser.lowering.decisive import rounded_nodes
-from fuser.lowering.graph import may_share
-from fuser.lowering.host import is_host
-from fuser.lowering.survey import Survey
+from fuser.refusals import Refusals
 
-_CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
-_CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor prims.iota".split())
 _PYTHON = ("call.", "method.", "attribute.")  # canonical calls that only Python can make
 _SINGLE = (Kind.TENSOR, Kind.INPUT, Kind.NUMBER)  # kinds of values that a group takes
 _CROSSING = (*_SINGLE, Kind.ANY)  # and that it may turn out to take
@@ -67,7 +61,7 @@ class Split:
 
 
 def split(
-    registered: Registered, found: Survey, register: Callable[[fx.Graph], tuple[int, Callable[..., Any]]]
+    registered: Registered, found: Refusals, register: Callable[[fx.Graph], tuple[int, Callable[..., Any]]]
 ) -> Split | None:
     """`registered` in pieces around the refused calls; None where no call would be fused, or all of them.
 
@@ -85,9 +79,9 @@ def split(
     return Split(Fallback(whole).function, tuple(plan.pieces), tuple(k for k, _ in made), unfused)
 
 
-def is_hopeless(registered: Registered) -> bool:
-    """Whether no call of a group is ever fused, whatever its arguments."""
-    return not _Rows(registered, Survey()).fusible
+def is_hopeless(registered: Registered, found: Refusals) -> bool:
+    """Whether no call of a group is fused, by what `found` says."""
+    return not _Rows(registered, found).fusible
 
 
 def _is_smaller(plan: _Plan, registered: Registered) -> bool:
@@ -116,14 +110,13 @@ def _checked(function: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
 class _Rows:
     """A group's rows by kind: given, free (sizes, views, creation from numbers), items, fusible, or left to ATen."""
 
-    def __init__(self, registered: Registered, found: Survey) -> None:
+    def __init__(self, registered: Registered, found: Refusals) -> None:
         self.registered = registered
         self.rows = {r.index: r for r in registered.rows}
         self.nodes: dict[int, list[Any]] = {i: [] for i in self.rows}
         for node, row in zip(registered.graph.nodes, registered.origins, strict=True):
             self.nodes.setdefault(row, []).append(node)
         self.found = found
-        self.rounded = rounded_nodes(registered.graph)
         self.defaults = {r.index: r.args[0] for r in registered.rows if r.op == "placeholder" and r.args}
         self.free: set[int] = set()
         self.items: dict[int, int] = {}  # to the row whose result they pick
@@ -151,7 +144,7 @@ class _Rows:
 
     def is_rounded(self, index: int) -> bool:
         """Whether a decision depends on a row's value, in whichever piece."""
-        return any(n.index in self.rounded for n in self.nodes[index])
+        return any(n.index in self.found.rounded for n in self.nodes[index])
 
     def is_doubtful(self, index: int) -> bool:
         """Whether a row's value may be neither tensor nor number."""
@@ -169,7 +162,7 @@ class _Rows:
             self.items[row.index] = self.items.get(source, source)
         elif reason is not None:
             self.reasons[row.index] = reason
-        elif all(map(_is_free, self.nodes[row.index])):
+        elif all(node.index in self.found.free for node in self.nodes[row.index]):
             self.free.add(row.index)
         else:
             self.fusible.add(row.index)
@@ -184,10 +177,6 @@ class _Rows:
         for node in self.nodes[row.index]:
             if node.index in self.found.refused:
                 return self.found.refused[node.index]
-            if node.op != "getitem" and not is_host(node.op):
-                reason = supports(node.op)
-                if reason is not None:
-                    return reason
         if row.index in self.registered.impure:
             return "it writes into a tensor, draws random numbers or runs Python"
         for i in self.refs(row):
@@ -203,14 +192,6 @@ class _Rows:
             if index in returned or any(self.items.get(r) != index for r in self.readers[index]):
                 self.fusible.discard(index)
                 self.reasons[index] = "its results are read together"
-
-
-def _is_free(node: Any) -> bool:
-    if node.op == "getitem" or is_host(node.op):
-        return True
-    if node.op in _CREATION:
-        return not any(True for _ in node.refs())
-    return node.op not in _CASTS and may_share(node.op)
 
 
 # -- when each row runs ------------------------------------------------------------------------------------------------

@@ -31,8 +31,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
     (
-        "bundles", "compiled_calls", "compiler", "examples", "executor", "orders", "kernel_cache", "fallback",
-        "pipeline", "plans", "reproduce", "splitting", "verify", "contest", "trials",
+        "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
+        "executor", "orders", "kernel_cache", "fallback",
+        "pipeline", "plans", "refusals", "reproduce", "splitting", "verify", "contest", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),
     ("passes",),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fuser.canonical.build import REQUIRED, Registered, Row
-from fuser.canonical.graph import Ref, map_refs
+from fuser.canonical.graph import ROUNDED, Ref, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.errors import GraphError
 
@@ -191,7 +191,10 @@ def encode_graph(registered: Registered) -> dict[str, Any]:
             rows.append(["bound", row.target.index, int(is_number)])
         else:
             rows.append(_encode_row(row, place))
-    return {"rows": rows, "output": encode_value(_placed(registered.output, place))}
+    pairs = zip(registered.graph.nodes, registered.origins, strict=True)
+    rounded = sorted({place[row] for node, row in pairs if node.rounded and row in place})
+    made = {"rows": rows, "output": encode_value(_placed(registered.output, place))}
+    return made | ({"rounded": rounded} if rounded else {})
 
 
 def _placed(value: Any, place: dict[int, int]) -> Any:
@@ -247,6 +250,8 @@ def _decode_graph(data: Any, n_bound: int) -> torch.fx.Graph:
         else:
             raise GraphError(f"{kind} {what!r} is no call of a graph: expected a call by name, or a tensor's method")
         values.append(made)
+    for index in data.get("rounded", ()):
+        values[index].meta[ROUNDED] = True
     graph.output(decode_value(data["output"], ref))
     return graph
 

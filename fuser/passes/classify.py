@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser import config, examples, interface, lowering
+from fuser import config, examples, interface, lowering, refusals
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lowering.survey import survey
+from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Recent
 
 aten = torch.ops.aten
@@ -167,7 +168,7 @@ def _argument_reason(node: fx.Node) -> str | None:
         key = settings, str(node.target), repr(fx.map_arg((node.args, node.kwargs), _like))
         found = _tried.get(key, "")
         if found == "":
-            found = _tried[key] = _try_lowering(node)
+            found = _tried[key] = _kept_reason(repr(key), node)
         return found
     except FuserError:  # a size that is not known ahead
         return None
@@ -184,6 +185,17 @@ def _like(node: fx.Node) -> Any:
     return value.dtype, value.device.type, *(tuple(map(examples.concrete, n)) for n in (value.shape, value.stride()))
 
 
+def _kept_reason(question: str, node: fx.Node) -> str | None:
+    """What `_try_lowering` says, here or in an earlier process that kept it."""
+    keeps = not config.check_ir and " at 0x" not in question
+    kept = refusals.recall(question) if keeps else None
+    if kept is None:
+        kept = _try_lowering(node) or ""
+        if keeps:
+            refusals.remember(question, kept)
+    return kept or None
+
+
 def _try_lowering(node: fx.Node) -> str | None:
     graph = fx.Graph()
     env = {a: graph.placeholder(a.name) for a in node.all_input_nodes}
@@ -194,6 +206,7 @@ def _try_lowering(node: fx.Node) -> str | None:
     items = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)] if several else []
     graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in items) if several else call)
     like = [examples.concrete(a.meta.get("val")) for a in node.all_input_nodes]
+    COUNTS.add("lowerings")
     found = survey(canonicalize(graph, functional=True).graph, like, config.numerics)
     return next(iter(found.refused.values()), None)
 

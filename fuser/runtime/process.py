@@ -99,6 +99,11 @@ def why_not(program: str, timeout: float) -> str | None:
     return _sentence(program, known.limit)
 
 
+def has_hung() -> bool:
+    """Whether a program was stopped here, which is remembered until this process ends."""
+    return any(known.in_all for known in _hung.values())
+
+
 def _sentence(program: str, limit: float) -> str:
     return (
         f"{program} ran longer than {limit:g} s and was stopped; "

@@ -76,7 +76,7 @@ def _lost(registered: Registered, examples: Sequence[Any]) -> Iterator[str]:
             return
         except (Unsupported, CompileError) as e:
             reason = str(e)
-        found = compiler.find_refused(spec.graph, args)
+        found = compiler.find_refused(spec, args)
     graphs: list[fx.Graph] = []
     SPLIT.append(reason)
     made = split(registered, found, lambda g: (0, graphs.append(g) or Fallback(canonicalize(g))))

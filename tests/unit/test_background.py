@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 import fuser
-from fuser import compiler, config, contest, executor, interface, kernel_cache, trials
+from fuser import compiler, config, contest, elsewhere, executor, interface, kernel_cache, trials
 from fuser.debug import explaining, reporting
 from fuser.errors import CompileError, ConfigError, Unsupported
 from fuser.runtime import background, files, launcher, workers
@@ -353,3 +353,104 @@ def test_locks_of_dead_processes_are_free_and_go_away(tmp_path):
 def test_a_place_without_locks_is_compiled_in_without(tmp_path):
     with files.claim(tmp_path / "nowhere" / "entry", SECONDS) as mine:
         assert not mine
+
+
+# -- another process -----------------------------------------------------------------------------------------------
+_BESIDE = """
+import sys, torch, fuser
+from fuser import config, interface
+config.compile_mode = "background"
+
+def fused(x, n):
+    return torch.relu(x * n + 1)
+
+def split(x):
+    return torch.sort(torch.relu(x) * 2, 0)[0].view(torch.int32) + 1  # a call that ATen makes, one refused for a dtype
+
+x = torch.randn(5, 3)
+made = [fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(f))) for f in (fused, split)]
+for _ in range(3):
+    torch.testing.assert_close(made[0](x, 2.5), fused(x, 2.5))
+    assert torch.equal(made[1](x), split(x))
+    assert fuser.wait(100)
+found = fuser.stats()
+print(found["lowerings"], found["compiles"], found["restored"], made[0].hits > 0, found["failures"])
+"""
+
+
+@needs_compiler
+def test_another_process_lowers(tmp_path):
+    """Threads that call do not take turns with one that lowers: it is done elsewhere, split and refused groups too."""
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", _BESIDE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 3 0 True 0\n"
+
+
+_LEFT = """
+import os, signal, sys, time, torch, fuser
+from fuser import config, elsewhere
+config.compile_mode = "background"
+handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)))
+x = torch.randn(5, 3)
+handle(x)
+until = time.monotonic() + 60
+while (peer := elsewhere._peer()._running) is None:
+    assert time.monotonic() < until
+    time.sleep(0.01)
+print(peer.process.pid, flush=True)
+if sys.argv[1] == "lives on":
+    os.kill(peer.process.pid, signal.SIGKILL)
+    assert fuser.wait(100)
+    handle(x)
+    assert handle.hits == 1 and fuser.stats()["lowerings"] == 1
+elif sys.argv[1] == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif sys.argv[1] == "forks":
+    child = os.fork()
+    if child == 0:
+        assert fuser.wait(100) and torch.equal(handle(x), torch.relu(x) + 1) and fuser.wait(100)
+        os._exit(0 if handle(x) is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0 and fuser.wait(100)
+    assert fuser.stats()["lowerings"] == 0
+"""
+
+
+_WAYS = ("ends", "forks") if os.environ.get("FUSER_TEST_ALL") == "1" else ()
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["lives on", "is killed", *_WAYS])
+def test_the_other_process_ends_with_this_one(tmp_path, way):
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", _LEFT, way], env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == (-9 if way == "is killed" else 0), done.stderr
+    until = time.monotonic() + 20
+    while _runs(int(done.stdout)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_what_another_process_cannot_be_told_is_made_here(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(elsewhere, "_peer", lambda: asked.append(1))
+    handle, spec = handle_of(scaled)
+    x = torch.randn(3)
+    with config.override(cache_dir=str(tmp_path)):
+        assert not elsewhere.make(spec, (x, x)) and not asked  # nobody wants it
+        with elsewhere.preferred():
+            assert not elsewhere.make(spec, (x, x)) and asked
+            assert elsewhere._request(spec, (x, 2.5), False)["args"] == [{"tensor": ["float32", [3], [1]]}, 2.5]
+            assert elsewhere._request(spec, (x.to("meta"), x), False) is None
+            assert elsewhere._request(spec, (x, 1j), False) is None
+            with config.override(cache_dir=""):
+                assert not elsewhere.make(spec, (x, x)) and len(asked) == 1

@@ -1,0 +1,98 @@
+"""A process that makes kernels for another one, which goes on calling ATen and finds them in the cache.
+
+What lowers and schedules a kernel is Python: in a thread it would take turns with the threads that call. A request
+names a graph, settings and outlines of arguments; whatever comes of it is kept in the cache, kernels as plans and
+refusals beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fuser import compiler, config, examples, forks, notices, plans
+from fuser.canonical import canonicalize, portable
+from fuser.errors import CompileError, NotPrebuilt, Unsupported
+from fuser.kernel_cache import KernelSpec, reason_of
+from fuser.runtime import background, peer, process, workers
+
+IDLE_SECONDS = 30.0
+GLANCE_SECONDS = 0.5
+NICE = 5
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What came of a request: {"key": …} of the plan, {"refused": why}, {"failed": why}, or {"defect": why}."""
+    settings = {k: v for k, v in request["settings"].items() if any(s.name == k for s in config.SETTINGS)}
+    own = tuple((str(k), v) for k, v in request["config"])
+    with config.override(**settings), config.override(**dict(own)):
+        graph = portable.decode_graph(request["graph"], request["n_bound"])
+        registered = canonicalize(graph, request["functional"], request["in_place"])
+        spec = compiler.compile_upfront(registered, 0, own)
+        args = tuple(map(examples.from_json, request["args"]))
+        if spec.graph.text != request["text"]:
+            return {"defect": "the graph came out as another one"}
+        return _make(spec, args, request["refusals"])
+
+
+def _make(spec: KernelSpec, args: tuple[Any, ...], refusals_only: bool) -> dict[str, Any]:
+    found: dict[str, Any]
+    try:
+        if not refusals_only:
+            compiler.compile_runtime(spec, args)
+            backend = compiler.find_backend("cpu")
+            machine = backend.machine() if isinstance(backend, compiler.KeepingBackend) else None
+            return {"key": plans.key_of(spec, args, machine)}
+        found = {"refused": None}
+    except NotPrebuilt as e:
+        return {"defect": e.reason}
+    except Unsupported as e:
+        found = {"refused": e.reason}
+    except CompileError as e:
+        found = {"failed": str(e)}
+    compiler.find_refused(spec, args, found.get("refused"))
+    return found
+
+
+def main(parent: int) -> None:
+    """Answer requests until there are none for a while, or until `parent` has ended."""
+    os.nice(NICE)
+    torch.set_num_threads(1)
+    notices.mute(True)
+    answers, lock = os.fdopen(os.dup(1), "w"), forks.lock()
+    os.dup2(2, 1)  # nothing else that is printed is an answer
+    workers.start(lambda: peer.watch(parent, GLANCE_SECONDS), "fuser-watch")
+
+    def work(request: dict[str, Any]) -> None:
+        try:
+            said = answer(request)
+        except Exception as e:
+            said = {"defect": reason_of(e)}
+        with lock:
+            answers.write(json.dumps({**said, "number": request["number"]}) + "\n")
+            answers.flush()
+
+    for line in _lines():
+        background.COMPILERS.submit(work, json.loads(line))
+    os._exit(0)
+
+
+def _lines() -> Iterator[bytes]:
+    """The lines that come, until their other end is closed, or none comes while there is nothing to do."""
+    left = b""
+    ready = select.poll()
+    ready.register(0, select.POLLIN | select.POLLHUP)
+    while True:
+        if ready.poll(1000 * IDLE_SECONDS):
+            data = os.read(0, 1 << 20)
+            if not data:
+                return
+            *lines, left = (left + data).split(b"\n")
+            yield from lines
+        elif not background.COMPILERS.busy and not process.has_hung():
+            return

@@ -1,0 +1,120 @@
+"""Why a group has no kernel for some arguments, and what it takes to split it. Kept for other processes, like plans.
+
+A process that finds a refusal lowers nothing: it has the reason, and splits the group by the rows that are kept here.
+Entries have the key of the plan that would be there instead (see `plans`), and are trusted and checked like plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuser import config, plans
+from fuser.canonical import CanonicalGraph
+from fuser.runtime.memory import Recent
+
+settings: Any = config  # its attributes are made from a table
+
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """What is known of the nodes of a canonical graph, for some arguments.
+
+    `refused` are calls that no kernel makes, with reasons. `free` are calls that compute nothing (sizes, views,
+    creation from numbers). A decision depends on the values of `rounded`. `metas` are the values, as meta tensors or
+    numbers; anything else is not known.
+    """
+
+    refused: Mapping[int, str] = field(default_factory=dict)
+    free: frozenset[int] = frozenset()
+    rounded: frozenset[int] = frozenset()
+    metas: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`reason`: why the whole group has no kernel; None if that is not known ahead of compiling it."""
+
+    reason: str | None
+    found: Refusals
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+def find(key: str, graph: CanonicalGraph) -> Refusal | None:
+    """The refusal that was kept under a plan's key, here or in a bundle; None if there is none of this form."""
+    kept = plans.read(f"{key}.refusal")
+    try:
+        return _decode(kept, graph) if kept is not None else None
+    except (KeyError, TypeError, ValueError, RuntimeError):  # of another form: it is found out again
+        return None
+
+
+def keep(key: str, refusal: Refusal, about: Mapping[str, Any]) -> None:
+    """Keep a refusal for other processes. `about` is for people."""
+    found = refusal.found
+    plans.write(
+        f"{key}.refusal",
+        {
+            "reason": refusal.reason, "refused": [[i, why] for i, why in found.refused.items()],
+            "free": sorted(found.free), "rounded": sorted(found.rounded),
+            "metas": [_encode_meta(m) for m in found.metas], "about": dict(about),
+        },
+    )  # fmt: skip
+
+
+def _decode(kept: Any, graph: CanonicalGraph) -> Refusal:
+    reason, size = kept["reason"], len(graph.nodes)
+    refused = {int(i): str(why) for i, why in kept["refused"]}
+    free, rounded = frozenset(map(int, kept["free"])), frozenset(map(int, kept["rounded"]))
+    if not all(0 <= i < size for i in (*refused, *free, *rounded)) or len(kept["metas"]) > size:
+        raise ValueError("a node that the graph does not have")
+    metas = [_decode_meta(m) for m in kept["metas"]]
+    return Refusal(None if reason is None else str(reason), Refusals(refused, free, rounded, metas))
+
+
+def _encode_meta(meta: Any) -> Any:
+    if isinstance(meta, torch.Tensor):
+        return [str(meta.dtype), list(meta.shape), list(meta.stride())]
+    plain = type(meta) in (bool, int) or type(meta) is float and math.isfinite(meta)
+    return meta if plain else None
+
+
+def _decode_meta(kept: Any) -> Any:
+    if not isinstance(kept, list):
+        return kept if isinstance(kept, (bool, int, float)) else None
+    dtype, size, stride = kept
+    return torch.empty_strided(tuple(size), tuple(stride), dtype=_DTYPES[dtype], device="meta")
+
+
+# -- answers to single questions ---------------------------------------------------------------------------------------
+_answers: Any = Recent()
+
+
+def recall(question: str) -> str | None:
+    """The answer that an earlier process kept to a question about operators; None if there is none."""
+    key = plans.question_key(question)
+    if key is None:
+        return None
+    known = settings.cache_dir, key
+    if known not in _answers:
+        kept = plans.read(f"{key}.refusal")
+        _answers[known] = kept.get("answer") if isinstance(kept, dict) and kept.get("question") == question else None
+    found = _answers[known]
+    return found if isinstance(found, str) else None
+
+
+def remember(question: str, answer: str) -> None:
+    """Keep an answer for other processes."""
+    key = plans.question_key(question)
+    if key is not None:
+        _answers[settings.cache_dir, key] = answer
+        plans.write(f"{key}.refusal", {"question": question, "answer": answer})
+
+
+__all__ = ["Refusal", "Refusals", "find", "keep", "recall", "remember"]
