@@ -240,7 +240,8 @@ class Executor:
     def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """What pickle writes of the handle: its graph as data, which `restored` registers. PicklingError if it cannot.
 
-        What is bound is an input of that graph; pickle writes it beside the handle. `own`: the graph in other words.
+        Bound tensors become the first inputs of the pickled graph; pickle writes their values beside it. `own` is the
+        graph as this handle's caller wrote it, if an equal graph was registered first.
         """
         r = own or self.spec.registered
         try:

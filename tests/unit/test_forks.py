@@ -35,7 +35,7 @@ MADE_BY = {
     "weakref.finalize": {"frontends.script_operators"},  # which changes nothing outside of the process
     "atexit.register": {"runtime.files", "runtime.process"},
     "os.register_at_fork": {"forks"},
-    "subprocess.Popen": {"runtime.process", "cuda.pool"},
+    "subprocess.Popen": {"runtime.process", "cuda.pool", "runtime.peer"},
     "subprocess.run": set(),
     "os.fork": set(),
 }  # fmt: skip

@@ -56,7 +56,7 @@ print(json.dumps([out, counts, sum(found["fallbacks"].values())]))
 
 
 # A group with a Python object that no text tells from another one is not among them: nothing of it is kept.
-SPLIT = ("complex", "write and return", "a view as a result", "sizes")
+SPLIT = ("complex", "sizes")
 
 
 def test_a_second_process_lowers_nothing(tmp_path):
@@ -68,7 +68,7 @@ def test_a_second_process_lowers_nothing(tmp_path):
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout))
     (cold, counts, fallbacks), (warm, found, fallen) = said
-    assert counts["lowerings"] > len(SPLIT) < counts["compiles"] and counts["failures"]
+    assert counts["lowerings"] > len(SPLIT) <= counts["compiles"] and counts["failures"]
     assert warm == cold and fallen == fallbacks
     assert not found["lowerings"] and not found["compiles"] and not found["binaries_made"]
     assert found["restored"] == counts["compiles"] + counts["restored"] and found["failures"] == counts["failures"]
