@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser import config, elsewhere, forks, plans, refusals
+from fuser import config, elsewhere, forks, plans, refusals, targets
 from fuser.canonical import CanonicalGraph, Registered, refs_of
 from fuser.cpu import toolchain
+from fuser.cpu.target import TARGET as CPU
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.spans import span
+from fuser.targets import Target
 
 if TYPE_CHECKING:
     from fuser.lowering.graph import Lowered
@@ -145,7 +147,14 @@ class CudaBackend:
         return tuning.tuned(source, args)
 
 
+def _cuda_target() -> Target:
+    from fuser.cuda.target import TARGET  # processes without a GPU import nothing of that folder
+
+    return TARGET
+
+
 BUILT_IN: dict[str, Callable[[], FusionBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
+targets.OWN.update({"cpu": lambda: CPU, "cuda": _cuda_target})
 _backends: dict[str, FusionBackend | None] = {}
 _overrides: dict[str, bool] = {}
 _lock = forks.lock()
@@ -376,4 +385,4 @@ def _refusal_key(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend |
 
 
 def _device_type(args: Sequence[Any]) -> str:
-    return next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    return next((a.device.type for a in args if isinstance(a, torch.Tensor)), targets.HOST)

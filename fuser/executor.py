@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from fuser import compiled_calls, compiler, config, examples, forks, notices
+from fuser import compiled_calls, compiler, config, examples, forks, notices, targets
 from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, portable, skeleton, text_of
 from fuser.errors import GraphError, InputError, NotPrebuilt, Unsupported, is_defect
 from fuser.kernel_cache import (
@@ -92,7 +92,7 @@ def home_of(graph: CanonicalGraph) -> str | None:
         if not any(True for _ in node.refs()) and not node.op.startswith(("host.", "sizes.")):
             named = dict(node.kwargs).get("device")
             homes.add(named.type if isinstance(named, torch.device) else "")
-    return "cpu" if homes == {"cpu"} else None
+    return targets.HOST if homes == {targets.HOST} else None
 
 
 def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
@@ -529,7 +529,8 @@ class Executor:
 
     def _take(self, kernel: FusedKernel, args: tuple[Any, ...]) -> None:
         """Let calls run a new kernel, on trial if it may be. OSError if its library cannot be loaded."""
-        timed = self._device_of(args) == "cpu" and not dict(self.spec.config).get("check_bounds")
+        target = targets.known(self._device_of(args) or "")
+        timed = target is not None and target.races and not dict(self.spec.config).get("check_bounds")
         slowest = config.slowest if timed else 0.0
         if (config.verify or slowest) and may_repeat(self.spec):
             self._trials.add(kernel, config.verify, slowest)

@@ -32,7 +32,7 @@ class Check:
 class InputPattern:
     """What one argument must look like for a kernel to take it.
 
-    kind "tensor": dtype, device type ("cpu", "cuda"), rank, and a `Bind` or `Check` for each size and each stride, in
+    kind "tensor": dtype, device type, rank, and a `Bind` or `Check` for each size and each stride, in
     the order size 0 … size n-1, stride 0 … stride n-1. A stride is not checked where its size is at most 1 or the
     tensor is empty (it is bound all the same). kinds "int", "bool" bind `slot` (an int64 slot); kind "float" binds
     `slot` of the float array (an int is taken for a float, not the reverse).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuser import config
+from fuser import config, targets
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalNode, Ref
 from fuser.errors import Unsupported
 from fuser.lowering import supports
@@ -88,7 +88,7 @@ def _is_free(node: CanonicalNode) -> bool:
 
 def _surveyed(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Survey:
     found = survey(graph, args, config.numerics)
-    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    device_type = next((a.device.type for a in args if isinstance(a, torch.Tensor)), targets.HOST)
     if found.refused or backend is None:
         return found
     for node in graph.calls:

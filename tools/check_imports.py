@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("ir.sizes",),
     ("canonical",),
-    ("kernel_spec",),  # up to here: records and settings, free for all
+    ("kernel_spec", "targets"),  # up to here: records and settings, free for all
     ("ops",),
     ("ir",),
     ("canonical",),

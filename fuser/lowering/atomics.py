@@ -1,6 +1,6 @@
 """The memory that writes to computed places go to.
 
-On the CPU it is the result itself: points run in order; but sums and products of halves gather in float32, as eager's
+Where points run in order it is the result itself; but sums and products of halves gather in float32, as eager's
 do. Elsewhere points run in no order, and are combined by atomic operations, of which the hardware has few: sums of
 halves gather in float32, small integers in int32. Extremes of floats have the bits of NaN put in order; a minimum is
 the maximum of what is negated. All of it is undone in the end.
@@ -48,7 +48,7 @@ class Target:
         self.into: Change = _same
         self.back: Change = _same
         own = dtype
-        if ctx.device_type != "cpu":
+        if not ctx.target.ordered:
             reason = why_not_atomic()
             if reason is not None:
                 raise Unsupported(reason)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, loop_variables, ops, record, record_store
 from fuser.ir.nodes import Buffer, Index, Pointwise, Reduction, Scan, Scatter, StorageBox, TensorBox, strides_of
@@ -30,15 +31,7 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )  # fmt: skip
-
-DTYPES = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool,
-    }
-)  # fmt: skip
-
-GPU_DTYPES = DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+from fuser.targets import Target
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,11 @@ Operand = TensorBox | Scalar | Number | Expr | int | float | bool
 
 
 class LoweringContext:
-    """What `lower_*` functions build with. `numerics` is "fast" or "eager"."""
+    """What `lower_*` functions build with. `numerics`: "fast" or "eager"; `target`: the device of all tensors."""
 
-    def __init__(self, numerics: str = "fast") -> None:
+    def __init__(self, numerics: str = "fast", target: Target | None = None) -> None:
         self.numerics = numerics
+        self.target = targets.of(targets.HOST) if target is None else target
         self.buffers: list[Buffer] = []
         self.hints: dict[Sym, int] = {}
         self.facts: dict[Sym, Expr] = {}  # symbols found equal to something else
@@ -77,7 +71,6 @@ class LoweringContext:
         self.scalars: list[Scalar] = []
         self.writes: list[tuple[str, int]] = []  # buffers that go into inputs, by the input's number
         self.perhaps_views: set[str] = set()  # copies of what Python's x[0-dim tensor] gives a view of
-        self.device_type = "cpu"  # of the tensors in and out
         self.origin = ""
         self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors
         self.meta: Any = None
@@ -173,7 +166,7 @@ class LoweringContext:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether kernels for the device read and write tensors of `dtype`."""
-        return dtype in (DTYPES if self.device_type == "cpu" else GPU_DTYPES)
+        return dtype in self.target.dtypes
 
     # -- loops -------------------------------------------------------------------------------------------------------
     def new_buffer(self, dtype: torch.dtype, size: Sequence[Expr], order: tuple[int, ...] | None = None) -> Buffer:
@@ -343,4 +336,4 @@ def as_expr(value: Any) -> Expr:
     raise Unsupported(f"a size must be an integer or a size expression, not {type(value).__name__}")
 
 
-__all__ = ["DTYPES", "LoweringContext", "Number", "Operand", "Scalar", "STRIDE", "as_expr"]
+__all__ = ["LoweringContext", "Number", "Operand", "Scalar", "STRIDE", "as_expr"]

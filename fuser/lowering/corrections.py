@@ -1,7 +1,8 @@
 """Where eager's kernels differ from torch's shape functions: the layout, and for statistics the dtype, of results.
 
 A rule takes the shape function's result, the device type and the call's arguments, all tensors without data, and gives
-the result as eager's kernels make it.
+the result as eager's kernels make it. These are facts of torch, so here devices have torch's names: a target says by
+`Target.eager` whose kernels its own are like.
 """
 
 from __future__ import annotations

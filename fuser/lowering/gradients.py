@@ -125,7 +125,7 @@ def lower_batch_norm_backward(
     factor = times(load_rstd, over_channels(ctx, weight, wide))
     # A sum of g * weight is the sum of g by weight: two sums give all gradients. Their errors are the same in every
     # element of a channel, and add up in the gradient of a bias before: in float64, as in eager's kernel on the CPU.
-    summed = torch.float64 if x.dtype is torch.float32 and ctx.device_type == "cpu" else wide
+    summed = torch.float64 if x.dtype is torch.float32 and ctx.target.wide_sums else wide
     sums = [channel_sums(ctx, x, dims, widened(value, summed), summed) for value in (g, times(g, unit))]
     loads = [ctx.loader(t, size[1:2], wide) for t in sums]
     out: list[TensorBox | None] = [None, None, None]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fuser import targets
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
@@ -108,9 +109,8 @@ def begin(
 
     Raises Unsupported for such an input where there is no `refused`.
     """
-    ctx = LoweringContext(numerics)
-    found = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
-    ctx.device_type = device_type or found
+    found = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), targets.HOST)
+    ctx = LoweringContext(numerics, targets.of(device_type or found))
     inputs: list[TensorInput | NumberInput] = []
     values, metas = [], []
     for number, example in enumerate(examples):
@@ -220,8 +220,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
-    meta = run_meta(node.op, meta_args, meta_kwargs, device=ctx.device_type)
-    meta = corrected(node.op, ctx.device_type, meta, meta_args)
+    meta = run_meta(node.op, meta_args, meta_kwargs, device=ctx.target.like)
+    meta = corrected(node.op, ctx.target.like, meta, meta_args)
     ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
     ctx.meta, ctx.arg_metas = meta, meta_args
     try:
@@ -262,8 +262,8 @@ def _apart(value: Any, meta: Any, given: set[int]) -> Any:
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:
     """Arguments with devices replaced by "meta". A kernel runs on one device."""
     if isinstance(value, torch.device):
-        if value.type != ctx.device_type:
-            raise Unsupported(f"it makes a tensor on {value}, in a group on {ctx.device_type}")
+        if value.type != ctx.target.device_type:
+            raise Unsupported(f"it makes a tensor on {value}, in a group on {ctx.target.device_type}")
         return torch.device("meta")
     if isinstance(value, dict):
         return {k: _on_meta(ctx, v) for k, v in value.items()}
@@ -271,7 +271,7 @@ def _on_meta(ctx: LoweringContext, value: Any) -> Any:
 
 
 def run_meta(
-    op: str, args: Sequence[Any], kwargs: dict[str, Any], fused: bool = True, device: str = "cpu"
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], fused: bool = True, device: str = targets.HOST
 ) -> Any:  # fmt: skip
     """Eager's shape function: the operator on meta tensors. Unsupported with eager's message if it raises.
 

@@ -58,7 +58,7 @@ _FACTS: dict[str, tuple[Fact, Fact]] = {
     "aten.is_floating_point": (lambda ctx, x: x.dtype.is_floating_point, torch.is_floating_point),
     "aten.is_complex": (lambda ctx, x: False, torch.is_complex),
     "prim.dtype": (lambda ctx, x: x.dtype, lambda x: x.dtype),
-    "prim.device": (lambda ctx, x: torch.device(ctx.device_type), lambda x: torch.device("meta")),
+    "prim.device": (lambda ctx, x: torch.device(ctx.target.device_type), lambda x: torch.device("meta")),
 }
 
 # -- integers ----------------------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def joined(
     sizes = [(*rest[:dim], ctx.canon(p.size), *rest[dim + 1 :]) for p in pieces]
     total = ctx.canon(sum((p.size for p in pieces), ZERO))
     size = (*rest[:dim], total, *rest[dim + 1 :])
-    # A scan on the CPU reads from memory: to choose between pieces, point by point, takes longer than the scan.
-    apart = ctx.is_scanned and ctx.device_type == "cpu"
+    # To choose between pieces, point by point, takes longer than a scan that reads from memory.
+    apart = ctx.is_scanned and ctx.target.scans_alone
     if len(pieces) == 1 or (ctx.n_readers and len(pieces) <= MOST_CHOICES and not apart):
         return ctx.pointwise(size, dtype, chosen(pieces, dim), ctx.order_of_meta())
     out = ctx.empty(size, dtype, ctx.order_of_meta())

@@ -254,9 +254,10 @@ def _native(
     var: TensorBox | None, training: bool, eps: Operand,
 ) -> Statistics:  # fmt: skip
     out, m, r, _ = batch_norm(ctx, x, weight, bias, mean, var, training, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
-    if not training and ctx.device_type not in ("cpu", "cuda"):
-        raise Unsupported(f"the statistics of batch norm outside of training on {ctx.device_type}")
-    if not training and ctx.device_type == "cpu":
+    empty = ctx.target.empty_statistics
+    if not training and empty is None:
+        raise Unsupported(f"the statistics of batch norm outside of training on {ctx.target.device_type}")
+    if not training and empty:
         m, r = (ctx.pointwise([ZERO], t.dtype, lambda i: ops.constant(0, torch.float32)) for t in ctx.meta[1:3])
         return out, m, r
     return out, in_dtype(ctx, m, ctx.meta[1].dtype), in_dtype(ctx, r, ctx.meta[2].dtype)

@@ -65,7 +65,7 @@ def reduce_to_result(
     wide = compute_dtype(meta.dtype)
     if kind in ("sum", "prod") and not wide.is_floating_point:
         wide = torch.int64  # integers add up in it, whatever eager returns
-    if kind == "prod" and wide is torch.float32 and ctx.device_type == "cpu":
+    if kind == "prod" and wide is torch.float32 and ctx.target.wide_sums:
         wide = compute = torch.float64  # whether a product overflows on its way to 0 hangs on the order: here none does
     if finish is None and not rounds and wide is compute_dtype(meta.dtype):
         return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
@@ -317,7 +317,7 @@ def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> 
     dims, correction, keepdim = _correction(args, kwargs)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
-    if x.dtype is torch.float32 and ctx.device_type == "cpu":  # in float64, as in eager's kernel there
+    if x.dtype is torch.float32 and ctx.target.wide_sums:  # in float64, as in eager's kernel there
         var, mean = shifted_moments(ctx, x, dims, torch.float64, correction)
     else:
         var, mean = moments(ctx, x, dims, wide, correction)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fuser import targets
 from fuser.lowering.context import LoweringContext
 
 Lowering = Callable[..., Any]
 _F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
-ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # operators that other devices than the CPU may refuse, and why
+ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # why operators may be refused where points run in no order
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
 # Operators whose result jumps: the last bits of a float argument decide it. With the arguments' numbers, or `EVERY`.
 DECISIVE: dict[str, tuple[int, ...]] = {}
@@ -44,7 +45,7 @@ def refuse(reason: str, *names: str) -> None:
 
 
 def ask_elsewhere(reason: Callable[[], str | None], *names: str) -> None:
-    """Leave operators to ATen on other devices than the CPU wherever `reason()` gives one."""
+    """Leave operators to ATen where points run in no order (`Target.ordered`) and `reason()` gives one."""
     ELSEWHERE.update(dict.fromkeys(names, reason))
 
 
@@ -56,11 +57,12 @@ def find(name: str) -> Lowering | None:
     return found
 
 
-def supports(name: str, device_type: str = "cpu") -> str | None:
+def supports(name: str, device_type: str = targets.HOST) -> str | None:
     """None if the operator can be lowered for a device, else why not."""
+    target = targets.known(device_type)
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
     if find(name) is not None:
-        return ELSEWHERE[packet]() if device_type != "cpu" and packet in ELSEWHERE else None
+        return ELSEWHERE[packet]() if packet in ELSEWHERE and target is not None and not target.ordered else None
     return REFUSED.get(packet, f"no lowering for {packet}")
 
 

@@ -17,9 +17,6 @@ from fuser.ops import SCANS
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.nodes import Node, scanned_rows
 
-FEW_ROWS, LONG = 4, 1 << 18  # a reduction of fewer, longer rows than this is split over threads
-COLUMNS = 128  # that the CPU takes for one row where what is reduced does not lie side by side
-MOST_BUFFERS = 48
 Strides = Mapping[str, tuple[Expr, ...]]  # of buffers and inputs, by name
 
 
@@ -63,8 +60,8 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
         return _extreme_and_places(ctx, kernel, node)
     if kernel.n_rows + node.size_of_code() > most_rows:
         return Verdict(None, f"the fused body would have more than {most_rows} rows")
-    if len(kernel.reads | node.reads | set(kernel.produced)) > MOST_BUFFERS:
-        return Verdict(None, f"the kernel would touch more than {MOST_BUFFERS} buffers")
+    if len(kernel.reads | node.reads | set(kernel.produced)) > ctx.target.most_buffers:
+        return Verdict(None, f"the kernel would touch more than {ctx.target.most_buffers} buffers")
     matching = Matching(kernel.axes.copy(), node.sizes())
     for row in node.rows:
         if row.op != "load" or row.attr[0] not in kernel.produced:
@@ -78,12 +75,13 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
 
 
 def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Verdict:
-    """On the CPU the scans for extremes and for their places are one, of the same values in the same loops."""
+    """The scans for extremes and for their places may be one, of the same values in the same loops."""
     first = kernel.nodes[0]
     kinds = [n.ordered.how for n in (first, node) if n.ordered is not None and n.ordered.kind == "scan"]
     same = len(kernel.nodes) == 1 and len(kinds) == 2 and SCANS[kinds[0]].value == kinds[1] != ""
     same |= len(kernel.nodes) == 1 and len(kinds) == 2 and SCANS[kinds[0]].place == kinds[1] != ""
-    if ctx.device_type != "cpu" or not same or first.domain != node.domain or scanned_rows(first) != scanned_rows(node):
+    same &= ctx.target.scans_alone
+    if not same or first.domain != node.domain or scanned_rows(first) != scanned_rows(node):
         return Verdict(None, "a scatter or a scan runs alone")
     matching = Matching(kernel.axes.copy(), node.sizes())
     matched = matching.match([v for v, _ in node.domain], matching.axes.order)
@@ -135,17 +133,18 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
 
 def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:
     rows, row = 1, 1
-    columns = _columns(kernel, strides) if ctx.device_type == "cpu" else None
+    block = ctx.target.column_block
+    columns = _columns(kernel, strides) if block else None
     for a in kernel.axes.order:
         n = ctx.hint(kernel.axes.size[a])
         if a in kernel.reduced:
             row *= n
         elif a == columns:
-            rows *= -(-n // COLUMNS)
-            row *= min(n, COLUMNS)
+            rows *= -(-n // block)
+            row *= min(n, block)
         else:
             rows *= n
-    return rows < FEW_ROWS and row >= LONG
+    return rows < ctx.target.few_rows and row >= ctx.target.long_row
 
 
 def _columns(kernel: Kernel, strides: Strides) -> Sym | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fuser.ir.loop_body import LoopBody, Row, compute_dtype, map_exprs, prune_with, row_exprs
+from fuser.ir.loop_body import LoopBody, Row, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
 from fuser.ir.ranges import simplify_divmod
 from fuser.ir.sizes import (
@@ -155,29 +155,8 @@ def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Loops, n: int) -> No
         ordered=ordered,
     )
     normalise(node)
-    if node.kind and not node.n_reduced:
-        _reduce_one(node)
     node.update_reads()
     return node
-
-
-def _reduce_one(node: Node) -> None:
-    """A reduction whose every dim has size 1 is a conversion of its only element."""
-    spec = REDUCTIONS[node.kind]
-    result = node.rows[node.result]
-    if spec.index:
-        node.result = result.args[1]
-    else:
-        for dtype in (spec.accumulate(result.dtype), compute_dtype(node.buffer.dtype)):
-            if node.rows[node.result].dtype is not dtype:
-                node.rows.append(Row("to_dtype", (node.result,), dtype, node.rows[node.result].dtype))
-                node.result = len(node.rows) - 1
-        result = node.rows[node.result]
-        if spec.adds and result.dtype.is_floating_point:  # of -0.0 is 0.0
-            node.rows += [Row("const", (), result.dtype, "0.0")]
-            node.rows += [Row("add", (len(node.rows) - 1, node.result), result.dtype)]
-            node.result = len(node.rows) - 1
-    node.kind = ""
 
 
 def normalise(node: Node) -> None:
@@ -189,7 +168,7 @@ def normalise(node: Node) -> None:
         node.domain = [(v, s) for v, s in node.domain if v not in ones]
         replace_variables(node, ones)
     if node.kind and not node.n_reduced:
-        _reduce_one_value(node)
+        _reduce_one(node)
     for _ in range(8):
         simplify(node)
         split = _find_split(node)
@@ -198,7 +177,7 @@ def normalise(node: Node) -> None:
         split_variable(node, *split)
 
 
-def _reduce_one_value(node: Node) -> None:
+def _reduce_one(node: Node) -> None:
     """A reduction over loops of size 1 alone is pointwise: the value itself, in the accumulator's dtype."""
     row, value = REDUCTIONS[node.kind], node.rows[node.result]
     if value.op == "pair":

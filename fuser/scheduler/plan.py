@@ -33,6 +33,7 @@ from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS
 from fuser.scheduler.fusion import Kernel
 from fuser.scheduler.nodes import Node, Ordered, row_cost
+from fuser.targets import Target
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,11 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
-    short = _short_row(rows, reductions, dtypes) if ctx.device_type == "cpu" else 0
+    short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _choose_vector(axes, rows, stores, short)
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
-    return _finish(kernel, axes, vector, rows, stores, reductions, dtypes)
+    return _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
 
 
 def _ordered_plan(
@@ -186,7 +187,7 @@ def _ordered_plan(
     lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]
     vector = lanes[0].sym if lanes else None
     axes.sort(key=lambda a: (a.reduced, a.sym == vector))
-    plan = _finish(kernel, axes, vector, rows, stores, [], dtypes)
+    plan = _finish(kernel, axes, vector, rows, stores, [], dtypes, ctx.target)
     return replace(plan, ordered=ordered, name=f"{ordered.kind}_{ordered.how or 'set'}_d{len(axes)}")
 
 
@@ -317,20 +318,19 @@ def _choose_vector(
 
 LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
 LEAST_ACROSS = 8  # rows that are worth lanes
-REGISTER, DEARLY_FOLDED = 64, 48  # bytes of one; and elements of a row of which the extreme is looked for
 
 
 def _short_row(
-    rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype]
+    rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype], target: Target
 ) -> int:
-    """Up to here several rows go into lanes on the CPU: one would not fill a register, yet its lanes need folding.
+    """Row length below which lanes run across rows: a short row does not fill a register, and its lanes need folding.
 
     Not so long ones in float64, of which a sum of lanes is more exact than one number after the other.
     """
     dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
     dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
     narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
-    return max(DEARLY_FOLDED if dearly else 16, REGISTER // narrowest)
+    return max(target.dearly_folded if dearly else 16, target.vector_bytes // narrowest)
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:
@@ -341,7 +341,7 @@ def _touched(e: Expr, axes: list[Axis]) -> int:
 
 def _finish(
     kernel: Kernel, axes: list[Axis], vector: Sym | None, rows: list[Row], stores: list[tuple[str, Expr, int]],
-    reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype],
+    reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype], target: Target,
 ) -> KernelPlan:  # fmt: skip
     phases, varies = passes(axes, rows, [r for _, r, _ in reductions])
     # Two parts of a result that are both empty, or the same, may come to be one store.
@@ -353,7 +353,8 @@ def _finish(
     return KernelPlan(
         name=_name(kernel, axes, rows, done),
         axes=tuple(axes), vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=final,
-        reductions=done, buffers=tuple((b, dtypes[b]) for b in used), split=_wants_split(axes, vector, done, final),
+        reductions=done, buffers=tuple((b, dtypes[b]) for b in used),
+        split=_wants_split(axes, vector, done, final, target),
         comments=tuple(f"{n.buffer.name}: {n.buffer.origin}" for n in kernel.nodes if n.buffer.origin),
     )  # fmt: skip
 
@@ -421,11 +422,8 @@ def _behind(rows: list[Row], n: int) -> set[int]:
     return seen
 
 
-SPLIT_UNITS, SPLIT_WORK = 8, 1 << 16
-
-
 def _wants_split(
-    axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...]
+    axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...], target: Target
 ) -> bool:
     """Few independent results, much to reduce, one pass over the data."""
     if not reductions or any(r.phase for r in reductions):
@@ -437,11 +435,8 @@ def _wants_split(
     for a in axes:
         work *= a.hint
         if not a.reduced:
-            units *= -(-a.hint // LANE_BLOCK) if a.sym == vector else a.hint
-    return units < SPLIT_UNITS and work >= SPLIT_WORK
-
-
-LANE_BLOCK = 256
+            units *= -(-a.hint // target.lane_block) if a.sym == vector else a.hint
+    return units < target.split_units and work >= target.split_work
 
 
 def _name(kernel: Kernel, axes: list[Axis], rows: list[Row], reductions: tuple[Reduce, ...]) -> str:

@@ -8,31 +8,17 @@ two kernels read two halves, instead of one that writes float32 values of them a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from fuser.ir.loop_body import is_checked
 from fuser.scheduler.fusion import Fusion, Kernel
-from fuser.scheduler.inline import CHEAP, COSTLY, MOST_ROWS, inline_buffers
+from fuser.scheduler.inline import MOST_ROWS, inline_buffers
 from fuser.scheduler.nodes import Node
+from fuser.targets import Target
 
 Sizes = Mapping[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a device makes of it: operations that an element may cost to compute again, reads that a write is worth."""
-
-    cost: int
-    write: int
-
-
-ON_GPU = Terms(COSTLY, 1)
-# On the CPU a line is read before it is written, and new pages are cleared. It decides about no kernel of ResNet-50's
-# training step, one of BERT's and eight of Llama's, whose steps take the same time with and without, within noise.
-ON_CPU = Terms(CHEAP, 2)
-
-
-def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes, terms: Terms) -> bool:
+def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes, target: Target) -> bool:
     """Copy producers into readers in other kernels where that saves memory traffic; True if any was.
 
     `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer. Nodes that nobody reads any
@@ -52,7 +38,8 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
         inner, leaves = _behind(b, makers, readers)
         cost = sum(sizes[leaf][0] for k in kernels for leaf in leaves if leaf not in k.reads)
         cost += sum(sizes[leaf][0] for leaf in leaves if leaf in home and leaf not in readers and leaf not in stored)
-        if cost >= sizes[b][0] * (terms.write + len(kernels)) or sum(n.cost() for n in inner.values()) > terms.cost:
+        again = sum(n.cost() for n in inner.values())
+        if cost >= sizes[b][0] * (target.write_worth + len(kernels)) or again > target.recompute_cost:
             continue
         rows = sum(len(n.rows) for n in inner.values())
         if any(is_checked(r) for n in inner.values() for r in n.rows):

@@ -16,7 +16,7 @@ from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.nodes import Node, make_nodes
 from fuser.scheduler.plan import KernelPlan, build_plan
-from fuser.scheduler.recompute import ON_CPU, ON_GPU, recompute
+from fuser.scheduler.recompute import recompute
 from fuser.scheduler.together import Joined, join_plans
 from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
@@ -46,9 +46,9 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     if any(_is_checking(b) for b in ctx.buffers if b not in live):
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
     nodes = make_nodes(ctx, live)
-    if ctx.device_type == "cuda":
+    if ctx.target.unrolls:
         unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint, roots, scans_share=ctx.device_type == "cpu")
+    inline_cheap(nodes, ctx.hint, roots, scans_share=ctx.target.scans_alone)
     nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}
@@ -61,9 +61,8 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     _add_inputs(lowered, strides, dtypes, sizes)
     fusion = fuse(ctx, nodes, sizes, most_rows, strides)
     if not ctx.writes:  # no input changes meanwhile
-        terms = ON_CPU if ctx.device_type == "cpu" else ON_GPU
         for _ in range(MOST_ROUNDS):
-            if not recompute(nodes, fusion, roots, sizes, terms):
+            if not recompute(nodes, fusion, roots, sizes, ctx.target):
                 break
             nodes = _live_nodes(nodes, roots)
             fusion = fuse(ctx, nodes, sizes, most_rows, strides)
@@ -74,7 +73,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     joined: dict[int, Joined] = {}
     if ctx.writes:
         plans = place_writes(ctx, plans, kept, strides, dtypes)
-    elif ctx.device_type == "cuda":
+    elif ctx.target.joins:
         plans, joined = join_plans(plans, outputs)
     needed = {s.buffer for p in plans for s in p.stores}
     missing = outputs - needed

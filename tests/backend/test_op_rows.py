@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser import compiler, config, interface, kernel_cache, pipeline
+from fuser import compiler, config, interface, kernel_cache, pipeline, targets
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Recorder, Row, Value, ops
 from fuser.ir.sizes import expr
@@ -43,8 +43,7 @@ def twins() -> Iterator[None]:
 
 def lowered(row: OpRow, dtype: torch.dtype, device: str) -> Lowered:
     """Loops that call an op on what is loaded: alone, on its own result, in a half, on a row, under conditions."""
-    ctx = LoweringContext("fast")
-    ctx.device_type = device
+    ctx = LoweringContext("fast", targets.of(device))
     low = torch.bfloat16 if dtype is torch.float32 else dtype
     with FakeTensorMode():
         given = [torch.empty(ROWS, COLUMNS, dtype=d, device=device) for d in (dtype, low, torch.bool)]

@@ -1,0 +1,111 @@
+"""What lowering and scheduler know of a device: one frozen record for each device type.
+
+The package's own records are `cpu/target.py` and `cuda/target.py`; a device from outside brings its own to
+`fuser.register_fusion_backend`. Nothing below the device folders compares names of devices, with one exception: torch's
+own facts of eager (`lowering/corrections.py`), which a record points to by `eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fuser.errors import Unsupported
+
+DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+HOST = "cpu"  # torch's name for the device of a graph without tensors, and of all that names none
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, as decisions see it. Sizes are in elements where nothing else is said; 0 switches a rule off.
+
+    Eager:
+    device_type: torch's name of the device.
+    eager: torch's name of the device whose eager kernels give results the same strides and dtypes; "": its own.
+    wide_sums: whether eager's kernels add up float32 in float64 where a norm or variance needs it, and products too.
+    empty_statistics: whether eager's batch norm returns no statistics outside of training; None: it is not known.
+
+    Kernels:
+    dtypes: those that kernels load and store.
+    ordered: whether points of a scatter or scan can run one after another. Else scatters need atomic operations, which
+      `ReductionRow.atomic` names, and what cannot do with them is left to ATen.
+    races: whether a kernel is timed beside ATen before it stays.
+
+    Loops:
+    vector_bytes: of a register. Rows too short to fill one are taken side by side.
+    dearly_folded: up to so many elements of a row an extreme is looked for across rows.
+    column_block: columns that a thread takes as one row where what is reduced does not lie side by side.
+    split_units, split_work, lane_block: a reduction to fewer units than this, of at least so much work, is cut into
+      chunks; along the vector axis `lane_block` results are a unit. A target whose code generator cuts by itself has 0.
+    few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this.
+    most_buffers: that a kernel may touch.
+    scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
+      together with the scan for its places.
+    unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
+    joins: whether plans along rows and along columns are looked at as one.
+    recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
+      that a write to memory is worth.
+    """
+
+    device_type: str
+    eager: str = ""
+    wide_sums: bool = False
+    empty_statistics: bool | None = None
+    dtypes: frozenset[torch.dtype] = DTYPES
+    ordered: bool = True
+    races: bool = False
+    vector_bytes: int = 0
+    dearly_folded: int = 0
+    column_block: int = 0
+    split_units: int = 0
+    split_work: int = 0
+    lane_block: int = 1
+    few_rows: int = 4
+    long_row: int = 1 << 18
+    most_buffers: int = 48
+    scans_alone: bool = False
+    unrolls: bool = False
+    joins: bool = False
+    recompute_cost: int = 8
+    write_worth: int = 2
+
+    @property
+    def like(self) -> str:
+        """The device whose eager kernels it follows."""
+        return self.eager or self.device_type
+
+
+OWN: dict[str, Callable[[], Target]] = {}  # the package's, each of which is imported when it is needed
+_targets: dict[str, Target] = {}
+
+
+def keep(target: Target) -> None:
+    """Make the record of a device from outside known by its device type."""
+    _targets[target.device_type] = target
+
+
+def forget(device_type: str) -> None:
+    """Take such a record away."""
+    _targets.pop(device_type, None)
+
+
+def known(device_type: str) -> Target | None:
+    """The record of a device type, if there is one."""
+    own = OWN.get(device_type)
+    return _targets.get(device_type) or (own() if own is not None else None)
+
+
+def of(device_type: str) -> Target:
+    """The record of a device type. Unsupported if there is none."""
+    target = known(device_type)
+    if target is None:
+        raise Unsupported(f"no fusion backend for {device_type}")
+    return target
