@@ -175,7 +175,8 @@ def keep_results_apart(joint: fx.GraphModule) -> int:
     """Clone parts of repeated multi-output calls that share memory with results of the joint graph.
 
     torch's partitioner merges equal calls, except those that return a tensor which shares memory with a result. It does
-    not look into tuples: `x.sort().values, x.sort().values` would come back as one tensor.
+    not look into tuples: `x.sort().values, x.sort().values` would come back as one tensor. Parts that are views share
+    memory in eager too.
     """
     graph = joint.graph
     results = reaches_output(graph)
@@ -187,7 +188,7 @@ def keep_results_apart(joint: fx.GraphModule) -> int:
         args, kwargs = fx.map_arg((node.args, node.kwargs), first.__getitem__)
         key = (node.target, _key(args), tuple((k, _key(v)) for k, v in sorted(kwargs.items())))
         first[node] = values.setdefault(key, node) if _is_pure(node) else node
-        if node.target is not operator.getitem or node not in results:
+        if node.target is not operator.getitem or node not in results or _gives_views(node.args[0]):
             continue
         part = (first[node.args[0]], node.args[1])
         if part in seen:
@@ -201,6 +202,10 @@ def keep_results_apart(joint: fx.GraphModule) -> int:
     if changed:
         joint.recompile()
     return changed
+
+
+def _gives_views(call: Any) -> bool:
+    return isinstance(call, fx.Node) and (is_view(call.target) or call.target in _SPLITS)
 
 
 def drop_dead(module: fx.GraphModule) -> int:
