@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
 
 from fuser import forks
 from fuser.executor import arg_spec
@@ -83,16 +84,44 @@ class _Whole(nn.Module):
         self.single = True
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        result = self.function(*args)
+        traced = any(isinstance(a, torch.SymFloat) for a in args)
+        with _Powers() if traced else contextlib.nullcontext():
+            result = self.function(*args)
         self.single = not isinstance(result, (tuple, list))
         return (result,) if self.single else tuple(result)
 
 
+_aten = torch.ops.aten
+_POWERS = (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__, _aten.pow, _aten.pow.Tensor_Scalar,
+           _aten.pow.Scalar)  # fmt: skip
+
+
+class _Powers(TorchFunctionMode):
+    """Powers with a float of the trace as tensors: torch's formulas of gradients ask a number for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _POWERS and len(args) == 2 and not kwargs:
+            base, exponent = reversed(args) if func is torch.Tensor.__rpow__ else args
+            tensor = base if isinstance(base, torch.Tensor) else exponent
+            if tensor.dtype in (torch.float32, torch.float64):
+                base, exponent = (_opened(v, tensor) for v in (base, exponent))
+                return torch.pow(base, exponent)
+        return func(*args, **kwargs or {})
+
+
+def _opened(value: Any, like: torch.Tensor) -> Any:
+    """A float of the trace as a tensor of no dims; everything else as it is."""
+    return torch.scalar_tensor(value, dtype=like.dtype) if isinstance(value, torch.SymFloat) else value
+
+
 def _program(fallback: Function, args: Sequence[Any]) -> _Program:
     """With floats as arguments of the trace; as constants where torch cannot trace it so."""
-    if any(type(a) is float for a in args):
-        with contextlib.suppress(Exception):
+    for _ in range(2 if any(type(a) is float for a in args) else 0):
+        try:
             return _Program(fallback, args, open_floats=True)
+        except Exception as e:
+            if type(e).__name__ != "TensorifyScalarRestartAnalysis":  # with which torch asks for a second trace
+                break
     return _Program(fallback, args)
 
 
