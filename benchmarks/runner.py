@@ -96,7 +96,8 @@ def interleave(
     """Time the calls round by round (A B C, A B C, ...) and return a Timing for each.
 
     With `time.thread_time` as the clock, calls that run in this thread alone are not disturbed by other processes. With
-    `equal` a sample has as many calls for each, so that what a first call pays (cold caches) weighs the same.
+    `equal` a sample has as many calls for each, behind one that is not timed: two contestants whose results come from
+    the same heap would keep each other's memory in the caches, and a third one would pay for both.
     """
     inner = {name: calibrate(call, budget, device, clock) for name, call in calls.items()}
     if equal:
@@ -107,6 +108,8 @@ def interleave(
         if done >= budget.min_rounds and time.perf_counter() - start > budget.row_seconds:
             break
         for name, call in calls.items():
+            if equal:
+                call.fn(*call.args)
             samples[name].append(sample(call, inner[name], device, clock))
     return {name: Timing(tuple(s)) for name, s in samples.items()}
 
