@@ -111,7 +111,8 @@ class _Powers(TorchFunctionMode):
 
 def _opened(value: Any, like: torch.Tensor) -> Any:
     """A float of the trace as a tensor of no dims; everything else as it is."""
-    return torch.scalar_tensor(value, dtype=like.dtype) if isinstance(value, torch.SymFloat) else value
+    make: Any = torch.scalar_tensor
+    return make(value, dtype=like.dtype) if isinstance(value, torch.SymFloat) else value
 
 
 def _program(fallback: Function, args: Sequence[Any]) -> _Program:
