@@ -20,7 +20,9 @@ from fuser.cpu.target import TARGET as CPU
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.runtime import foreign
 from fuser.runtime.counting import COUNTS
+from fuser.runtime.foreign import Runtime
 from fuser.runtime.spans import span
 from fuser.targets import Target
 
@@ -160,8 +162,13 @@ _overrides: dict[str, bool] = {}
 _lock = forks.lock()
 
 
-def register_backend(device_type: str, backend: FusionBackend | None) -> None:
-    """Compile for `device_type` with `backend`; None goes back to the package's own, if any. BackendError if unfit."""
+def register_backend(
+    device_type: str, backend: FusionBackend | None, target: Target | None = None, runtime: Runtime | None = None
+) -> None:
+    """Compile for `device_type` with `backend`; None goes back to the package's own, if any. BackendError if unfit.
+
+    A device that the package does not know needs a target and a runtime, too.
+    """
     _check_device_type(device_type)
     if backend is not None and not isinstance(backend, FusionBackend):
         missing = [n for n in ("name", "can_fuse", "codegen", "compile") if not hasattr(backend, n)]
@@ -169,11 +176,25 @@ def register_backend(device_type: str, backend: FusionBackend | None) -> None:
             f"{type(backend).__name__} is no backend for {device_type!r}: it lacks {', '.join(missing)}; "
             "see fuser.compiler.FusionBackend"
         )
+    if backend is not None and device_type not in targets.OWN:
+        _check_foreign(device_type, target, runtime)
     with _lock:
         if backend is None:
             _backends.pop(device_type, None)
-        else:
-            _backends[device_type] = backend
+            targets.forget(device_type)
+            foreign.RUNTIMES.pop(device_type, None)
+            return
+        _backends[device_type] = backend
+        if target is not None:
+            targets.keep(target)
+        if runtime is not None:
+            foreign.RUNTIMES[device_type] = runtime
+
+
+def _check_foreign(device_type: str, target: Target | None, runtime: Runtime | None) -> None:
+    if not isinstance(target, Target) or target.device_type != device_type:
+        raise BackendError(f"a backend for {device_type!r} needs a fuser.targets.Target({device_type!r}, …)")
+    foreign.check(runtime, device_type)
 
 
 def _check_device_type(device_type: str) -> None:

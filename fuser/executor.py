@@ -33,7 +33,7 @@ from fuser.kernel_cache import (
 )
 from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
 from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
-from fuser.runtime import launcher, process, torch_abi
+from fuser.runtime import foreign, launcher, process, torch_abi
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.trials import MISS as _MISS
@@ -220,6 +220,7 @@ class Executor:
 
         self._trials = Trials(spec, admit, leave)
         self._orders = Orders(spec, lambda: cast(Executor, me()).handle, make)
+        self._foreign = foreign.Kernels()
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._missing: str | None = None  # why there is no compiler for a device, once calls were left to ATen for it
         self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
@@ -529,6 +530,10 @@ class Executor:
 
     def _take(self, kernel: FusedKernel, args: tuple[Any, ...]) -> None:
         """Let calls run a new kernel, on trial if it may be. OSError if its library cannot be loaded."""
+        runtime = foreign.runtime_of(kernel.program)
+        if runtime is not None:
+            self._foreign.add(kernel.program, kernel.library, runtime)
+            return
         target = targets.known(self._device_of(args) or "")
         timed = target is not None and target.races and not dict(self.spec.config).get("check_bounds")
         slowest = config.slowest if timed else 0.0
@@ -553,7 +558,13 @@ class Executor:
             result = self.handle(*args)
         finally:
             self._local.probing = False
-        return self._trials.run(args) if result is _MISS else result
+        if result is not _MISS:
+            return result
+        found = self._foreign.run(args)
+        if found is None:
+            return self._trials.run(args)
+        status, result = found
+        return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}") if status else result
 
     def _fall_back(self, args: tuple[Any, ...], reason: str, function: Function | None = None) -> Any:
         self.spec.store.note_fallback(reason)

@@ -17,6 +17,8 @@ from fuser.errors import ConfigError, GraphError, Unsupported
 from fuser.executor import register, why_unfit
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.runtime import heap, launcher
+from fuser.runtime.foreign import Runtime
+from fuser.targets import Target
 
 Graph = torch.fx.Graph | torch.fx.GraphModule
 
@@ -174,9 +176,15 @@ def _reconsider() -> None:
         registration.runner.reconsider()
 
 
-def register_fusion_backend(device_type: str, backend: FusionBackend | None) -> None:
-    """Compile groups on `device_type` with `backend`; None takes it away. BackendError if it is not one."""
-    compiler.register_backend(device_type, backend)
+def register_fusion_backend(
+    device_type: str, backend: FusionBackend | None, target: Target | None = None, runtime: Runtime | None = None
+) -> None:
+    """Compile groups on `device_type` with `backend`; None takes it away. BackendError if it is not one.
+
+    A device from outside brings a `target`, the record that lowering and scheduler read, and a `runtime`, which
+    allocates, loads and launches; `examples/numpy_device.py` is one.
+    """
+    compiler.register_backend(device_type, backend, target, runtime)
     _reconsider()
 
 
