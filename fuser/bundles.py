@@ -14,13 +14,13 @@ import pathlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fuser import config, plans
+from fuser import config, machines, plans
 from fuser.cpu import toolchain
 from fuser.cuda import toolchain as cuda_toolchain
 from fuser.runtime import archive, compilers, files, launcher, machine, native_build, prebuilt
@@ -72,7 +72,8 @@ def export(path: str | os.PathLike[str], key: bytes | None = None) -> Bundle:
     }  # fmt: skip
     if compilers.why_none() is None:
         made.update(toolchain.machine_facts())
-    manifest = prebuilt.Manifest(made, machine.facts(), cuda_toolchain.triton_version(), capabilities)
+    needs = {"isa": sorted(_instructions(members))}
+    manifest = prebuilt.Manifest(made, machine.facts() | needs, cuda_toolchain.triton_version(), capabilities)
     archive.write(path, {**members, prebuilt.MANIFEST: manifest.encode()}, key)
     size = os.stat(path).st_size
     return Bundle(pathlib.Path(path), manifest, _kernels(members), size, dict(left_out))
@@ -116,6 +117,16 @@ def _add_plans(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[
     names = files.read(root / "plans" / f"{plans.version()}.operators")
     if names is not None:
         members[f"plans/{plans.version()}.operators"] = names
+
+
+def _instructions(members: Mapping[str, bytes]) -> frozenset[str]:
+    """What a processor needs for the kernels of all plans among `members`."""
+    found: frozenset[str] = frozenset()
+    for name in members:
+        if name.endswith(".plan"):
+            settings_of = plans.about(members[name]).get("settings", {})
+            found |= machines.find(settings_of.get("isa", "")).needs
+    return found
 
 
 def _add_binaries(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[str]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fuser import notices
+from fuser import machines, notices
 from fuser.errors import ConfigError
 
 
@@ -133,6 +133,12 @@ SETTINGS: tuple[Setting, ...] = (
         "CPU: kernels check each offset into memory, and one outside is an error that names kernel, buffer and offset; "
         "their loops are plain ones, without vectors",
         key=True, choices=(True, False),
+    ),
+    Setting(
+        "isa", "",
+        "CPU: the machine that kernels are made for, such as 'avx2' or 'avx512+vnni' (docs/machines.md); '' is what "
+        "this machine has",
+        key=True, read=machines.check,
     ),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),
@@ -256,6 +262,7 @@ class Config(types.ModuleType):
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""
         found = {s.name: getattr(self, s.name) for s in SETTINGS if s.key}
+        found["isa"] = machines.find(self.isa).name
         found["deterministic"] = "yes" if self.is_deterministic() else "no"
         return tuple(found.items())
 

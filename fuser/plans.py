@@ -35,7 +35,7 @@ settings: Any = config  # its attributes are made from a table
 FORMAT = 2
 MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
-_DECIDING_FILES = ("kernel_spec.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
+_DECIDING_FILES = ("kernel_spec.py", "machines.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
 _SEAL = re.compile(r"\n#fuser [0-9a-f]{64}\n\Z")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 

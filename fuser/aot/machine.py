@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import pathlib
 import platform
-import re
 import sys
 from typing import Any
 
 import torch
 
+from fuser import config, machines
 from fuser.errors import AotError
 from fuser.runtime.encode import LAYOUT
 
 FORMAT = 1  # of the program's JSON
-# What g++ -march=native may use unasked, as Linux spells it.
-_ISA = re.compile(r"sse\w*|ssse3|avx\w*|fma\w*|f16c|bmi\d|abm|popcnt|movbe|asimd\w*|sve\w*|fp|fphp|neon|bf16|i8mm")
 
 
 def describe() -> dict[str, Any]:
-    """The fields of this machine and process."""
+    """The fields of this process and of the machine that it makes kernels for."""
+    row = machines.find(config.isa)
     return {
         "format": FORMAT,
         "launch": LAYOUT,
         "torch": torch.__version__.split("+")[0],
         "system": sys.platform,
         "processor": platform.machine(),
-        "instructions": _instructions(),
+        "isa": row.name,
+        "instructions": sorted(row.needs),
     }
-
-
-def _instructions() -> list[str]:
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    line = next((ln for ln in text.splitlines() if ln.startswith(("flags", "Features"))), "")
-    return sorted(word for word in set(line.partition(":")[2].split()) if _ISA.fullmatch(word))
 
 
 _CURES = {
@@ -45,7 +35,8 @@ _CURES = {
     "torch": "install that version of torch, or write it again with this one",
     "system": "write it again on this system",
     "processor": "write it again on such a processor",
-    "instructions": "write it again on the oldest processor that is to run it",
+    "instructions": "write it again with config.isa for the oldest processor that is to run it",
+    "isa": "write it again with config.isa for the machine that is to run it",
 }
 
 
@@ -57,14 +48,26 @@ def check(path: str, wanted: Any) -> None:
     for field, cure in _CURES.items():
         want, have = wanted.get(field), here[field]
         if field == "instructions":
-            missing = sorted(set(want or ()) - set(have))
+            missing = sorted(set(want or ()) - machines.instructions())
             if missing:
                 raise AotError(
                     f"{path} is for another machine: field {field!r}: expected {', '.join(missing)}, which this "
                     f"processor lacks; {cure}"
                 )
+        elif field == "isa":
+            why = _why_not(want)
+            if why is not None:
+                raise AotError(f"{path} is for another machine: field {field!r}: {want!r}: {why}; {cure}")
         elif want != have:
             raise AotError(f"{path} is for another machine: field {field!r}: expected {want!r}, here {have!r}; {cure}")
+
+
+def _why_not(isa: Any) -> str | None:
+    """None if kernels made for the row `isa` run here, else the reason."""
+    try:
+        return machines.why_not(machines.find(isa if isinstance(isa, str) and isa else "no name"))
+    except ValueError as e:
+        return str(e)
 
 
 def check_capability(path: str, wanted: Any) -> None:

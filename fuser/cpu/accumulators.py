@@ -19,8 +19,8 @@ FLUSH = 256  # float32 additions per lane of a row nest before they go to a floa
 COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
-LONG_ROW = 128  # elements of a row from which accumulators take two registers
-REGISTER = 64
+LONG_ROW = 128  # elements of a row from which accumulators take several registers
+MOST_BYTES, MOST_PLACES = 128, 64  # bytes of an accumulator; its lanes where they remember a place, too
 BEYOND_CACHES = 1 << 22  # elements
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
@@ -38,18 +38,22 @@ class AccumulatingNest(Nest):
     overlaps = False  # the last lanes of a row were taken before in part, in the pass that is being written
 
     def _choose_lanes(self) -> int:
-        """In row nests arrays of lanes are a register of what is read or two of what adds up: so they stay there."""
+        """In row nests arrays of lanes are a register of what is read, or a few of what adds up: so they stay there."""
         if not self.is_row or self.vector is None:
             return super()._choose_lanes()
         loads = [r.attr[0] for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
-        read = max((REGISTER // self.dtypes[b].itemsize for b in loads), default=0)
+        machine = self.machine
+        room = machine.registers * machine.vector_bytes // 4
+        read = max((machine.vector_bytes // self.dtypes[b].itemsize for b in loads), default=0)
         least = max(16, read if read <= self.vector.hint else 0)
         kept = [max(self.spec(r)[2].itemsize, 4 if REDUCTIONS[r.kind].index else 1) for r in self.plan.reductions]
         widest = max(kept, default=4)
         if self.vector.hint < LONG_ROW:
             return least
         places = any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
-        return max(least, 64 if places and self.vector.hint >= 4 * LONG_ROW else 2 * REGISTER // widest)
+        if places and self.vector.hint >= 4 * LONG_ROW:
+            return max(least, min(MOST_PLACES, room // 4))
+        return max(least, min(MOST_BYTES, room) // widest)
 
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
         """The table's row of a reduction, the dtype of its values and of its accumulator."""
@@ -222,7 +226,7 @@ class AccumulatingNest(Nest):
         """Fold the lanes into lane 0, halving, in vectors: the fixed order of a tree."""
         k, (spec, _, acc) = r.number, self.spec(r)
         kind = spec.value or r.kind
-        size = min(64, self.lanes * acc.itemsize)
+        size = min(self.machine.vector_bytes, self.lanes * acc.itemsize)
         width = size // acc.itemsize
         names = [f"a{i}" for i in range(self.lanes // width)]
         element = "u8" if acc is torch.bool else CPP_TYPES[acc]

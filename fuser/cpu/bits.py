@@ -1,7 +1,7 @@
 """Loops over short rows of bytes or halves that are moved as bits: whole registers, of which some lanes are touched.
 
 Pads, joins, slices, flips. g++ makes vectors of their loops too, but goes through a row shorter than a vector by
-elements. Conditions are masks, a bit for each lane. Machines without AVX-512 have the plain loop.
+elements. Conditions are masks, a bit for each lane. Machines without such masks have the plain loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fuser.cpu.nest import Nest, constant_text, storage_type
 from fuser.cpu.segments import find_edges
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, expr
+from fuser.machines import Machine
 from fuser.ops import JOINING, LOGIC, TURNING
 from fuser.scheduler.plan import Store
 
@@ -20,7 +21,7 @@ SHORTEST, LONGEST = 4, 256  # bytes of a row
 _OF_MASKS = (*JOINING, "!")
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _FIRST = """\
-#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__BMI2__)
+#if !defined(__clang__)
 #define FUSER_MASKS 1
 FUSER_FN u64 fuser_first(i64 n) { return __builtin_ia32_bzhi_di(~0ULL, n < 0 ? 0 : n < 64 ? n : 64); }
 """
@@ -45,8 +46,9 @@ _WORDS = {
 }
 
 
-def helpers(body: str) -> str:
+def helpers(body: str, machine: Machine) -> str:
     """What `body` calls for elements of one byte and of two."""
+    assert machine.masks or "fuser_bits" not in body
     text = ""
     for words in _WORDS.values():
         if f"{words['BITS']}_" in body:
@@ -71,12 +73,14 @@ class BitsLoop:
             if row.traits.sign in _OF_MASKS and all(a in self.masks or not nest.is_full(a) for a in row.args):
                 self.masks.add(n)
         self.size = min((nest.dtypes[s.buffer].itemsize for s in self.stores), default=0)
-        self.lanes = 64 // max(1, self.size)
+        self.lanes = nest.machine.vector_bytes // max(1, self.size)
 
     def fits(self) -> bool:
         """Whether all rows move elements of that size, and rows in memory are short."""
         nest = self.nest
-        if nest.vector is None or self.size not in _WORDS or nest.has_checks or nest.staged or nest.hoisted:
+        if not nest.machine.masks or nest.vector is None or self.size not in _WORDS:
+            return False
+        if nest.has_checks or nest.staged or nest.hoisted:
             return False
         short = SHORTEST <= nest.vector.hint * self.size < LONGEST
         return short and all(map(self._store_fits, self.stores)) and all(map(self._row_fits, self.rows))

@@ -106,7 +106,7 @@ class BlockedScan(ChainedScan):
             source = f"piece{value}"
         if source is None:
             source = "xs"
-            self.out.add(f"{kind} xs[{BLOCK}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind} xs[{BLOCK}] {self.aligned};")
             self._open_block()
             for n in inner:
                 self.declare(n)
@@ -156,7 +156,7 @@ class BlockedScan(ChainedScan):
         dtype = torch.int64 if self.is_place(s) else element
         straight = self._memory(s.buffer, s.address, dtype)
         if straight is None:
-            self.out.add(f"{CPP_TYPES[dtype]} {own}[{BLOCK}] __attribute__((aligned(64)));")
+            self.out.add(f"{CPP_TYPES[dtype]} {own}[{BLOCK}] {self.aligned};")
         return straight or own
 
     def _copy(self, s: Store, dtype: torch.dtype, made: str) -> None:

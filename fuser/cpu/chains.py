@@ -164,7 +164,7 @@ class ChainedScan(Scan):
 
         self.out.add(f"i64 size[{SIDE_BY_SIDE}];")
         if fills:
-            self.out.add(f"{kind} xs[{SIDE_BY_SIDE}][{FILLED}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind} xs[{SIDE_BY_SIDE}][{FILLED}] {self.aligned};")
             self.out.add("i64 longest = 0;")
             self.out.add("for (i64 j = 0; j < count; ++j) if (high[j] - low[j] > longest) longest = high[j] - low[j];")
             self.out.open(f"for (i64 b = 0; b < longest; b += {FILLED})")

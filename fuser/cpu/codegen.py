@@ -22,8 +22,9 @@ from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.sharing import shared
 from fuser.cpu.split import SplitNest
-from fuser.cpu.streams import STREAM_HELPER
+from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
+from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
 from fuser.scheduler.plan import KernelPlan
 
@@ -51,8 +52,8 @@ def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     return Generated((Scan(plan, name, bindings).function(),), ())
 
 
-def source_text(functions: Iterable[str], comment: str) -> str:
-    """A complete source: typedefs, the helpers that are called, the functions' texts."""
+def source_text(functions: Iterable[str], comment: str, machine: Machine) -> str:
+    """A complete source for `machine`: typedefs, the helpers that are called, the functions' texts."""
     body = "\n".join(functions)
     floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
     floors += HIDDEN_HELPER if "hidden(" in body else ""
@@ -61,15 +62,15 @@ def source_text(functions: Iterable[str], comment: str) -> str:
     shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
     shuffles += ZEROS if "fuser_zeros" in body else ""
     shuffles += CHECKED_HELPER if "fuser_checked<" in body else ""
-    shuffles += STREAM_HELPER if "fuser_stream(" in body else ""
-    vectors = transposes.helpers(body) + bits.helpers(body)
-    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(vectors + body))}{floors}{vectors}{shuffles}\n{body}"
+    shuffles += stream_helper(machine) if "fuser_stream(" in body else ""
+    vectors = transposes.helpers(body, machine) + bits.helpers(body, machine)
+    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(vectors + body), machine)}{floors}{vectors}{shuffles}\n{body}"
 
 
 PART = 12_000  # most characters of functions that are compiled together; longer sources become parts
 
 
-def source_parts(functions: Sequence[Function], comment: str) -> tuple[str, ...]:
+def source_parts(functions: Sequence[Function], comment: str, machine: Machine) -> tuple[str, ...]:
     """The sources of all functions: one, or several that are compiled at the same time. A function stays whole.
 
     Those that are equal up to their arguments share a body, and a source with it.
@@ -83,7 +84,7 @@ def source_parts(functions: Sequence[Function], comment: str) -> tuple[str, ...]
             length = 0
         parts[-1] += texts
         length += more
-    return tuple(source_text(p, comment) for p in parts)
+    return tuple(source_text(p, comment, machine) for p in parts)
 
 
 __all__ = ["Bindings", "Function", "Generated", "Partial", "generate", "source_parts", "source_text"]

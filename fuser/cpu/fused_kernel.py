@@ -6,13 +6,14 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from fuser import config
+from fuser import config, machines
 from fuser.codegen.program import ProgramBuilder
 from fuser.cpu import codegen, toolchain
 from fuser.cpu.checked import span
 from fuser.ir.sizes import ONE, Expr
 from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import Lowered, TensorInput
+from fuser.machines import Machine
 from fuser.scheduler.schedule import Schedule
 
 
@@ -30,13 +31,14 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Source:
-    """Generated sources, which make one library, and how to launch it; no compiler was needed."""
+    """Generated sources for `machine`, which make one library, and how to launch it; no compiler was needed."""
 
     name: str
     parts: tuple[str, ...]
     program: LaunchProgram
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
+    machine: Machine
 
     @property
     def text(self) -> str:
@@ -45,24 +47,25 @@ class Source:
 
 
 def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
-    """C++ for all kernels of a schedule."""
+    """C++ for all kernels of a schedule, for the machine that `config.isa` names."""
+    machine = machines.find(config.isa)
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
     counts = _counts(lowered, plan) if config.check_bounds else None
-    bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats, counts)
+    bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats, machine, counts)
     functions: list[codegen.Function] = []
     for number, kernel in enumerate(plan.plans):
         made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions
-    parts = codegen.source_parts(functions, comment)
+    parts = codegen.source_parts(functions, comment, machine)
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
     program = builder.finish(steps, plan.buffers, single)
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
-    return Source(name, parts, program, len(plan.plans), plan.reasons)
+    return Source(name, parts, program, len(plan.plans), plan.reasons, machine)
 
 
 def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:
@@ -76,5 +79,5 @@ def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:
 
 def compile_source(source: Source) -> FusedKernel:
     """Run the compiler, or take its earlier result from disk. Raises CompileError."""
-    library = toolchain.compile_library(source.parts)
+    library = toolchain.compile_library(source.parts, source.machine)
     return FusedKernel(source.name, source.program, source.text, library, source.n_kernels, source.reasons)

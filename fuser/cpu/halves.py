@@ -90,7 +90,7 @@ class HalvesNest(PartsNest):
         length = -(-length // 16) * 16  # whole vectors
         for n in self.half_loads(phase):
             buffer, (address,) = self.plan.rows[n].attr
-            self.out.add(f"float piece{n}[{length}] __attribute__((aligned(64)));")
+            self.out.add(f"float piece{n}[{length}] {self.aligned};")
             at = f"part{n}" if n in self.parts else f"{buffer} + ({self.index(substitute(address, origin))})"
             if self.plan.rows[n].args and n not in self.parts:
                 self._declare_bounds(n, start, count)
@@ -99,7 +99,7 @@ class HalvesNest(PartsNest):
                 self.out.add(f"fuser_piece_from_half(piece{n}, {at}, {count});")
             self.pieces[n] = f"piece{n}[{place}]"
         for k, s in enumerate(self.half_stores(phase)):
-            self.out.add(f"float result{phase}_{k}[{length}] __attribute__((aligned(64)));")
+            self.out.add(f"float result{phase}_{k}[{length}] {self.aligned};")
             self.results[s] = f"result{phase}_{k}[{place}]"
 
     def _close_halves(self, phase: int, start: str, count: str) -> None:

@@ -63,7 +63,7 @@ class LaneLoop:
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
         nest = self.nest
-        if nest.vector is None or nest.vector.hint < SHORTEST:
+        if not nest.machine.lanes or nest.vector is None or nest.vector.hint < SHORTEST:
             return False
         if nest.checks_inside or nest.staged or nest.hoisted or nest.kept_rows:
             return False

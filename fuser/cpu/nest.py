@@ -39,6 +39,8 @@ class Nest:
 
     def __init__(self, plan: KernelPlan, name: str, bindings: Bindings) -> None:
         self.plan, self.name, self.bindings = plan, name, bindings
+        self.machine = bindings.machine
+        self.aligned = f"__attribute__((aligned({self.machine.line_bytes})))"
         self.dtypes = dict(plan.buffers)
         self.extents = {a.sym: a.size for a in plan.axes}
         self.checked = bindings.counts is not None

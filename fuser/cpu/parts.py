@@ -26,7 +26,7 @@ class PartsNest(Nest):
         for n in filter(self._runs_back, self.rows_of(phase)):
             buffer, (address,) = self.plan.rows[n].attr
             at = self.index(substitute(address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"{storage_type(self.dtypes[buffer])} part{n}[{LONGEST}] __attribute__((aligned(64)));")
+            self.out.add(f"{storage_type(self.dtypes[buffer])} part{n}[{LONGEST}] {self.aligned};")
             self.out.add("#pragma omp simd")
             self.out.add(f"for (i64 k = 0; k < {count}; ++k) part{n}[k] = {buffer}[{at} - k];")
             self.parts[n] = f"part{n}[{place}]"

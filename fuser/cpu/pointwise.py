@@ -137,11 +137,14 @@ class PointwiseNest(StreamingNest):
     def _prefetch_rows(self, tiled: Axis) -> None:
         """Ask for what is read some rows later: those of a tile are too short for the hardware to foresee the next."""
         assert self.vector is not None
+        if not self.machine.prefetches:
+            return
         v, t = self.vector.sym, tiled.sym
         ahead = {v: symbol("v0", LOOP) + symbol("q", LOOP), t: expr(t) + ROWS_AHEAD}
         for buffer, address in self.lines_read([n for n in range(len(self.plan.rows)) if n not in self.staged]):
             if t in symbols(address):
-                step, at = max(1, 64 // self.dtypes[buffer].itemsize), self.index(substitute(address, ahead))
+                step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
+                at = self.index(substitute(address, ahead))
                 self.out.add(f"for (i64 q = 0; q < v1 - v0; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
 
     def _pointwise_unit(self) -> None:
@@ -210,7 +213,7 @@ class PointwiseNest(StreamingNest):
         for n, k in self.staged.items():
             buffer, (address,) = self.plan.rows[n].attr
             kind, size = self.kind(n), self.dtypes[buffer].itemsize
-            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_STRIDE}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_STRIDE}] {self.aligned};")
             first = "r0"
             if storage_type(self.dtypes[buffer]) == kind:
                 edge = EDGES[size]

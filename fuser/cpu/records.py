@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser.ir.sizes import Expr, Sym
+from fuser.machines import Machine
 
 # The parameters of each function: pointers, int64 and float64 slots, units, memory of its own, what it reports.
 SIGNATURE = (
@@ -46,10 +47,12 @@ class Generated:
 class Bindings:
     """Where a function finds its arguments: pointers by buffer, int64 slots by symbol, float64 slots by scalar.
 
+    `machine` is the row of the machine that runs them.
     `counts` has the elements of memory that each buffer spans, where functions check their offsets (`checked.py`).
     """
 
     pointers: dict[str, int]
     slots: dict[Sym, int]
     floats: dict[str, int]
+    machine: Machine
     counts: dict[str, Expr] | None = None

@@ -302,7 +302,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         Between the passes over a row that lies in cache, memory would otherwise idle.
         """
         assert self.vector is not None
-        if self.checked or self.plan.split or phase != self._costliest_pass:
+        if self.checked or not self.machine.prefetches or self.plan.split or phase != self._costliest_pass:
             return
         v = self.vector.sym
         wanted = []
@@ -319,14 +319,15 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             if self.step(address) != ONE:
                 continue
             at = self.index(substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
-            step = max(1, 64 // self.dtypes[buffer].itemsize)
+            step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
             unless = "if (!stream) " if write else ""
             self.out.add(
                 f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
             )
 
     def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
-        return bool(loops) and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass))
+        wanted = self.machine.prefetches and bool(loops)
+        return wanted and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass))
 
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
         """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
@@ -347,13 +348,15 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 other_row = f"{cpp_expr(turn)} - v0" if turn is not None else "0"
                 onward = f"(v0 + {self.lanes} < n_{v.name} ? {self.lanes} : {other_row})"
                 at = f"{self.index(substitute(address, line))} + {onward}"
-            step = max(1, 64 // self.dtypes[buffer].itemsize)
+            step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
             self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
 
     def _look_ahead(self, phase: int) -> list[int]:
         """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""
         assert self.vector is not None
-        if self.checked or self.plan.split or phase == 0 or phase != self._costliest_pass or len(self.kept) != 1:
+        if self.checked or not self.machine.prefetches or self.plan.split or len(self.kept) != 1:
+            return []
+        if phase == 0 or phase != self._costliest_pass:
             return []
         v = self.vector.sym
         steps: list[int] = []
@@ -376,7 +379,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             self.out.add(f"ahead{k} = {buffer} + ({self.index(substitute(address, {v: expr(0)}))});")
             self.out.close()
             self.out.close()
-            steps.append(max(1, 64 // self.dtypes[buffer].itemsize))
+            steps.append(max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize))
         return steps
 
     def _varying_rows(self, roots: Sequence[int]) -> list[int]:

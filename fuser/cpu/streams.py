@@ -10,6 +10,7 @@ from fuser.cpu.halves import HalvesNest
 from fuser.cpu.nest import storage_type
 from fuser.cpu.text import cpp_expr
 from fuser.ir.sizes import LOOP, ONE, product, substitute, symbol
+from fuser.machines import Machine
 from fuser.scheduler.plan import Store
 
 STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
@@ -18,45 +19,41 @@ STREAM_TILE = 1024  # elements that are staged in the first level cache before t
 MOST_STREAMS = 6  # more would not fit there
 
 # Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
-STREAM_HELPER = """\
-#if defined(__AVX512F__)
-typedef float fuser_line __attribute__((vector_size(64), may_alias));
-#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps512((float*)(to), *(const fuser_line*)(from))
-#define FUSER_LINE 64
-#elif defined(__AVX__)
-typedef float fuser_line __attribute__((vector_size(32), may_alias));
-#define FUSER_LINE_TO(to, from) __builtin_ia32_movntps256((float*)(to), *(const fuser_line*)(from))
-#define FUSER_LINE 32
-#endif
-#if defined(__clang__) && defined(FUSER_LINE)
-#undef FUSER_LINE_TO
+_STREAM_HELPER = """\
+typedef float fuser_line __attribute__((vector_size(WIDTH), may_alias));
+#if defined(__clang__)
 #define FUSER_LINE_TO(to, from) __builtin_nontemporal_store(*(const fuser_line*)(from), (fuser_line*)(to))
+#else
+#define FUSER_LINE_TO(to, from) __builtin_ia32_STORE((float*)(to), *(const fuser_line*)(from))
 #endif
 static void fuser_stream(void* to, const void* from, i64 bytes) {
   char* t = (char*)to;
   const char* f = (const char*)from;
-#ifdef FUSER_LINE
-  typedef float unaligned __attribute__((vector_size(FUSER_LINE), aligned(1), may_alias));
-  const i64 before = -(i64)t & 63, head = before < bytes ? before : bytes;
+  typedef float unaligned __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+  const i64 before = -(i64)t & LAST, head = before < bytes ? before : bytes;
   __builtin_memcpy(t, f, head);
   i64 i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    for (int part = 0; part < 64; part += FUSER_LINE) {
+  for (; i + SPAN <= bytes; i += SPAN) {
+    for (int part = 0; part < SPAN; part += WIDTH) {
       const fuser_line line = (fuser_line)*(const unaligned*)(f + i + part);
       FUSER_LINE_TO(t + i + part, &line);
     }
   }
   __builtin_memcpy(t + i, f + i, bytes - i);
-#else
-  __builtin_memcpy(t, f, bytes);
-#endif
 }
 static void fuser_stream_end() {
-#ifdef FUSER_LINE
-  __builtin_ia32_sfence();
-#endif
+  FENCE
 }
 """
+
+
+def stream_helper(machine: Machine) -> str:
+    """What a nest with `streams` calls."""
+    words = {"LAST": machine.line_bytes - 1, "SPAN": machine.line_bytes, "WIDTH": machine.vector_bytes}
+    text = _STREAM_HELPER.replace("STORE", machine.past_cache).replace("FENCE", machine.fence)
+    for word, number in words.items():
+        text = text.replace(word, str(number))
+    return text
 
 
 class StreamingNest(HalvesNest):
@@ -83,7 +80,9 @@ class StreamingNest(HalvesNest):
 
         What is also read lies in cache by then.
         """
-        if self.checked or self.vector is None or self.plan.split or self.vector.hint < STREAM_SHORTEST:
+        if self.checked or not self.machine.past_cache or self.vector is None or self.plan.split:
+            return []
+        if self.vector.hint < STREAM_SHORTEST:
             return []
         out = []
         read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
@@ -100,7 +99,7 @@ class StreamingNest(HalvesNest):
         for k, s in enumerate(self.streams(phase)):
             kind = storage_type(self.dtypes[s.buffer])
             at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"{kind} staged{phase}_{k}[{length}] __attribute__((aligned(64)));")
+            self.out.add(f"{kind} staged{phase}_{k}[{length}] {self.aligned};")
             self.out.add(f"{kind}* const past{phase}_{k} = {s.buffer} + ({at});")
             self.out.add(f"{kind}* __restrict to{phase}_{k} = stream ? staged{phase}_{k} : past{phase}_{k};")
             self.streamed[s] = f"to{phase}_{k}[{place}]"

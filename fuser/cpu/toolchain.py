@@ -11,25 +11,13 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from fuser import config, forks
+from fuser import config, forks, machines
 from fuser.errors import CompileError
+from fuser.machines import Machine
 from fuser.runtime import compilers, eviction, files, prebuilt, process, remote, workers
-from fuser.runtime import machine as this_machine
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library, is_cut
 from fuser.runtime.spans import span
-
-# -O3 takes 1.7 times as long to compile, unrolling what is vectorised, and its kernels are not faster.
-FLAGS = (
-    "-O2", "-ftree-vectorize", "-std=c++17", "-march=native", "-fPIC", "-shared", "-fno-math-errno",
-    "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-fvisibility=default",
-    "-w",
-)  # fmt: skip
-# A loop under a condition that does not change in it becomes two loops: vectors are made of neither otherwise. Rows of
-# joins and pads that are normalised have more than the 50 instructions to which g++ keeps that.
-_GCC_FLAGS = (
-    "-fvect-cost-model=dynamic", "-mprefer-vector-width=512", "-funswitch-loops", "--param=max-unswitch-insns=200",
-)  # fmt: skip
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -39,7 +27,14 @@ def find_compiler() -> tuple[str, ...]:
 
 def why_not() -> str | None:
     """None if kernels can be made or found, else why not; asked at calls."""
-    return None if prebuilt.for_cpu() else why_no_compiler()
+    unfit = _why_not_run(machines.find(config.isa))
+    return unfit or (None if prebuilt.for_cpu() else why_no_compiler())
+
+
+def _why_not_run(machine: Machine) -> str | None:
+    """None if kernels for `machine` run here, else why not."""
+    why = machines.why_not(machine)
+    return f"config.isa is {machine.name!r}, but {why}" if why is not None else None
 
 
 def why_no_compiler() -> str | None:
@@ -48,12 +43,13 @@ def why_no_compiler() -> str | None:
     if why is not None:
         return why
     compiler = find_compiler()
-    if compiler in _unfit:
-        return str(_unfit[compiler])
+    isa = machines.find(config.isa).name
+    if (compiler, isa) in _unfit:
+        return str(_unfit[compiler, isa])
     return process.why_not(compiler[0], config.compile_timeout_seconds)
 
 
-_unfit: dict[tuple[str, ...], CompileError] = {}  # compilers that failed or hung on the smallest source
+_unfit: dict[tuple[tuple[str, ...], str], CompileError] = {}  # compilers that failed or hung on the smallest source
 _probing = forks.lock()
 
 
@@ -67,47 +63,56 @@ def warm_up() -> None:
     workers.start(probe, "fuser-toolchain")
 
 
-def flags_for(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(compile flags, libraries) that this compiler takes: vector maths of libmvec where linking with it works.
+def flags_for(
+    compiler: tuple[str, ...], machine: Machine | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
+    """(compile flags, libraries) that this compiler takes for kernels of `machine`, by default `config.isa`'s.
 
     CompileError if it takes none; a second question about it is answered without running it again.
     """
+    machine = machine or machines.find(config.isa)
     with _probing:
-        if compiler in _unfit:
-            raise _unfit[compiler]
+        if (compiler, machine.name) in _unfit:
+            raise _unfit[compiler, machine.name]
         try:
-            return _probe(compiler)
+            return _probe(compiler, machine.name)
         except CompileError as e:
-            _unfit[compiler] = e
+            _unfit[compiler, machine.name] = e
             raise
 
 
-@functools.lru_cache(maxsize=8)
-def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    identity = hashlib.sha256(f"{compiler}{FLAGS}{_GCC_FLAGS}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
+_PROBE = """\
+#if !(TEST)
+#error another kind of compiler
+#endif
+#if defined(FUSER_SIMD_MATH)
+#define VECTOR __attribute__((simd("notinbranch"), const))
+#else
+#define VECTOR
+#endif
+extern "C" VECTOR float expf(float);
+extern "C" VECTOR float erfcf(float);
+extern "C" void probe(float* x, long n) {
+#pragma omp simd
+for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }
+"""
+
+
+@functools.lru_cache(maxsize=32)
+def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    machine = machines.find(isa)
+    choices = [(kind.test, kind.flags_for(machine), kind.libraries) for kind in compilers.KINDS]
+    identity = hashlib.sha256(f"{compiler}{choices}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
     timeout = config.compile_timeout_seconds
-    choices = (
-        ((*FLAGS, *_GCC_FLAGS, "-DFUSER_SIMD_MATH"), ("-Wl,--no-undefined", "-lmvec", "-lm")),
-        ((*FLAGS, *_GCC_FLAGS), ("-Wl,--no-undefined", "-lm")),
-        (FLAGS, ("-lm",)),
-    )
     remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
     if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
-        return choices[int(remembered)]
-    source = (
-        'extern "C" __attribute__((simd("notinbranch"), const)) float expf(float);\n'
-        'extern "C" __attribute__((simd("notinbranch"), const)) float erfcf(float);\n'
-        'extern "C" void probe(float* x, long n) {\n'
-        "#pragma omp simd\n"
-        "for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }\n"
-    )
+        return choices[int(remembered)][1:]
     log = ""
     with files.scratch_folder(known.parent) as folder:
         path = folder / "probe.cpp"
-        plain = source.replace('__attribute__((simd("notinbranch"), const)) ', "")
-        for number, (flags, libraries) in enumerate(choices):
-            path.write_text(source if "-DFUSER_SIMD_MATH" in flags else plain)
+        for number, (test, flags, libraries) in enumerate(choices):
+            path.write_text(_PROBE.replace("TEST", test))
             with process.temporaries_in(str(folder)):
                 code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
             if code == 0:
@@ -116,7 +121,9 @@ def _probe(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
                     remote.offer(known, str(number).encode())
                 return flags, libraries
     command = shlex.join(compiler)
-    raise CompileError(f"{command} does not compile a small loop ({_gist(log)}); is it a C++17 compiler?", log)
+    raise CompileError(
+        f"{command} does not compile a small loop for {machine.name} ({_gist(log)}); is it a C++17 compiler?", log
+    )
 
 
 _TELLING = ("cannot write", "cannot", "undefined", "error")
@@ -164,7 +171,7 @@ def _stamp(path: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _cpu() -> str:
-    found = this_machine.cpu_text()
+    found = machines.cpu_text()
     if not found:
         import platform
 
@@ -199,21 +206,26 @@ def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
     return files.private_folder()
 
 
-def compile_library(parts: tuple[str, ...]) -> str:
+def compile_library(parts: tuple[str, ...], machine: Machine | None = None) -> str:
     """The path of a shared library made from the sources `parts`; from disk if it was made before. Raises CompileError.
 
-    Several parts are compiled at the same time, then linked. What another process is making is waited for.
+    It is for `machine`, by default `config.isa`'s, whose kernels have to run here. Several parts are compiled at the
+    same time, then linked. What another process is making is waited for.
     """
+    machine = machine or machines.find(config.isa)
+    why = _why_not_run(machine)
+    if why is not None:
+        raise CompileError(why)
     try:
-        return _library_of(parts)
+        return _library_of(parts, machine)
     except OSError as e:  # not even a temporary folder
         why = _refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
         raise CompileError(f"no kernel can be written: {why}") from None
 
 
-def _library_of(parts: tuple[str, ...]) -> str:
+def _library_of(parts: tuple[str, ...], machine: Machine) -> str:
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler)
+    flags, libraries = flags_for(compiler, machine)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     kept = _kept(library)
@@ -222,7 +234,7 @@ def _library_of(parts: tuple[str, ...]) -> str:
         with files.claim(folder / library.name, config.compile_timeout_seconds):
             kept = _kept(folder / library.name) or _fetched(folder / library.name)
             if kept is None:
-                made = _make(folder / library.name, parts)
+                made = _make(folder / library.name, parts, machine)
                 COUNTS.add("binaries_made")
                 return str(made)
     COUNTS.add("binaries_found")
@@ -305,16 +317,16 @@ def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path
     return None
 
 
-def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
+def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine) -> pathlib.Path:
     """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler)
+    flags, libraries = flags_for(compiler, machine)
     try:
         with files.working_folder(library.parent) as work:
             if len(parts) == 1:
                 inputs = [_source_file(work, 0, parts[0])]
             else:
-                inputs = workers.run_all(lambda at: _object_file(work, at, parts[at]), range(len(parts)))
+                inputs = workers.run_all(lambda at: _object_file(work, at, parts[at], flags), range(len(parts)))
             made = work / library.name
             run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
             problem: str | None = "it wrote no library"
@@ -330,7 +342,8 @@ def _make(library: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
     except OSError as e:
         if str(library.parent) == str(files.private_folder()):
             raise
-        elsewhere = _make(files.private_folder() / library.name, parts)  # or it says that there is no place at all
+        # or it says that there is no place at all
+        elsewhere = _make(files.private_folder() / library.name, parts, machine)
         _instead_of(library.parent, _refused(str(e)) or e.strerror or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
@@ -365,9 +378,8 @@ def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
     return path
 
 
-def _object_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:
+def _object_file(work: pathlib.Path, at: int, text: str, flags: Sequence[str]) -> pathlib.Path:
     compiler = find_compiler()
-    flags, _ = flags_for(compiler)
     source = _source_file(work, at, text)
     made = source.with_suffix(".o")
     run_compiler([*compiler, *(f for f in flags if f != "-shared"), "-c", str(source), "-o", str(made)])

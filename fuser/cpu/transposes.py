@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from fuser.cpu.nest import TILE_STRIDE
+from fuser.machines import Machine
 
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
-# The edges of what is transposed at once, all of whose rows have registers: of 64 bytes, or of 32. In ns an element on
-# Zen 3, for 4 bytes: 1.5 with an edge of 16, 0.16 with 8, 0.18 with 4.
-_WIDE, _NARROW = {1: 16, 2: 16, 4: 16, 8: 8}, {1: 16, 2: 8, 4: 8, 8: 4}
+LEAST_BYTES = 16  # of a row of what is transposed at once
 
 _SHUFFLE = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -25,8 +24,7 @@ static void transpose_WORD(const void* from, i64 step, void* to, i64 rows, i64 c
   WORD* tile = (WORD*)to;
   for (i64 c = 0; c < columns; c += EDGE) for (i64 r = 0; r < rows; r += EDGE) {
     lines_WORD a[EDGE], b[EDGE];
-    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);
-    for (int i = 0; i < EDGE; ++i) a[i] = *(const lines_WORD*)(in + (c + i) * step + r);
+AHEAD    for (int i = 0; i < EDGE; ++i) a[i] = *(const lines_WORD*)(in + (c + i) * step + r);
 ROUNDS
     for (int i = 0; i < EDGE; ++i) *(lines_WORD*)(tile + (r + i) * STRIDE + c) = RESULT[i];
   }
@@ -40,31 +38,37 @@ _ROUND = """\
     }"""
 
 
-def helpers(body: str) -> str:
+_AHEAD = "    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);\n"
+
+
+def edge_of(size: int, machine: Machine) -> int:
+    """The edge of what is transposed at once: twice as many rows as it has need registers, of which each holds one.
+
+    In ns an element of 4 bytes with 16 registers of 32: 1.5 with an edge of 16, 0.16 with 8, 0.18 with 4.
+    """
+    fits = min(EDGES[size], machine.registers // 2, machine.vector_bytes // size)
+    return max(LEAST_BYTES // size, fits)
+
+
+def helpers(body: str, machine: Machine) -> str:
     """The functions `transpose_u8` … `transpose_u64` that `body` calls."""
-    out = "".join(_function(size) for size, word in WORDS.items() if f"transpose_{word}(" in body)
+    out = "".join(_function(size, machine) for size, word in WORDS.items() if f"transpose_{word}(" in body)
     return _SHUFFLE + out if out else ""
 
 
-def _function(size: int) -> str:
-    """One of them, for the registers of the machine that compiles it."""
-    wide, narrow = _WIDE[size], _NARROW[size]
-    if wide == narrow:
-        return _with_edge(size, wide)
-    return f"#if defined(__AVX512F__)\n{_with_edge(size, wide)}#else\n{_with_edge(size, narrow)}#endif\n"
-
-
-def _with_edge(size: int, edge: int) -> str:
+def _function(size: int, machine: Machine) -> str:
     """Rounds of interleaving row i with the row half a block below, one for each bit of a row's number."""
+    edge = edge_of(size, machine)
     order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
     rounds, of, to = [], "a", "b"
     for _ in range(edge.bit_length() - 1):
         rounds.append(_ROUND.replace("OF", of).replace("TO", to))
         of, to = to, of
-    text = _FUNCTION.replace("ROUNDS", "\n".join(rounds)).replace("RESULT", of)
+    text = _FUNCTION.replace("AHEAD", _AHEAD if machine.prefetches else "")
+    text = text.replace("ROUNDS", "\n".join(rounds)).replace("RESULT", of)
     text = text.replace("LOW", ", ".join(order[:edge])).replace("HIGH", ", ".join(order[edge:]))
     text = text.replace("HALF", str(edge // 2)).replace("EDGE", str(edge)).replace("BYTES", str(edge * size))
     return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
 
 
-__all__ = ["EDGES", "WORDS", "helpers"]
+__all__ = ["EDGES", "WORDS", "edge_of", "helpers"]

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-HELPERS: dict[str, str] = {
+from collections.abc import Callable
+
+from fuser.machines import Machine
+
+# An instruction where there is one that the compiler has a builtin for. The bits are those of the other helper.
+_LONE_LOAD = """\
+FUSER_FN float fuser_lone_load_half(u16 h) {
+#if !defined(__clang__)
+  typedef short eight __attribute__((vector_size(16)));
+  return __builtin_ia32_vcvtph2ps((eight){(short)h})[0];
+#else
+  return fuser_load_half(h);
+#endif
+}
+"""
+_LONE_STORE = """\
+FUSER_FN u16 fuser_lone_store_half(float x) {
+#if !defined(__clang__)
+  typedef float four __attribute__((vector_size(16)));
+  const u16 h = (u16)__builtin_ia32_vcvtps2ph((four){x}, 0)[0];
+  return (u16)(x != x ? (h & 0x8000u) | 0x7e00u : h);
+#else
+  return fuser_store_half(x);
+#endif
+}
+"""
+_PLAIN_LOAD = "FUSER_FN float fuser_lone_load_half(u16 h) { return fuser_load_half(h); }\n"
+_PLAIN_STORE = "FUSER_FN u16 fuser_lone_store_half(float x) { return fuser_store_half(x); }\n"
+
+HELPERS: dict[str, str | Callable[[Machine], str]] = {
     "fuser_load_bfloat16": """\
 FUSER_FN float fuser_load_bfloat16(u16 h) { return FUSER_BITS(float, (u32)h << 16); }
 """,
@@ -56,28 +85,9 @@ FUSER_FN float fuser_load_half(u16 h) {
   return FUSER_BITS(float, b | sign);
 }
 """,
-    # In loops that are not made vectors of: an instruction where there is one. The bits are those of the other helper.
-    "fuser_lone_load_half": """\
-FUSER_FN float fuser_lone_load_half(u16 h) {
-#if defined(__F16C__) && defined(__GNUC__) && !defined(__clang__)
-  typedef short eight __attribute__((vector_size(16)));
-  return __builtin_ia32_vcvtph2ps((eight){(short)h})[0];
-#else
-  return fuser_load_half(h);
-#endif
-}
-""",
-    "fuser_lone_store_half": """\
-FUSER_FN u16 fuser_lone_store_half(float x) {
-#if defined(__F16C__) && defined(__GNUC__) && !defined(__clang__)
-  typedef float four __attribute__((vector_size(16)));
-  const u16 h = (u16)__builtin_ia32_vcvtps2ph((four){x}, 0)[0];
-  return (u16)(x != x ? (h & 0x8000u) | 0x7e00u : h);
-#else
-  return fuser_store_half(x);
-#endif
-}
-""",
+    # In loops that are not made vectors of.
+    "fuser_lone_load_half": lambda machine: _LONE_LOAD if machine.half_casts else _PLAIN_LOAD,
+    "fuser_lone_store_half": lambda machine: _LONE_STORE if machine.half_casts else _PLAIN_STORE,
     # Below 2^-14 adding 0.5 leaves the half's denormal, rounded to nearest even, in the low bits.
     "fuser_store_half": """\
 FUSER_FN u16 fuser_store_half(float x) {

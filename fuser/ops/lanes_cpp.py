@@ -1,25 +1,28 @@
 """C++ for explicit vectors of float32 lanes, in which halves cost one instruction to load, to store and to round.
 
 g++ makes vectors of loops, but not of conversions between half and float: as integers, a load takes eight instructions
-and a rounding thirteen, where machines with F16C and AVX-512 have one and two. Where `FUSER_LANES` is 0 there are no
-such vectors, and kernels have a plain loop instead. Both give the same bits.
+and a rounding thirteen, where machines with F16C and AVX-512 have one and two. A machine's row says how its vectors are
+spelled, if at all. With a compiler without these builtins `FUSER_LANES` is 0, and kernels have a plain loop instead.
+Both give the same bits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
+from fuser.machines import Machine
 from fuser.ops import float_cpp, inverse_cpp
 
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
 # two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
 _TEXT = """\
-#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define FUSER_LANES 16
-#elif defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define FUSER_LANES 8
-#else
+#if defined(__clang__)
 #define FUSER_LANES 0
+#else
+#define FUSER_LANES WIDTH
 #endif
 #if FUSER_LANES
 typedef float lanes_f __attribute__((vector_size(4 * FUSER_LANES)));
@@ -34,70 +37,11 @@ typedef i16 lanes_h __attribute__((vector_size(2 * FUSER_LANES)));
 typedef u8 lanes_b __attribute__((vector_size(FUSER_LANES)));
 typedef u16 lanes_m;
 #define FUSER_AT(T, p) T at; __builtin_memcpy(&at, p, sizeof at)
-#if FUSER_LANES == 16
-#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph512_mask(x, 0, (lanes_h){}, (u16)-1))
-#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps512_mask(h, (lanes_f){}, (u16)-1, 4)
-#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
-#define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
-#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps512_mask(x, (lanes_f){}, (u16)-1, 4)
-#define FUSER_LANES_ROUND(x, how) __builtin_ia32_rndscaleps_mask(x, 8 + how, (lanes_f){}, (u16)-1, 4)
-#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_cmpps512_mask(x, FUSER_L(y), 13, (u16)-1, 4)
-#define FUSER_LANES_JOIN(a, b) ((lanes_f)__builtin_ia32_insertf64x4_mask( \\
-  (lanes_d)__builtin_ia32_ps512_256ps(a), (lanes_d2)(b), 1, (lanes_d){}, (u8)-1))
-#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd512_mask(x, (lanes_d){}, (u8)-1, 4)
-#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}
-#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd512_mask(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c), (u8)-1, 4)
-#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
-#else
-#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
-#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps256(h)
-#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
-#define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
-#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps256(x)
-#define FUSER_LANES_ROUND(x, how) __builtin_ia32_roundps256(x, 8 + how)
-#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_movmskps256((lanes_f)((x) >= (y)))
-#define FUSER_LANES_JOIN(a, b) __builtin_ia32_vinsertf128_ps256(__builtin_ia32_ps256_ps(a), b, 1)
-#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd256(x)
-#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14}
-#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd256(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c))
-#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
-#endif
+WORDS
 #define FUSER_L(x) ((x) - (lanes_f){})
 #define FUSER_LD(x) ((x) - (lanes_d){})
 // Some lanes of a vector, a bit for each: of what is in memory at the others nothing is read, or written.
-#if FUSER_LANES == 16
-typedef char lanes_c __attribute__((vector_size(16)));
-#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_ptestmd512(c, c, (u16)-1))
-FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
-  return (lanes_h)__builtin_ia32_loaddquhi256_mask((const i16*)p, (lanes_h){}, m);
-}
-FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) {
-  return (lanes_b)__builtin_ia32_loaddquqi128_mask((const char*)p, (lanes_c){}, m);
-}
-FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
-  return __builtin_ia32_loadups512_mask(p, (lanes_f){}, m);
-}
-FUSER_FN void fuser_lanes_put(u16* p, lanes_h x, lanes_m m) { __builtin_ia32_storedquhi256_mask((i16*)p, x, m); }
-FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
-  __builtin_ia32_storedquqi128_mask((char*)p, (lanes_c)x, m);
-}
-FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) { __builtin_ia32_storeups512_mask(p, x, m); }
-#else
-#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
-template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
-  V at = {};
-  if (m == 255) __builtin_memcpy(&at, p, sizeof at);
-  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) at[l] = p[l];
-  return at;
-}
-FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
-FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
-FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) { return fuser_lanes_some_of<lanes_f>(p, m); }
-template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
-  if (m == 255) __builtin_memcpy(p, &x, sizeof x);
-  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
-}
-#endif
+SOME
 // The first lanes, `n` of them or all: as a mask where n is 1 at least, as flags for any n. The mask is computed, as
 // g++ makes a constant of all ones by an instruction that waits for what was in the register before.
 FUSER_FN lanes_m fuser_lanes_first(i64 n) {
@@ -138,17 +82,7 @@ FUSER_FN lanes_u fuser_lanes_load_pairs(const u16* p) { FUSER_AT(lanes_u, p); re
 FUSER_FN lanes_f fuser_lanes_even(lanes_u pairs) { return (lanes_f)(pairs << 16); }
 FUSER_FN lanes_f fuser_lanes_odd(lanes_u pairs) { return (lanes_f)(pairs & 0xffff0000u); }
 FUSER_FN lanes_f fuser_lanes_round_half(lanes_f x) { return FUSER_FROM_HALF(FUSER_TO_HALF(x)); }
-#if FUSER_LANES == 16 && defined(__AVX512VNNI__) && __GNUC__ < 15
-FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {
-  const lanes_i last = (lanes_i)((lanes_u)x & 0x10000u), one = (lanes_i){} + 0x10000;
-  return (lanes_u)__builtin_ia32_vpdpbusd_v16si((lanes_i)((lanes_u)x + 0x7fffu), last, one);
-}
-#else
-FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {
-  const lanes_u b = (lanes_u)x;
-  return b + 0x7fffu + ((b >> 16) & 1u);
-}
-#endif
+NEAREST
 FUSER_FN lanes_f fuser_lanes_round_tame_bfloat16(lanes_f x) {
   return (lanes_f)(fuser_lanes_nearest_bfloat16(x) & 0xffff0000u);
 }
@@ -186,17 +120,132 @@ FUSER_FN lanes_f fuser_lanes_copysign(lanes_f x, lanes_f y) {
   return (lanes_f)(((lanes_u)x & 0x7fffffffu) | ((lanes_u)y & 0x80000000u));
 }
 FUSER_FN lanes_f fuser_lanes_number(lanes_i x) { return __builtin_convertvector(x, lanes_f); }
-#if FUSER_LANES == 16
-FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
-  return __builtin_ia32_addps512_mask(a, b, y, __builtin_ia32_cmpps512_mask(a, b, 3, (u16)-1, 4), 4);
-}
-#else
-FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) { return (a != a) | (b != b) ? a + b : y; }
-#endif
+UNLESS_NAN
 FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a > b ? a : b); }
 FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a < b ? a : b); }
 #endif
 """
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """How a family of instruction sets spells vectors, with g++'s builtins.
+
+    lanes: floats in one. words: conversions, roots, roundings, sums of products.
+    some: loads and stores of chosen lanes.
+    unless_nan: a value, or the sum of two others where one of these is no number.
+    """
+
+    lanes: int
+    words: str
+    some: str
+    unless_nan: str
+
+
+_SPELLED = {
+    "avx512": Spelled(
+        16,
+        """\
+#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph512_mask(x, 0, (lanes_h){}, (u16)-1))
+#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps512_mask(h, (lanes_f){}, (u16)-1, 4)
+#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd512_mask(h, (lanes_i){}, (u16)-1))
+#define FUSER_NARROW(w) ((lanes_h)__builtin_ia32_pmovdw512_mask((lanes_i)(w), (lanes_h){}, (u16)-1))
+#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps512_mask(x, (lanes_f){}, (u16)-1, 4)
+#define FUSER_LANES_ROUND(x, how) __builtin_ia32_rndscaleps_mask(x, 8 + how, (lanes_f){}, (u16)-1, 4)
+#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_cmpps512_mask(x, FUSER_L(y), 13, (u16)-1, 4)
+#define FUSER_LANES_JOIN(a, b) ((lanes_f)__builtin_ia32_insertf64x4_mask( \\
+  (lanes_d)__builtin_ia32_ps512_256ps(a), (lanes_d2)(b), 1, (lanes_d){}, (u8)-1))
+#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd512_mask(x, (lanes_d){}, (u8)-1, 4)
+#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}
+#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd512_mask(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c), (u8)-1, 4)
+#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
+""",
+        """\
+typedef char lanes_c __attribute__((vector_size(16)));
+#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_ptestmd512(c, c, (u16)-1))
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
+  return (lanes_h)__builtin_ia32_loaddquhi256_mask((const i16*)p, (lanes_h){}, m);
+}
+FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) {
+  return (lanes_b)__builtin_ia32_loaddquqi128_mask((const char*)p, (lanes_c){}, m);
+}
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
+  return __builtin_ia32_loadups512_mask(p, (lanes_f){}, m);
+}
+FUSER_FN void fuser_lanes_put(u16* p, lanes_h x, lanes_m m) { __builtin_ia32_storedquhi256_mask((i16*)p, x, m); }
+FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
+  __builtin_ia32_storedquqi128_mask((char*)p, (lanes_c)x, m);
+}
+FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) { __builtin_ia32_storeups512_mask(p, x, m); }
+""",
+        """\
+FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
+  return __builtin_ia32_addps512_mask(a, b, y, __builtin_ia32_cmpps512_mask(a, b, 3, (u16)-1, 4), 4);
+}
+""",
+    ),
+    "avx2": Spelled(
+        8,
+        """\
+#define FUSER_TO_HALF(x) ((lanes_h)__builtin_ia32_vcvtps2ph256(x, 0))
+#define FUSER_FROM_HALF(h) __builtin_ia32_vcvtph2ps256(h)
+#define FUSER_WIDEN(h) ((lanes_u)__builtin_ia32_pmovzxwd256(h))
+#define FUSER_NARROW(w) __builtin_convertvector(w, lanes_h)
+#define FUSER_LANES_SQRT(x) __builtin_ia32_sqrtps256(x)
+#define FUSER_LANES_ROUND(x, how) __builtin_ia32_roundps256(x, 8 + how)
+#define FUSER_LANES_ANY_ABOVE(x, y) __builtin_ia32_movmskps256((lanes_f)((x) >= (y)))
+#define FUSER_LANES_JOIN(a, b) __builtin_ia32_vinsertf128_ps256(__builtin_ia32_ps256_ps(a), b, 1)
+#define FUSER_LANES_DOUBLE(x) __builtin_ia32_cvtps2pd256(x)
+#define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14}
+#define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd256(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c))
+#define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps256(FUSER_L(a), FUSER_L(b), FUSER_L(c))
+""",
+        """\
+#define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
+template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
+  V at = {};
+  if (m == 255) __builtin_memcpy(&at, p, sizeof at);
+  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) at[l] = p[l];
+  return at;
+}
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
+FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) { return fuser_lanes_some_of<lanes_f>(p, m); }
+template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
+  if (m == 255) __builtin_memcpy(p, &x, sizeof x);
+  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
+}
+""",
+        """\
+FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) { return (a != a) | (b != b) ? a + b : y; }
+""",
+    ),
+}
+_NEAREST = """\
+FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {
+  const lanes_u b = (lanes_u)x;
+  return b + 0x7fffu + ((b >> 16) & 1u);
+}
+"""
+_NEAREST_BY_DOTS = f"""\
+#if __GNUC__ < 15
+FUSER_FN lanes_u fuser_lanes_nearest_bfloat16(lanes_f x) {{
+  const lanes_i last = (lanes_i)((lanes_u)x & 0x10000u), one = (lanes_i){{}} + 0x10000;
+  return (lanes_u)__builtin_ia32_vpdpbusd_v16si((lanes_i)((lanes_u)x + 0x7fffu), last, one);
+}}
+#else
+{_NEAREST}#endif
+"""
+
+
+def _lanes(machine: Machine) -> str:
+    """The types and functions of explicit vectors."""
+    spelled = _SPELLED[machine.lanes]
+    text = _TEXT.replace("WIDTH", str(spelled.lanes)).replace("UNLESS_NAN\n", spelled.unless_nan)
+    text = text.replace("NEAREST\n", _NEAREST_BY_DOTS if machine.dots else _NEAREST)
+    return text.replace("WORDS\n", spelled.words).replace("SOME\n", spelled.some)
+
+
 # A piece has room for a whole number of vectors; what is behind its `count` elements may be anything.
 _PIECES = {
     "fuser_piece_from_half": """\
@@ -237,7 +286,19 @@ FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 }
 """,
 }
-HELPERS = {"FUSER_LANES": _TEXT, **_PIECES}
+
+
+def _piece(text: str, machine: Machine) -> str:
+    """A piece's function: without such vectors the part for others alone."""
+    if machine.lanes:
+        return text
+    head, rest = text.split("#if FUSER_LANES\n")
+    return head + rest.partition("#else\n")[2].replace("#endif\n", "")
+
+
+HELPERS: dict[str, str | Callable[[Machine], str]] = {
+    "FUSER_LANES": _lanes, **{name: partial(_piece, text) for name, text in _PIECES.items()}
+}
 
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
 FUNCTIONS = frozenset(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fuser.machines import Machine
 from fuser.ops import special_fits
 from fuser.ops.float_cpp import horner
 
-HELPERS: dict[str, str] = {}
+HELPERS: dict[str, str | Callable[[Machine], str]] = {}
 
 
 def _both(name: str, args: str, body: str) -> None:
@@ -44,7 +47,7 @@ for _name in "atan2 hypot pow".split():
 # bits, each right to one unit at least. Vectors in which some quotient is larger ask libm, element by element. libmvec
 # has no such function: these have the names under which a compiler looks for one (the vector function ABI of x86-64).
 _VECTOR_FMOD = """\
-#if defined(FUSER_SIMD_MATH) && defined(__x86_64__) && defined(__FMA__) && defined(__AVX2__)
+#if defined(FUSER_SIMD_MATH)
 template <int N> struct fuser_doubles { typedef double type __attribute__((vector_size(8 * N))); };
 #define FUSER_EACH for (int i = 0; i < N; ++i)
 template <int N, typename V> static inline __attribute__((always_inline)) V fuser_fmod_lanes(V a, V b) {
@@ -82,23 +85,29 @@ template <int N, typename V> static inline __attribute__((always_inline)) V fuse
   static fuser_doubles<n>::type name##_##isa(fuser_doubles<n>::type a, fuser_doubles<n>::type b) { \\
     return name##_lanes<n>(a, b); \\
   }
-#if defined(__AVX512F__)
-#define FUSER_FMOD_WIDE(name) FUSER_FMOD_OF(name, e, 8)
-#else
-#define FUSER_FMOD_WIDE(name)
-#endif
 #define FUSER_FMOD_ALL(name) \\
-  FUSER_FMOD_OF(name, b, 2) FUSER_FMOD_OF(name, c, 4) FUSER_FMOD_OF(name, d, 4) FUSER_FMOD_WIDE(name) \\
+  FORMS \\
   static __attribute__((used)) double name##_one(double a, double b) __asm__(#name "_any"); \\
   static double name##_one(double a, double b) { return fmod(a, b); } \\
   extern "C" FUSER_VEC double name##_any(double a, double b);
 #else
+PLAIN#endif
+"""
+_PLAIN_FMOD = """\
 #define FUSER_FMOD_ALL(name)
 #define fuser_fmod_any(a, b) fmod(a, b)
 #define fuser_fmod_float_any(a, b) fmod(a, b)
-#endif
 """
-HELPERS["FUSER_FMOD_ALL"] = _VECTOR_FMOD
+
+
+def _fmod(machine: Machine) -> str:
+    if not machine.vector_math:
+        return _PLAIN_FMOD
+    forms = " ".join(f"FUSER_FMOD_OF(name, {isa}, {n})" for isa, n in machine.vector_math)
+    return _VECTOR_FMOD.replace("FORMS", forms).replace("PLAIN", _PLAIN_FMOD)
+
+
+HELPERS["FUSER_FMOD_ALL"] = _fmod
 HELPERS["fuser_fmod_f64"] = """\
 FUSER_FMOD_ALL(fuser_fmod)
 FUSER_FN double fuser_fmod_f64(double a, double b) { return fuser_fmod_any(a, b); }
@@ -150,7 +159,7 @@ for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
         f"FUSER_FN i32 fuser_frexp_exponent_{_d}({_kind} x) {{ int e = 0; __builtin_frexp{_f}(x, &e); return e; }}\n"
     )
 for _d, _i in (("f32", "i32"), ("f64", "i64")):
-    HELPERS[f"fuser_nextafter_{_d}"] = HELPERS[f"fuser_nextafter_{_d}"].replace("{I}", _i)
+    HELPERS[f"fuser_nextafter_{_d}"] = str(HELPERS[f"fuser_nextafter_{_d}"]).replace("{I}", _i)
 for _name, _exp, _log1p in (
     ("logaddexp", "fuser_exp_f64", "fuser_log1p_f64"),
     # One after another, libm's own are done sooner than those made for vectors.

@@ -112,9 +112,9 @@ ARITHMETIC = (
     ),
     OpRow(
         "fma", 3, lambda a, b, c: torch.addcmul(c, a, b),
-        lambda d: f"FUSER_FMA{'F' if d is torch.float32 else ''}({{0}}, {{1}}, {{2}})", "tl.fma({0}, {1}, {2})", FLOATS,
+        by_width("FUSER_FMAF({0}, {1}, {2})", "__builtin_fma({0}, {1}, {2})"), "tl.fma({0}, {1}, {2})", FLOATS,
         cost=1, ulps=0.5, plain_nan=True, lanes=in_lanes("FUSER_LANES_FMA({0}, {1}, {2})"),
-        notes="{0} * {1} + {2}, rounded once where the machine can: eager's kernels say so as well.",
+        notes="{0} * {1} + {2}, rounded once: eager's kernels say so as well.",
     ),
     OpRow("gcd", 2, torch.gcd, "fuser_gcd_{D}({0}, {1})", None, INTS, cost=60),
     OpRow("lcm", 2, torch.lcm, "fuser_lcm_{D}({0}, {1})", None, INTS, cost=60),

@@ -3,14 +3,15 @@
 No header is included. Helpers are `static inline`, take and give scalars, and are free of branches wherever that is
 possible, so that a compiler vectorises the loop they are inlined into. Functions of libm are declared, not included:
 those that glibc's libmvec has in vector form carry the attribute that lets g++ call it (`FUSER_SIMD_MATH` is defined by
-the toolchain where linking with -lmvec works).
+the toolchain where linking with -lmvec works). What depends on the machine is a function of its row.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from fuser.machines import Machine
 from fuser.ops import (
     bessel_cpp,
     conversions_cpp,
@@ -27,7 +28,26 @@ from fuser.ops import (
     special_cpp,
 )
 
-_MACROS = {
+_FUSED = """\
+#define FUSER_FMAF(a, b, c) __builtin_fmaf(a, b, c)
+#define FUSER_FMA(a, b, c) __builtin_fma(a, b, c)
+"""
+# A product of floats is exact in double; one of doubles is the sum of two (Dekker), and so is the sum of two doubles
+# (Knuth). Helpers need that of numbers in the middle of double's range; others are rounded twice.
+_UNFUSED = """\
+FUSER_FN float fuser_fused_f32(float a, float b, float c) { return (float)((double)a * (double)b + (double)c); }
+FUSER_FN double fuser_fused_f64(double a, double b, double c) {
+  const double p = a * b, wide_a = a * 134217729.0, wide_b = b * 134217729.0;
+  const double ah = wide_a - (wide_a - a), al = a - ah, bh = wide_b - (wide_b - b), bl = b - bh;
+  const double left = al * bl - (p - ah * bh - al * bh - ah * bl);
+  const double s = p + c, t = s - p, more = (p - (s - t)) + (c - t) + left, r = s + more;
+  return (r - r == 0.0) & (more != 0.0) ? r : s;
+}
+#define FUSER_FMAF(a, b, c) fuser_fused_f32(a, b, c)
+#define FUSER_FMA(a, b, c) fuser_fused_f64(a, b, c)
+"""
+Text = str | Callable[[Machine], str]
+_MACROS: dict[str, Text] = {
     "FUSER_FN": """\
 #define FUSER_FN static inline __attribute__((always_inline, unused))
 """,
@@ -48,16 +68,8 @@ _MACROS = {
     "FUSER_BOUND": """\
 #define FUSER_BOUND(a, wins, b) ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b))
 """,
-    # Fused where the machine can: elsewhere a call into libm for each would cost more than the last bit is worth.
-    "FUSER_FMA": """\
-#if defined(__FMA__) || defined(__FP_FAST_FMA) || defined(__aarch64__)
-#define FUSER_FMAF(a, b, c) __builtin_fmaf(a, b, c)
-#define FUSER_FMA(a, b, c) __builtin_fma(a, b, c)
-#else
-#define FUSER_FMAF(a, b, c) ((a) * (b) + (c))
-#define FUSER_FMA(a, b, c) ((a) * (b) + (c))
-#endif
-""",
+    # With one rounding, where it is no instruction, too: helpers take the rest that it leaves of a product.
+    "FUSER_FMA": lambda machine: _FUSED if machine.fma else _UNFUSED,
     "FUSER_BITS": """\
 #define FUSER_BITS(T, x) __builtin_bit_cast(T, x)
 """,
@@ -89,7 +101,7 @@ def _declarations() -> dict[str, str]:
     return out
 
 
-PRELUDE: dict[str, str] = {
+PRELUDE: dict[str, Text] = {
     **_MACROS,
     **_declarations(),
     **conversions_cpp.HELPERS,
@@ -119,21 +131,26 @@ def helpers_in(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(w for w in map(_alias, _CELL_WORD.findall(source)) if w in PRELUDE))
 
 
-def _needs(name: str) -> list[str]:
-    words = map(_alias, _WORD.findall(PRELUDE[name]))
+def _text(name: str, machine: Machine) -> str:
+    text = PRELUDE[name]
+    return text if isinstance(text, str) else text(machine)
+
+
+def _needs(name: str, machine: Machine) -> list[str]:
+    words = map(_alias, _WORD.findall(_text(name, machine)))
     return [w for w in dict.fromkeys(words) if w != name and w in PRELUDE]
 
 
-def prelude_for(names: Iterable[str]) -> str:
-    """Source text of the helpers `names` and of all that they need, each once, in order of need."""
+def prelude_for(names: Iterable[str], machine: Machine) -> str:
+    """The text for `machine` of the helpers `names` and of all that they need, each once, in order of need."""
     done: dict[str, None] = {}
 
     def visit(name: str) -> None:
         if name not in done:
-            for need in _needs(name):
+            for need in _needs(name, machine):
                 visit(need)
             done[name] = None
 
     for name in sorted(set(names)):
         visit(name)
-    return "".join(PRELUDE[name] for name in done)
+    return "".join(_text(name, machine) for name in done)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from fuser import machines
 
 # Beginnings of Linux's names for the instructions that a compiler may use unasked.
 _ISA = (
@@ -28,27 +29,13 @@ class Difference:
         return f"{self.field}: {self.kept} there, {self.here} here"
 
 
-def cpu_text() -> str:
-    """The processor's name and flags, as Linux lists them; "" if it does not."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    lines = [ln for ln in text.split("\n\n")[0].splitlines() if ln.startswith(("model name", "flags", "Features"))]
-    return "\n".join(lines)
-
-
 @functools.lru_cache(maxsize=1)
 def facts() -> dict[str, Any]:
     """The fields that decide whether a library runs here: "architecture", "isa" (a sorted list), "libc"."""
     system = os.uname()
-    flags: set[str] = set()
-    for line in cpu_text().splitlines():
-        name, _, words = line.partition(":")
-        if name.strip() == "flags":
-            flags = {w for w in words.split() if w.startswith(_ISA)}
-        elif name.strip() == "Features":
-            flags = set(words.split())
+    flags = machines.instructions()
+    if system.machine == "x86_64":
+        flags = frozenset(w for w in flags if w.startswith(_ISA))
     try:
         libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (ValueError, OSError):
@@ -81,4 +68,4 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 1 << 30 for part in text.split("."))
 
 
-__all__ = ["Difference", "cpu_text", "differences", "facts"]
+__all__ = ["Difference", "differences", "facts"]

@@ -101,10 +101,11 @@ def work(options: argparse.Namespace) -> int:
 def optimise(level: str) -> None:
     """From now on kernels are compiled at this level, such as "-O1"."""
     from fuser.cpu import toolchain
+    from fuser.runtime import compilers
 
-    flags = tuple(level if f.startswith("-O") else f for f in toolchain.FLAGS)
-    if flags != toolchain.FLAGS:
-        toolchain.FLAGS = flags
+    flags = tuple(level if f.startswith("-O") else f for f in compilers.FLAGS)
+    if flags != compilers.FLAGS:
+        compilers.FLAGS = flags
         toolchain._probe.cache_clear()
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser import ops
+from fuser import config, machines, ops
 
 FLAGS = (
-    "-std=c++17 -O3 -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -ffp-contract=off"
+    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off"
     " -fopenmp-simd -fPIC -shared -Wall -Wno-unknown-pragmas -Wno-psabi"
-).split()
+).split() + list(machines.find(config.isa).flags)
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -49,7 +49,7 @@ def source_of(kernels: list[Kernel]) -> str:
             f"    out[i] = {ops.cpp_store(k.out, 'y')};\n  }}\n}}\n"
         )
     body = "".join(loops)
-    return ops.CPP_TYPEDEFS + ops.prelude_for(ops.helpers_in(body)) + body
+    return ops.CPP_TYPEDEFS + ops.prelude_for(ops.helpers_in(body), machines.find(config.isa)) + body
 
 
 class Library:

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from fuser import config, machines
 from fuser.cpu import toolchain, transposes
 from fuser.cpu.nest import TILE_STRIDE
 
@@ -20,20 +21,20 @@ def library(tmp_path_factory):
     """A function `t<bytes>_<edge>` for each edge that a machine may use."""
     text = [TYPES, "typedef long long i64;", transposes._SHUFFLE]
     for size, word in transposes.WORDS.items():
-        for edge in {transposes._WIDE[size], transposes._NARROW[size]}:
-            made = transposes._with_edge(size, edge).replace(f"lines_{word}", f"lines_{size}_{edge}")
+        for edge, row in {transposes.edge_of(size, row): row for row in machines.ROWS}.items():
+            made = transposes._function(size, row).replace(f"lines_{word}", f"lines_{size}_{edge}")
             text.append(made.replace(f"static void transpose_{word}", f'extern "C" void t{size}_{edge}'))
     folder = tmp_path_factory.mktemp("transposes")
     (folder / "t.cpp").write_text("\n".join(text))
     compiler = toolchain.find_compiler()
-    command = [*compiler, "-O1", "-march=native", "-w", "-shared", "-fPIC", "-o", str(folder / "t.so")]
+    command = [*compiler, "-O1", *machines.find(config.isa).flags, "-w", "-shared", "-fPIC", "-o", str(folder / "t.so")]
     subprocess.run([*command, str(folder / "t.cpp")], check=True)
     return ctypes.CDLL(str(folder / "t.so"))
 
 
-@pytest.mark.parametrize("edges", [transposes._WIDE, transposes._NARROW])
+@pytest.mark.parametrize("machine", machines.ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("size", DTYPES)
-def test_blocks_are_transposed(library, size, edges):
+def test_blocks_are_transposed(library, size, machine):
     step, rows, columns = 70, 48, 32  # of the tile; the operand that is read is transposed
     x = torch.arange(columns * step).to(DTYPES[size]).reshape(columns, step)
     room = torch.zeros(80, step, dtype=x.dtype)  # what is asked for ahead lies past the end
@@ -41,12 +42,14 @@ def test_blocks_are_transposed(library, size, edges):
     tile = torch.zeros(rows, TILE_STRIDE, dtype=x.dtype)
     of, to = ctypes.c_void_p(room.data_ptr()), ctypes.c_void_p(tile.data_ptr())
     numbers = [ctypes.c_int64(n) for n in (step, rows, columns)]
-    getattr(library, f"t{size}_{edges[size]}")(of, numbers[0], to, *numbers[1:])
+    getattr(library, f"t{size}_{transposes.edge_of(size, machine)}")(of, numbers[0], to, *numbers[1:])
     assert torch.equal(tile[:, :columns], x[:, :rows].t())
 
 
 @pytest.mark.parametrize("size", DTYPES)
 def test_blocks_fit_the_registers(size):
-    """16 registers of 32 bytes, or 32 of 64: a block that does not fit takes ten times as long. Tiles hold blocks."""
-    for edge, width, count in ((transposes._NARROW[size], 32, 16), (transposes._WIDE[size], 64, 32)):
-        assert edge * size <= width and edge <= count and transposes.EDGES[size] % edge == 0
+    """A block that does not fit takes ten times as long. Tiles hold whole blocks."""
+    for machine in machines.ROWS:
+        edge = transposes.edge_of(size, machine)
+        assert edge * size <= machine.vector_bytes and edge <= machine.registers
+        assert transposes.EDGES[size] % edge == 0
