@@ -20,7 +20,8 @@ COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes
 SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
 LONG_ROW = 128  # elements of a row from which accumulators take several registers
-MOST_BYTES, MOST_PLACES = 128, 64  # bytes of an accumulator; its lanes where they remember a place, too
+LONG_BYTES = 128  # of an accumulator of a long row: on all machines, so that sums are as exact on each
+MOST_PLACES = 64  # lanes that remember a place, too
 BEYOND_CACHES = 1 << 22  # elements
 _INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
@@ -53,7 +54,7 @@ class AccumulatingNest(Nest):
         places = any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
         if places and self.vector.hint >= 4 * LONG_ROW:
             return max(least, min(MOST_PLACES, room // 4))
-        return max(least, min(MOST_BYTES, room) // widest)
+        return max(least, LONG_BYTES // widest)
 
     def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
         """The table's row of a reduction, the dtype of its values and of its accumulator."""
