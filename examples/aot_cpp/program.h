@@ -144,7 +144,7 @@ class Rows {
       if (a[0].isTuple()) return a[0].toTupleRef().elements().at((size_t)i);
       return a[0].toListRef().at((size_t)i);
     }
-    if (op == "product") return at::mm(a.at(0).toTensor(), a.at(1).toTensor());
+    if (op == "product" || op == "sized_product") return at::mm(a.at(0).toTensor(), a.at(1).toTensor());
     bool whole = a.at(0).isInt() && (a.size() < 2 || a[1].isInt());
     auto number = [](const IValue& v) { return v.isInt() ? (double)v.toInt() : v.isBool() ? v.toBool() : v.toDouble(); };
     double x = number(a[0]), y = a.size() > 1 ? number(a[1]) : 0;

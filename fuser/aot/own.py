@@ -8,7 +8,10 @@ from typing import Any
 from fuser.canonical.portable import name_of
 from fuser.runtime import products
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"fuser:product": products.product}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "fuser:product": products.product,
+    "fuser:sized_product": products.sized_product,
+}
 
 
 def name_in_file(target: Any) -> str:

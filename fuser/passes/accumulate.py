@@ -90,7 +90,7 @@ def _is_fresh(node: Any, reader: fx.Node) -> bool:
     """Whether a node is a product's result in memory of its own, of the size of the sum, which nobody else reads."""
     if getattr(node, "op", "") != "call_function":
         return False
-    if op_name(node.target) not in LIBRARY and node.target is not products.product:
+    if op_name(node.target) not in LIBRARY and node.target not in (products.product, products.sized_product):
         return False
     alike = _is_plain(node) and same(node.meta["val"].shape, reader.meta["val"].shape)
     return alike and list(node.users) == [reader]

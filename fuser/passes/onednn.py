@@ -24,7 +24,7 @@ from fuser.passes.hints import are_numbers, is_contiguous, size_hint
 from fuser.runtime import products, warm
 
 aten = torch.ops.aten
-_LEAST_WORK = 1 << 23  # multiplications
+_WIDE = 1 << 13  # columns from which on a result with an open number of rows may be large
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
 
 
@@ -65,7 +65,7 @@ def pays(x: torch.Tensor, w: torch.Tensor) -> bool:
         return False
     if not are_numbers(inner, columns) or inner == 0 or columns == 0:
         return False  # oneDNN refuses empty products
-    return size_hint(x.shape[0]) * inner * columns >= _LEAST_WORK
+    return size_hint(x.shape[0]) * inner * columns >= products.LEAST_WORK
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
@@ -118,13 +118,27 @@ def linear_to_onednn(module: fx.GraphModule) -> int:
 
 
 def large_products(module: fx.GraphModule) -> int:
-    """A product whose result malloc would map anew is written by oneDNN into warm memory, or into huge pages."""
+    """A product whose result malloc would map anew is written by oneDNN into warm memory, or into huge pages.
+
+    Where the number of rows is open, each call decides.
+    """
     changed = 0
     for node in list(module.graph.nodes):
-        if node.target is aten.mm.default and not node.kwargs and is_large(node):
-            put_for(node, products.product, node.args)
+        if node.target is not aten.mm.default or node.kwargs:
+            continue
+        if is_large(node) or _may_be_large(node):
+            put_for(node, products.product if is_large(node) else products.sized_product, node.args)
             changed += 1
     return changed
+
+
+def _may_be_large(node: fx.Node) -> bool:
+    """Whether the result of an `mm` has an open number of rows, and so many columns that it is often large."""
+    operands = [_matrix(a) for a in node.args]
+    x, w = operands
+    if x is None or w is None or type(x.shape[0]) is int or not are_numbers(*w.shape) or w.shape[0] == 0:
+        return False
+    return w.shape[1] >= _WIDE and not _is_transposed(x) and _is_free_to_choose(node)
 
 
 def is_large(node: fx.Node) -> bool:
@@ -132,12 +146,15 @@ def is_large(node: fx.Node) -> bool:
     result, operands = _matrix(node), [_matrix(a) for a in node.args[-2:]]
     if result is None or any(v is None or any(type(s) is not int or s < 1 for s in v.shape) for v in operands):
         return False
-    if result.numel() * result.dtype.itemsize < warm.MAPPED or config.linear_backend != "onednn":
-        return False
+    return result.numel() * result.dtype.itemsize >= warm.MAPPED and _is_free_to_choose(node)
+
+
+def _is_free_to_choose(node: fx.Node) -> bool:
+    """Whether settings, torch and the reader of a product let its result be written into memory of choice."""
     reader = only_reader(node)
-    if config.numerics == "eager" or linear_op() is None or reader is not None and reader.target in _EPILOGUES:
+    if config.linear_backend != "onednn" or config.numerics == "eager" or linear_op() is None:
         return False
-    return products.are_possible()
+    return (reader is None or reader.target not in _EPILOGUES) and products.are_possible()
 
 
 def _gelu(node: fx.Node) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ from fuser import config
 from fuser.runtime import launcher, torch_abi, warm
 
 _MATMUL = ("libtorch_cpu.so", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")  # (x, w, result, beta, alpha)
+LEAST_WORK = 1 << 23  # multiplications from which on oneDNN's linear is faster than `mm`
 _SLOW_NS = 1_000_000  # of a first huge page, after which small ones are taken
 settings: Any = config
 Function = Callable[..., Any]
@@ -62,3 +63,18 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     native.advise_huge(out.data_ptr(), out.nbytes, _SLOW_NS)
     into(x._cdata, w._cdata, out._cdata)
     return out
+
+
+def sized_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`x @ w`, [M, K] and [K, N] to [M, N], where M is not known ahead: into chosen memory if the result is large.
+
+    Float32 on the CPU, as for `product`.
+    """
+    rows, inner = x.shape
+    columns = w.shape[1]
+    if 4 * rows * columns >= warm.MAPPED:
+        return product(x, w)
+    if rows * inner * columns >= LEAST_WORK and torch._C._get_mkldnn_enabled() and x.stride(1) == 1:
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.t(), None, "none", [], "")
+        return made
+    return torch.mm(x, w)

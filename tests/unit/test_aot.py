@@ -13,7 +13,7 @@ from torch.export import Dim, export
 import fuser
 from fuser import aot
 from fuser.errors import AotError, InputError
-from fuser.runtime import archive
+from fuser.runtime import archive, products, warm
 
 KEY = b"between writer and reader"
 
@@ -240,6 +240,21 @@ def test_large_products_of_fixed_sizes(tmp_path):
     with torch.no_grad():
         program = aot.load(aot.compile(export(head, (x,)), tmp_path / "head"))
         torch.testing.assert_close(program(x), head(x))
+
+
+def test_large_products_of_open_sizes(tmp_path):
+    """The head of a model: results of 32 MiB or more come into memory that an earlier call left, others do not."""
+    head = torch.nn.Linear(64, 40_000, bias=False)
+    batch = Dim("batch", min=1, max=1000)
+    with torch.no_grad():
+        exported = export(head, (torch.randn(256, 64),), dynamic_shapes=({0: batch},))
+        program = aot.load(aot.compile(exported, tmp_path / "head"))
+        warm.outputs.trim()
+        for n in (256, 1, 300, 7, 2, 256):
+            x = torch.randn(n, 64)
+            torch.testing.assert_close(program(x), head(x))
+        assert not products.are_possible() or warm.outputs.stats()["held"] == 2
+        warm.outputs.trim()
 
 
 class Even(torch.nn.Module):
