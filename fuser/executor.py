@@ -15,29 +15,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from fuser import compiled_calls, compiler, config, examples, forks, notices, targets
-from fuser.canonical import REQUIRED, CanonicalGraph, Registered, canonicalize, portable, skeleton, text_of
+from fuser import compiled_calls, compiler, config, examples, forks, notices, preparing, targets
+from fuser.arguments import arg_spec, broadcasts, home_of, is_acceptable, why_unfit
+from fuser.canonical import REQUIRED, Registered, canonicalize, portable, skeleton
 from fuser.errors import GraphError, InputError, NotPrebuilt, Unsupported, is_defect
 from fuser.kernel_cache import (
     REGISTRY,
     FusedKernel,
     Identity,
-    KernelEntry,
     KernelSpec,
     Registration,
     Registry,
     reason_of,
 )
-from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec, TensorSpec
+from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec
 from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
 from fuser.runtime import foreign, launcher, process, torch_abi
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
 from fuser.trials import MISS as _MISS
-from fuser.trials import PLAIN_TENSORS, Trials, form_of
+from fuser.trials import Trials, form_of
 
 if TYPE_CHECKING:
     from fuser.splitting import Split
@@ -47,89 +46,6 @@ Function = Callable[..., Any]
 MAX_VARIANTS = 24
 _NUMBERS = (bool, int, float)
 _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential", "multinomial", "poisson", "philox")
-
-
-# -- what arguments are like -------------------------------------------------------------------------------------------
-def arg_spec(args: Sequence[Any], settings: tuple[tuple[str, Any], ...]) -> ArgSpec:
-    """The class of `args`: no sizes, but which of them are equal, 0 or 1.
-
-    A size is 0, 1 or "s<n>", where n counts different sizes in order of appearance over all arguments. A stride is
-    0, 1, "d<k>" if it is size times stride of dim k (so a contiguous tensor is d1 d2 … 1), "x" where it has no meaning
-    (the size is at most 1), else "t". Numbers are "int", "float" or "bool".
-    """
-    seen: dict[int, str] = {}
-    return ArgSpec(tuple(_one_arg(a, seen) for a in args), settings)
-
-
-def _one_arg(a: Any, seen: dict[int, str]) -> Any:
-    if not isinstance(a, torch.Tensor):
-        return type(a).__name__
-    sizes, strides = tuple(a.shape), a.stride()
-    tokens = tuple(s if s <= 1 else seen.setdefault(s, f"s{len(seen)}") for s in sizes)
-    return TensorSpec(a.dtype, a.device.type, tokens, _stride_tokens(sizes, strides))
-
-
-def _stride_tokens(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
-    spans = {size * stride: k for k, (size, stride) in reversed(list(enumerate(zip(sizes, strides)))) if size > 1}
-    out: list[Any] = []
-    for size, stride in zip(sizes, strides):
-        if size <= 1:
-            out.append("x")
-        elif stride <= 1:
-            out.append(stride)
-        else:
-            out.append(f"d{spans[stride]}" if stride in spans else "t")
-    return tuple(out)
-
-
-def home_of(graph: CanonicalGraph) -> str | None:
-    """The device type on which a graph that reads no tensor makes its own; None if it does not say so everywhere.
-
-    A call that leaves the device open follows torch's default device, which may change between two calls.
-    """
-    homes = set()
-    for node in graph.calls:
-        if not any(True for _ in node.refs()) and not node.op.startswith(("host.", "sizes.")):
-            named = dict(node.kwargs).get("device")
-            homes.add(named.type if isinstance(named, torch.device) else "")
-    return targets.HOST if homes == {targets.HOST} else None
-
-
-def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
-    """None if a kernel may run on these arguments, else the reason why ATen must. `home`: see `home_of`."""
-    device: str | None = None
-    grad = torch.is_grad_enabled()
-    for i, a in enumerate(args):
-        if not isinstance(a, torch.Tensor):
-            if type(a) not in _NUMBERS:
-                return f"input {i} is a {type(a).__name__}"
-            if type(a) is int and not -(1 << 63) <= a < 1 << 63:
-                return f"input {i} is an integer of more than 64 bits"
-            continue
-        reason = _why_unfit_tensor(a, grad)
-        if reason is not None:
-            return f"input {i} {reason}"
-        if device is not None and str(a.device) != device:
-            return f"inputs are on {device} and on {a.device}"
-        device = str(a.device)
-    return None if device is not None or home is not None else NO_TENSOR
-
-
-def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
-    if type(a) not in PLAIN_TENSORS:
-        return f"is of the tensor subclass {type(a).__name__}"
-    if torch._C._functorch.is_functorch_wrapped_tensor(a):
-        return "is inside a transform of torch.func"
-    if a.layout is not torch.strided:
-        return f"has the layout {a.layout}"
-    if grad and a.requires_grad:
-        return "requires a gradient, which kernels do not compute"
-    if a.is_quantized or a.is_nested:
-        return "is quantized or nested"
-    return "is lazily conjugated or negated" if a.is_conj() or a.is_neg() else None
-
-
-NO_TENSOR = "there is no tensor among the inputs"
 
 
 def may_repeat(spec: KernelSpec) -> bool:
@@ -201,7 +117,7 @@ class Executor:
 
     def __init__(self, spec: KernelSpec, registry: Registry) -> None:
         self.spec = spec
-        self._registry = registry  # of the pieces into which it may be split
+        self.registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
         self._handle: Callable[[], Function | None] = lambda: None
@@ -216,14 +132,14 @@ class Executor:
             return cast(Executor, me())._refuse(args, reason, first=True)
 
         def make(key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
-            return cast(Executor, me())._make(key, args, have)
+            return preparing.make(cast(Executor, me()), key, args, have)
 
         self._trials = Trials(spec, admit, leave)
         self._orders = Orders(spec, lambda: cast(Executor, me()).handle, make)
         self._foreign = foreign.Kernels()
         self._refused: dict[tuple[Any, ...], tuple[str, Function]] = {}  # by form: why, and what runs
         self._missing: str | None = None  # why there is no compiler for a device, once calls were left to ATen for it
-        self._splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
+        self.splits: dict[ArgSpec | None, Split | None] = {}  # None: of all calls, where the group is blocked
         self.gradients: Function | None = None  # what runs calls whose arguments require gradients; ATen if None
 
     def make_handle(self) -> Function:
@@ -294,13 +210,13 @@ class Executor:
 
     def _run_blocked(self, args: tuple[Any, ...], why_not: str | None) -> Any:
         """The result of a call of a group with a call that is never fused. It is split at the first that is fit."""
-        (reason, *_), splits = self.spec.blocked, self._splits
+        (reason, *_), splits = self.spec.blocked, self.splits
         if None not in splits and why_not is None:
             if in_background():
                 return self._run_meanwhile(None, args, 0)
             with self._lock:
                 if None not in splits:
-                    splits[None] = self._split(args)
+                    splits[None] = self.split(args)
         function = self._function(None)
         if None in splits or self._is_hopeless:
             self._refuse(args, reason, function=function)
@@ -315,7 +231,7 @@ class Executor:
 
     def _function(self, key: ArgSpec | None) -> Function:
         """What runs calls that no kernel takes: the group in pieces, or else all of it by ATen."""
-        found = self._splits.get(key)
+        found = self.splits.get(key)
         return found.function if found is not None else self.spec.fallback
 
     def _refuse(
@@ -338,7 +254,7 @@ class Executor:
             self._refused[form] = reason, function or self.spec.fallback
         return known
 
-    def _split(self, args: tuple[Any, ...], why: Exception | None = None) -> Split | None:
+    def split(self, args: tuple[Any, ...], why: Exception | None = None) -> Split | None:
         """The group in pieces around the calls that no kernel makes for arguments like `args`; None if that is no use.
 
         `why` is what its compilation raised. Each piece is a group of its own, which may be split again.
@@ -363,7 +279,7 @@ class Executor:
         return made
 
     def _register_piece(self, graph: torch.fx.Graph) -> tuple[int, Function]:
-        made = register(self._registry, graph, functional=self.spec.graph.functional)
+        made = register(self.registry, graph, functional=self.spec.graph.functional)
         return made.key, made.handle
 
     def in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -391,7 +307,7 @@ class Executor:
                 f"fusion {self.spec.key} was called with {given} inputs: expected {wanted} ({', '.join(r.inputs)})"
             )
         for i, a in enumerate(args[n_bound:]):
-            if not _is_acceptable(a) and a is not r.defaults[i]:
+            if not is_acceptable(a) and a is not r.defaults[i]:
                 raise InputError(
                     f"input {i} ({r.inputs[i]}) of fusion {self.spec.key} is of type {type(a).__name__}: "
                     "expected a tensor or a number"
@@ -405,17 +321,17 @@ class Executor:
             return "a mode, a transform, autocast or a forward derivative is at work in this thread"
         if torch.get_default_dtype() is not self._default_dtype:
             return "torch's default dtype is another than at registration"
-        device = self._device_of(args)
+        device = self.device_of(args)
         reason = why_unfit(args, device)
         if device is not None and reason is None:
-            reason = self._why_not_device(device) or self._why_no_broadcast(args)
+            reason = self.why_not_device(device) or self._why_no_broadcast(args)
         return reason
 
-    def _device_of(self, args: Sequence[Any]) -> str | None:
+    def device_of(self, args: Sequence[Any]) -> str | None:
         device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
         return device if device is not None else home_of(self.spec.graph)
 
-    def _why_not_device(self, device: str) -> str | None:
+    def why_not_device(self, device: str) -> str | None:
         reason = compiler.why_not(device)
         if reason is not None and compiler.is_broken(device):
             _say_once(reason)
@@ -436,7 +352,7 @@ class Executor:
     def _why_no_broadcast(self, args: tuple[Any, ...]) -> str | None:
         for group in self.spec.broadcast_groups:
             shapes = [args[i].shape for i in group if isinstance(args[i], torch.Tensor)]
-            if not _broadcasts(shapes):
+            if not broadcasts(shapes):
                 return f"sizes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast"
         return None
 
@@ -454,7 +370,7 @@ class Executor:
         while True:
             if have >= MAX_VARIANTS:
                 store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
-            entry, compiled = store.get_or_compile(key, lambda: self._compile(args, key), have)
+            entry, compiled = store.get_or_compile(key, lambda: self.compile(args, key), have)
             entry.example = entry.example or tuple(map(examples.described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
                 self._refuse(args, entry.reason, function=self._function(key))
@@ -466,45 +382,19 @@ class Executor:
             if compiled:
                 store.close(key, f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for")
 
-    # What is compiled in the background.
+    # What is compiled in the background: see `preparing.py`.
 
     def prepare(self, like: Sequence[Any]) -> Future[str | None]:
         """Compile in the background for arguments like `like`. The result is None or why there is no kernel."""
         args = tuple(map(examples.concrete, like))
         return self._orders.order(arg_spec(args, self.spec.config), lambda: args, 0)
 
-    def _make(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
-        """Make what was ordered: a kernel, or for None the split of a blocked group."""
-        if key is not None:
-            return self._prepare(args, key, have)
-        made = self._split(args)
-        self._splits.setdefault(None, made)
-        return None if made is not None else self.spec.blocked[0]
-
-    def _prepare(self, args: tuple[Any, ...], key: ArgSpec, have: int) -> str | None:
-        device = self._device_of(args)
-        if device is None:
-            return NO_TENSOR
-        reason = self.spec.blocked[0] if self.spec.blocked else self._why_not_device(device)
-        if reason is not None or not config.enabled:
-            return reason or "fusion is switched off (config.enabled is False)"
-        entry, compiled = self.spec.store.get_or_compile(key, lambda: self._compile(args, key), have)
-        entry.example = entry.example or tuple(map(examples.described, args))
-        self._prepare_pieces(self._splits.get(key), device)
-        return None if entry.kernels else entry.reason
-
     def _run_meanwhile(self, key: ArgSpec | None, args: tuple[Any, ...], have: int) -> Any:
         """The result of a call by ATen, until the background has made what it needs."""
         self._orders.leave_meanwhile(key, args, have)
         return self._fall_back(args, PENDING)
 
-    def _prepare_pieces(self, made: Split | None, device_type: str) -> None:
-        """Have the pieces of a split compiled as far as their inputs are known."""
-        for key, piece in zip(made.keys, made.pieces, strict=True) if made is not None else ():
-            if None not in piece.examples:
-                self._registry.find(key).runner.prepare([examples.on(device_type, e) for e in piece.examples])
-
-    def _compile(self, args: tuple[Any, ...], key: ArgSpec) -> FusedKernel:
+    def compile(self, args: tuple[Any, ...], key: ArgSpec) -> FusedKernel:
         try:
             kernel = self._made(args)
             try:
@@ -518,8 +408,8 @@ class Executor:
                 raise
             if not isinstance(e, Unsupported):
                 _say_once(reason_of(e))
-            self._splits[key] = self._split(args, e)
-            if isinstance(e, NotPrebuilt) and self._splits[key] is None:
+            self.splits[key] = self.split(args, e)
+            if isinstance(e, NotPrebuilt) and self.splits[key] is None:
                 _say_once(e.reason)
             raise
         return kernel
@@ -534,7 +424,7 @@ class Executor:
         if runtime is not None:
             self._foreign.add(kernel.program, kernel.library, runtime)
             return
-        target = targets.known(self._device_of(args) or "")
+        target = targets.known(self.device_of(args) or "")
         timed = target is not None and target.races and not dict(self.spec.config).get("check_bounds")
         slowest = config.slowest if timed else 0.0
         if (config.verify or slowest) and may_repeat(self.spec):
@@ -571,37 +461,5 @@ class Executor:
         return (function or self.spec.fallback)(*args)
 
 
-# NumPy's go to ATen as they are: their own arithmetic decides dtypes as Python's numbers do not.
-_NUMPY = (np.generic, np.ndarray)
-_ACCEPTABLE = (torch.Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, *_NUMPY)
-
-
-def _is_acceptable(a: Any) -> bool:
-    return isinstance(a, _ACCEPTABLE)
-
-
-def _broadcasts(shapes: Sequence[torch.Size]) -> bool:
-    for dim in range(1, max(map(len, shapes), default=0) + 1):
-        sizes = {s[-dim] for s in shapes if len(s) >= dim} - {1}
-        if len(sizes) > 1:
-            return False
-    return True
-
-
 def _say_once(reason: str) -> None:
     notices.warn_once(f"{reason}; the groups concerned run by ATen")
-
-
-def explain_entry(entry: KernelEntry) -> str:
-    """One line: the class of arguments, and its kernels or why there are none."""
-    args = ", ".join(_text(a) for a in entry.spec.args)
-    names = ", ".join(k.name for k in entry.kernels)
-    return f"({args}): {names or 'no kernel'}{f', because {entry.reason}' if entry.reason else ''}"
-
-
-def _text(a: Any) -> str:
-    if not isinstance(a, TensorSpec):
-        return str(a)
-    sizes = ", ".join(map(str, a.sizes))
-    strides = ", ".join(map(str, a.strides))
-    return f"{text_of(a.dtype).removeprefix('torch.')} on {a.device_type} [{sizes}] strides [{strides}]"

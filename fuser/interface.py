@@ -11,10 +11,11 @@ import torch
 import torch.fx
 
 from fuser import compiled_calls, compiler, config, orders
+from fuser.arguments import why_unfit
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
-from fuser.executor import register, why_unfit
+from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.runtime import heap, launcher
 from fuser.runtime.foreign import Runtime

@@ -115,7 +115,7 @@ class LaunchProgram:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of an `ArgSpec`. Size and stride tokens are symbols' names or numbers; see `executor.arg_spec`."""
+    """One tensor of an `ArgSpec`. Size and stride tokens are symbols' names or numbers; see `arguments.arg_spec`."""
 
     dtype: torch.dtype
     device_type: str

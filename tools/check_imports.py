@@ -31,9 +31,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("codegen", "cpu", "cuda", "runtime"),
     (
-        "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
+        "arguments", "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
         "executor", "orders", "kernel_cache", "fallback",
-        "pipeline", "plans", "refusals", "reproduce", "splitting", "verify", "contest", "trials",
+        "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "contest", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),
     ("passes",),

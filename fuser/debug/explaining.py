@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fuser import config, pipeline
+from fuser.arguments import explain_entry
 from fuser.debug.guarding import guards_of
 from fuser.debug.reference import print_lowered
 from fuser.debug.reporting import why_unfused
 from fuser.errors import FuserError
-from fuser.executor import explain_entry
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import lower_graph

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.overrides import TorchFunctionMode
 
 from fuser import forks
-from fuser.executor import arg_spec
+from fuser.arguments import arg_spec
 from fuser.frontends import fakes
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.higher_order import differentiable_twice

@@ -24,10 +24,10 @@ import torch.fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from fuser import config, notices, register_fusion
+from fuser.arguments import why_unfit
 from fuser.canonical import canonicalize
 from fuser.debug.reference import interpret_lowered, interpret_schedule
 from fuser.errors import FuserError, Unsupported
-from fuser.executor import why_unfit
 from fuser.frontends.dynamo import fuser_backend
 from fuser.interface import prepare
 from fuser.kernel_cache import REGISTRY

@@ -25,10 +25,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fuser import register_fusion
+from fuser.arguments import home_of, why_unfit
 from fuser.canonical import canonicalize, interpret
 from fuser.debug.reference import interpret_schedule, verify_lowered
 from fuser.errors import FuserError, Unsupported
-from fuser.executor import home_of, why_unfit
 from fuser.frontends.dynamo import fuser_backend
 from fuser.kernel_cache import REGISTRY
 from fuser.lowering.graph import lower_graph

@@ -2,6 +2,8 @@
 
 `python tests/unit/faults.py FOLDER [NAME …]` prints a line of JSON for each fault: what went otherwise than in eager
 (nothing, if all is well), the warnings, and what calls cost afterwards: compilers started, calls that came to Python.
+`python -m tests.unit.faults --time [PART PARTS]` times steady calls of a compiled function with each fault, in turns
+with the same function under `backend="aot_eager"`, and prints a table; exit code 1 if a ratio is above 1.05.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -400,15 +403,75 @@ def verdict(name: str, folder: pathlib.Path) -> dict[str, Any]:
     return {"wrong": "", "warnings": [s for s in said if s.startswith("fuser:")], **found}
 
 
+# -- what calls cost ---------------------------------------------------------------------------------------------------
+MOST_RATIO = 1.05
+ROUNDS, CALLS = 60, 100
+
+
+def twin(x: Any, y: Any) -> Any:
+    """`function`, for the other backend."""
+    return torch.relu(x * y + 1).sum(-1)
+
+
+def timed(name: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Microseconds of a steady call with a fault, under both backends. The medians of rounds that take turns."""
+    warnings.simplefilter("ignore")
+    try:
+        FAULTS[name](folder)
+        x, y = INPUTS
+        ours, theirs = torch.compile(function, backend="fuser"), torch.compile(twin, backend="aot_eager")
+        for f in (ours, theirs):
+            for _ in range(20):
+                torch.testing.assert_close(f(x, y), function(x, y))
+        launcher.wait(100)
+        found: dict[Any, list[float]] = {ours: [], theirs: []}
+        for n in range(ROUNDS):
+            for f in (ours, theirs) if n % 2 else (theirs, ours):
+                start = time.perf_counter_ns()
+                for _ in range(CALLS):
+                    f(x, y)
+                found[f].append((time.perf_counter_ns() - start) / 1e3 / CALLS)
+        return {"wrong": "", "ours": statistics.median(found[ours]), "theirs": statistics.median(found[theirs])}
+    except BaseException:
+        return {"wrong": traceback.format_exc()}
+
+
+def time_all(part: int, parts: int) -> bool:
+    """Print the table; whether all is well. `part` of `parts`, from 0."""
+    torch.set_num_threads(1)
+    torch.compile(lambda x: x, backend="eager")(INPUTS[0])
+    well, names = True, list(FAULTS)[part::parts]
+    print(f"{'fault':<58} {'kernel':>6} {'fuser us':>9} {'aot_eager us':>12} {'ratio':>6}")
+    for name in names:
+        with tempfile.TemporaryDirectory() as place:
+            folder = pathlib.Path(place, "fault")
+            folder.mkdir(mode=0o700)
+            os.chmod(place, 0o755)
+            with child(name, folder, timed) as out:
+                row = answer(out)
+        if row["wrong"]:
+            well = False
+            print(f"{name:<58} {row['wrong'].strip().splitlines()[-1]}", flush=True)
+            continue
+        ratio, kernel = row["ours"] / row["theirs"], "yes" if name in FUSES else "no"
+        well &= ratio <= MOST_RATIO
+        mark = "" if ratio <= MOST_RATIO else "  above"
+        print(f"{name:<58} {kernel:>6} {row['ours']:9.2f} {row['theirs']:12.2f} {ratio:6.2f}{mark}", flush=True)
+    return well
+
+
+# -- children ----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def child(name: str, folder: pathlib.Path) -> Iterator[int]:
+def child(
+    name: str, folder: pathlib.Path, judge: Callable[[str, pathlib.Path], dict[str, Any]] = verdict
+) -> Iterator[int]:  # fmt: skip
     """The read end of a pipe to which a child writes the verdict on a fault."""
     out, into = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(out)
         os.setsid()
-        os.write(into, json.dumps(verdict(name, folder)).encode()[:60_000])
+        os.write(into, json.dumps(judge(name, folder)).encode()[:60_000])
         os._exit(0)
     os.close(into)
     try:
@@ -452,5 +515,9 @@ if __name__ == "__main__":
     from fuser.runtime import files, launcher, native_build, process
 
     INPUTS = torch.randn(5, 3), torch.randn(3)
+    if sys.argv[1:2] == ["--time"]:
+        part, parts = map(int, sys.argv[2:4] or (0, 1))
+        fuser.config.set(cache_dir="")
+        sys.exit(not time_all(part, parts))
     every = sys.argv[2:3] == ["every"]
     main(pathlib.Path(sys.argv[1]), list(FAULTS)[:: int(sys.argv[3])] if every else sys.argv[2:] or list(FAULTS))

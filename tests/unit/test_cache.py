@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fuser import config, executor, interface, notices
+from fuser import arguments, config, executor, interface, notices
 from fuser.errors import CompileError, FuserError, Unsupported
 from tests.unit import stub_launcher
 from tests.unit.stub_launcher import StubKernel, StubProgram, by_fallback, same_class
@@ -50,7 +50,7 @@ def test_same_class_compiles_once_in_many_threads(stub):
     for (x, y), got in zip(inputs, results):
         torch.testing.assert_close(got, scaled(x, y))
     # sizes 3 x 3 and n x 3 are two classes: which sizes are equal is part of a class
-    classes = {executor.arg_spec(a, ()) for a in inputs}
+    classes = {arguments.arg_spec(a, ()) for a in inputs}
     assert len(stub.calls) <= len(classes) == 2
     assert handle.hits == THREADS
     assert len(interface.REGISTRY.specs()) == 1
@@ -294,7 +294,7 @@ def test_prepare_says_why_not(stub):
 
 class TestArgSpec:
     def spec(self, *args):
-        return executor.arg_spec(args, ())
+        return arguments.arg_spec(args, ())
 
     def test_sizes_do_not_count_but_their_equality_does(self):
         a, b = torch.ones(3, 4), torch.ones(4)

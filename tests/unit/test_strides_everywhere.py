@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from fuser.arguments import home_of, why_unfit
 from fuser.canonical import canonicalize
 from fuser.codegen.program import result_strides
 from fuser.errors import Unsupported
-from fuser.executor import home_of, why_unfit
 from fuser.lowering.graph import lower_graph
 from fuser.lowering.registry import supports
 from tests.compare import copy_inputs, leaves
