@@ -118,10 +118,11 @@ def _folder() -> pathlib.Path | None:
     return None
 
 
-def read(name: str) -> Any:
-    """The JSON of an entry among the plans, from the fleet's store if it is not here; None if there is none."""
+def read(name: str, shared: bool = False) -> Any:
+    """The JSON of an entry among the plans; None if there is none. `shared`: or of an entry in the fleet's store."""
     folder = _folder()
-    return _parsed(remote.read(folder / name) if folder is not None else None)
+    fetch = remote.read if shared else files.read
+    return _parsed(fetch(folder / name) if folder is not None else None)
 
 
 def _parsed(data: bytes | None) -> Any:
@@ -131,15 +132,16 @@ def _parsed(data: bytes | None) -> Any:
         return None
 
 
-def write(name: str, value: Any) -> None:
-    """Keep JSON among the plans, for other processes."""
+def write(name: str, value: Any, shared: bool = False) -> None:
+    """Keep JSON among the plans, for other processes; with `shared` also in the fleet's store."""
     folder = _folder()
     if folder is not None:
         data = json.dumps(value, separators=(",", ":")).encode()
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process works as this one did
             files.write(folder / name, data)
             eviction.note(len(data))
-        remote.offer(folder / name, data)
+        if shared:
+            remote.offer(folder / name, data)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def find(key: str, library_of: LibraryOf, elsewhere: bool = True) -> KeptKernel 
         found = _kernel(kept, library_of, folder.path / "cpu")
         if found is not None:
             return found
-    return _kernel(read(name), library_of, None) if here is not None and settings.remote_cache else None
+    return _kernel(read(name, shared=True), library_of, None) if here is not None and settings.remote_cache else None
 
 
 def _kernel(kept: Any, library_of: LibraryOf, folder: pathlib.Path | None) -> KeptKernel | None:
@@ -214,6 +216,7 @@ def keep(key: str, kernel: FusedKernel, about: dict[str, Any]) -> None:
             "name": kernel.name, "library": library.name, "program": encode_program(kernel.program),
             "n_kernels": made.n_kernels, "reasons": made.reasons, "about": about,
         },
+        shared=True,
     )  # fmt: skip
 
 
@@ -228,7 +231,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
     if version() is None:
         return frozenset()
     name = f"{version()}.operators"
-    found = read(name)
+    found = read(name, shared=True)
     if found is None:
         found = next((kept for p in prebuilt.for_cpu() if (kept := _parsed(p.read("plans", name))) is not None), None)
     return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
@@ -237,7 +240,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
 def keep_operators(names: Iterable[str]) -> None:
     """Keep them for other processes."""
     if version() is not None:
-        write(f"{version()}.operators", sorted(names))
+        write(f"{version()}.operators", sorted(names), shared=True)
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------

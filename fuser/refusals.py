@@ -1,7 +1,8 @@
 """Why a group has no kernel for some arguments, and what it takes to split it. Kept for other processes, like plans.
 
 A process that finds a refusal lowers nothing: it has the reason, and splits the group by the rows that are kept here.
-Entries have the key of the plan that would be there instead (see `plans`), and are trusted and checked like plans.
+Entries have the key of the plan that would be there instead (see `plans`), and are trusted and checked like plans. They
+stay on the machine: asking a fleet's store for each of them would cost more than finding them out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Refusal:
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 def find(key: str, graph: CanonicalGraph) -> Refusal | None:
-    """The refusal that was kept under a plan's key, here or in a bundle; None if there is none of this form."""
+    """The refusal that was kept under a plan's key; None if there is none of this form."""
     kept = plans.read(f"{key}.refusal")
     try:
         return _decode(kept, graph) if kept is not None else None

@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fuser
+import fuser.debug
+from fuser.kernel_cache import REGISTRY
 
 SECONDS = 120  # that a collective waits for another rank
 WIDTH = 16
@@ -168,6 +170,24 @@ def cold_start(device: str) -> tuple[float, float]:
     return began, time.time()
 
 
+Calls = dict[int, tuple[int, int]]
+
+
+def served() -> Calls:
+    """Of each group that is alive: the calls that a kernel answered at once, and all others."""
+    handles = {r.key: r.runner.handle for r in REGISTRY.registrations()}
+    return {key: (int(h.hits), int(h.misses)) for key, h in handles.items()}
+
+
+def why_unserved(before: Calls, after: Calls) -> str | None:
+    """None if every group that was called in between was answered by kernels, and there was one; else what is wrong."""
+    called = [key for key, calls in after.items() if calls != before.get(key, (0, 0))]
+    left = [key for key in called if after[key][0] == before.get(key, (0, 0))[0]]
+    if left:
+        return "no kernel answered calls of " + "; ".join(fuser.debug.explain(key) for key in left)
+    return None if called else "no group was called"
+
+
 def main(rank: int, ranks: int, store: str, device: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
@@ -181,8 +201,9 @@ def main(rank: int, ranks: int, store: str, device: str, names: list[str]) -> No
     for name in names:
         torch._dynamo.reset()
         try:
+            before = served()
             CASES[name](device, rank, ranks)
-            failed[name] = None if fuser.stats()["kernels"] else "no kernel is there"
+            failed[name] = why_unserved(before, served())
         except Exception:
             failed[name] = traceback.format_exc()
             break  # the other ranks may have gone on: nothing that follows would meet

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -27,6 +28,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY = "a secret of the fleet, long enough"
 ARGS = (torch.randn(5, 3), torch.randn(3))
 SECONDS = 0.25
+
+
+SLACK = 0.15 if os.path.exists("/proc/self/schedstat") else 1.0
+
+
+def own_seconds():
+    """The time, without what this thread has waited for a core that other processes have: Linux counts that."""
+    try:
+        waited = int(pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1])
+    except OSError:
+        waited = 0
+    return time.monotonic() - waited / 1e9
 
 
 def scaled(x, y):
@@ -262,14 +275,15 @@ def test_a_server_that_misbehaves_is_left_alone(way, machine, monkeypatch):
         spent = []
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            pytest.importorskip("redis")  # an import is no part of what a request may cost
             for n in range(6):
-                began = time.monotonic()
+                began = own_seconds()
                 assert remote.fetch(pathlib.Path(f"{n}.plan")) is None
                 remote.offer(pathlib.Path(f"{n}.plan"), b"data")
-                spent.append(time.monotonic() - began)
+                spent.append(own_seconds() - began)
             assert remote.wait(10)
-        # Two failures, then nothing is asked. The first imports the client; a busy machine may take its time.
-        assert max(spent) < SECONDS + 1 and sum(spent[2:]) < SECONDS, spent
+        # Two failures, then nothing is asked.
+        assert max(spent) < SECONDS + SLACK and sum(spent[2:]) < SLACK, spent
         assert 1 <= len(server.asked(b"GET")) <= 2 and len(server.asked(b"SET")) <= 2
         assert server.sent < (64 << 20)
         assert 1 <= len(said) <= 2 and "hidden" not in "".join(str(w.message) for w in said)  # of reads, and of writes
@@ -295,10 +309,10 @@ def test_a_host_name_that_is_looked_up_for_long(machine, monkeypatch):
     monkeypatch.setattr(redis_client.Client, "set", lambda *a: None)
     settings = machine("redis://far.away:6379/0").settings
     with config.override(**settings), pytest.warns(RuntimeWarning, match="did not answer within 0.25 s"):
-        began = time.monotonic()
+        began = own_seconds()
         found = [remote.fetch(pathlib.Path(f"{n}.plan")) for n in range(5)]
-        took = time.monotonic() - began
-    assert found == [None] * 5 and took < 2 * SECONDS + 0.3
+        took = own_seconds() - began
+    assert found == [None] * 5 and took < 2 * SECONDS + SLACK
 
 
 def test_large_entries_stay_here(machine):
