@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,16 @@ _RESHAPING = (
 _RESHAPING_NODES = frozenset(f"aten::{n}" for n in _RESHAPING)
 
 
+# They may give their very input, or a view of it, and no schema says so: torch's alias analysis does not know either.
+_SILENT = frozenset(
+    "aten::type_as aten::dropout aten::feature_dropout aten::alpha_dropout aten::feature_alpha_dropout "
+    "aten::atleast_1d aten::atleast_2d aten::atleast_3d aten::sum_to_size aten::to_dense aten::einsum "
+    "aten::broadcast_tensors aten::cartesian_prod aten::chain_matmul aten::unsafe_chunk aten::unsafe_split "
+    "aten::unsafe_split_with_sizes aten::_cast_Byte aten::_cast_Char aten::_cast_Double aten::_cast_Float "
+    "aten::_cast_Half aten::_cast_Int aten::_cast_Long aten::_cast_Short".split()
+)
+
+
 @dataclass
 class Facts:
     """What is known of a graph before anything in it changes."""
@@ -116,6 +126,23 @@ def read_by(node: Node) -> list[Value]:
     return found
 
 
+def written_in_silence(graph: Any, aliases: Any) -> list[Value]:
+    """Values whose memory may be written under a name that the graph's alias analysis takes for another memory."""
+    pairs = [[*n.inputs(), *n.outputs()] for n in every_node(graph) if n.kind() in _SILENT]
+    pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
+    found: list[Value] = []
+    while True:
+        more = [p for p in pairs if any(aliases.has_writers(v) or _meets(v, found, aliases) for v in p)]
+        if not more:
+            return found
+        pairs = [p for p in pairs if p not in more]
+        found += [v for p in more for v in p]
+
+
+def _meets(value: Value, others: Sequence[Value], aliases: Any) -> bool:
+    return any(aliases.may_contain_alias(value, v) for v in others)
+
+
 def study(graph: Any) -> Facts:
     """The facts of every node of a graph, which stays as it is."""
     return _Study(graph).facts
@@ -127,6 +154,7 @@ class _Study:
     def __init__(self, graph: Any) -> None:
         self.facts = Facts(graph)
         self.aliases = graph.alias_db()
+        self.silent = written_in_silence(graph, self.aliases)
         self.reshapes = any(n.kind() in _RESHAPING_NODES for n in every_node(graph))
         self.sets = any(n.kind() == "prim::SetAttr" for n in every_node(graph))
         self.translator = Translator()
@@ -182,7 +210,7 @@ class _Study:
         return fact
 
     def _is_exposed(self, value: Value) -> bool:
-        return bool(self.aliases.has_writers(value))
+        return bool(self.aliases.has_writers(value)) or _meets(value, self.silent, self.aliases)
 
     def _translated(self, node: Node, exposed: bool) -> Fact:
         """The fact of a node that writes nothing."""
