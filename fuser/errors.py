@@ -49,7 +49,7 @@ class BoundsError(FuserError, AssertionError):
 
 
 class LoweringError(FuserError):
-    """A lowering that raised something else than `Unsupported`: a defect of `fuser`. The message names it."""
+    """A lowering, the scheduler or a generator raised something else than `Unsupported`: a defect. It is named."""
 
 
 class Unsupported(FuserError):

@@ -5,15 +5,18 @@ Nothing here is imported before a kernel has to be made: a process that finds it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import pathlib
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser import config, targets
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalNode, Ref
-from fuser.errors import Unsupported
+from fuser.errors import FuserError, LoweringError, Unsupported, is_refusal
 from fuser.lowering import supports
 from fuser.lowering.decisive import rounded_nodes
 from fuser.lowering.graph import lower_graph, may_share
@@ -39,14 +42,30 @@ def _generate(
     graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend, comment: str, device_type: str | None = None
 ) -> Source:
     COUNTS.add("lowerings")
-    with span("lower"):
+    with _stage("lower", graph):
         lowered = lower_graph(graph, args, config.numerics, device_type)
-    with span("schedule"):
+    with _stage("schedule", graph):
         plan = schedule(lowered, config.max_body_rows)
     if config.check_ir:
         verify_lowered(lowered, plan)
-    with span("codegen"):
+    with _stage("codegen", graph):
         return backend.codegen(lowered, plan, graph.single, comment)
+
+
+@contextlib.contextmanager
+def _stage(name: str, graph: CanonicalGraph) -> Iterator[None]:
+    """A span. What a stage raises, but for the package's own errors, is a defect, said with its place and operators."""
+    with span(name):
+        try:
+            yield
+        except Exception as e:
+            if isinstance(e, FuserError) or is_refusal(e):
+                raise
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            where = f"{pathlib.PurePath(at.filename).name}:{at.lineno}, in {at.name}"
+            ops = ", ".join(dict.fromkeys(node.op for node in graph.calls))
+            what = f"{type(e).__name__}: {e}"
+            raise LoweringError(f"please report this: {name} of {ops} raised {what} ({where})") from e
 
 
 def _numbers(args: Sequence[Any]) -> frozenset[int]:

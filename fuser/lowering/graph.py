@@ -23,7 +23,7 @@ from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import ALIGNMENT
 from fuser.lowering import host
-from fuser.lowering.context import LoweringContext, Scalar, memory_order
+from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
 from fuser.lowering.decisive import reads_elements, rounded_nodes
 from fuser.lowering.known_shapes import known_meta
@@ -244,10 +244,16 @@ def _why_it_failed(
         inspect.signature(lowering).bind(*args, **kwargs)
     except TypeError as e:
         return Unsupported(f"its lowering does not take these arguments: {e}", op)
-    if any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
+    blind = isinstance(error, (AssertionError, AttributeError, NameError)) and not _names_a_number(error)
+    if not blind and any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
         return Unsupported("a number that only a call gives stands where a constant is needed", op)
     where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
     return LoweringError(f"please report this: {where}, for {op}, raised {type(error).__name__}: {error}")
+
+
+def _names_a_number(error: Exception) -> bool:
+    """Whether an error says that a number of the call was taken for a constant."""
+    return any(f"'{kind.__name__}'" in str(error) for kind in (Expr, Scalar, Number))
 
 
 def _apart(value: Any, meta: Any, given: set[int]) -> Any:

@@ -21,7 +21,7 @@ from fuser.ops.cells import (
     template,
     wrap_int,
 )
-from fuser.ops.prelude import PRELUDE, helpers_in, prelude_for
+from fuser.ops.prelude import PRELUDE, helpers_in, load, prelude_for
 from fuser.ops.table import (
     ALL,
     BOOL,
@@ -66,6 +66,8 @@ def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
         raise Unsupported(f"{name} is not a loop-level op")
     if len(args) != row.arity:
         raise TypeError(f"{name} takes {row.arity} arguments, not {len(args)}")
+    if row.text:
+        load(row.text)
     return expand(template(row, dtype), dtype, args)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuser.ops import bessel_fits, special_fits
+from fuser.ops import bessel_fits, special_cpp, special_fits
 from fuser.ops.float_cpp import horner
 from fuser.ops.special_cpp import double_pair, function, polynomial
 
-HELPERS: dict[str, str] = {}
+HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which its own call
 
 
 def _fit(name: str, mid: str, x: str) -> str:

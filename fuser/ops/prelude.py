@@ -8,12 +8,12 @@ the toolchain where linking with -lmvec works). What depends on the machine is a
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterable
 
 from fuser.machines import Machine
 from fuser.ops import (
-    bessel_cpp,
     conversions_cpp,
     double_cpp,
     float_cpp,
@@ -22,10 +22,8 @@ from fuser.ops import (
     inverse_cpp,
     lanes_cpp,
     math_cpp,
-    polynomials_cpp,
     random,
     scans_cpp,
-    special_cpp,
 )
 
 _FUSED = """\
@@ -111,13 +109,20 @@ PRELUDE: dict[str, Text] = {
     **math_cpp.HELPERS,
     **random.HELPERS,
     **scans_cpp.HELPERS,
-    **special_cpp.HELPERS,
-    **bessel_cpp.HELPERS,
-    **polynomials_cpp.HELPERS,
     **float_cpp.HELPERS,
     **inverse_cpp.HELPERS,
     **double_cpp.HELPERS,
 }
+
+
+def load(module: str) -> None:
+    """Add the helpers of a module of `fuser.ops` that few kernels need (see `OpRow.text`)."""
+    if module not in _loaded:
+        PRELUDE.update(importlib.import_module(f"fuser.ops.{module}").HELPERS)
+        _loaded.add(module)
+
+
+_loaded: set[str] = set()
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _CELL_WORD = re.compile(r"\b(?:fuser|FUSER)_\w+")
 

@@ -91,7 +91,8 @@ BINARY = (
     *(
         OpRow(
             name, 2, eval, f"fuser_{name}_{{D}}({{0}}, {{1}})", triton, FLOATS, cost=cost, ulps=2.0,
-            jumps=name == "atan2", lanes=in_lanes("fuser_lanes_atan2_f32({0}, {1})") if name == "atan2" else None,
+            jumps=name == "atan2", text="special_cpp" if name.startswith("logaddexp") else "",
+            lanes=in_lanes("fuser_lanes_atan2_f32({0}, {1})") if name == "atan2" else None,
         )
         for name, eval, triton, cost in (
             ("atan2", torch.atan2, "libdevice.atan2({0}, {1})", 30),
@@ -120,7 +121,10 @@ SPECIAL = (
     ),
     _unary("entr", _sp.entr, (0.0, 9.0), "fuser_entr({0})"),
     *(
-        OpRow(name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton, FLOATS, cost=cost, domain=domain, ulps=4.0)
+        OpRow(
+            name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton, FLOATS, cost=cost, domain=domain, ulps=4.0,
+            text="special_cpp",
+        )
         for name, eval, triton, cost, domain in (
             ("lgamma", torch.lgamma, "libdevice.lgamma({0})", 80, (0.0, 30.0)),
             ("digamma", torch.digamma, None, 60, (0.0, 30.0)),
@@ -134,6 +138,7 @@ SPECIAL = (
     ),
     OpRow(
         "zeta", 2, _sp.zeta, "fuser_zeta_{D}({0}, {1})", None, FLOATS, cost=300, domain=(1.1, 20.0), ulps=8.0,
+        text="special_cpp",
         notes="A sum of powers, each of which the vector library gives to 4 ulps.",
     ),
 )
@@ -151,7 +156,7 @@ _ONE_WIDTH: dict[str, Cell] = {"ndtri": _ndtri}
 _MEETING = ("j0", "j1", "y0", "y1")
 BESSEL = tuple(
     OpRow(name, 1, eval, _ONE_WIDTH.get(name, f"fuser_{name}_{{D}}({{0}})"), None, FLOATS, cost=cost,
-        domain=domain, ulps=8.0, inexact=(torch.float64,) if name in _MEETING else (),
+        domain=domain, ulps=8.0, text="bessel_cpp", inexact=(torch.float64,) if name in _MEETING else (),
     )  # fmt: skip
     for name, eval, cost, domain in (
         ("j0", _sp.bessel_j0, 65, (-60.0, 60.0)),
@@ -175,6 +180,7 @@ _FAMILIES = (
 POLYNOMIALS = tuple(
     OpRow(
         name, 2, getattr(_sp, name), f"fuser_{name}_{{D}}({{0}}, {{1}})", None, FLOATS, cost=60, ulps=8.0, jumps=True,
+        text="polynomials_cpp",
         notes="The degree is the second argument. Recurrences are eager's, and lose digits where eager's do.",
     )
     for name in _FAMILIES

@@ -40,7 +40,8 @@ class OpRow:
     signature: per argument "t" (the row's dtype) or "b" (bool), for `where`; empty means all "t".
     eval: the op on torch tensors of compute dtype.
     cpp: its C++ expression for scalars; must vectorise when used inside a simd loop, wherever the machine can.
-    prelude: C++ helpers needed beyond those that the cell's text names (they are found by name; see `ops/prelude.py`).
+    text: the module of `fuser.ops` with the C++ helpers that the cell calls, where few kernels need it: it is loaded
+      when the cell is. All other helpers are found by name (see `ops/prelude.py`).
     cost: about how many simple operations it is worth; 1 for an add, 20 for an exp.
     domain: the interval from which tests draw arguments, beside special values.
     ulps: most units in the last place that its float results may be off; 0 means the same bits as eager.
@@ -72,7 +73,7 @@ class OpRow:
     dtypes: tuple[torch.dtype, ...] = ALL
     result: str | torch.dtype = "same"
     signature: str = ""
-    prelude: tuple[str, ...] | Callable[[torch.dtype], tuple[str, ...]] = ()
+    text: str = ""
     cost: int = 1
     domain: tuple[float, float] = (-4.0, 4.0)
     notes: str = ""

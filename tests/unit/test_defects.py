@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fuser
-from fuser import interface, kernel_cache, notices
+from fuser import interface, kernel_cache, notices, pipeline
+from fuser.cpu import fused_kernel
 from fuser.errors import LoweringError
 from fuser.lowering.registry import LOWERINGS
 from tests.backend.fused import fuse
@@ -51,4 +52,32 @@ def test_is_an_error_where_that_is_asked_for(broken):
     assert fuser.config.strict, "tests run so"
     handle, _ = fuse(program)
     with pytest.raises(LoweringError, match="lower_relu, for aten.relu"):
+        handle(torch.randn(4, 5), torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("error", (AttributeError, AssertionError, NameError))
+def test_a_number_of_the_call_hides_no_defect(error, monkeypatch):
+    def lower_mul(ctx, x, y):
+        raise error("'NoneType' object has no attribute 'size'")
+
+    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
+    monkeypatch.setitem(LOWERINGS, "aten.mul", lower_mul)
+    handle, _ = fuse(lambda x, factor: x * factor)
+    with pytest.raises(LoweringError, match="lower_mul, for aten.mul"):
+        handle(torch.randn(4), 2.5)
+
+
+def _fails(*args, **kwargs):
+    raise KeyError("no such row")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stage"), ((pipeline, "schedule", "schedule"), (fused_kernel, "generate", "codegen"))
+)
+def test_a_defect_of_a_later_stage_is_named(module, name, stage, monkeypatch):
+    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
+    monkeypatch.setattr(module, name, _fails)
+    handle, _ = fuse(program)
+    said = rf"report this: {stage} of aten.mul.*raised KeyError: 'no such row' \(test_defects.py:\d+, in _fails\)"
+    with pytest.raises(LoweringError, match=said):
         handle(torch.randn(4, 5), torch.randn(4, 5))
