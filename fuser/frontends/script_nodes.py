@@ -276,6 +276,10 @@ class _Study:
         if strange is not None:
             return self._outside(node, exposed, f"{node.kind()} reads a {strange.type().str()} made at run time")
         if fact.role is Role.COMPUTE:
+            if exposed and (node.kind() in _SILENT or any(op in _CASTS for op in fact.operators)):
+                return self._outside(
+                    node, exposed, f"{node.kind()} may give its very input, which is written elsewhere"
+                )
             several = any(v.type().kind() != "TensorType" for v in node.outputs())
             return self._outside(node, exposed, f"{node.kind()} gives a list") if several else fact
         numbers = any(v.type().kind() in _NUMBERS for v in fact.leaves) and not _gives_tensor(node)

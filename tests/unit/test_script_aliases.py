@@ -49,7 +49,16 @@ def written_in_a_loop(x: Tensor, y: Tensor, flag: bool):
     return x, v * 2 + 1
 
 
-PROGRAMS = (written_input, written_result, written_dropout, written_through_two, written_in_a_loop)
+def written_cast(x: Tensor, y: Tensor, flag: bool):
+    z = torch.tanh(y) + 1
+    v = z.float()
+    w = v.expand_as(z)
+    a = w.exp() * 2
+    w[1:].zero_()
+    return a, z * 2 + 1
+
+
+PROGRAMS = (written_cast, written_input, written_result, written_dropout, written_through_two, written_in_a_loop)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
