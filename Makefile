@@ -16,17 +16,24 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith vision stress lint types imports bench clean
+.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith vision stress lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+machines: $(VENV)/.has-test
+	for isa in avx2 sse4.2 scalar; do \
+	  FUSER_ISA=$$isa FUSER_TEST_COMPILER_SECONDS=15 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	    tests/backend tests/unit/test_ops_table.py $(ARGS) || exit 1; \
+	done
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/backend/test_machines.py $(ARGS)
 
 test-cuda: $(VENV)/.has-test
 	$(BIN)/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
