@@ -100,6 +100,8 @@ class Kernels:
 
 def runtime_of(program: LaunchProgram) -> Runtime | None:
     """The runtime from outside that runs a program; None if a launcher of the package does."""
+    if not RUNTIMES:
+        return None
     device = next((p.device_type for p in program.inputs if p.kind == "tensor"), "")
     return RUNTIMES.get(device)
 
