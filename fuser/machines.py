@@ -31,7 +31,7 @@ class Machine:
 
     architecture: as `uname -m` says it; "" is any.
     needs: Linux's names of what a processor must have.
-    flags: for every compiler, see `runtime/compilers.py` for those that hang on the compiler.
+    flags: of every compiler; `runtime/compilers.py` has those that depend on the compiler.
     vector_bytes, registers: of the widest vectors, for which the generated text is cut.
     line_bytes: of the caches, for prefetches and alignment.
     fma: multiplies and adds with one rounding, in one instruction.
