@@ -13,6 +13,7 @@ import platform
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 
 from tests.zoo.modes import MODES, Verdict
@@ -28,6 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rival", action="store_true", help="compile by TorchInductor too, for its time")
     parser.add_argument("--untimed", action="store_true", help="compare results alone")
+    parser.add_argument("--seconds", type=float, help="stop after so long, with a table of the runs that are done")
     parser.add_argument("--write", help="a page for the table")
     return parser.parse_args()
 
@@ -62,8 +64,15 @@ def main() -> int:
         for mode in modes if mode != "generate" or model.generates
     ]  # fmt: skip
     found: list[Verdict] = []
+    end = time.monotonic() + options.seconds if options.seconds else float("inf")
     with multiprocessing.get_context("spawn").Pool(options.workers, start, (1,), maxtasksperchild=8) as pool:
-        for verdict in pool.imap_unordered(run, cases):
+        verdicts = pool.imap_unordered(run, cases)
+        while len(found) < len(cases):
+            try:
+                verdict = verdicts.next(None if end == float("inf") else max(end - time.monotonic(), 0.0))
+            except multiprocessing.TimeoutError:
+                print(f"stopped after {options.seconds:.0f} s: {len(found)} of {len(cases)} runs are done")
+                break
             found.append(verdict)
             if verdict.status != "right":
                 print(f"{verdict.status}: {verdict.name} {verdict.mode}: {verdict.why}", flush=True)
