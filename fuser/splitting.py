@@ -33,6 +33,7 @@ class Piece:
     """One group of a split: a graph of its own; the rows that it reads and gives.
 
     `examples` are its inputs as meta tensors, None where that is not known. `doubtful`: one may be no tensor or number.
+    `calls` are the rows of the whole that its calls are, in the order of its graph.
     """
 
     graph: fx.Graph
@@ -40,14 +41,20 @@ class Piece:
     outputs: tuple[int, ...]
     examples: tuple[Any, ...]
     doubtful: bool
+    calls: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """One call that ATen makes, and why."""
+    """One call that ATen makes, and why.
+
+    `row` is its number in the graph as registered, `bytes` what passes between it and other calls, as far as is known.
+    """
 
     op: str
     reason: str
+    row: int = -1
+    bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +82,7 @@ def split(
     made = [register(p.graph) for p in plan.pieces]
     ordered = plan.order([_checked(f, p) for (_, f), p in zip(made, plan.pieces, strict=True)])
     whole = dataclasses.replace(registered, rows=tuple(ordered))
-    unfused = tuple(Unfused(rows.op_of(i), rows.reasons[i]) for i in rows.reasons)
+    unfused = tuple(Unfused(rows.op_of(i), why, i, rows.bytes_of(i)) for i, why in rows.reasons.items())
     return Split(Fallback(whole).function, tuple(plan.pieces), tuple(k for k, _ in made), unfused)
 
 
@@ -141,6 +148,13 @@ class _Rows:
         node = self.registered.results[index]
         meta = self.found.metas[node] if 0 <= node < len(self.found.metas) else None
         return meta if isinstance(meta, (torch.Tensor, int, float)) else None
+
+    def bytes_of(self, index: int) -> int:
+        """The bytes that pass between a row and other calls, as far as is known."""
+        read = [i for i in self.refs(self.rows[index]) if self.rows[i].op not in ("placeholder", "get_attr")]
+        shared = [*read, *([index] if self.readers[index] else [])]
+        known = (self.example_of(i) for i in shared)
+        return sum(t.numel() * t.element_size() for t in known if isinstance(t, torch.Tensor))
 
     def is_rounded(self, index: int) -> bool:
         """Whether a decision depends on a row's value, in whichever piece."""
@@ -291,6 +305,7 @@ class _Plan:
     def _piece(self, members: Sequence[int], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Piece:
         graph = fx.Graph()
         env: dict[int, Any] = {}
+        calls: list[int] = []
         kinds = self.rows.registered.kinds
         for i in inputs:
             env[i] = graph.placeholder(f"v{i}")
@@ -305,6 +320,7 @@ class _Plan:
                 else:
                     args, kwargs = map_refs((row.args, row.kwargs), lambda r: node(r.index))
                     env[index] = graph.create_node(row.op, row.target, args, kwargs)
+                    calls.append(index)
                     if self.rows.is_rounded(index):
                         env[index].meta[ROUNDED] = True
             return env[index]
@@ -314,7 +330,7 @@ class _Plan:
         results = tuple(env[i] for i in outputs)
         graph.output(results if len(results) > 1 else results[0])
         examples = tuple(map(self.rows.example_of, inputs))
-        return Piece(graph, inputs, outputs, examples, any(map(self.rows.is_doubtful, inputs)))
+        return Piece(graph, inputs, outputs, examples, any(map(self.rows.is_doubtful, inputs)), tuple(calls))
 
     def order(self, functions: Sequence[Callable[..., Any]]) -> list[Row]:
         """The rows of the whole: each piece's call, and what runs outside."""

@@ -20,9 +20,11 @@ from fuser import config, interface
 from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import matmuls
+from fuser.frontends.noting import group_records, unfused_ops
 from fuser.frontends.program import Program, base_of
-from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp, remember
-from fuser.passes.classify import MARK, op_name
+from fuser.frontends.records import CompiledGraph, remember
+from fuser.passes import sources
+from fuser.passes.classify import MARK
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage
@@ -94,8 +96,8 @@ class Compiled:
             CompiledGraph(
                 route=route,
                 reason=reason,
-                groups=_group_records(self.plan, self.keys),
-                unfused=_unfused(self.plan, self.grouping),
+                groups=group_records(self.plan, self.keys, self.grouping),
+                unfused=unfused_ops(self.plan, self.grouping),
                 passes=self.passes,
                 source=self.program.source,
                 seconds=self.seconds,
@@ -115,6 +117,7 @@ def compile_functional(
     """
     start = time.perf_counter()
     passes = (*earlier, *(record for stage in stages for record in run_stage(stage, module)))
+    sources.complete(module.graph)
     grouping = group_nodes(module.graph)
     round_decided(module.graph, grouping.kinds)
     plan, writing = reinplace(extract(module.graph, grouping), grouping)
@@ -205,12 +208,3 @@ def _sizes_of(examples: Sequence[Any]) -> tuple[Any, ...] | None:
         return None
     found = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in examples)
     return found if all(type(n) is int for shape, stride, *_ in found for n in (*shape, *stride)) else None
-
-
-def _group_records(plan: Plan, keys: Sequence[int]) -> tuple[GroupRecord, ...]:
-    return tuple(GroupRecord(k, g.ops, len(g.inputs), len(g.outputs)) for k, g in zip(keys, plan.groups, strict=True))
-
-
-def _unfused(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
-    why = grouping.reasons
-    return tuple(UnfusedOp(n.name, op_name(n.target), why[n.name]) for n in plan.outside if n.name in why)

@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 import collections
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from fuser.passes.runner import PassRecord
+from fuser.passes.sources import Notes, Source
+from fuser.reasons import code_of
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One fusion group of a graph: its key, its operators in order, how many tensors go in and out."""
+    """One fusion group of a graph: its key, its operators in order, how many tensors go in and out.
+
+    `notes` say for each operator where it comes from. `bytes` are those of its inputs and results, each once, in the
+    sizes seen while tracing. `apart`: the groups that read from this one and do not run with it, with the reason.
+    """
 
     key: int
     ops: tuple[str, ...]
     inputs: int
     outputs: int
+    notes: tuple[Notes, ...] = ()
+    bytes: int = 0
+    apart: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source | None, ...]:
+        """The user's line of each operator; None where Dynamo knew none."""
+        return tuple(n.source() for n in self.notes)
 
 
 @dataclass(frozen=True)
 class UnfusedOp:
-    """One operator that runs on ATen: its node, what it calls, and why it is not in a group."""
+    """One operator that runs on ATen: its node, what it calls, and why it is not in a group.
+
+    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing: a kernel that held them
+    all would not move these. `reads` and `read_by` are the numbers of the groups that it stands between.
+    """
 
     node: str
     op: str
     reason: str
+    notes: Notes = Notes()
+    bytes: int = 0
+    reads: tuple[int, ...] = ()
+    read_by: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> Source | None:
+        """The user's line; None where Dynamo knew none."""
+        return self.notes.source()
+
+    @property
+    def code(self) -> str:
+        """The reason's code, one of `fuser.reasons.REASONS`."""
+        return code_of(self.reason)
 
 
 @dataclass(frozen=True)
@@ -34,7 +67,8 @@ class CompiledGraph:
 
     `route` is "direct" (the program is called as is), "wrapped" (inside AOTAutograd's runtime wrapper) or "eager" (not
     compiled: `reason` says why). `seconds` leaves out tracing. `stage` is "inference", "forward" or "backward".
-    `by_eager` counts later calls that ran by eager nevertheless, by reason.
+    `by_eager` counts later calls that ran by eager nevertheless, by reason. `compile_id` is Dynamo's name of the
+    compilation, such as "0/1": frame 0, compiled for the second time.
     """
 
     route: str
@@ -47,6 +81,7 @@ class CompiledGraph:
     options: dict[str, Any] = field(default_factory=dict)
     stage: str = "inference"
     by_eager: collections.Counter[str] = field(default_factory=collections.Counter)
+    compile_id: str = field(default_factory=lambda: _compile_id())
 
     @property
     def ops_fused(self) -> int:
@@ -56,6 +91,13 @@ class CompiledGraph:
     def keys(self) -> tuple[int, ...]:
         """The different fusions of the graph, in order of first use."""
         return tuple(dict.fromkeys(g.key for g in self.groups))
+
+
+def _compile_id() -> str:
+    """Dynamo's name of the compilation under way; "" outside of one."""
+    guards = sys.modules.get("torch._guards")
+    found = guards.CompileContext.current_compile_id() if guards is not None else None
+    return str(found) if found is not None else ""
 
 
 _history: collections.deque[CompiledGraph] = collections.deque(maxlen=128)

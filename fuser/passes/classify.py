@@ -154,7 +154,7 @@ def schema_reason(target: torch._ops.OpOverload) -> str | None:
     if draws(target):
         return "it draws random numbers"
     by_data = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
-    if by_data and op_name(target) not in _BY_ARGUMENTS:
+    if by_data and (op_name(target) not in _BY_ARGUMENTS or str(target) in lowering.REFUSED):
         return "its result's size or value depends on data"
     return None
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fuser.canonical.graph import ROUNDED
+from fuser.passes import sources
 from fuser.passes.classify import Kind, op_name
 from fuser.passes.grouping import Grouping
 
@@ -115,7 +116,7 @@ def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
 
 
 def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
-    new.meta = {k: old.meta[k] for k in ("val", "stack_trace", "tensor_meta", ROUNDED) if k in old.meta}
+    new.meta = {k: old.meta[k] for k in ("val", "tensor_meta", ROUNDED, *sources.NOTES) if k in old.meta}
     return new
 
 

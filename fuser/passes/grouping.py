@@ -44,12 +44,16 @@ class Group:
 
 @dataclass
 class Grouping:
-    """The groups of a graph, each node's kind, and why each unfused operator is unfused."""
+    """The groups of a graph, each node's kind, and why each unfused operator is unfused.
+
+    `apart` says why two groups, of which the second reads from the first, are not one.
+    """
 
     groups: list[Group]
     kinds: dict[fx.Node, Kind]
     reasons: dict[str, str]
     group_of: dict[fx.Node, int] = field(default_factory=dict)
+    apart: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 def is_grown(node: fx.Node) -> bool:
@@ -231,8 +235,8 @@ class _Condensed:
                     self.users[there].add(here)
                     self.preds[here].add(there)
 
-    def another_path(self, a: int, b: int) -> bool:
-        """Whether a path other than the edge leads from a to b; True too when the search gets long.
+    def another_path(self, a: int, b: int) -> int | None:
+        """The last node of a path other than the edge from a to b; -1 when the search gets long; None if there is none.
 
         Levels never fall along a path, so what lies above b is not visited.
         """
@@ -240,15 +244,15 @@ class _Condensed:
         seen = set(stack)
         while stack:
             if len(seen) > _SEARCH_LIMIT:
-                return True
+                return -1
             here = stack.pop()
             for user in self.users[here]:
                 if user == b:
-                    return True
+                    return here
                 if user not in seen and self.lowest[user] <= self.highest[b]:
                     seen.add(user)
                     stack.append(user)
-        return False
+        return None
 
     def join(self, a: int, b: int) -> int:
         """Make a and b one; returns the name of the whole."""
@@ -267,21 +271,45 @@ class _Condensed:
         return whole
 
 
-def _contract(units: _Units, sets: _Sets, levels: list[int]) -> None:
-    """Join a group into a later group that reads it, where nothing else runs between the two."""
+def _contract(units: _Units, sets: _Sets, levels: list[int]) -> dict[tuple[int, int], str]:
+    """Join a group into a later group that reads it, where nothing else runs between the two.
+
+    Why others were not joined: by a unit of each.
+    """
+    refused: dict[tuple[int, int], str] = {}
     condensed = _Condensed(units, sets, levels)
     groups = [u for u in range(len(units.heads)) if units.fusible[u] and sets.find(u) == u]
     for a in sorted(groups, key=lambda g: -levels[g]):
         if sets.find(a) != a:
             continue
-        readers = [b for b in condensed.users[a] if units.fusible[b] and not units.apart[b]]
+        fusible = [b for b in condensed.users[a] if units.fusible[b]]
+        readers = [b for b in fusible if not units.apart[b]]
+        refused.update({(a, b): _ALONE for b in fusible if units.apart[b]})
         if len(readers) > _MAX_READERS:
+            refused.update({(a, b): _SHARED.format(len(readers)) for b in readers})
             continue
         for b in sorted(readers):
             here = sets.find(a)
             there = sets.find(b)
-            if here != there and not condensed.another_path(here, there):
+            if here == there:
+                continue
+            between = condensed.another_path(here, there)
+            if between is None:
                 condensed.join(here, there)
+            else:
+                refused[a, b] = _between(units, between)
+    return refused
+
+
+_ALONE = "the second is a kernel of its own: joined to its producer it is slower"
+_SHARED = "{} groups read the first, which then is computed once for all of them"
+
+
+def _between(units: _Units, u: int) -> str:
+    if u < 0:
+        return f"more than {_SEARCH_LIMIT} operators stand between the two: no order was looked for"
+    what = "another group" if units.fusible[u] else f"{op_name(units.heads[u].target)} ({units.heads[u].name})"
+    return f"{what} needs the first and is needed by the second"
 
 
 def _made_of_numbers(units: _Units) -> set[fx.Node]:
@@ -309,7 +337,7 @@ def group_nodes(graph: fx.Graph) -> Grouping:
     _raise(units, levels)
     sets = _connect(units, levels)
     _join_readers(units, sets, levels)
-    _contract(units, sets, levels)
+    refused = _contract(units, sets, levels)
     kinds = {n: v.kind for n, v in units.verdicts.items()}
     reasons = {n.name: v.reason for n, v in units.verdicts.items() if v.reason and not is_size_arithmetic(n)}
     members: dict[int, list[int]] = {}
@@ -325,6 +353,10 @@ def group_nodes(graph: fx.Graph) -> Grouping:
         if group is not None:
             result.group_of[node] = group
             result.groups[group].nodes.append(node)
+    for (a, b), reason in refused.items():
+        first, second = (result.group_of.get(units.heads[u]) for u in (a, b))
+        if first is not None and second is not None and first != second:
+            result.apart[first, second] = reason
     return result
 
 

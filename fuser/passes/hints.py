@@ -68,3 +68,14 @@ def numel_hint(value: Any) -> int:
             n *= size_hint(s)
         best = max(best, n)
     return best
+
+
+def bytes_hint(value: Any) -> int:
+    """Bytes of all tensors in a node's recorded value."""
+    total = 0
+    for t in tensors_of(value):
+        n = t.dtype.itemsize
+        for s in t.shape:
+            n *= size_hint(s)
+        total += n
+    return total

@@ -18,7 +18,7 @@ from torch import fx
 
 from fuser import config, notices
 from fuser.errors import ConfigError, PassError
-from fuser.passes import checking
+from fuser.passes import checking, sources
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: fro
     A pass that asks for a size that depends on data is skipped: nobody can tell which graph it would have made.
     """
     unknown = _has_unknown_sizes(module)
-    return tuple(_run(module, p, unknown) for p in passes if is_enabled(p, disabled))
+    with sources.kept(module):
+        return tuple(_run(module, p, unknown) for p in passes if is_enabled(p, disabled))
 
 
 def _has_unknown_sizes(module: fx.GraphModule) -> bool:

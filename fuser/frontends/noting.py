@@ -1,0 +1,91 @@
+"""What is remembered of a graph's operators: those of each group, and those that no group has, with their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from fuser.frontends.records import GroupRecord, UnfusedOp
+from fuser.passes.classify import Kind, op_name
+from fuser.passes.extract import GroupPlan, Plan
+from fuser.passes.grouping import Grouping
+from fuser.passes.hints import bytes_hint
+from fuser.passes.sources import notes_of
+
+
+def group_records(plan: Plan, keys: Sequence[int], grouping: Grouping) -> tuple[GroupRecord, ...]:
+    """A record for each group of a plan, in its order."""
+    number = _numbers(plan, grouping)
+    apart: dict[int, list[tuple[int, str]]] = {}
+    for (first, second), reason in grouping.apart.items():
+        if first in number and second in number:
+            apart.setdefault(number[first], []).append((number[second], reason))
+    return tuple(
+        GroupRecord(
+            k, g.ops, len(g.inputs), len(g.outputs), tuple(notes_of(n) for n in _calls(g.graph)), _bytes(g),
+            tuple(apart.get(i, ())),
+        )
+        for i, (k, g) in enumerate(zip(keys, plan.groups, strict=True))
+    )  # fmt: skip
+
+
+def _numbers(plan: Plan, grouping: Grouping) -> dict[int, int]:
+    """The place in the plan of each group of the grouping."""
+    return {grouping.group_of[g.outputs[0]]: i for i, g in enumerate(plan.groups) if g.outputs[0] in grouping.group_of}
+
+
+def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (n for n in graph.nodes if n.op == "call_function")
+
+
+def _bytes(group: GroupPlan) -> int:
+    return sum(bytes_hint(n.meta.get("val")) for n in (*group.inputs, *group.outputs))
+
+
+def unfused_ops(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
+    """A record for each operator of a plan that no group has, in the graph's order."""
+    why = grouping.reasons
+    made_by = {o: i for i, g in enumerate(plan.groups) for o in g.outputs}
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for i, g in enumerate(plan.groups):
+        for n in g.inputs:
+            readers.setdefault(n, {})[i] = None
+    return tuple(
+        _record(n, why[n.name], grouping, made_by, readers) for n in plan.outside if n.name in why
+    )  # fmt: skip
+
+
+def _record(
+    node: fx.Node, reason: str, grouping: Grouping, made_by: dict[fx.Node, int], readers: dict[fx.Node, dict[int, None]]
+) -> UnfusedOp:  # fmt: skip
+    given = dict.fromkeys(s for a in node.all_input_nodes for s in _behind(a, grouping))
+    taken = list(_through(node, grouping))
+    shared = [n for n in given if n.op != "placeholder" and n.op != "get_attr"]
+    shared += [node] if any(u.op != "output" for n in taken for u in n.users) else []
+    return UnfusedOp(
+        node.name, op_name(node.target), reason, notes_of(node),
+        sum(bytes_hint(n.meta.get("val")) for n in shared),
+        tuple(dict.fromkeys(made_by[n] for n in given if n in made_by)),
+        tuple(dict.fromkeys(i for n in taken for i in readers.get(n, ()))),
+    )  # fmt: skip
+
+
+def _behind(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
+    """What a value is, or is a view or part of."""
+    free = grouping.kinds.get(node) is Kind.FREE or (grouping.kinds.get(node) is Kind.ITEM and node.all_input_nodes)
+    if not free or node in grouping.group_of or not node.all_input_nodes:
+        yield node
+        return
+    yield from _behind(node.all_input_nodes[0], grouping)
+
+
+def _through(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
+    """A node, and its views and parts."""
+    yield node
+    for user in node.users:
+        if grouping.kinds.get(user) in (Kind.FREE, Kind.ITEM) and user not in grouping.group_of:
+            yield from _through(user, grouping)
+
+
+__all__ = ["group_records", "unfused_ops"]
