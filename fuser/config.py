@@ -148,8 +148,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
     Setting("strict", False, "a defect of fuser is an error, not a group that ATen runs", choices=(True, False)),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
+    Setting(
+        "freeze", False,
+        "CPU, inference by torch.compile: weights are packed once for oneDNN where that is faster, which takes their "
+        "memory twice. The user promises not to change parameters and buffers in ways that no version counter shows, "
+        "such as p.data.copy_(); in-place operators, new data and load_state_dict are seen",
+        choices=(True, False),
+    ),
     Setting("max_autotune", False, "CUDA: races decide about tiles and matmuls", key=True, choices=(True, False)),
-    Setting("linear_backend", "onednn", "fp32 matmuls on the CPU: 'onednn' or 'aten'", choices=("onednn", "aten")),
+    Setting(
+        "linear_backend", "measured",
+        "matmuls on the CPU: 'measured' has a contest on this machine decide for each class of sizes, once (ATen under "
+        "torch.use_deterministic_algorithms); 'onednn' and 'aten' are always the same library",
+        choices=("measured", "onednn", "aten"),
+    ),
 )  # fmt: skip
 _BY_NAME = {s.name: s for s in SETTINGS}
 _WORDS = {word: on for on, words in ((True, "1 true yes on"), (False, "0 false no off")) for word in words.split()}

@@ -25,7 +25,9 @@ from typing import Any, cast
 
 import torch
 
-from fuser import contest, forks, notices
+from fuser import forks, notices
+from fuser.contests import records
+from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.reproduce import write_reproducer
@@ -155,10 +157,12 @@ class Trials:
             found = contest.compete(trial.handle, self._spec.fallback, args, trial.slowest, contest.clock)
         except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
             return None
-        if not found.slower:
-            return None
         sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
-        return f"kernel {trial.kernel.name} took {found.ratio:.2f} times as long as ATen for sizes {sizes}"
+        took = f"{found.ratio:.2f} times as long as ATen for sizes {sizes}"
+        winner = "aten" if found.slower else "kernel"
+        what = f"kernel {trial.kernel.name}"
+        records.remember(f"{what} {took}", records.Choice(winner, f"on trial: it took {took}", (), what))
+        return f"{what} took {took}" if found.slower else None
 
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)

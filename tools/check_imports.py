@@ -29,11 +29,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("canonical",),
     ("lowering",),
     ("scheduler",),
-    ("codegen", "cpu", "cuda", "runtime"),
+    ("codegen", "contests", "cpu", "cuda", "runtime"),
     (
         "arguments", "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
         "executor", "orders", "kernel_cache", "fallback",
-        "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "contest", "trials",
+        "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),
     ("passes",),

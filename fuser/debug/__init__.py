@@ -1,6 +1,6 @@
 """What was fused, into which code, and why the rest was not."""
 
-from fuser.cuda.choices import choices
+from fuser.contests.records import choices
 from fuser.cuda.graphs import recorded
 from fuser.debug.explaining import dump, explain
 from fuser.debug.guarding import KernelGuards, guards

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuser.contest import seconds_a_call
+from fuser.contests.trial import seconds_a_call
 from fuser.debug.reporting import why_unfused
 from fuser.errors import Unsupported
 from fuser.executor import may_repeat

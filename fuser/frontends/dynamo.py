@@ -26,6 +26,7 @@ from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.passes.decompositions import decomposition_table
+from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.runtime import heap
@@ -271,6 +272,7 @@ class _GraphCompiler:
         drop_tokens(gm, tokens)
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
+        mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
         if compiled.program is not None and wrapper_reason is None:
@@ -305,6 +307,12 @@ def _tokens() -> int:
     """How many tokens AOTAutograd passes through the graph, to order calls with effects."""
     meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     return len(getattr(meta, "tokens", ()))
+
+
+def _static_inputs() -> tuple[int, ...]:
+    """The numbers of the graph's inputs that AOTAutograd found to be parameters or buffers."""
+    meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    return tuple(getattr(meta, "static_input_indices", None) or ())
 
 
 def _are_distinct(inputs: Sequence[Any]) -> bool:

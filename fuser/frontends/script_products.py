@@ -14,7 +14,8 @@ from torch import Tensor
 from fuser import config
 from fuser.frontends.script_nodes import every_node
 from fuser.frontends.script_operators import NAMESPACE
-from fuser.passes.onednn import linear_op, pays
+from fuser.passes.onednn import chosen, fits
+from fuser.passes.providers import ONEDNN, linear_op
 from fuser.runtime.torch_abi import plain_context, plain_tensor
 
 _LEAST = 1 << 29  # elements of one operand times those of the other, below which the operator is not asked
@@ -36,18 +37,21 @@ def mm(x: Tensor, y: Tensor) -> Tensor:
 def _op_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """oneDNN's operator if it takes these tensors and is worth it, else None."""
     given = [t for t in (x, weight, bias) if t is not None]
-    if config.linear_backend != "onednn" or config.numerics == "eager" or not config.enabled:
+    if config.linear_backend == "aten" or config.numerics == "eager" or not config.enabled:
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
     if any(t.dtype is not torch.float32 or t.device.type != "cpu" or t.layout is not torch.strided for t in given):
         return None
-    fits = x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
-    fits = fits and (bias is None or bias.shape == weight.shape[:1])
-    if not fits or (x.dim() != 2 and not x.is_contiguous()) or not plain_context() or not all(map(plain_tensor, given)):
+    alike = x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
+    alike = alike and (bias is None or bias.shape == weight.shape[:1])
+    if not alike or (x.dim() != 2 and not x.is_contiguous()):
+        return None
+    if not plain_context() or not all(map(plain_tensor, given)):
         return None
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    return linear_op() if pays(rows, weight.t()) else None
+    by = chosen(rows, weight.t(), bias is not None) if fits(rows, weight.t()) else None
+    return linear_op() if by == ONEDNN else None
 
 
 @functools.cache

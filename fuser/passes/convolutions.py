@@ -19,7 +19,7 @@ from fuser import config
 from fuser.errors import Unsupported
 from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
-from fuser.passes.onednn import linear_op
+from fuser.passes.providers import linear_op
 
 aten = torch.ops.aten
 _FEWEST = 2  # convolutions

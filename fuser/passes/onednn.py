@@ -1,12 +1,11 @@
-"""Matmuls of dense float32 on the CPU by oneDNN, and what follows them as part of the matmul.
+"""Matmuls of dense matrices on the CPU by the fastest of several libraries, and what follows as part of the matmul.
 
-`mkldnn._linear_pointwise(x[M,K], w[N,K], bias, op, scalars, algorithm)` does `op(x @ w.T + bias)`. Measured on two
-AVX-512 cores: 12 % faster than `addmm` at GPT-2's sizes, 30 % for its last layer, `op` nearly free; below about eight
-million multiplications the call costs more than it gains. oneDNN adds up a row in order where MKL splits it, so its
-rounding errors are up to twice MKL's, of the same order. A transposed left operand, as in the gradient of weights, is
-copied by a kernel first. Of 512 tokens, with the copy: 0.95 of MKL's time for a gradient of 512 x 512, 0.85 for 768 x
-768, 0.9 for 3,072 x 768 or 512 x 2,048, 0.96 for 2,048 x 512, 0.98 for 2,304 x 768; with
-oneDNN's own copy 0.83 to 1.16. Results of 32 MiB or more go another way (`runtime.products`).
+`mkldnn._linear_pointwise(x[M,K], w[N,K], bias, op, scalars, algorithm)` does `op(x @ w.T + bias)`. Whether it is faster
+than `mm` and `addmm` (MKL, where it is) depends on the machine: at 512 rows it takes 0.82 of MKL's time on two AMD
+cores, and 1.27 on sixteen Intel ones. So a contest decides for each class of products (`providers`), unless
+`config.linear_backend` names one. oneDNN adds up a row in order where MKL splits it, so its rounding errors are up to
+twice MKL's, of the same order. A transposed left operand, as in the gradient of weights, is copied by a kernel first,
+which is faster than oneDNN's own copy. Results of 32 MiB or more go another way (`runtime.products`).
 """
 
 from __future__ import annotations
@@ -18,28 +17,25 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes import providers
 from fuser.passes.calls import put_for
-from fuser.passes.classify import APART, is_view
+from fuser.passes.classify import APART, Kind, classify, is_view
 from fuser.passes.hints import are_numbers, is_contiguous, size_hint
+from fuser.passes.providers import linear_op
 from fuser.runtime import products, warm
 
 aten = torch.ops.aten
 _WIDE = 1 << 13  # columns from which on a result with an open number of rows may be large
 _MOST_COPIED = 1 << 22  # elements of a transposed left operand
+_SWAPS: dict[Any, tuple[Any, ...]] = {aten.t.default: (), aten.permute.default: ([1, 0],), aten.transpose.int: (0, 1)}
+# In the meta of an input: a parameter that does not change; of a call: its weight is packed once.
+FROZEN, PACKED = "frozen", "packed"
 
 
-def linear_op() -> Any:
-    """oneDNN's linear with an operation behind it; None where this torch has none or it is switched off."""
-    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
-        return None
-    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return getattr(packet, "default", None)
-
-
-def _matrix(node: Any) -> torch.Tensor | None:
-    """The recorded value of a node that is a dense two-dimensional float32 tensor on the CPU."""
+def _matrix(node: Any, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> torch.Tensor | None:
+    """The recorded value of a node that is a dense two-dimensional tensor of one of `dtypes` on the CPU."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype is not torch.float32:
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in dtypes:
         return None
     return value if value.device.type == "cpu" and value.layout is torch.strided else None
 
@@ -58,14 +54,29 @@ def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node] | None:
     return None
 
 
-def pays(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether oneDNN makes `x @ w` faster: matrices of float32 on the CPU."""
+def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether oneDNN can make `x @ w` without a large copy: matrices on the CPU."""
     inner, columns = w.shape
     if _is_transposed(x) and size_hint(x.shape[0]) * size_hint(inner) > _MOST_COPIED:
         return False
-    if not are_numbers(inner, columns) or inner == 0 or columns == 0:
-        return False  # oneDNN refuses empty products
-    return size_hint(x.shape[0]) * inner * columns >= products.LEAST_WORK
+    return are_numbers(inner, columns) and inner > 0 and columns > 0  # oneDNN refuses empty products
+
+
+def chosen(
+    x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: tuple[str, str] | None = None, read: bool = False,
+    frozen: bool = False,
+) -> str:  # fmt: skip
+    """Which of `providers` makes `x @ w (+ bias)`: matrices on the CPU, of sizes that `fits` takes."""
+    inner, columns = w.shape
+    rows = size_hint(x.shape[0])
+    if config.linear_backend == "onednn":
+        large = rows * inner * columns >= providers.LEAST_WORK
+        return providers.ONEDNN if large and x.dtype is torch.float32 else providers.ATEN
+    turned = are_numbers(w.stride(0)) and w.stride(0) == 1
+    product = providers.Product(
+        rows, inner, columns, x.dtype, _is_transposed(x), turned, bias, epilogue, read, frozen and turned
+    )
+    return providers.choose(product)
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
@@ -75,9 +86,8 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 def _transposed(graph: fx.Graph, w: fx.Node) -> fx.Node:
     """`w.t()`: what a transpose was made of, or a new transpose."""
-    swaps = {aten.t.default: (), aten.permute.default: ([1, 0],), aten.transpose.int: (0, 1)}
     base = w.args[0] if w.args else None
-    if w.target in swaps and tuple(w.args[1:]) == swaps[w.target] and isinstance(base, fx.Node):
+    if w.target in _SWAPS and tuple(w.args[1:]) == _SWAPS[w.target] and isinstance(base, fx.Node):
         return base
     new = graph.call_function(aten.t.default, (w,))
     new.meta = {"val": w.meta["val"].t()}
@@ -95,26 +105,54 @@ def _copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 
 def linear_to_onednn(module: fx.GraphModule) -> int:
-    """Large enough `mm` and `addmm` become oneDNN's linear."""
+    """`mm` and `addmm` become oneDNN's linear, or lose their bias to a kernel, where that is faster."""
     op = linear_op()
-    if op is None or config.linear_backend != "onednn" or config.numerics == "eager":
+    if op is None or config.linear_backend == "aten" or config.numerics == "eager":
         return 0
-    changed = 0
-    for node in list(module.graph.nodes):
-        operands = _operands(node)
-        if operands is None:
-            continue
-        bias, x, w = operands
-        values = _matrix(x), _matrix(w)
-        if values[0] is None or values[1] is None or not pays(values[0], values[1]):
-            continue
-        with module.graph.inserting_before(node):
-            transposed = _transposed(module.graph, w)
-            if _is_transposed(values[0]):
-                x = _copied(module.graph, x)
-        put_for(node, op, (x, transposed, bias, "none", [], ""))
-        changed += 1
-    return changed
+    return sum(_provide(node, op) for node in list(module.graph.nodes))
+
+
+def _provide(node: fx.Node, op: Any) -> bool:
+    """Have the fastest provider make a product; whether the node changed."""
+    operands = _operands(node)
+    if operands is None:
+        return False
+    bias, x, w = operands
+    values = _matrix(x, providers.DTYPES), _matrix(w, providers.DTYPES)
+    if values[0] is None or values[1] is None or values[0].dtype is not values[1].dtype or not fits(*values):  # type: ignore[arg-type]
+        return False
+    found = epilogue_of(node)
+    frozen = _is_frozen(w)
+    how = chosen(*values, bias is not None, found[1:] if found else None, _is_read_by_kernels(node), frozen)  # type: ignore[arg-type]
+    if how == providers.APART:
+        with node.graph.inserting_before(node):
+            product = node.graph.call_function(aten.mm.default, (x, w))
+        product.meta = dict(node.meta)
+        put_for(node, aten.add.Tensor, (product, bias))
+        return True
+    if how not in (providers.ONEDNN, providers.PACKED):
+        return False
+    with node.graph.inserting_before(node):
+        transposed = _transposed(node.graph, w)
+        if _is_transposed(values[0]):
+            x = _copied(node.graph, x)
+    new = put_for(node, op, (x, transposed, bias, "none", [], ""))
+    if how == providers.PACKED:
+        new.meta[PACKED] = True
+    return True
+
+
+def _is_frozen(w: fx.Node) -> bool:
+    """Whether a product's right operand is the transpose of a parameter that the user promised not to change."""
+    swapped = w.op == "call_function" and w.target in _SWAPS and tuple(w.args[1:]) == _SWAPS[w.target]
+    base = w.args[0] if swapped else None
+    return isinstance(base, fx.Node) and FROZEN in base.meta
+
+
+def _is_read_by_kernels(node: fx.Node) -> bool:
+    """Whether all readers of a node, views of it looked through, can be parts of kernels, and there is one."""
+    kinds = [(_is_read_by_kernels(u) if is_view(u.target) else classify(u).kind is Kind.COMPUTE) for u in node.users]
+    return bool(kinds) and all(kinds)
 
 
 def large_products(module: fx.GraphModule) -> int:
@@ -152,7 +190,7 @@ def is_large(node: fx.Node) -> bool:
 def _is_free_to_choose(node: fx.Node) -> bool:
     """Whether settings, torch and the reader of a product let its result be written into memory of choice."""
     reader = only_reader(node)
-    if config.linear_backend != "onednn" or config.numerics == "eager" or linear_op() is None:
+    if config.linear_backend == "aten" or config.numerics == "eager" or linear_op() is None:
         return False
     return (reader is None or reader.target not in _EPILOGUES) and products.are_possible()
 
@@ -181,6 +219,13 @@ def only_reader(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def epilogue_of(node: fx.Node) -> tuple[fx.Node, str, str] | None:
+    """The activation that alone reads a product and can be part of oneDNN's: the node, oneDNN's name and algorithm."""
+    reader = only_reader(node)
+    found = _EPILOGUES[reader.target](reader) if reader is not None and reader.target in _EPILOGUES else None
+    return (reader, *found) if reader is not None and found is not None else None
+
+
 def fold_epilogues(module: fx.GraphModule) -> int:
     """An activation that alone reads a oneDNN linear becomes part of it."""
     op = linear_op()
@@ -188,11 +233,10 @@ def fold_epilogues(module: fx.GraphModule) -> int:
     for node in list(module.graph.nodes):
         if op is None or node.target is not op or node.args[3] != "none":
             continue
-        reader = only_reader(node)
-        found = _EPILOGUES[reader.target](reader) if reader is not None and reader.target in _EPILOGUES else None
-        if reader is None or found is None:
+        found = epilogue_of(node)
+        if found is None:
             continue
-        name, algorithm = found
+        reader, name, algorithm = found
         node.args = (*node.args[:3], name, [], algorithm)
         source = reader.args[0]
         assert isinstance(source, fx.Node)

@@ -6,6 +6,7 @@ from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
+from fuser.passes.freezing import pack_weights
 from fuser.passes.norms import norms_apart
 from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
 from fuser.passes.runner import Pass
@@ -20,6 +21,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("large_products", large_products),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),
+    Pass("pack_weights", pack_weights),
     Pass("fold_into_cublas", fold_into_cublas),
     Pass("add_rows_in_place", add_rows_in_place),
     Pass("add_rows_to_zeros", add_rows_to_zeros),

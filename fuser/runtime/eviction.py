@@ -20,7 +20,7 @@ from fuser.runtime import workers
 
 settings: Any = config  # its attributes are made from a table
 
-FOLDERS = ("cpu", "cuda", "native", "plans")
+FOLDERS = ("choices", "cpu", "cuda", "native", "plans")
 _YOUNG_SECONDS = 60.0
 _KEEP = 0.9  # of the limit, once it is exceeded
 _SHARE = 32  # the limit over what a process writes between two looks

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.fx
 
-from fuser import config, contest, debug, fusion_handle, register_fusion, trials
-from fuser.contest import Outcome
+from fuser import config, debug, fusion_handle, register_fusion, trials
+from fuser.contests import trial as contest
+from fuser.contests.trial import Outcome
 from fuser.kernel_cache import REGISTRY
 from fuser.runtime import launcher
 

@@ -17,6 +17,7 @@ from test_cubins import usage
 
 from benchmarks import checks
 from fuser import config
+from fuser.contests import records
 from fuser.cuda import choices, fused_kernel, matmul
 from fuser.cuda.choices import Choice
 from fuser.cuda.matmul import MatmulTile
@@ -86,11 +87,11 @@ def test_choices_are_kept_on_disk(fresh_cache_dir: str, monkeypatch: pytest.Monk
     assert choices.find(name) is None and name != choices.name_of("graph", (1, 3))
     made = Choice("64x64x64 warps 4 stages 5", "raced", (("64x64x64 warps 4 stages 5", 1.5), ("aten", 2.0)), "mm")
     choices.keep(name, made)
-    monkeypatch.setattr(choices, "_made", {})
+    monkeypatch.setattr(records, "_made", {})
     assert choices.find(name) == made and choices.choices() == (made,)
     (file,) = pathlib.Path(fresh_cache_dir).rglob("*.choice.json")
     file.write_text("{}")
-    monkeypatch.setattr(choices, "_made", {})
+    monkeypatch.setattr(records, "_made", {})
     assert choices.find(name) is None
 
 
@@ -140,7 +141,7 @@ def test_the_winner_runs_from_the_second_call_on(fresh_cache_dir: str, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(matmuls, "_LEAST_WORK", 1)
-    monkeypatch.setattr(choices, "_made", {})
+    monkeypatch.setattr(records, "_made", {})
     ran: list[str] = []
     races: list[int] = []
 
@@ -167,7 +168,7 @@ def test_the_winner_runs_from_the_second_call_on(fresh_cache_dir: str, monkeypat
     assert ran == tiles and races == [1 + len(matmul.candidates(m, torch.float32)) for m in (20, 40)]
     assert [c.what for c in choices.choices()][0].startswith("addmm gelu of 20×16×24")
     torch._dynamo.reset()
-    monkeypatch.setattr(choices, "_made", {})
+    monkeypatch.setattr(records, "_made", {})
     calls()
     assert len(races) == 2 and ran == 2 * tiles
 

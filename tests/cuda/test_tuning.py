@@ -12,6 +12,7 @@ import torch
 from cuda_cases import CASES
 
 from fuser import compiler, config, interface
+from fuser.contests import records
 from fuser.cuda import choices, fused_kernel, tuning
 from fuser.cuda.choices import Choice
 from fuser.errors import CompileError
@@ -69,7 +70,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, fresh_cache_dir: str) -> Iterator[lis
         found.append(" ".join(runs))
         return Choice(list(runs)[-1], "raced", tuple((name, 1.0) for name in runs))
 
-    monkeypatch.setattr(choices, "_made", {})
+    monkeypatch.setattr(records, "_made", {})
     monkeypatch.setattr(choices, "name_of", lambda *parts: f"{abs(hash(parts)):x}")
     monkeypatch.setattr(choices, "race", race)
     monkeypatch.setattr(tuning, "size_class", lambda source, args: (tuple(args[0].shape)[0].bit_length() + 20,))

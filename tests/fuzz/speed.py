@@ -16,7 +16,7 @@ import warnings
 import torch
 
 from fuser import config, register_fusion
-from fuser.contest import compete
+from fuser.contests.trial import compete
 from fuser.interface import fusion_handle, kernel_spec
 from fuser.runtime import launcher
 from tests.fuzz import generate as generator

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fuser import contest
+from fuser.contests import trial as contest
 
 
 class Machine:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 import fuser
-from fuser import compiler, config, contest, elsewhere, executor, interface, kernel_cache, trials
+from fuser import compiler, config, elsewhere, executor, interface, kernel_cache, trials
+from fuser.contests import trial as contest
 from fuser.debug import explaining, reporting
 from fuser.errors import CompileError, ConfigError, Unsupported
 from fuser.runtime import background, files, launcher, workers

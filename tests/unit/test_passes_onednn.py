@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config
-from fuser.passes.onednn import fold_epilogues, linear_op, linear_to_onednn
+from fuser.passes.onednn import fold_epilogues, linear_to_onednn
+from fuser.passes.providers import linear_op
 from fuser.runtime import products
 
 pytestmark = pytest.mark.skipif(linear_op() is None, reason="this torch has no oneDNN")

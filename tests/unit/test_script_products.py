@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fuser
-from fuser.passes.onednn import linear_op
+from fuser.passes.providers import linear_op
 from tests.unit.test_fuse_script import assert_alike
 from tests.unit.test_torchscript_programs import outcome
 

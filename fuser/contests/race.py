@@ -1,0 +1,175 @@
+"""Which of several calls on the CPU is the fastest: all give the same result, and run turn by turn.
+
+The time of a contestant is the least of its samples; to replace the incumbent, its median must be less, too. A
+contestant that raises or gives another result is left out, with the reason. Where memory does not suffice, the
+incumbent stays, and nothing is kept on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuser import forks
+from fuser.contests import records
+from fuser.contests.records import Choice
+
+_SAMPLE_SECONDS = 1.5e-4  # short calls are made several times for one sample
+_FEWEST, _MOST = 3, 15  # rounds
+_SECONDS, _NOISY_SECONDS = 0.02, 0.06  # no round begins after so long, but for the fewest
+_NOISE = 1.25  # usual over least time, from which a machine counts as noisy
+_BUSY = 2.0  # the same, from which nothing is kept
+_CLEARLY = 1.05  # whose least time is this times the usual time of the best is timed no longer
+# How far results of two contestants may differ, as a part of the largest absolute value.
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+_racing = forks.lock()
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`run` is timed; `result` gives what is compared with the incumbent's, `run` itself if there is none."""
+
+    run: Callable[[], Any]
+    result: Callable[[], Any] | None = None
+
+
+@dataclass
+class _Samples:
+    run: Callable[[], Any]
+    calls: int = 1  # in a sample
+    seconds: list[float] = field(default_factory=list)
+
+    def take(self, now: Clock) -> None:
+        while True:
+            start = now()
+            for _ in range(self.calls):
+                self.run()
+            spent = now() - start
+            if self.seconds or spent >= _SAMPLE_SECONDS:
+                break
+            self.calls *= 2
+        self.seconds.append(spent / self.calls)
+
+
+def failing(error: Exception) -> Contestant:
+    """A contestant that could not even be made, for the reason to be told."""
+
+    def run() -> Any:
+        raise error
+
+    return Contestant(run)
+
+
+class Unfinished(Exception):
+    """A contest that ended without a verdict. The argument is the sentence that says why."""
+
+
+def race(
+    contestants: Mapping[str, Contestant], incumbent: str, what: str = "", now: Clock = time.perf_counter
+) -> tuple[Choice, bool]:
+    """The fastest of some contestants, and whether the machine was quiet enough to keep that for other processes.
+
+    `incumbent`, one of them, stays unless another is clearly faster. Unfinished if memory does not suffice, or the
+    incumbent itself fails.
+    """
+    with _racing, torch.no_grad():
+        try:
+            fit, failed = _checked(contestants, incumbent)
+            seconds = _timed(fit, now)
+        except (MemoryError, RuntimeError) as e:
+            if _is_lack_of_memory(e):
+                raise Unfinished("too little memory for a contest") from e
+            raise
+    choice = _judged(seconds, incumbent)
+    lasting = all(statistics.median(s) <= _BUSY * min(s) for s in seconds.values())
+    reason = "; ".join([choice.reason, *([] if lasting else ["the machine was busy"]), *failed])
+    return dataclasses.replace(choice, what=what, reason=reason), lasting
+
+
+def _checked(contestants: Mapping[str, Contestant], incumbent: str) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """Contestants that give the incumbent's result, and why others do not compete."""
+    first = contestants[incumbent]
+    try:
+        want = (first.result or first.run)()
+    except Exception as e:
+        if _is_lack_of_memory(e):
+            raise
+        raise Unfinished(f"{incumbent} failed: {said(e)}") from e
+    fit, failed = {incumbent: first.run}, []
+    for name, c in contestants.items():
+        if name == incumbent:
+            continue
+        try:
+            why = difference((c.result or c.run)(), want)
+        except Exception as e:
+            if _is_lack_of_memory(e):
+                raise
+            why = said(e)
+        if why is None:
+            fit[name] = c.run
+        else:
+            failed.append(f"{name} left out: {why}")
+    return fit, failed
+
+
+def said(e: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(e).__name__}: {(str(e).strip() or '.').splitlines()[0]}"
+
+
+def _is_lack_of_memory(e: BaseException) -> bool:
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(e, RuntimeError) and ("can't allocate memory" in str(e) or "not enough memory" in str(e))
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    """In what a result differs from another by more than rounding; None if it does not."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"its result is {got.dtype} of {tuple(got.shape)}, not {want.dtype} of {tuple(want.shape)}"
+    if not want.numel():
+        return None
+    allowed = _TOLERANCES.get(want.dtype, 0.0) * float(want.abs().max())
+    error = float((got - want).abs().max())
+    return None if error <= allowed else f"its result differs by up to {error:.3g}, {allowed:.3g} is allowed"
+
+
+def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[float]]:
+    """The seconds of a call of each, round by round."""
+    samples = {name: _Samples(run) for name, run in runs.items()}
+    racing = list(samples)
+    start = now()
+    for n in range(_MOST if len(runs) > 1 else 1):
+        for name in racing if n % 2 == 0 else racing[::-1]:
+            samples[name].take(now)
+        best = min((s.seconds for s in samples.values()), key=min)
+        if n + 1 >= _FEWEST:
+            racing = [name for name in racing if min(samples[name].seconds) <= _CLEARLY * statistics.median(best)]
+        limit = _SECONDS if _is_steady(best) else _NOISY_SECONDS
+        if len(racing) < 2 and n + 1 >= _FEWEST or n + 1 >= _FEWEST and now() - start > limit:
+            break
+    return {name: s.seconds for name, s in samples.items()}
+
+
+def _is_steady(seconds: list[float]) -> bool:
+    return statistics.median(seconds) <= _NOISE * min(seconds)
+
+
+def _judged(seconds: Mapping[str, list[float]], incumbent: str) -> Choice:
+    """The fastest by its least time, unless the incumbent's usual time is no longer than its own."""
+    choice = records.decide({name: 1e6 * min(s) for name, s in seconds.items()}, incumbent)
+    if choice.winner == incumbent:
+        return choice
+    if statistics.median(seconds[choice.winner]) > records.MARGIN * statistics.median(seconds[incumbent]):
+        return dataclasses.replace(choice, winner=incumbent, reason="raced; too noisy to tell")
+    return choice
+
+
+__all__ = ["Contestant", "Unfinished", "difference", "failing", "race", "said"]

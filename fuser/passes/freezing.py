@@ -1,0 +1,37 @@
+"""Frozen weights: calls whose contest said so take weights that were packed once.
+
+`options={"freeze": True}` marks the parameters and buffers of an inference graph (`mark_frozen`); the passes that
+choose a library mark its calls (`PACKED`); `pack_weights` gives these a function that packs at its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fuser import config
+from fuser.passes import providers
+from fuser.passes.onednn import FROZEN, PACKED
+from fuser.runtime import packing
+
+
+def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
+    """Mark the inputs of these numbers, under `config.freeze`, as ones that do not change between calls."""
+    if not config.freeze:
+        return
+    chosen = set(numbers)
+    for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        if i in chosen:
+            node.meta[FROZEN] = True
+
+
+def pack_weights(module: fx.GraphModule) -> int:
+    """Products and convolutions of frozen weights take these packed, where that was found to be faster."""
+    changed = 0
+    for node in module.graph.nodes:
+        if PACKED not in node.meta or node.target is not providers.linear_op():
+            continue
+        node.target = packing.packed_call(node.target._op, providers.pack_op()._op, "packed_linear")
+        changed += 1
+    return changed

@@ -1,0 +1,254 @@
+"""Who makes a product on the CPU: the candidates as rows, and one contest for each class of products.
+
+A class is what times depend on: dtypes, sizes (rows by their power of two), order in memory, bias, what is computed
+from each element right behind, and whether the weight is frozen. Its contest runs once on a machine, on operands of
+these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Where a candidate leaves an activation to a
+kernel, ATen's relu in place stands for that: both read and write the result once. The weight of a product of few rows
+is several copies, more than caches hold, because a program reads each of its weights once.
+
+Where results must not depend on a clock (`config.is_deterministic`), and for what is too small to be worth it, ATen
+makes the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fuser import config, forks
+from fuser.contests import race, records
+from fuser.contests.race import Contestant
+
+aten = torch.ops.aten
+settings: Any = config
+
+LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
+LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
+_MOST_WORK = 1 << 29  # multiplications of one call in a contest: classes of more rows compete on fewer
+_FEWEST_ROWS = 64
+_COLD_ROWS, _COLD_BYTES, _MOST_COPIES = 64, 1 << 25, 8
+ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`x @ w (+ bias)` of matrices on the CPU, `x` of (rows, inner) and `w` of (inner, columns).
+
+    x_turned, w_turned: the operand is the transpose of a dense matrix. epilogue: oneDNN's name and algorithm of the
+    activation behind. read: a kernel reads the result, and adds a bias for nothing. frozen: `w` can be packed.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: torch.dtype
+    x_turned: bool = False
+    w_turned: bool = True
+    bias: bool = False
+    epilogue: tuple[str, str] | None = None
+    read: bool = False
+    frozen: bool = False
+
+    @property
+    def work(self) -> int:
+        """Multiplications."""
+        return self.rows * self.inner * self.columns
+
+    def key(self) -> tuple[Any, ...]:
+        """What products of one class have in common."""
+        flags = self.x_turned, self.w_turned, self.bias, self.epilogue, self.bias and self.read, self.frozen
+        return max(self.rows - 1, 0).bit_length(), self.inner, self.columns, str(self.dtype), flags
+
+    def __str__(self) -> str:
+        extra = [f"with {self.epilogue[0]}"] if self.epilogue else []
+        extra += ["with bias"] if self.bias else []
+        extra += ["frozen"] if self.frozen else []
+        return " ".join([f"product of {self.rows}×{self.inner}×{self.columns} {str(self.dtype)[6:]}", *extra])
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of a contest. `weights` are copies of one weight."""
+
+    x: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
+
+    def each(self, call: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+        """A function of no arguments that calls with one copy of the weight after the other."""
+        turns: Iterator[torch.Tensor] = itertools.cycle(self.weights)
+        return lambda: call(next(turns))
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One candidate: its name, which products it takes, its call, and whether the activation is part of that."""
+
+    name: str
+    takes: Callable[[Product], bool]
+    call: Callable[[Product, Operands], Callable[[], torch.Tensor]]
+    folds: bool = False
+
+
+def linear_op() -> Any:
+    """oneDNN's linear with an operation behind it; None where this torch has none or it is switched off."""
+    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
+        return None
+    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return getattr(packet, "default", None)
+
+
+def pack_op() -> Any:
+    """oneDNN's reordering of a weight; None where this torch has none or it is switched off."""
+    packet = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if linear_op() is not None else None
+    return getattr(packet, "default", None)
+
+
+def takes_dtype(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of a dtype on this machine."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+def _aten(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    bias = o.bias
+    if bias is None:
+        return o.each(lambda w: torch.mm(o.x, w))
+    return o.each(lambda w: torch.addmm(bias, o.x, w))
+
+
+def _apart(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    return o.each(lambda w: torch.mm(o.x, w))
+
+
+def _onednn(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    op, (name, algorithm) = linear_op(), p.epilogue or ("none", "")
+    if p.x_turned:  # a kernel copies it first
+        return o.each(lambda w: op(o.x.contiguous(), w.t(), o.bias, name, [], algorithm))
+    return o.each(lambda w: op(o.x, w.t(), o.bias, name, [], algorithm))
+
+
+def _packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    op, pack = linear_op(), pack_op()
+    name, algorithm = p.epilogue or ("none", "")
+    made = dataclasses.replace(o, weights=tuple(pack(w.t()) for w in o.weights))
+    return made.each(lambda w: op(o.x, w, o.bias, name, [], algorithm))
+
+
+def _can_pack(p: Product) -> bool:
+    return p.frozen and p.w_turned and not p.x_turned and pack_op() is not None
+
+
+PROVIDERS: tuple[Provider, ...] = (
+    Provider(ATEN, lambda p: True, _aten),
+    Provider(APART, lambda p: p.bias and p.read and p.dtype is torch.float32, _apart),
+    Provider(ONEDNN, lambda p: linear_op() is not None and p.work >= LEAST_WORK, _onednn, folds=True),
+    Provider(PACKED, _can_pack, _packed, folds=True),
+)
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+_lock = forks.lock()
+_chosen: dict[Any, str] = {}
+
+
+def choose(product: Product) -> str:
+    """The name of the candidate for a class of products: known, or by a contest now."""
+    least = LEAST_FROZEN if product.frozen else LEAST_WORK
+    if product.work < least or not takes_dtype(product.dtype) or config.is_deterministic():
+        return ATEN
+    key = product.key(), torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+    found = _chosen.get(key)
+    if found is None:
+        with _lock:
+            found = _chosen.get(key) or _decide(product, key)
+            _chosen[key] = found
+    return found
+
+
+def _decide(product: Product, key: Any) -> str:
+    fit = [p for p in PROVIDERS if p.takes(product)]
+    if len(fit) == 1:
+        return fit[0].name
+    name = records.name_of("product", records.machine(), key, [p.name for p in fit])
+    folder = records.cpu_folder()
+    known = records.find(name, folder)
+    if known is not None and any(p.name == known.winner for p in fit):
+        return known.winner
+    try:
+        known, lasting = _contest(product, fit)
+        records.keep(name, known, folder if lasting else None)
+    except Exception as e:  # it does not end the program: ATen makes the product
+        why = str(e) if isinstance(e, race.Unfinished) else f"the contest failed: {type(e).__name__}: {e}"
+        known = records.Choice(fit[0].name, why, (), str(product))
+        records.remember(name, known)
+    return known.winner
+
+
+def _contest(product: Product, fit: Sequence[Provider]) -> tuple[records.Choice, bool]:
+    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            operands = operands_of(product)
+            contestants = {p.name: _contestant(p, product, operands) for p in fit}
+        except (MemoryError, RuntimeError) as e:
+            raise race.Unfinished(f"it could not begin: {race.said(e)}") from e
+        return race.race(contestants, fit[0].name, str(product))
+
+
+def _contestant(provider: Provider, product: Product, operands: Operands) -> Contestant:
+    """What is timed of a candidate, and its whole result."""
+    try:
+        call = provider.call(product, operands)
+    except Exception as error:
+        return race.failing(error)
+    bias, epilogue = operands.bias, product.epilogue
+
+    def result() -> torch.Tensor:
+        out = call()
+        if provider.name == APART and bias is not None:
+            out = out + bias
+        return out if epilogue is None or provider.folds else _ACTIVATIONS[epilogue[0]](out)
+
+    if epilogue is None or provider.folds:
+        return Contestant(call, result)
+    return Contestant(lambda: torch.relu_(call()), result)
+
+
+def operands_of(product: Product) -> Operands:
+    """New operands of a class, each time the same: a few thousand normal numbers over and over."""
+    per_row = product.inner * product.columns
+    rows = min(product.rows, max(_MOST_WORK // per_row, _FEWEST_ROWS))
+    weight_bytes = per_row * product.dtype.itemsize
+    copies = 1
+    if rows <= _COLD_ROWS:
+        copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
+    weights = tuple(_matrix(product.inner, product.columns, product.w_turned, product.dtype, 1) for _ in range(copies))
+    bias = _numbers(product.columns, product.dtype, 2) if product.bias else None
+    return Operands(_matrix(rows, product.inner, product.x_turned, product.dtype, 0), weights, bias)
+
+
+def _matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    flat = _numbers(rows * columns, dtype, seed)
+    return flat.view(columns, rows).t() if turned else flat.view(rows, columns)
+
+
+def _numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    chance = torch.Generator(device="cpu").manual_seed(seed)
+    block = torch.randn(min(count, 8191), generator=chance, device="cpu", dtype=torch.float32).to(dtype)
+    return block.repeat(-(-count // block.numel()))[:count]
+
+
+__all__ = ["APART", "ATEN", "ONEDNN", "PACKED", "Operands", "Product", "Provider", "choose", "linear_op", "pack_op"]

@@ -1,0 +1,52 @@
+"""Weights in the order in which oneDNN multiplies: packed at the first call, kept, and packed anew once they changed.
+
+A call finds that a weight is another tensor, that its version counter or its memory is another. It cannot find what
+changes neither: `p.data.copy_(...)`, `p.data.add_(...)`, writes through NumPy or DLPack. So packing is done only where
+the user promises that weights do not change (`options={"freeze": True}`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+class Kept:
+    """What `make` makes of a weight, kept for as long as the weight is seen to be the same."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._make = make
+        # (the weight, its version, its memory, what was made of it): replaced whole, so that threads need no lock
+        self._state: tuple[Callable[[], Any], int, int, torch.Tensor] | None = None
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The packed weight. Tensors made in inference mode have no version, and are packed at each call."""
+        if weight.is_inference():
+            return self._make(weight)
+        state = self._state
+        version, address = weight._version, weight.data_ptr()
+        if state is not None and state[0]() is weight and state[1] == version and state[2] == address:
+            return state[3]
+        with torch.no_grad():
+            made = self._make(weight)
+        self._state = weakref.ref(weight), version, address, made
+        return made
+
+
+def packed_call(op: Function, make: Callable[[torch.Tensor], torch.Tensor], name: str) -> Function:
+    """`op` of (x, weight, ...) for one weight, which is packed by `make` and kept."""
+    kept = Kept(make)
+
+    def call(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+        return op(x, kept.of(weight), *args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+__all__ = ["Kept", "packed_call"]

@@ -1,0 +1,255 @@
+"""Contests between libraries: the faster wins and stays so, what fails or errs is left out, and bits never change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fuser
+from fuser import config
+from fuser.contests import race, records
+from fuser.contests.race import Contestant
+from fuser.passes import providers
+from fuser.passes.providers import ATEN, Product, Provider
+
+needs_onednn = pytest.mark.skipif(providers.linear_op() is None, reason="this torch has no oneDNN")
+PRODUCT = Product(96, 320, 448, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, fresh_cache_dir):
+    """No choices of earlier tests, and contests instead of the fixed library of other tests."""
+    forget(monkeypatch)
+    with config.override(linear_backend="measured"):
+        yield
+
+
+def forget(monkeypatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(records, "_made", {})
+    monkeypatch.setattr(providers, "_chosen", {})
+
+
+def slow(product, operands):
+    def call():
+        time.sleep(0.002)
+        return operands.x @ operands.weights[0]
+
+    return call
+
+
+def quick(product, operands):
+    return lambda: operands.x @ operands.weights[0]
+
+
+def wrong(product, operands):
+    return lambda: operands.x @ operands.weights[0] * 1.01
+
+
+def raising(product, operands):
+    raise RuntimeError("no primitive for this machine")
+
+
+def out_of_memory(product, operands):
+    def call():
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate much")
+
+    return call
+
+
+def entered(monkeypatch, **calls) -> None:
+    rows = tuple(Provider(name, lambda p: True, call) for name, call in calls.items())
+    monkeypatch.setattr(providers, "PROVIDERS", rows)
+
+
+@pytest.mark.parametrize("order", [("quick", "slow"), ("slow", "quick")])
+def test_the_faster_one_wins(monkeypatch, order):
+    entered(monkeypatch, **{name: globals()[name] for name in order})
+    assert providers.choose(PRODUCT) == "quick"
+    (found,) = fuser.debug.choices()
+    assert found.winner == "quick" and found.times[0][0] == "quick" and "96×320×448" in str(found)
+
+
+def test_the_choice_is_kept_for_other_processes(monkeypatch, fresh_cache_dir):
+    entered(monkeypatch, slow=slow, quick=quick)
+    monkeypatch.setattr(race, "_BUSY", 1e9)
+    assert providers.choose(PRODUCT) == "quick"
+    forget(monkeypatch)
+    entered(monkeypatch, slow=quick, quick=slow)  # another contest would end otherwise
+    assert providers.choose(Product(80, 320, 448, torch.float32)) == "quick"  # of the same class
+    assert providers.choose(Product(800, 320, 448, torch.float32)) == "slow"
+    script = "\n".join(
+        (
+            "import torch; torch.set_num_threads(2)",
+            "from fuser.passes import providers as p",
+            "rows = tuple(p.Provider(n, lambda q: True, None) for n in ('slow', 'quick'))",
+            "p.PROVIDERS = rows",
+            "print(p.choose(p.Product(96, 320, 448, torch.float32)))",
+        )
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout.split() == ["quick"], done.stderr
+
+
+def test_a_busy_machine_keeps_nothing(monkeypatch):
+    entered(monkeypatch, slow=slow, quick=quick)
+    monkeypatch.setattr(race, "_BUSY", 0.0)
+    assert providers.choose(PRODUCT) == "quick" == providers.choose(PRODUCT)
+    assert "busy" in fuser.debug.choices()[0].reason
+    forget(monkeypatch)
+    entered(monkeypatch, slow=quick, quick=slow)
+    assert providers.choose(PRODUCT) == "slow"
+
+
+def test_threads_are_part_of_the_class(monkeypatch):
+    entered(monkeypatch, slow=slow, quick=quick)
+    assert providers.choose(PRODUCT) == "quick"
+    entered(monkeypatch, slow=quick, quick=slow)
+    torch.set_num_threads(1)
+    assert providers.choose(PRODUCT) == "slow"
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(wrong, "differs by up to"), (raising, "no primitive for this machine")])
+def test_what_fails_or_gives_another_result_is_left_out(monkeypatch, bad, reason):
+    entered(monkeypatch, slow=slow, bad=bad)
+    assert providers.choose(PRODUCT) == "slow"
+    (found,) = fuser.debug.choices()
+    assert "bad left out" in found.reason and reason in found.reason
+    assert [name for name, _ in found.times] == ["slow"]
+
+
+@pytest.mark.parametrize("error", [MemoryError("much"), None])
+def test_lack_of_memory_ends_the_contest_only(monkeypatch, error):
+    def gone(*args):
+        raise error
+
+    entered(monkeypatch, slow=slow, bad=out_of_memory if error is None else lambda p, o: gone, quick=quick)
+    assert providers.choose(PRODUCT) == "slow"
+    assert "too little memory" in fuser.debug.choices()[0].reason
+    forget(monkeypatch)  # and nothing was kept
+    entered(monkeypatch, slow=slow, bad=raising, quick=quick)
+    assert providers.choose(PRODUCT) == "quick"
+
+
+def test_operands_that_do_not_fit_into_memory(monkeypatch):
+    monkeypatch.setattr(providers, "operands_of", lambda p: out_of_memory(p, None)())
+    assert providers.choose(PRODUCT) == ATEN
+
+
+def test_noise_does_not_replace_the_incumbent():
+    """A rival whose best moment is better, and which usually is slower."""
+    now = [0.0]
+    spent = iter([3.0, 3.0, 1.0, 3.0] * 100)
+
+    def work(seconds):
+        def call():
+            now[0] += next(seconds)
+            return torch.ones(1)
+
+        return call
+
+    rivals = {"old": Contestant(work(iter([2.0] * 400))), "new": Contestant(work(spent))}
+    found, lasting = race.race(rivals, "old", now=lambda: now[0])
+    assert found.winner == "old" and "too noisy" in found.reason and not lasting
+
+
+@needs_onednn
+@pytest.mark.parametrize("settings", [{"numerics": "eager"}, {"deterministic": "yes"}, {"linear_backend": "onednn"}])
+def test_settings_without_a_contest(monkeypatch, clean, settings):
+    monkeypatch.setattr(race, "race", lambda *a: pytest.fail("a contest"))
+    x, w = torch.randn(96, 320), torch.randn(320, 448)
+    with config.override(**settings):
+        torch.testing.assert_close(torch.compile(lambda x, w: x @ w, backend="fuser")(x, w), x @ w)
+
+
+class Feed(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 512, dtype=dtype), torch.nn.Linear(512, 256, dtype=dtype)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh")) + x
+
+
+def near(got, model, x, want):
+    """No further from float64 than a few times eager's own distance."""
+    wide = Feed(torch.float64)
+    wide.load_state_dict(model.state_dict())
+    exact = wide(x.double())
+    assert got.dtype == want.dtype and got.stride() == want.stride()
+    assert (got - exact).abs().max() <= 3 * (want - exact).abs().max() + 1e-7
+
+
+@needs_onednn
+@pytest.mark.parametrize("winner", [p.name for p in providers.PROVIDERS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_provider_in_a_program(monkeypatch, clean, winner, dtype):
+    if not providers.takes_dtype(dtype):
+        pytest.skip("oneDNN has no products of this dtype here")
+    asked = []
+    monkeypatch.setattr(providers, "choose", lambda p: asked.append(p) or (winner if providers_take(p) else ATEN))
+
+    def providers_take(p):
+        return next(row for row in providers.PROVIDERS if row.name == winner).takes(p)
+
+    torch.manual_seed(1)
+    model, x = Feed(dtype).eval(), torch.randn(128, 256, dtype=dtype)
+    compiled = torch.compile(model, backend="fuser", options={"freeze": True})
+    with torch.no_grad():
+        got, want = compiled(x), model(x)
+        near(got, model, x, want)
+        assert all(compiled(x).equal(got) for _ in range(2))
+    assert all(p.frozen and p.bias for p in asked) and [p.epilogue for p in asked] == [("gelu", "tanh"), None]
+
+
+@needs_onednn
+def test_frozen_weights_are_packed_again_once_they_changed(monkeypatch, clean):
+    monkeypatch.setattr(providers, "choose", lambda p: providers.PACKED if p.frozen else ATEN)
+    packed = []
+    pack = providers.pack_op()
+    monkeypatch.setattr(providers, "pack_op", lambda: type("Op", (), {"_op": lambda w: packed.append(1) or pack(w)}))
+    model, x = Feed(torch.float32).eval(), torch.randn(128, 256)
+    compiled = torch.compile(model, backend="fuser", options={"freeze": True})
+    other = Feed(torch.float32)
+    changes = (
+        lambda: None,
+        lambda: model.up.weight.mul_(2),
+        lambda: model.load_state_dict(other.state_dict()),
+        lambda: setattr(model.up.weight, "data", torch.randn(512, 256)),
+        lambda: setattr(model.down, "weight", torch.nn.Parameter(torch.randn(256, 512))),
+    )
+    counts = []
+    with torch.no_grad():
+        for change in changes:
+            change()
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-3)
+            counts.append(len(packed))
+    assert counts[0] == 2 and counts[1] == 3 and counts[2] == 5 and counts[3] == 6
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-3)  # a graph with gradients packs nothing
+    compiled(x).sum().backward()
+
+
+@needs_onednn
+def test_without_the_option_nothing_is_frozen(monkeypatch, clean):
+    asked = []
+    monkeypatch.setattr(providers, "choose", lambda p: asked.append(p) or ATEN)
+    model = Feed(torch.float32).eval()
+    with torch.no_grad():
+        torch.compile(model, backend="fuser")(torch.randn(128, 256))
+    assert asked and not any(p.frozen for p in asked)
+
+
+def test_a_contest_draws_no_random_numbers_and_sees_no_modes():
+    before = torch.random.get_rng_state()
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert providers.choose(PRODUCT)
+    assert torch.random.get_rng_state().equal(before)
+    (found,) = fuser.debug.choices()
+    assert len(found.times) >= 1 and "failed" not in found.reason and "left out" not in found.reason
