@@ -22,6 +22,7 @@ import torch
 
 from fuser import config, machines, plans
 from fuser.cpu import toolchain
+from fuser.cuda import kept
 from fuser.cuda import toolchain as cuda_toolchain
 from fuser.runtime import archive, compilers, files, launcher, machine, native_build, prebuilt
 from fuser.runtime.archive import ArchiveError
@@ -30,7 +31,7 @@ settings: Any = config  # its attributes are made from a table
 
 # What a bundle may hold beside its manifest.
 MEMBERS = re.compile(
-    r"plans/[0-9a-f]{32}\.(plan|operators)|cpu/[0-9a-f]{32}\.(so|cpp)|native/[0-9a-f]{24}\.so"
+    r"plans/[0-9a-f]{32}(-[0-9a-f]{16})?\.(plan|refusal)|plans/[0-9a-f]{32}\.operators|cpu/[0-9a-f]{32}\.(so|cpp)|native/[0-9a-f]{24}\.so"
     r"|cuda/[0-9a-f]{32}(\.json|\.cubin|\.choice\.json)"
 )
 _PLAN = re.compile(r"([0-9a-f]{32})-[0-9a-f]{16}\.plan")
@@ -63,8 +64,9 @@ def export(path: str | os.PathLike[str], key: bytes | None = None) -> Bundle:
     root = pathlib.Path(settings.cache_dir)
     members: dict[str, bytes] = {}
     left_out: Counter[str] = Counter()
-    _add_plans(root, members, left_out)
     capabilities = _add_binaries(root, members, left_out)
+    _add_plans(root, members, left_out)
+    _add_refusals(root, members)
     _add_launcher(members)
     made: dict[str, Any] = {
         "torch": torch.__version__, "sources": plans.version(),
@@ -80,8 +82,8 @@ def export(path: str | os.PathLike[str], key: bytes | None = None) -> Bundle:
 
 
 def _kernels(names: Any) -> dict[str, int]:
-    ends = {"cpu": ("plans/", ".plan"), "cuda": ("cuda/", ".cubin")}
-    return {d: sum(n.startswith(a) and n.endswith(b) for n in names) for d, (a, b) in ends.items()}
+    ends = {"cpu": r"plans/[0-9a-f]{32}\.plan", "cuda": r"cuda/.*\.cubin"}
+    return {device: sum(re.fullmatch(pattern, n) is not None for n in names) for device, pattern in ends.items()}
 
 
 def _names(folder: pathlib.Path) -> Iterator[str]:
@@ -91,15 +93,24 @@ def _names(folder: pathlib.Path) -> Iterator[str]:
         return
 
 
-def _add_plans(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[str]) -> None:
+def _own_suffix() -> str:
     here = toolchain.machine()
-    own = plans.machine_suffix(here) if here is not None else ""
+    return plans.machine_suffix(here) if here is not None else ""
+
+
+def _add_plans(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[str]) -> None:
+    own = _own_suffix()
     for name in _names(root / "plans"):
         match = _PLAN.fullmatch(name)
         if match is None:
             continue
         plan = files.read(root / "plans" / name)
         about = plans.about(plan)
+        if plan is not None and about.get("binaries"):
+            why = _why_left_out(about, members)
+            left_out.update([why] if why is not None else [])
+            members.update({f"plans/{name}": plan} if why is None else {})
+            continue
         library = about.get("library", "")
         code = files.read(root / "cpu" / library) if MEMBERS.fullmatch(f"cpu/{library}") else None
         if plan is None or code is None:
@@ -114,16 +125,48 @@ def _add_plans(root: pathlib.Path, members: dict[str, bytes], left_out: Counter[
             source = (root / "cpu" / library).with_suffix(".cpp")
             if source.is_file() and not source.is_symlink():
                 members[f"cpu/{source.name}"] = source.read_bytes()
+    _add_operators(root, members)
+
+
+def _add_refusals(root: pathlib.Path, members: dict[str, bytes]) -> None:
+    """Why groups have no kernel, of this version alone: what splits them elsewhere without lowering."""
+    own = _own_suffix()
+    for name in _names(root / "plans"):
+        match = re.fullmatch(r"([0-9a-f]{32})(-[0-9a-f]{16})?\.refusal", name)
+        data = files.read(root / "plans" / name) if match is not None else None
+        if match is None or data is None:
+            continue
+        about = plans.details(data)
+        if match[2] is None:
+            fits = plans.question_key(str(about.get("question"))) == match[1]
+        elif "sm" in about:
+            fits = _why_left_out(about, members) is None
+        else:
+            fits = match[2] == f"-{own}" and about.get("sources") == plans.version()
+        if fits:
+            members[f"plans/{name if 'sm' in about else f'{match[1]}.refusal'}"] = data
+
+
+def _add_operators(root: pathlib.Path, members: dict[str, bytes]) -> None:
     names = files.read(root / "plans" / f"{plans.version()}.operators")
     if names is not None:
         members[f"plans/{plans.version()}.operators"] = names
+
+
+def _why_left_out(about: Mapping[str, Any], members: Mapping[str, bytes]) -> str | None:
+    """Why a GPU's plan is of no use elsewhere; None if all its binaries are among the members."""
+    if about.get("sources") != plans.version() or about.get("sources of fuser.cuda") != kept.sources():
+        return "of another torch or other sources of fuser"
+    if about.get("triton") != str(cuda_toolchain.triton_version()):
+        return "of another Triton"
+    return None if all(f"cuda/{b}.cubin" in members for b in about.get("binaries", ())) else "not whole"
 
 
 def _instructions(members: Mapping[str, bytes]) -> frozenset[str]:
     """What a processor needs for the kernels of all plans among `members`."""
     found: frozenset[str] = frozenset()
     for name in members:
-        if name.endswith(".plan"):
+        if re.fullmatch(r"plans/[0-9a-f]{32}\.plan", name):
             settings_of = plans.about(members[name]).get("settings", {})
             found |= machines.find(settings_of.get("isa", "")).needs
     return found

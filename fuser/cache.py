@@ -131,7 +131,8 @@ def _served(root: pathlib.Path) -> Iterator[tuple[str, str]]:
         args = ", ".join(map(str, about.get("args", ())))
         text = f"{about['name']}({args}): {about.get('operators', '')}"
         yield f"plans/{name}", text
-        yield f"cpu/{about['library']}", text
+        yield f"{'cuda' if 'binaries' in about else 'cpu'}/{about['library']}", text
+        yield from ((f"cuda/{b}.{end}", text) for b in about.get("binaries", ()) for end in ("cubin", "json"))
     with contextlib.suppress(OSError):
         for path in sorted((root / prebuilt.BUNDLES).iterdir()):
             with contextlib.suppress(OSError, ValueError):
@@ -172,11 +173,19 @@ def verify(folder: str | os.PathLike[str] | None = None, remove: bool = False) -
             if remove:
                 (root / name).unlink(missing_ok=True)
     for name, about in _plans(root):
-        if not (root / "cpu" / os.path.basename(about["library"])).is_file():
-            out.append(Problem(f"plans/{name}", f"its library {about['library']} is missing"))
+        missing = [path for path in _needed(about) if not (root / path).is_file()]
+        if missing:
+            out.append(Problem(f"plans/{name}", f"its library {missing[0].name} is missing"))
             if remove:
                 (root / "plans" / name).unlink(missing_ok=True)
     return out
+
+
+def _needed(about: dict[str, Any]) -> list[pathlib.PurePath]:
+    """The entries without which a plan is of no use."""
+    if "binaries" in about:
+        return [pathlib.PurePath("cuda", f"{os.path.basename(b)}.cubin") for b in about["binaries"]]
+    return [pathlib.PurePath("cpu", os.path.basename(about["library"]))]
 
 
 def _why_not_used(path: pathlib.Path, found: os.stat_result) -> str | None:
@@ -226,7 +235,7 @@ def explain_miss(key: int, inputs: Sequence[Any]) -> Miss:
     """
     registration = REGISTRY.find(key)
     spec, args = registration.spec, tuple(map(concrete, registration.arguments(inputs)))
-    backend = compiler.find_backend("cpu")
+    backend = compiler.backend_of(args)
     machine = backend.machine() if isinstance(backend, compiler.KeepingBackend) else None
     name = plans.key_of(spec, args, machine)
     if name is None:
@@ -240,9 +249,11 @@ def explain_miss(key: int, inputs: Sequence[Any]) -> Miss:
         differs = () if kept == f"{name}.plan" else _differences(about, wanted)
         candidates.append((f"{local}/{kept}", differs))
     here = {field: value for field, value in wanted.items() if field not in ("compiler", "processor")}
+    keeper = backend if isinstance(backend, compiler.KeepingBackend) else None
+    names = {f.path: its_name for f, its_name in keeper.elsewhere(name)} if keeper is not None else {}
     for folder in prebuilt.all_folders():
         for kept, about in _plans(folder.path):
-            same = kept == f"{plans.portable(name)}.plan"
+            same = kept == f"{names.get(folder.path, plans.portable(name))}.plan"
             differs = (*folder.differs, *(() if same else _differences(about, here)))
             candidates.append((f"{folder.path}/plans/{kept}", differs))
     if not candidates:
@@ -280,16 +291,24 @@ def differences(path: str | os.PathLike[str], key: bytes | None = None) -> tuple
     return bundles.differences(bundles.manifest_of(path, key))
 
 
+def _machine_facts(on_gpu: bool) -> dict[str, str]:
+    backend = compiler.find_backend("cuda" if on_gpu else "cpu")
+    if not isinstance(backend, compiler.KeepingBackend) or backend.machine() is None:
+        return {}
+    return dict(backend.machine_facts())
+
+
 def stale() -> dict[tuple[str, ...], int]:
     """How many plans of the cache this process cannot find, by the fields for which it cannot."""
     root = _root(None)
-    backend = compiler.find_backend("cpu")
-    here: dict[str, str] = {"torch": torch.__version__, "sources": str(plans.version())}
-    if isinstance(backend, compiler.KeepingBackend) and backend.machine() is not None:
-        here |= backend.machine_facts()
+    here: dict[bool, dict[str, str]] = {}  # by whether a plan is a GPU's
     out: dict[tuple[str, ...], int] = {}
     for _, about in _plans(root):
-        fields = tuple(str(Difference(f, str(about.get(f)), v)) for f, v in here.items() if about.get(f) != v)
+        on_gpu = "binaries" in about
+        if on_gpu not in here:
+            here[on_gpu] = {"torch": torch.__version__, "sources": str(plans.version()), **_machine_facts(on_gpu)}
+        wanted = here[on_gpu].items()
+        fields = tuple(str(Difference(f, str(about.get(f)), v)) for f, v in wanted if about.get(f) != v)
         if fields:
             out[fields] = out.get(fields, 0) + 1
     return out

@@ -20,9 +20,10 @@ from fuser.cpu.target import TARGET as CPU
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
-from fuser.runtime import foreign
+from fuser.runtime import foreign, prebuilt
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.foreign import Runtime
+from fuser.runtime.prebuilt import Prebuilt
 from fuser.runtime.spans import span
 from fuser.targets import Target
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from fuser.lowering.graph import Lowered
     from fuser.refusals import Refusals
     from fuser.scheduler.schedule import Schedule
+
+
+settings: Any = config  # its attributes are made from a table
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------
@@ -64,18 +68,8 @@ class TuningBackend(FusionBackend, Protocol):
 
 
 @runtime_checkable
-class KeepingBackend(FusionBackend, Protocol):
-    """One whose kernels' plans are kept for other processes (see `plans`).
-
-    `machine` is all that decides its code beside the source, `machine_facts` the same for people; None: nothing is
-    kept. `library_of` is the path of a whole library that was kept under a name, in the cache or in a folder.
-    """
-
-    def machine(self) -> str | None: ...
-
-    def machine_facts(self) -> Mapping[str, str]: ...
-
-    def library_of(self, name: str, folder: pathlib.Path | None = None) -> str | None: ...
+class KeepingBackend(FusionBackend, plans.Keeper, Protocol):
+    """One whose kernels' plans are kept for other processes."""
 
 
 class CpuBackend:
@@ -107,8 +101,14 @@ class CpuBackend:
     def machine_facts(self) -> Mapping[str, str]:
         return toolchain.machine_facts()
 
-    def library_of(self, name: str, folder: pathlib.Path | None = None) -> str | None:
-        return toolchain.kept_library(name, folder)
+    def kept_of(self, kernel: Any) -> Mapping[str, Any] | None:
+        return toolchain.describe(kernel.library)
+
+    def library_of(self, kept: Mapping[str, Any], folder: pathlib.Path | None = None) -> str | None:
+        return toolchain.kept_library(kept["library"], folder / "cpu" if folder is not None else None)
+
+    def elsewhere(self, key: str) -> Iterable[tuple[Prebuilt, str]]:
+        return [(folder, plans.portable(key)) for folder in prebuilt.for_cpu()]
 
     def why_not_made(self) -> str | None:
         """None if kernels can be made; else they can only be found."""
@@ -147,6 +147,35 @@ class CudaBackend:
         from fuser.cuda import tuning  # what races need costs an import that most processes never use
 
         return tuning.tuned(source, args)
+
+    def machine(self) -> str | None:
+        from fuser.cuda import kept
+
+        return kept.machine() if settings.cache_dir or prebuilt.for_gpu() else None
+
+    def machine_facts(self) -> Mapping[str, str]:
+        from fuser.cuda import kept
+
+        return kept.machine_facts()
+
+    def kept_of(self, kernel: Any) -> Mapping[str, Any] | None:
+        from fuser.cuda import kept
+
+        return kept.describe(kernel)
+
+    def library_of(self, kept: Mapping[str, Any], folder: pathlib.Path | None = None) -> Any:
+        from fuser.cuda.kept import restore
+
+        return restore(kept, folder)
+
+    def elsewhere(self, key: str) -> Iterable[tuple[Prebuilt, str]]:
+        """Plans of GPUs have their whole names in bundles, too, with the version of Triton that made them."""
+        from fuser.cuda import kept, toolchain
+
+        for folder in prebuilt.for_gpu():
+            there = kept.machine(toolchain.triton_version() or folder.manifest.triton)
+            if there is not None:
+                yield folder, f"{plans.portable(key)}-{plans.machine_suffix(there)}"
 
 
 def _cuda_target() -> Target:
@@ -333,27 +362,31 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
         return kernel
 
 
+def backend_of(args: Sequence[Any]) -> FusionBackend | None:
+    """The backend of the arguments' device, if there is one."""
+    return find_backend(_device_type(args))
+
+
 def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
     if not isinstance(backend, KeepingBackend) or config.check_ir:
         return _make(spec, args, backend)
     machine = backend.machine()
     key = plans.key_of(spec, args, machine)
-    mine = isinstance(backend, CpuBackend)  # what was made elsewhere was made by that one
-    kept = plans.find(key, backend.library_of, elsewhere=mine) if key is not None else None
+    kept = plans.find(key, backend) if key is not None else None
     if kept is not None:
         COUNTS.add("restored")
         return kept
-    refused = refusals.find(key, spec.graph) if key is not None and machine is not None else None
+    refused = refusals.find(key, spec.graph, backend) if key is not None else None
     if refused is not None and refused.reason is not None:
         raise Unsupported(refused.reason)
     if machine is not None and elsewhere.make(spec, args):
-        kept = plans.find(str(key), backend.library_of, elsewhere=False)
+        kept = plans.find(str(key), backend, elsewhere=False)
         if kept is not None:
             COUNTS.add("made")
             return kept
     made = _make(spec, args, backend)
     if key is not None and machine is not None:
-        plans.keep(key, made, {**plans.facts(spec, args), **backend.machine_facts()})
+        plans.keep(key, made, backend, {**plans.facts(spec, args), **backend.machine_facts()})
     return made
 
 
@@ -385,24 +418,22 @@ def find_refused(spec: KernelSpec, args: Sequence[Any], reason: str | None = Non
     with the result.
     """
     backend = find_backend(_device_type(args))
-    key = _refusal_key(spec, args, backend)
-    kept = refusals.find(key, spec.graph) if key is not None else None
-    if kept is None and key is not None and elsewhere.make(spec, args, refusals_only=True):
-        kept = refusals.find(key, spec.graph)
-    if kept is not None:
-        return kept.found
+    keeper = backend if isinstance(backend, KeepingBackend) and not config.check_ir else None
+    machine = keeper.machine() if keeper is not None else None
+    key = plans.key_of(spec, args, machine) if keeper is not None else None
+    if key is not None and keeper is not None:
+        kept = refusals.find(key, spec.graph, keeper)
+        if kept is None and machine is not None and elsewhere.make(spec, args, refusals_only=True):
+            kept = refusals.find(key, spec.graph, keeper)
+        if kept is not None:
+            return kept.found
     from fuser import pipeline
 
     found = pipeline.find_refused(spec.graph, args, backend)
-    if key is not None and isinstance(backend, KeepingBackend):
-        about = {**plans.facts(spec, args), **backend.machine_facts()}
+    if key is not None and keeper is not None and machine is not None:
+        about = {**plans.facts(spec, args), **keeper.machine_facts()}
         refusals.keep(key, refusals.Refusal(reason, found), about)
     return found
-
-
-def _refusal_key(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend | None) -> str | None:
-    machine = backend.machine() if isinstance(backend, KeepingBackend) and not config.check_ir else None
-    return plans.key_of(spec, args, machine) if machine is not None else None
 
 
 def _device_type(args: Sequence[Any]) -> str:

@@ -95,6 +95,15 @@ class Step:
 
 
 ALIGNMENT = 16
+
+
+def is_aligned(t: torch.Tensor) -> bool:
+    """Whether the data begins at a multiple of `ALIGNMENT` bytes; tensors without memory are taken to be new."""
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter)
+    start = t.data_ptr() if plain else int(t.storage_offset()) * t.element_size()
+    return start % ALIGNMENT == 0
+
+
 OUT_OF_BOUNDS = 2  # by kernels with `config.check_bounds` alone: a defect of the kernel
 STATUS = {1: "index out of range", OUT_OF_BOUNDS: "an offset outside of its buffer"}
 

@@ -17,18 +17,20 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fuser import config
 from fuser.errors import BackendError
 from fuser.kernel_cache import FusedKernel, KernelSpec
-from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
+from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step, is_aligned
 from fuser.runtime import eviction, files, prebuilt, remote
 from fuser.runtime.encode import encode
+from fuser.runtime.prebuilt import Prebuilt
+from fuser.targets import HOST
 
 settings: Any = config  # its attributes are made from a table
 
@@ -88,7 +90,10 @@ def portable(key: str) -> str:
 
 
 def _described(a: Any) -> Any:
-    return (a.dtype, a.device.type, tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a
+    if not isinstance(a, torch.Tensor):
+        return a
+    found = a.dtype, a.device.type, tuple(a.shape), a.stride()
+    return found if a.device.type == HOST else (*found, is_aligned(a))  # kernels of the CPU take any memory
 
 
 def facts(spec: KernelSpec, args: Sequence[Any]) -> dict[str, Any]:
@@ -125,6 +130,13 @@ def read(name: str, shared: bool = False) -> Any:
     return _parsed(fetch(folder / name) if folder is not None else None)
 
 
+def everywhere(name: str) -> Iterator[Any]:
+    """The JSON of an entry that is the same on all machines: here, in the fleet's store, and in bundles."""
+    yield read(name, shared=True)
+    for folder in prebuilt.all_folders():
+        yield _parsed(folder.read("plans", name))
+
+
 def _parsed(data: bytes | None) -> Any:
     try:
         return json.loads(data) if data is not None else None
@@ -151,46 +163,70 @@ class KeptKernel:
 
     name: str
     program: LaunchProgram
-    library: str
+    library: Any
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
 
     @functools.cached_property
     def source(self) -> str:
         """The text from which the library was made, as far as it was kept; it is for reading only."""
+        path = pathlib.Path(str(self.library))
         try:
-            return _SEAL.sub("", pathlib.Path(self.library).with_suffix(".cpp").read_text())
+            return _SEAL.sub("", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
         except OSError:
             return f"// {self.name} was taken from {self.library}; its source was not kept\n"
 
 
-LibraryOf = Callable[[str, pathlib.Path | None], str | None]  # where a whole library of a name is; None: there is none
+class Keeper(Protocol):
+    """A backend whose kernels' plans are kept for other processes.
+
+    `machine` is all that decides its code beside the source, `machine_facts` the same for people; None: nothing is
+    kept. `kept_of` is what a plan holds of a kernel's library, with at least its name as "library"; None: the library
+    is this process's own. `library_of` is that library again, from the cache or from the folder of a bundle; None if it
+    is not whole. It may raise KeyError, TypeError and ValueError. `elsewhere` are folders with kernels that were made
+    elsewhere, each with the name that the plan `key` has there.
+    """
+
+    def machine(self) -> str | None: ...
+
+    def machine_facts(self) -> Mapping[str, str]: ...
+
+    def kept_of(self, kernel: Any) -> Mapping[str, Any] | None: ...
+
+    def library_of(self, kept: Mapping[str, Any], folder: pathlib.Path | None = None) -> Any: ...
+
+    def elsewhere(self, key: str) -> Iterable[tuple[Prebuilt, str]]: ...
 
 
-def find(key: str, library_of: LibraryOf, elsewhere: bool = True) -> KeptKernel | None:
+def find(key: str, keeper: Keeper, elsewhere: bool = True) -> KeptKernel | None:
     """The kernel that was kept under `key`, or that was made elsewhere for it if that counts; None if there is none."""
-    name, here = f"{key}.plan", _folder() if key != portable(key) else None
-    found = _kernel(_parsed(files.read(here / name)), library_of, None) if here is not None else None
-    if found is not None:
-        return found
-    for folder in prebuilt.for_cpu() if elsewhere else ():
-        kept = _parsed(folder.read("plans", f"{portable(key)}.plan"))
-        found = _kernel(kept, library_of, folder.path / "cpu")
-        if found is not None:
-            return found
-    return _kernel(read(name, shared=True), library_of, None) if here is not None and settings.remote_cache else None
+    kept = entries(key, "plan", keeper, elsewhere)
+    return next((k for found, folder in kept if (k := _kernel(found, keeper, folder)) is not None), None)
 
 
-def _kernel(kept: Any, library_of: LibraryOf, folder: pathlib.Path | None) -> KeptKernel | None:
+def entries(
+    key: str, kind: str, keeper: Keeper, elsewhere: bool = True
+) -> Iterator[tuple[Any, pathlib.Path | None]]:  # fmt: skip
+    """The JSON that was kept under `key`, with its bundle's folder: here, in bundles, and in the fleet's store last."""
+    name, here = f"{key}.{kind}", _folder() if key != portable(key) else None
+    if here is not None:
+        yield _parsed(files.read(here / name)), None
+    for folder, its_name in keeper.elsewhere(key) if elsewhere else ():
+        yield _parsed(folder.read("plans", f"{its_name}.{kind}")), folder.path
+    if here is not None and settings.remote_cache:
+        yield read(name, shared=True), None
+
+
+def _kernel(kept: Any, keeper: Keeper, folder: pathlib.Path | None) -> KeptKernel | None:
     if kept is None:
         return None
     try:
         program = decode_program(kept["program"])
         encode(program)  # nothing in it may lead a launch astray
-        path = library_of(kept["library"], folder)
+        library = keeper.library_of(kept, folder)
         reasons = tuple((a, b, c) for a, b, c in kept["reasons"])
-        return KeptKernel(kept["name"], program, path, kept["n_kernels"], reasons) if path is not None else None
-    except (KeyError, TypeError, ValueError, BackendError):  # of another form: it is made again
+        return KeptKernel(kept["name"], program, library, kept["n_kernels"], reasons) if library is not None else None
+    except (KeyError, TypeError, ValueError, IndexError, BackendError):  # of another form: it is made again
         return None
 
 
@@ -199,22 +235,30 @@ def about(plan: bytes | None) -> dict[str, Any]:
     kept = _parsed(plan)
     try:
         found = {"name": str(kept["name"]), "library": str(kept["library"]), **kept["about"]}
+        found |= {"binaries": list(map(str, kept["binaries"]))} if "binaries" in kept else {}
     except (KeyError, TypeError):
         return {}
     return {str(k): v for k, v in found.items()}
 
 
-def keep(key: str, kernel: FusedKernel, about: dict[str, Any]) -> None:
+def details(data: bytes) -> dict[str, Any]:
+    """What a refusal says of itself: all that its key was made of, or the question that it answers."""
+    kept = _parsed(data)
+    about = kept.get("about", kept) if isinstance(kept, dict) else {}
+    return about if isinstance(about, dict) else {}
+
+
+def keep(key: str, kernel: FusedKernel, keeper: Keeper, about: dict[str, Any]) -> None:
     """Keep a kernel with its library for other processes. `about` is for people."""
-    folder, library = _folder(), pathlib.Path(str(kernel.library))
-    if folder is None or folder.parent != library.parent.parent or any(s.gpu for s in kernel.program.steps):
-        return  # the library is this process's own
+    library = keeper.kept_of(kernel) if _folder() is not None else None
+    if library is None:
+        return
     made: Any = kernel
     write(
         f"{key}.plan",
         {
-            "name": kernel.name, "library": library.name, "program": encode_program(kernel.program),
-            "n_kernels": made.n_kernels, "reasons": made.reasons, "about": about,
+            "name": kernel.name, **library, "program": encode_program(kernel.program), "n_kernels": made.n_kernels,
+            "reasons": made.reasons, "about": about,
         },
         shared=True,
     )  # fmt: skip
@@ -231,9 +275,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
     if version() is None:
         return frozenset()
     name = f"{version()}.operators"
-    found = read(name, shared=True)
-    if found is None:
-        found = next((kept for p in prebuilt.for_cpu() if (kept := _parsed(p.read("plans", name))) is not None), None)
+    found = next((kept for kept in everywhere(name) if kept is not None), None)
     return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
 
 

@@ -1,12 +1,13 @@
 """Why a group has no kernel for some arguments, and what it takes to split it. Kept for other processes, like plans.
 
 A process that finds a refusal lowers nothing: it has the reason, and splits the group by the rows that are kept here.
-Entries have the key of the plan that would be there instead (see `plans`), and are trusted and checked like plans. They
-stay on the machine: asking a fleet's store for each of them would cost more than finding them out.
+Entries have the key of the plan that would be there instead (see `plans`), are trusted and checked like plans, and
+travel as plans do, in bundles and through a fleet's store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,13 +48,21 @@ class Refusal:
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
-def find(key: str, graph: CanonicalGraph) -> Refusal | None:
-    """The refusal that was kept under a plan's key; None if there is none of this form."""
-    kept = plans.read(f"{key}.refusal")
-    try:
-        return _decode(kept, graph) if kept is not None else None
-    except (KeyError, TypeError, ValueError, RuntimeError):  # of another form: it is found out again
-        return None
+_asked: Any = Recent()  # keys of which the fleet's store is known to have nothing, by cache and store
+
+
+def find(key: str, graph: CanonicalGraph, keeper: plans.Keeper) -> Refusal | None:
+    """The refusal that was kept under a plan's key, here or elsewhere; None if there is none of this form."""
+    known = settings.cache_dir, settings.remote_cache, key
+    with config.override(remote_cache="") if known in _asked else contextlib.nullcontext():
+        for kept, _ in plans.entries(key, "refusal", keeper):
+            try:
+                if kept is not None:
+                    return _decode(kept, graph)
+            except (KeyError, TypeError, ValueError, RuntimeError):  # of another form: it is found out again
+                pass
+    _asked[known] = True
+    return None
 
 
 def keep(key: str, refusal: Refusal, about: Mapping[str, Any]) -> None:
@@ -66,6 +75,7 @@ def keep(key: str, refusal: Refusal, about: Mapping[str, Any]) -> None:
             "free": sorted(found.free), "rounded": sorted(found.rounded),
             "metas": [_encode_meta(m) for m in found.metas], "about": dict(about),
         },
+        shared=True,
     )  # fmt: skip
 
 
@@ -102,20 +112,24 @@ def recall(question: str) -> str | None:
     key = plans.question_key(question)
     if key is None:
         return None
-    known = settings.cache_dir, key
+    known = settings.cache_dir, settings.prebuilt_cache, key
     if known not in _answers:
-        kept = plans.read(f"{key}.refusal")
-        _answers[known] = kept.get("answer") if isinstance(kept, dict) and kept.get("question") == question else None
+        kept = plans.everywhere(f"{key}.refusal")
+        _answers[known] = next((a for entry in kept if (a := _answer(entry, question))), None)
     found = _answers[known]
     return found if isinstance(found, str) else None
+
+
+def _answer(kept: Any, question: str) -> Any:
+    return kept.get("answer") if isinstance(kept, dict) and kept.get("question") == question else None
 
 
 def remember(question: str, answer: str) -> None:
     """Keep an answer for other processes."""
     key = plans.question_key(question)
     if key is not None:
-        _answers[settings.cache_dir, key] = answer
-        plans.write(f"{key}.refusal", {"question": question, "answer": answer})
+        _answers[settings.cache_dir, settings.prebuilt_cache, key] = answer
+        plans.write(f"{key}.refusal", {"question": question, "answer": answer}, shared=True)
 
 
 __all__ = ["Refusal", "Refusals", "find", "keep", "recall", "remember"]

@@ -265,6 +265,13 @@ def _model(text: str) -> str:
     return f"{name or os.uname().machine} ({hashlib.sha256(_cpu().encode()).hexdigest()[:8]})"
 
 
+def describe(library: str) -> dict[str, str] | None:
+    """What a plan holds of a library; None if that is this process's own."""
+    path = pathlib.Path(library)
+    own = not config.cache_dir or path.parent.parent != pathlib.Path(config.cache_dir)
+    return None if own else {"library": path.name}
+
+
 def kept_library(name: str, folder: pathlib.Path | None = None) -> str | None:
     """Where the library `name` is loaded from, which an earlier process left in the cache or stands in `folder`.
 

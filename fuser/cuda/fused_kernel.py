@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -33,7 +33,10 @@ INT32 = 1 << 31  # addresses, counted in elements, that do not fit 32 bits
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """One compiled variant of a fusion group. `library` holds its kernels in the driver, `source` is their text."""
+    """One compiled variant of a fusion group. `library` holds its kernels in the driver, `source` is their text.
+
+    `made_of` are the sources that fit devices of `capability`.
+    """
 
     name: str
     program: LaunchProgram
@@ -41,13 +44,16 @@ class FusedKernel:
     library: driver.Library
     n_kernels: int
     reasons: tuple[tuple[str, str, str], ...]
+    made_of: Source
+    capability: int
 
 
 @dataclass(frozen=True)
 class Source:
     """Generated kernels and how to launch them; neither Triton nor a GPU was needed.
 
-    The steps of `program` have no block sizes yet: those come with the binaries.
+    The steps of `program` have no block sizes yet: those come with the binaries. `lasting`: no other process would
+    choose other tiles.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Source:
     owners: tuple[int, ...] = ()  # for each function, the number of its plan
     # With smaller tiles, or others than the tables'; None: there are no others.
     again: Callable[[Levels, tiles.Variant | None], Source] | None = field(default=None, compare=False)
+    lasting: bool = True
 
 
 TABLES = tiles.Variant()
@@ -171,11 +178,15 @@ def _argument(builder: ProgramBuilder, p: Param) -> tuple[str, object]:
 def compile_source(source: Source) -> FusedKernel:
     """Compile for the current device, or take earlier binaries from disk, and load them. Raises CompileError."""
     capability = driver.capability(torch.cuda.current_device())
+    lasting = source.lasting
     source, entries = fitting(source, capability)
-    more = functools.partial(compile_batched, dataclasses.replace(source, again=None), capability)
+    made_of = dataclasses.replace(source, again=None, lasting=lasting)
+    more = functools.partial(compile_batched, made_of, capability)
     library = driver.Library(toolchain.source_path(source.text), entries, more)
     program = with_entries(source.program, entries)
-    return FusedKernel(source.name, program, source.text, library, source.n_kernels, source.reasons)
+    return FusedKernel(
+        source.name, program, source.text, library, source.n_kernels, source.reasons, made_of, capability
+    )
 
 
 def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]:
@@ -186,14 +197,25 @@ def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]
 
 def batched_source(source: Source) -> tuple[str, tuple[codegen.Function, ...]]:
     """The text and functions of kernels that take many argument sets."""
-    functions = tuple(batched(f) for f in source.functions)
-    return codegen.source_text(functions, source.name), functions
+    return _batched_text(source.functions, source.name)
+
+
+def _batched_text(functions: Sequence[codegen.Function], name: str) -> tuple[str, tuple[codegen.Function, ...]]:
+    made = tuple(map(batched, functions))
+    return codegen.source_text(made, name), made
 
 
 def compile_batched(source: Source, capability: int) -> tuple[driver.Entry, ...]:
     """The binaries of all kernels for many argument sets, made when they are first asked for. Raises CompileError."""
-    text, functions = batched_source(source)
-    entries = toolchain.compile_all([toolchain.request(text, f, capability, source.numerics) for f in functions])
+    return batched_entries(source.functions, source.name, source.numerics, capability)
+
+
+def batched_entries(
+    functions: Sequence[codegen.Function], name: str, numerics: str, capability: int
+) -> tuple[driver.Entry, ...]:
+    """The same for the functions of a source of this name."""
+    text, made = _batched_text(functions, name)
+    entries = toolchain.compile_all([toolchain.request(text, f, capability, numerics) for f in made])
     for e in entries:
         if e.shared > SHARED.get(capability, LEAST_SHARED):
             raise CompileError(f"kernel {e.name} takes {e.shared} bytes of shared memory")

@@ -14,17 +14,19 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser import config, forks
 from fuser.cuda import compile_worker, driver, pool
 from fuser.cuda.driver import Entry
-from fuser.cuda.nest import Function
 from fuser.errors import CompileError
 from fuser.runtime import eviction, files, prebuilt, remote, workers
 from fuser.runtime.counting import COUNTS
+
+if TYPE_CHECKING:
+    from fuser.cuda.nest import Function
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
 FORMAT = 2  # of what is kept on disk
@@ -147,7 +149,13 @@ def compile_all(requests: Sequence[Request]) -> tuple[Entry, ...]:
     """The binaries of several kernels, made at the same time. Raises CompileError."""
     if len(requests) < 2:  # none: all results are views, or hold nothing
         return tuple(map(compile_kernel, requests))
-    return tuple(workers.run_all(compile_kernel, requests, pool.workers()))
+    own = {s.name: getattr(config, s.name) for s in config.SETTINGS}  # overrides are this thread's
+
+    def compile_one(r: Request) -> Entry:
+        with config.override(**own):
+            return compile_kernel(r)
+
+    return tuple(workers.run_all(compile_one, requests, pool.workers()))
 
 
 def load_source(text: str) -> dict[str, Any]:
@@ -175,6 +183,16 @@ def _elsewhere() -> tuple[prebuilt.Prebuilt, ...]:
         return ()
     here = {driver.capability(n) for n in range(torch.cuda.device_count())}
     return tuple(p for p in found if here.intersection(p.manifest.capabilities))
+
+
+def kept_binary(digest: str, folder: pathlib.Path | None) -> Entry | None:
+    """The binary that was kept for the request of this digest: in the cache or the fleet's store, or in `folder`."""
+    if folder is not None:
+        return _read(folder / "cuda", digest)
+    own = cache_folder()
+    if own is None:
+        return None
+    return _read(own, digest) or (_read(own, digest, remote.read) if settings.remote_cache else None)
 
 
 def _read_elsewhere(r: Request) -> Entry | None:

@@ -76,8 +76,10 @@ def tuned(source: Source, args: Sequence[Any]) -> Source:
         size = size_class(source, args)
     except Unsupported:
         return source
-    if not others or max(size) <= LEAST_WORK.bit_length() or torch.cuda.is_current_stream_capturing():
+    if not others or max(size) <= LEAST_WORK.bit_length():
         return source
+    if torch.cuda.is_current_stream_capturing():
+        return dataclasses.replace(source, lasting=False)
     kernels = hashlib.sha256(repr((source.numerics, sorted(others), _kernels(source))).encode()).hexdigest()
     name = choices.name_of("tiles", kernels, size)
     with _choosing:
@@ -86,7 +88,7 @@ def tuned(source: Source, args: Sequence[Any]) -> Source:
             try:
                 known = _race(source, others, args)
             except (CompileError, torch.OutOfMemoryError):
-                return source
+                return dataclasses.replace(source, lasting=False)
             choices.keep(name, known)
     return others.get(known.winner, source)
 

@@ -21,7 +21,7 @@ from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, 
 from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
-from fuser.kernel_spec import ALIGNMENT
+from fuser.kernel_spec import is_aligned
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
@@ -180,14 +180,7 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
         _assume_order(ctx, strides, stride)
     box = ctx.input_tensor(number, t.dtype, symbols, strides)
     meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
-    return TensorInput(t.dtype, t.device.type, symbols, strides, _is_aligned(t)), box, meta
-
-
-def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether the data begins at a multiple of 16 bytes; tensors without memory are taken to be new."""
-    plain = type(t) in (torch.Tensor, torch.nn.Parameter)
-    start = t.data_ptr() if plain else int(t.storage_offset()) * t.element_size()
-    return start % ALIGNMENT == 0
+    return TensorInput(t.dtype, t.device.type, symbols, strides, is_aligned(t)), box, meta
 
 
 def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequence[int]) -> None:

@@ -13,8 +13,11 @@ import torch
 from torch import fx
 
 import fuser
-from fuser import compiler, config, interface, kernel_cache, pipeline, plans, refusals
+from fuser import bundles, compiler, config, interface, kernel_cache, pipeline, plans, refusals
 from fuser.lowering.survey import Survey
+from fuser.runtime import archive, prebuilt, remote
+from fuser.runtime.counting import COUNTS
+from tests import redis_servers
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -118,13 +121,13 @@ def test_refusals_of_another_form_are_found_out_again(spec, damage):
     made = compiler.find_refused(spec, ARGS)
     backend = compiler.find_backend("cpu")
     key = plans.key_of(spec, ARGS, backend.machine())
-    assert refusals.find(key, spec.graph) is not None
+    assert refusals.find(key, spec.graph, backend) is not None
     kept = plans.read(f"{key}.refusal")
     from fuser.runtime import files
 
     text = damage if isinstance(damage, str) else damage(kept)
     files.write(pathlib.Path(config.cache_dir, "plans", f"{key}.refusal"), text.encode())
-    assert refusals.find(key, spec.graph) is None
+    assert refusals.find(key, spec.graph, backend) is None
     assert compiler.find_refused(spec, ARGS).refused == made.refused
 
 
@@ -139,6 +142,64 @@ def test_answers_are_kept_by_question_and_cache(spec, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:fuser")
+# -- elsewhere -----------------------------------------------------------------------------------------------------
+def halved(x):
+    """A sort in the middle, which is not lowered, and a view as another dtype, which depends on the argument."""
+    return torch.sort(torch.relu(x).view(torch.int32) + 1)[0] * 2
+
+
+def lowered_by(function=halved, x=ARGS[0]):
+    """How often a new process would lower something for a group that is split."""
+    refusals._answers.clear(), refusals._asked.clear(), plans._operators.cache_clear(), prebuilt.forget()
+    before = COUNTS["lowerings"]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(interface, "REGISTRY", kernel_cache.Registry())
+        m.delitem(sys.modules, "fuser.pipeline")  # not imported yet
+        key = interface.register_fusion(fx.symbolic_trace(function))
+        handle = interface.fusion_handle(key)
+        torch.testing.assert_close(handle(x), function(x))
+        assert interface.kernel_spec(key).store.splits
+    return COUNTS["lowerings"] - before
+
+
+def test_a_bundle_brings_refusals(spec, tmp_path):
+    assert lowered_by() and not lowered_by()
+    made = bundles.export(tmp_path / "a.bundle")
+    assert not made.left_out
+    bundles.import_(tmp_path / "a.bundle", to=str(tmp_path / "there"))
+    assert {p.name.partition(".")[2] for p in (tmp_path / "there" / "plans").iterdir()} == {
+        "plan", "refusal", "operators",
+    }  # fmt: skip
+    for cache_dir in ("", str(tmp_path / "new")):
+        with config.override(cache_dir=cache_dir, prebuilt_cache=str(tmp_path / "there")):
+            assert not lowered_by()
+    with config.override(cache_dir=str(tmp_path / "other")):
+        assert lowered_by()
+        bundles.import_(tmp_path / "a.bundle")
+    with config.override(cache_dir=str(tmp_path / "another")):
+        bundles.import_(tmp_path / "a.bundle")
+        assert not lowered_by()
+
+
+def test_refusals_of_other_versions_stay_behind(spec, tmp_path, monkeypatch):
+    lowered_by()
+    monkeypatch.setattr(plans, "version", lambda: "another")
+    bundles.export(tmp_path / "a.bundle")
+    with archive.Archive(tmp_path / "a.bundle") as packed:
+        assert not [name for name in packed.members if name.startswith("plans/")]
+
+
+def test_a_fleet_shares_refusals(tmp_path):
+    with redis_servers.fake() as server:
+        fleet = {"remote_cache": server.address, "remote_cache_key": "the key of this fleet", "check_ir": False}
+        for name in ("first", "second"):
+            with config.override(cache_dir=str(tmp_path / name), remote_cache_seconds=5.0, **fleet):
+                assert bool(lowered_by()) == (name == "first") and remote.wait(10)
+        asked = len(server.requests)
+        with config.override(cache_dir=str(tmp_path / "second"), **fleet):
+            assert not lowered_by() and len(server.requests) == asked  # a local hit asks nobody
+
+
 def test_a_missing_compiler_is_no_lasting_reason(spec, monkeypatch):
     """A kernel that could only be found is made as soon as there is a compiler."""
     key = interface.register_fusion(fx.symbolic_trace(lambda x: torch.relu(x) + 1))
