@@ -89,7 +89,7 @@ def test_a_choice_is_made_once_for_a_class_and_kept_on_disk(raced: list[str]) ->
     assert won.text != source.text or [f.warps for f in won.functions] != [f.warps for f in source.functions]
     assert len(raced) == 1 and raced[0].startswith("table ")
     assert tuning.tuned(source, args) is not source and len(raced) == 1
-    choices._made.clear()
+    records._made.clear()
     assert tuning.tuned(source, args).text == won.text and len(raced) == 1
     assert [c.what for c in choices.choices()] == [f"tiles of {source.name}"]
     tuning.tuned(source, (torch.ones(4000, 50),))
