@@ -19,7 +19,7 @@ from benchmarks.options import Options
 SUITES = {
     "coldstart": "seconds from a fresh process to the first result, with empty and with warm caches",
     "overhead": "microseconds of a call on 16 elements, with 1 to 10,000 registered specifications",
-    "kernels": "about thirty kernels in three sizes beside eager, the rivals, and a copy of the same bytes",
+    "kernels": "ninety rows of papers, and thirty functions in three sizes, beside eager, the rivals and a copy",
     "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
@@ -38,6 +38,14 @@ def _rivals(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no rival: expected some of {','.join(RIVALS)}")
     return names
+
+
+def _threads(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    wrong = [w for w in words if not w.isdecimal() or int(w) < 1]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no number of threads: expected numbers from 1, as in 1,2,16")
+    return tuple(dict.fromkeys(map(int, words)))
 
 
 def _suite(text: str) -> str:
@@ -73,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")
     p.add_argument("--rivals", type=_rivals, default=RIVALS, metavar="LIST", help=f"some of {','.join(RIVALS)}")
+    p.add_argument(
+        "--threads", type=_threads, default=(), metavar="LIST", help="of kernels: run with each, as in 1,2,16"
+    )
     p.add_argument("--mode", choices=("infer", "train"), default="infer", help="of models: forward or training step")
     return p
 
@@ -85,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--device cuda: torch sees no CUDA device here; use --device cpu")
     if not args.suite and not args.sources:
         p.error("expected a suite to run, or --from a file of an earlier run")
-    options = Options(args.device, args.rows, args.quick, args.full, args.mode, args.rivals, args.caches)
+    options = Options(args.device, args.rows, args.quick, args.full, args.mode, args.rivals, args.caches, args.threads)
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     info = report.machine(args.device)
     command = _command(names, args)
@@ -111,6 +122,7 @@ def _command(names: list[str], args: argparse.Namespace) -> str:
     words += ["--rows", args.rows] if args.rows else []
     words += ["--device", args.device] if args.device != "cpu" else []
     words += ["--rivals", ",".join(args.rivals)] if args.rivals != RIVALS else []
+    words += ["--threads", ",".join(map(str, args.threads))] if args.threads else []
     return shlex.join(words)
 
 

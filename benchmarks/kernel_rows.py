@@ -59,7 +59,8 @@ class Row:
     """A function, its inputs, and what it must move at least.
 
     `mutates` are the positions of arguments it writes to. `reads` gives the bytes read where that is not each input
-    once, as for an embedding. Rows that are not `memory_bound` are left out of the copy-rate target.
+    once, as for an embedding. Rows that are not `memory_bound` are left out of the copy-rate target. `source` is the
+    paper or the model and file that the function is taken from.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Row:
     mutates: tuple[int, ...] = ()
     reads: Callable[[tuple[Any, ...]], int] | None = None
     memory_bound: bool = True
+    source: str = ""
 
 
 def like(count: int, dtype: torch.dtype = torch.float32) -> Make:

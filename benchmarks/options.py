@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Options:
     """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser.
 
+    `threads` are the numbers of threads that `kernels` runs with; none: as many as torch has.
     `caches` is a folder that keeps Inductor's compiler caches between runs of `kernels` and `optimizers`.
     """
 
@@ -20,6 +21,7 @@ class Options:
     mode: str = "infer"
     rivals: tuple[str, ...] = ("eager", "inductor", "xla")
     caches: str = ""
+    threads: tuple[int, ...] = ()
 
     def wants(self, name: str) -> bool:
         """Is this row selected?"""

@@ -1,4 +1,4 @@
-"""Kernels in three sizes: eager, the rivals and fuser, beside a warm copy of the same bytes."""
+"""Kernels beside eager, the rivals and a warm copy of the same bytes: rows of papers, and functions in three sizes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from benchmarks import account, checks, contestants
 from benchmarks.kernel_rows import ROWS, SIZES, Row, moved_bytes, seeded
 from benchmarks.options import Options
+from benchmarks.papers import PAPERS, SIZE
 from benchmarks.progress import progress
 from benchmarks.report import Bars, Claim, Report, Table, at_least, ratio, spread
 from benchmarks.runner import Budget, Call, Timing, copy_call, geomean, interleave
 
 COPY_TARGET = 0.6
 INDUCTOR_TARGET = 3.0
+PAPERS_COPY_TARGET = 0.75
+PAPERS_TARGET = 4.0
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,17 @@ class Result:
     verdicts: dict[str, checks.Verdict]
     failures: dict[str, str]
     fused: account.Account | None
+    threads: int = 0
 
     @property
     def name(self) -> str:
         """row/size."""
         return f"{self.row.name}/{self.size}"
+
+    @property
+    def copy_target(self) -> float:
+        """The share of the copy's rate that is aimed at."""
+        return PAPERS_COPY_TARGET if self.size == SIZE else COPY_TARGET
 
     def over(self, rival: str, mine: str = "fuser") -> float | None:
         """How many times faster `mine` is than `rival`, by medians."""
@@ -76,9 +85,12 @@ def _as_eager_dtype(name: str, out: list[torch.Tensor], eager: list[torch.Tensor
 
 
 def measure(row: Row, size: str, names: list[str], device: str, budget: Budget) -> Result:
-    """Compile a row for every contestant, check the results, then time them and the copy interleaved."""
+    """Compile a row for every contestant, check the results, then time them and the copy interleaved.
+
+    A sample has as many calls for each contestant and follows a call that is not timed.
+    """
     torch._dynamo.reset()
-    shape = row.sizes[SIZES.index(size)]
+    shape = row.sizes[0 if size == SIZE else SIZES.index(size)]
     args = row.make(seeded(row.name, size, device), shape)
     eager = checks.run_on_clones(row.fn, args, row.mutates)
     exact = checks.run_on_clones(row.fn, checks.to_float64(args), row.mutates)
@@ -101,7 +113,8 @@ def measure(row: Row, size: str, names: list[str], device: str, budget: Budget) 
     moved = moved_bytes(row, args, eager)
     del exact
     calls["copy"] = copy_call(moved, device)
-    return Result(row, size, shape, moved, interleave(calls, budget, device), verdicts, failures, account.take())
+    timings = interleave(calls, budget, device, equal=True)
+    return Result(row, size, shape, moved, timings, verdicts, failures, account.take(), torch.get_num_threads())
 
 
 def _cell(result: Result, name: str) -> str:
@@ -122,14 +135,14 @@ def _short_of(result: Result, name: str) -> str:
     """What a row does not reach: its rivals' speed, the copy rate that is aimed at, or a kernel at all."""
     short = [rival for rival in ("inductor", "eager") if (v := result.over(rival, name)) is not None and v < 1]
     share = result.copy_share(name)
-    if result.row.memory_bound and share is not None and share < COPY_TARGET:
+    if result.row.memory_bound and share is not None and share < result.copy_target:
         short.append("copy")
     if result.fused and result.fused.ops_unfused and name == "fuser":
         short.append("fusion")
     return ", ".join(short)
 
 
-def _table(results: list[Result], size: str, names: list[str]) -> Table:
+def _table(results: list[Result], size: str, threads: int, names: list[str]) -> Table:
     best = "fuser" if "fuser" in names else names[-1]
     columns = (
         *("row", "shape", "ops fused", *names, "copy"),
@@ -137,7 +150,7 @@ def _table(results: list[Result], size: str, names: list[str]) -> Table:
     )
     rows = []
     for r in results:
-        if r.size != size:
+        if (r.size, r.threads) != (size, threads):
             continue
         cells = [_cell(r, n) for n in [*names, "copy"]]
         shape = "×".join(map(str, r.shape))
@@ -153,7 +166,12 @@ def _table(results: list[Result], size: str, names: list[str]) -> Table:
                 _short_of(r, best),
             )
         )
-    return Table(f"kernels, {size}: median [p10–p90]; ratios are times faster", columns, rows)
+    title = f"kernels, {size}, {_threads(threads)}: median [p10–p90]; ratios are times faster"
+    return Table(title, columns, rows)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def _lowest(pairs: list[tuple[str, float]]) -> str:
@@ -161,27 +179,32 @@ def _lowest(pairs: list[tuple[str, float]]) -> str:
     return f"{value:.2f} at {name}"
 
 
-def _claims(results: list[Result]) -> list[Claim]:
-    large = [r for r in results if r.size == "large" and "fuser" in r.timings]
-    over = {rival: [(r.name, v) for r in large if (v := r.over(rival)) is not None] for rival in ("inductor", "eager")}
+def _claims(results: list[Result], size: str, threads: int) -> list[Claim]:
+    """What is promised of one size's rows with one number of threads."""
+    mine = [r for r in results if (r.size, r.threads) == (size, threads) and "fuser" in r.timings]
+    if not mine:
+        return []
+    which = f"{size} rows, {_threads(threads)}"
+    over = {rival: [(r.name, v) for r in mine if (v := r.over(rival)) is not None] for rival in ("inductor", "eager")}
     claims = [
         at_least(
-            f"large rows over Inductor (geometric mean of {len(over['inductor'])})",
+            f"{which}, over Inductor (geometric mean of {len(over['inductor'])})",
             geomean([v for _, v in over["inductor"]]) if over["inductor"] else None,
-            INDUCTOR_TARGET,
+            PAPERS_TARGET if size == SIZE else INDUCTOR_TARGET,
         )
     ]
     for rival, pairs in over.items():
         slower = [f"{name} {value:.2f}" for name, value in pairs if value < 1]
         reached = (f"lowest {_lowest(pairs)}; below: {', '.join(slower) or 'none'}") if pairs else "not measured"
-        claims.append(Claim(f"no large row below {rival}", "≥ 1 ×", reached, not slower if pairs else None))
-    shares = [(r.name, s) for r in large if r.row.memory_bound and (s := r.copy_share("fuser")) is not None]
-    low = [f"{name} {100 * s:.0f} %" for name, s in shares if s < COPY_TARGET]
+        claims.append(Claim(f"{which}: none below {rival}", "≥ 1 ×", reached, not slower if pairs else None))
+    shares = [(r.name, s) for r in mine if r.row.memory_bound and (s := r.copy_share("fuser")) is not None]
+    aim = mine[0].copy_target
+    low = [f"{name} {100 * s:.0f} %" for name, s in shares if s < aim]
     reached = f"{len(shares) - len(low)} of {len(shares)} rows; below: {', '.join(low) or 'none'}"
     claims.append(
         Claim(
-            "large, memory-bound rows at the copy rate",
-            "≥ 60 % each",
+            f"{which}, memory-bound, at the copy rate",
+            f"≥ {100 * aim:.0f} % each",
             reached if shares else "not measured",
             not low if shares else None,
         )
@@ -203,8 +226,9 @@ def _record(r: Result) -> dict[str, Any]:
 
 def _report(results: list[Result], names: list[str], notes: list[str]) -> Report:
     report = Report("kernels", notes=notes)
-    report.tables = [_table(results, size, names) for size in SIZES if any(r.size == size for r in results)]
-    report.claims = _claims(results)
+    parts = list(dict.fromkeys((r.size, r.threads) for r in results))
+    report.tables = [_table(results, *part, names) for part in parts]
+    report.claims = [c for part in parts if part[0] in ("large", SIZE) for c in _claims(results, *part)]
     report.records = [_record(r) for r in results]
     for r in results:
         problems = {name: v.problem for name, v in r.verdicts.items() if v.problem} | r.failures
@@ -214,26 +238,33 @@ def _report(results: list[Result], names: list[str], notes: list[str]) -> Report
         if r.fused and r.fused.unfused:
             reasons = "; ".join(f"{n} × {reason}" for reason, n in r.fused.unfused.items())
             report.notes.append(f"{r.name}: not fused: {reasons}")
-    for size in SIZES:
-        groups = {
-            r.row.name: {n: s for n in names if (s := r.copy_share(n)) is not None} for r in results if r.size == size
-        }
-        report.bars.append(Bars(f"kernels, {size}", "share of the copy rate", groups))
+    for size, threads in parts:
+        mine = [r for r in results if (r.size, r.threads) == (size, threads)]
+        groups = {r.row.name: {n: s for n in names if (s := r.copy_share(n)) is not None} for r in mine}
+        report.bars.append(Bars(f"kernels, {size}, {_threads(threads)}", "share of the copy rate", groups))
     return report
 
 
 def run(options: Options) -> Report:
-    """All selected rows; with --quick the small and medium sizes only."""
+    """All selected rows with each number of threads; with --quick the small and medium sizes, few papers."""
     notes: list[str] = []
     rivals = [r for r in ("eager", "inductor", "xla") if options.has(r)]
     names = contestants.present([*rivals, "fuser"], notes)
-    sizes = SIZES[:2] if options.quick else SIZES
-    todo = [(row, size) for row in ROWS for size in sizes if options.wants(f"{row.name}/{size}")]
+    todo = [(row, SIZE) for row in PAPERS[:: 8 if options.quick and not options.rows else 1]]
+    todo += [(row, size) for row in ROWS for size in (SIZES[:2] if options.quick else SIZES)]
+    todo = [(row, size) for row, size in todo if options.wants(f"{row.name}/{size}")]
+    before = torch.get_num_threads()
+    counts = options.threads or (before,)
     results = []
-    with progress("kernels", len(todo)) as bar:
-        for row, size in todo:
-            bar.step(f"{row.name}/{size}")
-            results.append(measure(row, size, names, options.device, Budget.of(options.quick)))
+    try:
+        with progress("kernels", len(todo) * len(counts)) as bar:
+            for threads in counts:
+                torch.set_num_threads(threads)
+                for row, size in todo:
+                    bar.step(f"{row.name}/{size}, {_threads(threads)}")
+                    results.append(measure(row, size, names, options.device, Budget.of(options.quick)))
+    finally:
+        torch.set_num_threads(before)
     if not results:
         notes.append(f"no row matches {options.rows!r}")
     return _report(results, names, notes)

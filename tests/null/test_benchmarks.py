@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks import account, checks, contestants, markdown, memory, models, r
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
 from benchmarks.options import Options
+from benchmarks.papers import PAPERS
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
 from benchmarks.singles_rows import ROWS as ROWS_OF_SINGLES
 from benchmarks.singles_rows import SIZES as SIZES_OF_SINGLES
@@ -102,6 +104,22 @@ def test_rows_are_seeded_by_name_and_size():
     assert len({r.name for r in ROWS}) == len(ROWS) >= 24
 
 
+def test_rows_of_papers_have_sources_and_names_of_their_own():
+    assert len({r.name for r in PAPERS} | {r.name for r in ROWS}) == len(PAPERS) + len(ROWS)
+    assert len(PAPERS) >= 60
+    assert all(r.source and len(r.sizes) == 1 for r in PAPERS)
+
+
+@pytest.mark.parametrize("row", [r for r in PAPERS if math.prod(r.sizes[0]) <= 1 << 19], ids=lambda r: r.name)
+def test_small_rows_of_papers_pass_their_check_in_eager(row):
+    args = row.make(seeded(row.name, "papers", "cpu"), row.sizes[0])
+    before = checks.clones(args)
+    eager = checks.run_on_clones(row.fn, args, row.mutates)
+    exact = checks.run_on_clones(row.fn, checks.to_float64(args), row.mutates)
+    assert checks.judge(eager, eager, exact).problem is None
+    assert all(torch.equal(a, b) for a, b in zip(args, before)), "the inputs must survive a checked run"
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """Lets a plain function stand in for fuser, and keeps the run to eager and it."""
@@ -139,13 +157,25 @@ def test_right_rows_exit_with_zero_and_state_the_targets(stand_in, capsys, tmp_p
     stand_in(lambda out: out)
     path = tmp_path / "out.json"
     assert command.main([*COMMAND, "--json", str(path)]) == 0
-    assert "no large row below eager" in capsys.readouterr().out
     data = json.loads(path.read_text())
     assert data["machine"]["torch"] == torch.__version__
     assert set(data["suites"][0]["records"][0]["seconds"]) == {"eager", "fuser", "copy"}
 
 
-BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "models --mode play"
+def test_rows_of_papers_run_with_each_number_of_threads(stand_in, capsys, tmp_path):
+    stand_in(lambda out: out)
+    path = tmp_path / "out.json"
+    line = ["kernels", "--quick", "--rivals", "eager", "--rows", "^gan_hinge/", "--threads", "2,1", "--json", str(path)]
+    before = torch.get_num_threads()
+    assert command.main(line) == 0
+    assert torch.get_num_threads() == before
+    out = capsys.readouterr().out
+    assert "papers rows, 1 thread: none below eager" in out
+    records = json.loads(path.read_text())["suites"][0]["records"]
+    assert [(r["row"], r["size"], r["threads"]) for r in records] == [("gan_hinge", "papers", n) for n in (2, 1)]
+
+
+BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "kernels --threads 0", "models --mode play"
 
 
 @pytest.mark.parametrize("argv", [line.split() for line in BAD_LINES])
@@ -249,12 +279,14 @@ def test_tables_go_between_the_marks_of_a_document_and_survive_the_json(stand_in
     stand_in(lambda out: out)
     data, document = tmp_path / "out.json", tmp_path / "page.md"
     document.write_text(f"# Page\n\n{markdown.BEGIN}\nold\n{markdown.END}\n\nAfter.\n")
-    assert command.main([*COMMAND, "--json", str(data), "--md", str(document)]) == 0
+    line = [*COMMAND[:-1], "^relu_mul_add/small|^gan_hinge", "--threads", "1"]
+    assert command.main([*line, "--json", str(data), "--md", str(document)]) == 0
     first = document.read_text()
     assert first.startswith("# Page\n\n" + markdown.BEGIN) and first.endswith(markdown.END + "\n\nAfter.\n")
-    assert "`python -m benchmarks kernels --quick --rows '^relu_mul_add/small' --rivals eager`" in first
+    words = "--rows '^relu_mul_add/small|^gan_hinge' --rivals eager --threads 1"
+    assert f"`python -m benchmarks kernels --quick {words}`" in first
     assert "old" not in first and "| relu_mul_add | 64×64 |" in first
-    assert "| no large row below eager | ≥ 1 × | not measured | open |" in first
+    assert "| papers rows, 1 thread: none below inductor | ≥ 1 × | not measured | open |" in first
     sections = [markdown.section(*entry) for entry in markdown.load(str(data))]
     assert all(s in first for s in sections) and len(sections) == 1
 
