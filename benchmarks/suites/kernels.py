@@ -215,6 +215,8 @@ def _claims(results: list[Result], size: str, threads: int) -> list[Claim]:
 def _record(r: Result) -> dict[str, Any]:
     return {
         "row": r.name,
+        "source": r.row.source,
+        "threads": r.threads,
         "shape": r.shape,
         "fused": asdict(r.fused) if r.fused else None,
         "bytes": r.moved,

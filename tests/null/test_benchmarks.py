@@ -172,7 +172,7 @@ def test_rows_of_papers_run_with_each_number_of_threads(stand_in, capsys, tmp_pa
     out = capsys.readouterr().out
     assert "papers rows, 1 thread: none below eager" in out
     records = json.loads(path.read_text())["suites"][0]["records"]
-    assert [(r["row"], r["size"], r["threads"]) for r in records] == [("gan_hinge", "papers", n) for n in (2, 1)]
+    assert [(r["row"], r["threads"]) for r in records] == [("gan_hinge/papers", n) for n in (2, 1)]
 
 
 BAD_LINES = "nothing", "", "kernels --rivals numpy", "kernels --rows (", "kernels --threads 0", "models --mode play"
