@@ -155,6 +155,10 @@ SETTINGS: tuple[Setting, ...] = (
         "such as p.data.copy_(); in-place operators, new data and load_state_dict are seen",
         choices=(True, False),
     ),
+    Setting(
+        "ranges", "", "'nvtx' or 'itt': a range of that profiler around each call of a kernel; '' makes none",
+        choices=("", "nvtx", "itt"),
+    ),
     Setting("max_autotune", False, "CUDA: races decide about tiles and matmuls", key=True, choices=(True, False)),
     Setting(
         "linear_backend", "measured",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,14 @@ from fuser.ir.sizes import (
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
+
+
+def entry_name(number: int, name: str, comment: str) -> str:
+    """What the kernel `name`, with this number in its group, is called in code and in profiles.
+
+    It ends in the first digits of the group's hash, which `debug.explain` shows; `comment` is the group's graph.
+    """
+    return f"k{number}_{name}_{hashlib.sha256(comment.encode()).hexdigest()[:4]}"
 
 
 @dataclass

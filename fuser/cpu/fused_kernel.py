@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from fuser import config, machines
-from fuser.codegen.program import ProgramBuilder
+from fuser.codegen.program import ProgramBuilder, entry_name
 from fuser.cpu import codegen, toolchain
 from fuser.cpu.checked import span
 from fuser.ir.sizes import ONE, Expr
@@ -56,7 +56,7 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
     bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats, machine, counts)
     functions: list[codegen.Function] = []
     for number, kernel in enumerate(plan.plans):
-        made = codegen.generate(kernel, f"k{number}_{kernel.name}", bindings)
+        made = codegen.generate(kernel, entry_name(number, kernel.name, comment), bindings)
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from fuser.codegen.program import ProgramBuilder
+from fuser.codegen.program import ProgramBuilder, entry_name
 from fuser.cuda import codegen, driver, tiles, toolchain
 from fuser.cuda.batch import batched
 from fuser.cuda.binary import usage
@@ -94,7 +94,7 @@ def generate(
     context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered), variant=variant)
     functions: list[codegen.Function] = []
     owners: list[int] = []
-    for number, made in _written(plan, context, write, levels):
+    for number, made in _written(plan, context, write, levels, comment):
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False, p.counters)
         for relation, a, b in made.guards:
@@ -119,7 +119,7 @@ def generate(
 
 
 def _written(
-    plan: Schedule, context: codegen.Context, write: Write, levels: Levels
+    plan: Schedule, context: codegen.Context, write: Write, levels: Levels, comment: str
 ) -> Iterator[tuple[int, codegen.Generated]]:
     """The functions of each plan by its number, or of two that run together by that of the first."""
     both: codegen.Generated | None = None
@@ -133,9 +133,9 @@ def _written(
         own = dataclasses.replace(context, smaller=levels.get(number, 0), later=later)
         joined = plan.joined.get(number)
         if joined is not None:
-            both = codegen.generate_joined(joined, f"k{number}_{joined.plan.name}", own)
+            both = codegen.generate_joined(joined, entry_name(number, joined.plan.name, comment), own)
             own = dataclasses.replace(own, smaller=max(own.smaller - tiles.WALK_LEVELS, 0))
-        yield number, both or write(kernel, f"k{number}_{kernel.name}", own)
+        yield number, both or write(kernel, entry_name(number, kernel.name, comment), own)
 
 
 def _does_nothing(plan: KernelPlan) -> bool:

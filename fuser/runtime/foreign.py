@@ -16,6 +16,7 @@ from fuser import forks
 from fuser.errors import BackendError
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import LaunchProgram
+from fuser.runtime import events
 from fuser.runtime.python_launcher import match
 
 
@@ -61,9 +62,11 @@ class Kernel:
         """Status and result of one call whose arguments matched."""
         given = [a for a in args if isinstance(a, torch.Tensor)]
         made = [self._buffer(i, slots, given[0].device) for i in range(len(self.program.buffers))]
+        watched = events.is_watched()
         for n, step in enumerate(self.program.steps):
             units = run_program(step.units, slots)
-            status = self.runtime.launch(self.code, self.encoded, n, units, [*given, *made], slots, floats)
+            with events.event(step.entry, watched):
+                status = self.runtime.launch(self.code, self.encoded, n, units, [*given, *made], slots, floats)
             if status:
                 return status, None
         named = [args[i] if kind == "input" else made[i] for kind, i in self.program.outputs]

@@ -1,7 +1,7 @@
 // The native launcher: from a Python call to a kernel's steps without running Python, and the buffer pool's memory.
 //
 // One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
-// Its parts lie in native/, each built on the one before: given, pool, programs, libraries, match, run, gpu, call,
+// Its parts lie in native/, each built on the one before: given, pool, programs, events, libraries, match, run, gpu, call,
 // batch, handle_type, scripted. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
 // the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
 // slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
@@ -115,6 +115,10 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "device_type", torch.device_type);
   address(table, "another", torch.another);
   address(table, "fail", torch.fail);
+  address(table, "thread_observers", torch.thread_observers);
+  address(table, "process_observers", torch.process_observers);
+  address(table, "record_start", torch.record_start);
+  address(table, "record_end", torch.record_end);
   address(table, "num_threads", torch.num_threads);
   address(table, "gomp_parallel", torch.gomp_parallel);
   address(table, "gomp_barrier", torch.gomp_barrier);
@@ -230,10 +234,24 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
 
 PyObject* module_loaded_libraries(PyObject*, PyObject*) { return PyLong_FromLongLong(loaded_libraries); }
 
+PyObject* module_ranges(PyObject*, PyObject* arguments) {
+  PyObject *push, *pop, *before_push = ranges.push, *before_pop = ranges.pop;
+  if (!PyArg_ParseTuple(arguments, "OO:ranges", &push, &pop)) return nullptr;
+  bool on = push != Py_None;
+  Py_INCREF(push);
+  Py_INCREF(pop);
+  ranges.push = on ? push : nullptr, ranges.pop = on ? pop : nullptr;
+  if (!on) Py_DECREF(push), Py_DECREF(pop);
+  Py_XDECREF(before_push);
+  Py_XDECREF(before_pop);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
     {"switch", module_switch, METH_VARARGS, "switch(on, this_thread): 1, -1 or 0, which is as `on`"},
+    {"ranges", module_ranges, METH_VARARGS, "ranges(push, pop): open and close a range around each call; None, None: do not"},
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},

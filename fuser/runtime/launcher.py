@@ -20,7 +20,7 @@ from typing import Any, cast
 from fuser import config, forks, notices
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import libraries, native_build, process, python_launcher, torch_abi, workers
+from fuser.runtime import events, libraries, native_build, process, python_launcher, torch_abi, workers
 from fuser.runtime.encode import encode
 from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
 
@@ -204,6 +204,17 @@ def _follow() -> None:
         _native.switch(settings._values["enabled"], 0 if here is None else 1 if here else -1)
 
 
+def _follow_ranges() -> None:
+    """Tell the native launcher which ranges to open around calls."""
+    if _native is None:
+        return
+    kind = settings._values["ranges"]
+    pair = events.range_functions(kind)
+    if kind and pair is None:
+        notices.warn_once(f"there are no ranges: this torch has no {kind}", "ranges")
+    _native.ranges(*(pair or (None, None)))
+
+
 def prepare() -> None:
     """Start getting the native launcher ready, in the background if it has to be built. Returns at once."""
     global _thread
@@ -277,6 +288,7 @@ def _start(module: ModuleType) -> None:
     _native = module
     copyreg.pickle(module.Handle, _reduce)
     _follow()
+    _follow_ranges()
     _done.set()
 
 
@@ -304,5 +316,6 @@ def _after_fork() -> None:
         _thread = None
 
 settings.watch("enabled", _follow)
+settings.watch("ranges", _follow_ranges)
 
 __all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "reason", "set_enabled", "wait"]

@@ -20,7 +20,7 @@ import torch
 from fuser import config
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, GpuLaunch, InputPattern, LaunchProgram
-from fuser.runtime import libraries, python_pool, torch_abi, warm
+from fuser.runtime import events, libraries, python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
 
 settings: Any = config  # its attributes are made from a table
@@ -244,8 +244,10 @@ class Kernel:
             ]
             run = _Run(_c_array(ctypes.c_int64, slots), _c_array(ctypes.c_double, floats),
                        _c_array(ctypes.c_void_p, pointers), base + temporary, scratch)  # fmt: skip
-            for entry, (units, work, _) in zip(entries, sizes, strict=True):
-                status = run.step(entry, units, work) if units > 0 else 0
+            watched = events.is_watched()
+            for n, (entry, (units, work, _)) in enumerate(zip(entries, sizes, strict=True)):
+                with events.event(self.program.steps[n].entry, watched):
+                    status = run.step(entry, units, work) if units > 0 else 0
                 if status:
                     return status, None
         named = [args[i] if kind == "input" else outputs[i] for kind, i in self.program.outputs]
@@ -275,11 +277,13 @@ class GpuKernel:
             made = [self._buffer(i, slots, device) for i in range(len(self.program.buffers))]
             stream = torch.cuda.current_stream(device).cuda_stream
             pointers = [t.data_ptr() for t in (*tensors, *made)]
+            watched = events.is_watched()
             for n, step in enumerate(self.program.steps):
                 units = run_program(step.units, slots)
                 assert step.gpu is not None
                 values = _param_values(step.gpu, pointers, slots, floats)
-                code = self.library.launch(n, units, values, stream) if units > 0 else 0
+                with events.event(step.entry, watched):
+                    code = self.library.launch(n, units, values, stream) if units > 0 else 0
                 if code:
                     raise RuntimeError(self.library.failure(n, code, args))
         named = [args[i] if kind == "input" else made[i] for kind, i in self.program.outputs]

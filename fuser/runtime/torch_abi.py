@@ -189,6 +189,10 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "fail": ("libc10.so", "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"),
     "wrap": ("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
     "function_mode": ("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv"),
+    "thread_observers": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
+    "process_observers": ("libtorch_cpu.so", "_ZN2at18hasGlobalCallbacksEv"),
+    "record_start": ("libtorch_cpu.so", "aoti_record_function_start"),
+    "record_end": ("libtorch_cpu.so", "aoti_record_function_end"),
     "num_threads": ("libtorch_cpu.so", "_ZN2at15get_num_threadsEv", "omp_get_max_threads"),
     "gomp_parallel": ("libtorch_cpu.so", "GOMP_parallel"),
     "gomp_barrier": ("libtorch_cpu.so", "GOMP_barrier"),
@@ -196,10 +200,12 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "omp_num_threads": ("libtorch_cpu.so", "omp_get_num_threads"),
     "omp_in_parallel": ("libtorch_cpu.so", "omp_in_parallel"),
 }
+OBSERVERS = ("thread_observers", "process_observers", "record_start", "record_end")
 # Each of these is of use only with the others.
 _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
     ("sizes", "strides", "dim", "dtype", "device_type", "another", "fail"),
+    OBSERVERS,
     ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
 # Of builds for CUDA; the launcher declares it as ATen/cuda/EmptyTensor.h does.
@@ -301,6 +307,12 @@ def _dispatch_tls_agrees() -> bool:
     return all(answers)
 
 
+def _observers_are_a_vector(address: int) -> bool:
+    """Whether torch's record of a thread's observers begins with two pointers that are equal while nobody observes."""
+    record = ctypes.CFUNCTYPE(ctypes.c_void_p)(address)()
+    return bool(record) and _word(record) == _word(record + 8)
+
+
 def describe() -> dict[str, Any]:
     """The launcher's table: see `module_setup` in launcher.cpp. Missing addresses are None."""
     return _in_fresh_thread(_describe)
@@ -311,6 +323,8 @@ def _describe() -> dict[str, Any]:
     for group in _GROUPS:
         if any(table[name] is None for name in group):
             table.update(dict.fromkeys(group))
+    if table["thread_observers"] is not None and not _observers_are_a_vector(table["thread_observers"]):
+        table.update(dict.fromkeys(OBSERVERS))
     table["empty_strided_cuda"] = symbol(*_EMPTY_STRIDED_CUDA) if table["empty_strided"] is not None else None
     impl, keys = tensor_layout()
     table["impl_requires_grad"] = _impl_requires_grad() if keys >= 0 else None

@@ -11,7 +11,7 @@ pass recomputes what it needs from earlier ones; the generator may keep costly v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -440,6 +440,17 @@ def _wants_split(
 
 
 def _name(kernel: Kernel, axes: list[Axis], rows: list[Row], reductions: tuple[Reduce, ...]) -> str:
+    """What a kernel does, for readers of code and of profiles: `red_sum_mul_add_d2`, with its first operators."""
     kinds = dict.fromkeys(r.kind for r in reductions)
-    head = "_".join(["red", *kinds]) if kinds else "pw"
-    return f"{head}_d{len(axes)}"[:48]
+    words = [*(["red", *kinds] if kinds else ["pw"]), *_operators(kernel, kinds)]
+    return f"{'_'.join(words)[:40].rstrip('_')}_d{len(axes)}"
+
+
+_NAMED = 4  # operators in a kernel's name
+
+
+def _operators(kernel: Kernel, known: Container[str]) -> list[str]:
+    """The first operators of a kernel, as words, without those that are `known`."""
+    packets = (n.buffer.origin.partition(".")[2] or "copy" for n in kernel.nodes if n.buffer.origin)
+    words = dict.fromkeys(packet.partition(".")[0].strip("_") for packet in packets)
+    return [word for word in words if word.isidentifier() and word not in known][:_NAMED]

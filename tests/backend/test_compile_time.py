@@ -90,4 +90,4 @@ def test_a_slow_compiler_is_named(monkeypatch):
     check(lambda x: x * x, torch.randn(3))
     monkeypatch.setattr(compilers, "BOUND", 0.0)
     (sentence,) = compilers.too_slow(before)
-    assert "k0_pw_d1" in sentence
+    assert "k0_pw_mul_d1" in sentence

@@ -31,6 +31,8 @@ struct Batch {
   char* memory;
   int32_t device;  // of a GPU's batch
   int64_t counters;  // of the stream's that it uses
+  bool watched;
+  Event event;  // of the step that the calling thread is at
 };
 
 inline int64_t step_work(const Member& m, int64_t s) {
@@ -61,17 +63,27 @@ void batch_part(Batch* b, int64_t s, int64_t i, int64_t n) {
   }
 }
 
+// A step of many calls is one event, with the name that it has for the first of them.
+const char* batch_name(const Batch* b, int64_t s) {
+  for (Py_ssize_t j = 0; j < b->n; j++) {
+    if (s < b->members[j].k->n_steps) return name_of(b->members[j].k->names, s);
+  }
+  return nullptr;
+}
+
 void batch_body(void* p) {
   Batch* b = (Batch*)p;
   int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
   for (int64_t s = 0; s < b->steps; s++) {
     if (s) torch.gomp_barrier();
+    if (b->watched && !i) b->event.begin(batch_name(b, s));
     batch_part(b, s, i, team);
   }
 }
 
 // Runs the members; false with a Python error if there is no memory.
 bool run_batch(Batch& b, ThreadState& ts) {
+  Range range(b.members[0].k->names);
   int64_t threads = thread_count(b.work / kMembersWork, b.work);
   size_t bytes = b.temporary + b.scratch * size_t(threads);
   Memory held;
@@ -82,12 +94,17 @@ bool run_batch(Batch& b, ThreadState& ts) {
     return false;
   }
   for (Py_ssize_t j = 0; j < b.n; j++) place_temporaries(b.members[j].k, b.members[j].f, b.memory + b.members[j].temporary);
+  b.watched = is_watched(ts);
   PyThreadState* state = b.work >= kReleaseWork ? PyEval_SaveThread() : nullptr;
   if (threads > 1) {
     torch.gomp_parallel(batch_body, &b, unsigned(threads), 0);
   } else {
-    for (int64_t s = 0; s < b.steps; s++) batch_part(&b, s, 0, 1);
+    for (int64_t s = 0; s < b.steps; s++) {
+      if (b.watched) b.event.begin(batch_name(&b, s));
+      batch_part(&b, s, 0, 1);
+    }
   }
+  b.event.end();
   if (state) PyEval_RestoreThread(state);
   held.release();
   return true;
@@ -194,11 +211,15 @@ bool fill_tables(const Batch& b, int64_t* table, int64_t (*plan)[2]) {
 int launch_tables(const Batch& b, const int64_t (*plan)[2], int64_t* device_table, void* stream, int64_t& s) {
   const Kernel* k = b.members[0].k;
   const BatchForm* forms = (const BatchForm*)k->batch;
+  bool watched = is_watched(thread_state);
+  Range range(k->names);
+  Event event;
   int code = 0;
   for (s = 0; s < k->n_steps && !code; s++) {
     int64_t *table = device_table + plan[s][1], nothing = 0;
     void* pointers[16] = {&table};
     for (int i = 1; i < 16; i++) pointers[i] = &nothing;
+    if (watched) event.begin(name_of(k->names, s));
     code = launch_kernel((StepEntry)forms[s].entry, plan[s][0], forms[s].threads, forms[s].shared, stream, pointers);
   }
   return code;

@@ -48,7 +48,7 @@ struct DLExchange {
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
 constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
-constexpr int kLayout = 8;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
+constexpr int kLayout = 9;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
@@ -70,6 +70,10 @@ struct NewTensor {
   ~NewTensor() {}
 };
 typedef NewTensor (*EmptyStridedCuda)(IntArrayRef sizes, IntArrayRef strides, int8_t scalar, MaybeDevice device);
+
+struct Observers {  // at::RecordFunctionTLS, which begins with a std::vector
+  const void *begin, *end;
+};
 
 struct {
   PyTypeObject *tensor, *parameter;
@@ -106,6 +110,11 @@ struct {
   int (*omp_thread_num)();
   int (*omp_num_threads)();
   int (*omp_in_parallel)();
+  // Observers of operators; all of them, or none. `thread_observers`: where this thread's list of them is, a std::vector.
+  const Observers* (*thread_observers)();
+  bool (*process_observers)();
+  int (*record_start)(const char* name, void* options, const void* inputs, uint64_t n_inputs, void** record);
+  int (*record_end)(void* record);
   PyObject *py_empty_strided, *py_warm, *py_scratch, *plain_tensor, *plain_context, *encode, *py_is_whole, *forward_ad, *level_name;
   PyObject *settings, *limit_name, *idle_name, *library_limit_name, *quick_name;  // config's values by name; null: the pool's own limits
 } torch;

@@ -172,6 +172,7 @@ bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t
 
 // Launches on the current stream and wraps. Null with a Python error.
 PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+  Range range(k->names);
   int64_t taken = 0;
   if (!allocate_on_gpu(k, p, f, device, taken)) return nullptr;
   void* stream = nullptr;
@@ -180,7 +181,11 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
   if (!code) {
     OnDevice on(device);
     code = on.code;
-    for (; s < k->n_steps && !code; s++) code = launch_step(k, s, p, f, stream);
+    bool watched = is_watched(thread_state);
+    for (Event event; s < k->n_steps && !code; s++) {
+      if (watched) event.begin(name_of(k->names, s));
+      code = launch_step(k, s, p, f, stream);
+    }
   }
   PyObject* out = code ? fail_launch(k, s ? s - 1 : 0, code, args) : results(p, f, args);
   drop_outputs(f, k->n_buffers);

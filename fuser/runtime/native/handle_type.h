@@ -51,6 +51,8 @@ bool take_entries(Kernel* k, PyObject* library) {
 
 bool find_entries(Kernel* k, PyObject* names, PyObject* library) {
   if (!PyUnicode_Check(library) && !PyBytes_Check(library) && PyObject_HasAttrString(library, "entries")) {
+    Py_INCREF(names);
+    k->names = names;
     return take_entries(k, library);
   }
   PyObject* path;

@@ -1,7 +1,7 @@
 // Libraries of CPU kernels: loaded once for all kernels of a path, unloaded with the last kernel or to make room.
 #pragma once
 
-#include "programs.h"
+#include "events.h"
 
 namespace {
 

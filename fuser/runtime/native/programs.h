@@ -10,6 +10,9 @@ struct ThreadState {
   const uint64_t* dispatch_keys;  // torch's own thread-local pair: included, excluded
   char* arena;                    // small temporaries and scratch; one launch at a time uses it
   size_t arena_size;
+  const Observers* observers;  // torch's list for this thread (see events.h)
+  unsigned unasked;
+  bool process_watched;
   int enabled;  // config.override(enabled=...) in this thread: 1 or -1; else 0
   ~ThreadState() { free(arena); }
 };

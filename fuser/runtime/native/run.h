@@ -119,6 +119,8 @@ struct Launch {
   char* scratch;
   size_t scratch_size;
   int32_t status;
+  bool watched;
+  Event event;  // of the step that the calling thread is at
 };
 
 int64_t thread_count(int64_t units, int64_t work) {
@@ -145,18 +147,22 @@ void parallel_body(void* p) {
   int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
   for (int64_t s = 0; s < l->k->n_steps; s++) {
     if (s) torch.gomp_barrier();  // by every thread, whatever the status: it may change while others are still waiting
+    if (l->watched && !i) l->event.begin(name_of(l->k->names, s));
     int64_t n = l->f->steps[3 * s + 2];
     if (n > team) n = team;
     if (i < n) run_part(l, s, i, n);
   }
 }
 
-int32_t run_steps(const Kernel* k, const Frame& f, int64_t threads, char* scratch, size_t scratch_size) {
-  Launch l = {k, &f, scratch, scratch_size, 0};
+int32_t run_steps(const Kernel* k, const Frame& f, int64_t threads, char* scratch, size_t scratch_size, bool watched) {
+  Launch l = {k, &f, scratch, scratch_size, 0, watched, {}};
   if (threads > 1) {
     torch.gomp_parallel(parallel_body, &l, unsigned(threads), 0);
   } else {
-    for (int64_t s = 0; s < k->n_steps; s++) run_part(&l, s, 0, 1);
+    for (int64_t s = 0; s < k->n_steps; s++) {
+      if (watched) l.event.begin(name_of(k->names, s));
+      run_part(&l, s, 0, 1);
+    }
   }
   return l.status;
 }
@@ -282,6 +288,7 @@ inline void place_temporaries(const Kernel* k, const Frame& f, char* base) {
 // Allocates and runs. `p`, the stream after the guards, moves to the results, which the caller takes before it drops the
 // outputs. False, with the outputs dropped, and with `*status` set or a Python error.
 bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts, int32_t* status) {
+  Range range(k->names);  // before memory is taken: it may run Python, and that other kernels
   Needs need;
   if (!prepare(k, p, f, need)) return false;
   size_t bytes = need.temporary + need.scratch * size_t(need.threads);
@@ -294,12 +301,13 @@ bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts
     return false;
   }
   if (need.temporary) place_temporaries(k, f, base);
+  bool watched = is_watched(ts);
   if (need.work >= kReleaseWork) {
     PyThreadState* state = PyEval_SaveThread();
-    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch, watched);
     PyEval_RestoreThread(state);
   } else {
-    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch);
+    *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch, watched);
   }
   held.release();
   if (*status) drop_outputs(f, k->n_buffers);
