@@ -54,7 +54,7 @@ def range_functions(kind: str) -> tuple[Any, Any] | None:
         from torch.cuda import nvtx
 
         return nvtx.range_push, nvtx.range_pop
-    if kind == "itt" and torch.profiler.itt.is_available():
+    if kind == "itt" and torch.profiler.itt.is_available():  # type: ignore[no-untyped-call]
         return torch.profiler.itt.range_push, torch.profiler.itt.range_pop
     return None
 
