@@ -275,6 +275,10 @@ class Config(types.ModuleType):
             layers[:] = [other for other in layers if other is not layer]  # not an equal one further out
             self._tell(values)
 
+    def prepared(self, **values: Any) -> Prepared:
+        """The same for a block that is entered at each call of something: values are checked once. May be nested."""
+        return Prepared(self, {k: check(k, v) for k, v in values.items()})
+
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""
         found = {s.name: getattr(self, s.name) for s in SETTINGS if s.key}
@@ -286,6 +290,25 @@ class Config(types.ModuleType):
         """Whether results may hang on no order of threads."""
         asks = sys.modules["torch"].are_deterministic_algorithms_enabled() if "torch" in sys.modules else False
         return self.deterministic == "yes" or self.deterministic == "torch" and asks
+
+
+class Prepared:
+    """Settings of a thread for a block, again and again: see `Config.prepared`."""
+
+    __slots__ = ("_config", "_layer")
+
+    def __init__(self, config: Config, layer: dict[str, Any]) -> None:
+        self._config, self._layer = config, layer
+
+    def __enter__(self) -> None:
+        self._config._local.__dict__.setdefault("layers", []).append(self._layer)
+        self._config._tell(self._layer)
+
+    def __exit__(self, *error: object) -> None:
+        layers = self._config._local.layers
+        last = len(layers) - 1
+        del layers[next(i for i in range(last, -1, -1) if layers[i] is self._layer)]
+        self._config._tell(self._layer)
 
 
 if TYPE_CHECKING:  # the table's names are known at run time only

@@ -25,6 +25,7 @@ from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
+from fuser.frontends.thin import thin
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
@@ -216,8 +217,11 @@ class _GraphCompiler:
         # DDP's graphs are split at its buckets, and Dynamo keeps AOTAutograd's analysis of each part that is counted.
         torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         written = frozenset(range(len(self.example_inputs))) if written is None else written
-        if steps.cut and self._may_run_again(steps):
+        again = steps.cut and self._may_run_again(steps)
+        if again:
             wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
+        if steps.cut and self._may_be_thin(steps):
+            wrapped = thin(wrapped, self.gm, steps, again, self.by_eager)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
@@ -266,6 +270,13 @@ class _GraphCompiler:
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 
+    def _may_be_thin(self, steps: training.Training) -> bool:
+        """Whether AOTAutograd's wrappers would do nothing in calls of this graph with gradients."""
+        forward = steps.compiled.get("forward")
+        if forward is None or self.recorded or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return False
+        return self._why_wrapped(forward.module, gradients=True) is None
+
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
         tokens = _tokens()
@@ -285,8 +296,11 @@ class _GraphCompiler:
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
         return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
 
-    def _why_wrapped(self, module: fx.GraphModule) -> str | None:
-        """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing."""
+    def _why_wrapped(self, module: fx.GraphModule, gradients: bool = False) -> str | None:
+        """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing.
+
+        With `gradients` none but those of its autograd function.
+        """
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if getattr(torch._guards.TracingContext.try_get(), "fakify_first_call", False):
             return "the first call is with fake tensors"
@@ -294,13 +308,15 @@ class _GraphCompiler:
             return "the graph holds parameters of its own"
         if not _are_distinct(self.example_inputs):
             return "one tensor is several inputs"
-        if any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
+        if gradients and torch._C._are_functorch_transforms_active():
+            return "a transform is at work"
+        if not gradients and any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
             return "an input requires gradients"
         if self.autocast:
             return "autocast is on"
         if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
             return "the traced graph has other inputs"
-        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), ordered=True)
+        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), ordered=not gradients)
 
 
 def _tokens() -> int:

@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 # What operators raise. Other types are control flow, as that which ends a recomputation of checkpoints.
-_OF_OPERATORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+OF_OPERATORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 
 def reason_of(error: BaseException) -> str:
@@ -43,13 +43,21 @@ def guarded(function: Function, gm: fx.GraphModule, by_eager: Tally) -> Function
     def call(*args: Any) -> Any:
         try:
             return function(*args)
-        except (torch.OutOfMemoryError, FuserError):
-            raise
-        except _OF_OPERATORS as error:
-            results = gm(*args)  # raises what eager raises
-            reason = reason_of(error)
-            by_eager.note(reason)
-            say_unfused(reason)
-            return results
+        except OF_OPERATORS as error:
+            return after_failure(error, gm, by_eager, args)
 
     return call
+
+
+def after_failure(error: BaseException, gm: fx.GraphModule, by_eager: Tally, args: tuple[Any, ...]) -> Any:
+    """In the handler of an error of a compiled function: eager's result or error, with the reason noted.
+
+    What no other run would mend is raised again.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, FuserError)):
+        raise error
+    results = gm(*args)  # raises what eager raises
+    reason = reason_of(error)
+    by_eager.note(reason)
+    say_unfused(reason)
+    return results

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+
+from fuser.runtime import launcher
 
 _log = logging.getLogger(__name__)
 _said = False
@@ -22,6 +24,7 @@ Function = Callable[..., Any]
 
 def differentiable_twice(function: Function, gm: fx.GraphModule) -> Function:
     """A compiled function of `gm`'s inputs whose backward can itself be differentiated."""
+    note = seen()
 
     def call(*args: Any) -> Any:
         results = function(*args)
@@ -30,36 +33,43 @@ def differentiable_twice(function: Function, gm: fx.GraphModule) -> Function:
         if made_by is not None and hasattr(made_by, "compiled_fw"):
             if not hasattr(made_by, "fuser_backward"):
                 _extend(made_by, gm)
-            node.fuser_inputs = [_Input(a) for a in args]  # type: ignore[union-attr]
+            node.fuser_inputs = note(*args)  # type: ignore[union-attr]
         return results
 
     return call
 
 
-class _Input:
-    """An input of one call, not kept alive; its version says whether it was written since."""
+def seen() -> Function:
+    """A function that notes inputs without keeping them alive, natively where that can be had: see `inputs_of`."""
+    native = launcher.native()
+    return _seen if native is None else cast(Function, native.seen)
 
-    __slots__ = ("_ref", "_version")
 
-    def __init__(self, value: Any) -> None:
-        tensor = isinstance(value, torch.Tensor) and not value.is_inference()
-        self._ref = weakref.ref(value) if tensor else lambda: value
-        self._version = value._version if tensor else None
+def _seen(*args: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for a in args:
+        tensor = isinstance(a, torch.Tensor)
+        found += [weakref.ref(a) if tensor else a, a._version if tensor and not a.is_inference() else None]
+    return tuple(found)
 
-    def get(self) -> Any:
-        """The input; RuntimeError if it is gone or was written."""
-        value = self._ref()
-        if value is None:
+
+def inputs_of(noted: Sequence[Any]) -> list[Any]:
+    """The inputs of a call, of what `seen` noted; RuntimeError if one is gone or was written since."""
+    found = []
+    for kept, version in zip(noted[::2], noted[1::2], strict=True):
+        value: Any = kept() if isinstance(kept, weakref.ref) else kept
+        if value is None and kept is not None:
             raise RuntimeError(
                 "fuser: the gradient of a gradient needs the inputs of the compiled function, and one of them is gone: "
                 "keep a reference to it until the second backward"
             )
-        if self._version is not None and value._version != self._version:
+        if version is not None and value._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"input of a function compiled by fuser is at version {value._version}; expected {self._version}"
+                f"input of a function compiled by fuser is at version {value._version}; expected {version}"
             )
-        return value
+        found.append(value)
+    return found
 
 
 def _extend(made_by: Any, gm: fx.GraphModule) -> None:
@@ -74,13 +84,13 @@ def _extend(made_by: Any, gm: fx.GraphModule) -> None:
         if not torch.is_grad_enabled() or inputs is None:
             return compiled(ctx, *grads)
         flat = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else grads
-        return _by_eager(gm, ctx, [i.get() for i in inputs], flat)
+        return by_eager(gm, ctx, inputs_of(inputs), flat)
 
     made_by.fuser_backward = True
     made_by.backward = staticmethod(backward)
 
 
-def _by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
     """Gradients of the inputs, with a graph of their own."""
     global _said
     if not _said:

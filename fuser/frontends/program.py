@@ -109,7 +109,19 @@ class Program:
         function._boxed_call = True  # type: ignore[attr-defined]
         return function
 
+    def compile_as(self, header: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
+        """The function that `header` begins and `lines`, such as those of `body`, go on with."""
+        return self._made("\n".join([*header, *("    " + b for b in lines), ""]), header[0].split("(")[0].split()[-1])
+
     # Names and literals.
+
+    def spelled(self, node: fx.Node) -> str:
+        """The name of a node's value."""
+        return self._name(node)
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A name in the program's scope for a function or constant."""
+        return self._bind(value, hint)
 
     def _name(self, node: fx.Node) -> str:
         name = self._names.get(node)
@@ -232,6 +244,7 @@ class Program:
         statements = self._statements()
         (result,) = output.args
         results = result if isinstance(result, (tuple, list)) else (result,)
+        self.results = tuple(results)
         last: dict[fx.Node, int] = {}
         for i, s in enumerate(statements):
             for node in (*s.defines, *s.reads):
@@ -260,7 +273,9 @@ class Program:
         return "\n".join([*lines, *("    " + b for b in self.body), ""])
 
     def _compile(self, boxed: bool) -> Callable[..., Any]:
-        text = self._text(boxed)
+        return self._made(self._text(boxed), "call")
+
+    def _made(self, text: str, name: str) -> Callable[..., Any]:
         found = self._compiled.get(text)
         if found is None:
             _SERIAL[0] += 1
@@ -268,7 +283,7 @@ class Program:
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             scope = dict(self.scope)
             exec(compile(text, filename, "exec"), scope)
-            found = self._compiled[text] = scope["call"]
+            found = self._compiled[text] = scope[name]
         return found
 
 

@@ -12,12 +12,13 @@ from torch import fx
 
 from fuser import config
 from fuser.cuda.graphs import Recorded
-from fuser.frontends.functional import compile_functional
+from fuser.frontends.functional import Compiled, compile_functional
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
+from fuser.runtime.warm import WARM_MIN
 
 Function = Callable[..., Any]
 # Operators that run another one under a state of the generator.
@@ -44,6 +45,7 @@ class Training:
         self.passes = earlier  # of the joint graph and before; told with the forward
         self.cut = False  # whether there is a forward and a backward
         self.random = False  # whether they draw random numbers
+        self.compiled: dict[str, Compiled] = {}  # by stage
 
     def compiler_of(self, stage: str) -> Any:
         """AOTAutograd's compiler for the "forward" or the "backward"."""
@@ -51,15 +53,22 @@ class Training:
         def compile_stage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
             with config.override(**self.options):
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
+            self.compiled[stage] = compiled
             by_eager = self.by_eager if stage == "forward" else None
             compiled.remember("wrapped", "gradients are needed", self.options, stage, by_eager)
             boxed = compiled.boxed
             if self.recorded:
                 boxed = compiled.recorded(stage, self.forward)
                 self.forward = boxed if isinstance(boxed, Recorded) else None
-            return _under({**_LEAN, **self.options}, boxed)
+            return self.under_options(stage, boxed)
 
         return compile_stage if stage == "forward" else _hidden(compile_stage)
+
+    def under_options(self, stage: str, function: Function) -> Function:
+        """The function of a compiled stage under the settings that its kernels are compiled and run with."""
+        lean = {} if is_small(self.compiled[stage].module) else _LEAN
+        options = {**lean, **self.options}
+        return _under(options, function) if options else function
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
@@ -131,10 +140,20 @@ def _hidden(compile_stage: Function) -> Function:
 
 def _under(options: dict[str, Any], function: Function) -> Function:
     """The function under `options`: a backward is compiled and called outside the block that the forward runs in."""
+    settings = config.prepared(**options)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        with config.override(**options):
+        with settings:
             return function(*args)
 
     return call
+
+
+def is_small(module: fx.GraphModule) -> bool:
+    """Whether no tensor of a graph comes from memory that is kept warm, at any sizes that the graph takes."""
+    for node in module.graph.nodes:
+        for t in tensors_of(node.meta.get("val")):
+            if t.device.type == "cpu" and (not isinstance(t.numel(), int) or t.numel() * t.element_size() >= WARM_MIN):
+                return False
+    return True

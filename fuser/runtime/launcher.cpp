@@ -87,12 +87,14 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   torch.quick_name = PyUnicode_InternFromString("quick");
   torch.library_limit_name = PyUnicode_InternFromString("library_limit");
   PyObject* capsule = object(table, "dlpack");
-  PyObject* flag = object(table, "requires_grad");
+  PyObject *flag = object(table, "requires_grad"), *version = object(table, "version");
   if (PyErr_Occurred()) return nullptr;
-  if (Py_TYPE(flag) != &PyGetSetDescr_Type) {
-    PyErr_SetString(PyExc_TypeError, "Tensor.requires_grad is no getset descriptor in this torch");
+  if (Py_TYPE(flag) != &PyGetSetDescr_Type || Py_TYPE(version) != &PyGetSetDescr_Type) {
+    PyErr_SetString(PyExc_TypeError, "Tensor.requires_grad or Tensor._version is no getset descriptor in this torch");
     return nullptr;
   }
+  torch.version = ((PyGetSetDescrObject*)version)->d_getset->get;
+  torch.version_closure = ((PyGetSetDescrObject*)version)->d_getset->closure;
   torch.requires_grad = ((PyGetSetDescrObject*)flag)->d_getset->get;
   torch.requires_grad_closure = ((PyGetSetDescrObject*)flag)->d_getset->closure;
   torch.impl_offset = number(table, "impl_offset", -1);
@@ -232,6 +234,26 @@ PyObject* module_pool_tensor(PyObject*, PyObject* arguments) {
   return (PyObject*)out;
 }
 
+// seen(*args): of each tensor a weak reference and its version, of anything else itself and None; one flat tuple. An
+// inference tensor has no version.
+PyObject* module_seen(PyObject*, PyObject* const* objects, Py_ssize_t n) {
+  PyObject* out = PyTuple_New(2 * n);
+  for (Py_ssize_t i = 0; out && i < n; i++) {
+    bool tensor = is_tensor(objects[i]);
+    PyObject* kept = tensor ? PyWeakref_NewRef(objects[i], nullptr) : Py_NewRef(objects[i]);
+    PyObject* version = tensor ? torch.version(objects[i], torch.version_closure) : nullptr;
+    if (tensor && kept && !version) PyErr_Clear();
+    if (kept) {
+      PyTuple_SET_ITEM(out, 2 * i, kept);
+      PyTuple_SET_ITEM(out, 2 * i + 1, version ? version : Py_NewRef(Py_None));
+    } else {
+      Py_XDECREF(version);
+      Py_CLEAR(out);
+    }
+  }
+  return out;
+}
+
 PyObject* module_loaded_libraries(PyObject*, PyObject*) { return PyLong_FromLongLong(loaded_libraries); }
 
 PyObject* module_ranges(PyObject*, PyObject* arguments) {
@@ -256,6 +278,8 @@ PyMethodDef module_methods[] = {
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},
     {"advise_huge", module_advise_huge, METH_VARARGS, "advise_huge(address, bytes, slow_ns) -> bytes asked for"},
     {"product", module_product, METH_VARARGS, "product(function, x, w, out): a matrix product into `out`"},
+    {"seen", (PyCFunction)(void (*)())module_seen, METH_FASTCALL,
+     "seen(*args): a weak reference and the version of each tensor, itself and None of anything else, in one tuple"},
     {"loaded_libraries", module_loaded_libraries, METH_NOARGS, "loaded_libraries() -> libraries of kernels loaded now"},
     {"reads_alike", module_reads_alike, METH_O, "reads_alike(tensor): whether torch's shim says of it what DLPack does"},
     {"scripted", module_scripted, METH_VARARGS,

@@ -336,8 +336,8 @@ def _describe() -> dict[str, Any]:
         harmful_excluded=masks["harmful_excluded"], plain_tensor=plain_tensor, plain_context=plain_context,
         forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
         py_warm=warm.empty_strided, py_scratch=warm.scratch, is_whole=files.is_whole,
-        requires_grad=_C.TensorBase.requires_grad, dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-        dtype_words=_dtype_words(),
+        requires_grad=_C.TensorBase.requires_grad, version=_C.TensorBase._version, dtype_words=_dtype_words(),
+        dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip
     return table
 

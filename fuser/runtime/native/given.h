@@ -83,8 +83,8 @@ struct {
   uint64_t plain_keys[8];
   int n_plain_keys;
   bool (*impl_requires_grad)(const char* impl);  // null: Tensor.requires_grad's own getter
-  getter requires_grad;
-  void* requires_grad_closure;
+  getter requires_grad, version;
+  void *requires_grad_closure, *version_closure;
   // The thread's dispatch keys, as differences from the default; no library: ask `plain_context`.
   void* c10_library;
   uint64_t harmless_included, harmful_excluded;

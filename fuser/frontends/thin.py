@@ -1,0 +1,313 @@
+"""A thin road for gradients: one autograd node whose forward and backward are the graph's own programs.
+
+AOTAutograd's wrappers cost more than the kernels of a small graph. Where its analysis finds nothing for them to do (no
+alias, no written input, no subclass, no state of random numbers), later calls go to a node of our own. The first call
+goes through AOTAutograd, which builds its own class of autograd function. The node's class derives from it, so that
+compiled autograd finds what it looks for, and the first backward is compiled by it, under the contexts that belong to
+that. Tensors are saved by autograd's own means: hooks, version checks and errors are eager's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import Function as AutogradFunction
+
+from fuser.frontends import higher_order
+from fuser.frontends.failures import OF_OPERATORS, after_failure
+from fuser.frontends.functional import Compiled
+from fuser.frontends.program import Program
+from fuser.frontends.training import Training
+from fuser.runtime.memory import Tally
+
+Function = Callable[..., Any]
+_C: Any = torch._C
+_ATTEMPTS = 8  # first calls that may end without a node of AOTAutograd's, as calls with fake tensors do
+_BOXED = bool(hasattr(AutogradFunction, "boxed_grads_call"))  # the engine gives gradients as one list, to be emptied
+
+
+def thin(general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, by_eager: Tally) -> Function:
+    """`general`, the function of AOTAutograd's wrappers, for a first call; the thin node after it.
+
+    `repeats`: `gm` may run a second time in eager, after an error or for the gradient of a gradient. The graph must
+    have passed `dynamo.why_wrapped`.
+    """
+    apply: Function | None = None
+    attempts = 0
+
+    def start(args: tuple[Any, ...]) -> Any:
+        nonlocal apply, attempts
+        results = general(*args)
+        made_by = _class_of(results) if attempts < _ATTEMPTS else None
+        attempts += 1
+        if made_by is not None:
+            attempts = _ATTEMPTS
+            node = _Node.of(made_by, gm, steps, repeats)
+            apply = node.apply if node is not None else None
+        return results
+
+    def call(*args: Any) -> Any:
+        if apply is None:
+            return start(args)
+        try:
+            return apply(*args)
+        except OF_OPERATORS as error:
+            if not repeats:
+                raise
+            return after_failure(error, gm, by_eager, args)
+
+    return call
+
+
+def _class_of(results: Any) -> Any:
+    """AOTAutograd's class of the function that gave these results; None if none did."""
+    for r in results if isinstance(results, (tuple, list)) else ():
+        made_by = getattr(type(getattr(r, "grad_fn", None)), "_forward_cls", None)
+        if hasattr(made_by, "compiled_fw"):
+            return made_by
+    return None
+
+
+class _Node:
+    """Builds the class of one graph's autograd function. `apply` is its C function, without Python's before it."""
+
+    def __init__(self, made_by: Any, gm: fx.GraphModule, steps: Training, forward: Compiled, repeats: bool) -> None:
+        self.gm, self.steps, self.repeats = gm, steps, repeats
+        self.made_by, self.meta = made_by, made_by.metadata
+        self.backward_given: Function | None = None
+        assert forward.program is not None
+        results = forward.program.results
+        returned = self.meta.num_forward_returns
+        self.returned, saved = results[:returned], results[returned:]
+        self.saved = [n for n in saved if _is_tensor(n)]
+        self.sizes = [n for n in saved if not _is_tensor(n)]
+        self.differentiated = [i for i, info in enumerate(self.meta.output_info) if _is_differentiated(info)]
+        made: Any = types.new_class("CompiledFunction", (made_by,))
+        self.cls = made
+        self.cls.forward = staticmethod(steps.under_options("forward", self._forward(forward.program)))
+        node: Any = self.cls._backward_cls
+        node.symints, node._tensors_no_vc_check, node.opaque_objects = (), [], ()
+        self._take_backward(lambda ctx, grads: self._first_backward(ctx, grads))  # a function, which becomes a method
+        self.apply: Function = super(AutogradFunction, self.cls).apply  # type: ignore[misc]
+
+    @staticmethod
+    def of(made_by: Any, gm: fx.GraphModule, steps: Training, repeats: bool) -> _Node | None:
+        """The node for AOTAutograd's class; None where that has something else to do at a call."""
+        forward = steps.compiled.get("forward")
+        meta = getattr(made_by, "metadata", None)
+        if forward is None or forward.program is None or meta is None or not _is_known(made_by, meta):
+            return None
+        try:
+            node = _Node(made_by, gm, steps, forward, repeats)
+        except (AttributeError, TypeError):  # another form than those known
+            return None
+        order = [*node.saved, *node.sizes]
+        fits = list(forward.program.results[len(node.returned) :]) == order and len(node.differentiated) == len(
+            meta.subclass_tangent_meta
+        )
+        return node if fits else None
+
+    # The forward.
+
+    def _forward(self, program: Program) -> Function:
+        """`forward(ctx, *inputs)`: the program, then what autograd is told."""
+        name = program.spelled
+        inputs = [name(p) for p in program.placeholders]
+        grouped = {o for plan in program.plan.groups for o in plan.outputs}
+        lines = list(program.body[:-1])
+        for i, info in enumerate(self.meta.output_info):
+            if "unsafe_view" in str(info.output_type):
+                out = name(self.returned[i])
+                lines.append(f"if {out}._is_view(): {out} = {program.bind(_unsafe_view, 'apart')}({out})")
+        kept = [name(n) if n in grouped else f"{name(n)}.detach() if {name(n)}._is_view() else {name(n)}"
+                for n in self.saved]  # fmt: skip
+        lines.append(f"CTX.to_save = ({''.join(k + ', ' for k in kept)})")
+        if self.sizes:
+            lines.append(f"CTX.symints = ({''.join(name(n) + ', ' for n in self.sizes)})")
+        fixed = [n for n, info in zip(self.returned, self.meta.output_info, strict=True)
+                 if not info.requires_grad and _is_tensor(n)]  # fmt: skip
+        if fixed:
+            lines.append(f"CTX.non_differentiable = ({''.join(name(n) + ', ' for n in fixed)})")
+        lines.append("CTX._materialize_non_diff_grads = False")
+        if self.repeats:
+            lines.append(f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
+        lines.append(f"return ({''.join(name(n) + ', ' for n in self.returned)})")
+        return program.compile_as([f"def forward({', '.join(['CTX', *inputs])}):"], lines)
+
+    # The backward.
+
+    def _take_backward(self, function: Function) -> None:
+        """Have the engine call `function(ctx, gradients)`, which empties the list, on every way to the node."""
+        _leave_to_python(function)
+
+        def apply(ctx: Any, *grads: Any) -> Any:
+            return function(ctx, list(grads))
+
+        _leave_to_python(apply)
+        node: Any = self.cls._backward_cls
+        if _BOXED:
+            self.cls.backward, node.apply_boxed, node.apply = staticmethod(function), function, apply
+        else:
+            self.cls.backward, node.apply = staticmethod(apply), apply
+
+    def _first_backward(self, ctx: Any, grads: list[Any]) -> Any:
+        """A backward before ours is known: AOTAutograd compiles it, or has done so meanwhile."""
+        if self.steps.compiled.get("backward") is None or self.backward_given is None:
+            if torch.is_grad_enabled() or _C._are_functorch_transforms_active():
+                return self._again(ctx, grads)
+            symints, saved = ctx.symints, ctx.saved_tensors
+            given = [self._tangent(j, grads[i]) for j, i in enumerate(self.differentiated)]
+            grads.clear()
+            every = [*symints, *saved, *given]
+            del saved, given
+            found = tuple(self.made_by._backward_impl(ctx, every))
+            self._adopt()
+            return found
+        return self.backward_given(ctx, grads)
+
+    def _adopt(self) -> None:
+        """Take the backward that was compiled, if its inputs are those that the forward saves."""
+        compiled = self.steps.compiled.get("backward")
+        if self.backward_given is not None or compiled is None or compiled.program is None:
+            return
+        program = compiled.program
+        saved = [n.name for n in (*self.sizes, *self.saved)]
+        if len(program.placeholders) != len(saved) + len(self.differentiated):
+            return
+        if [p.name for p in program.placeholders[: len(saved)]] != saved:
+            return
+        function = self.steps.under_options("backward", self._backward(program))
+        self.backward_given = function
+        self._take_backward(function)
+
+    def _backward(self, program: Program) -> Function:
+        """`backward(ctx, gradients)`: what was saved, the program, the inputs' gradients."""
+        name, bind = program.spelled, program.bind
+        n, m = len(self.sizes), len(self.sizes) + len(self.saved)
+        names = [name(p) for p in program.placeholders]
+        lines = [
+            f"if {bind(_C.is_grad_enabled, 'again')}() or {bind(_C._are_functorch_transforms_active, 'again')}():",
+            f"    return {bind(self._again, 'again')}(CTX, GRADS)",
+        ]
+        if n:
+            lines.append(f"({', '.join(names[:n])},) = CTX.symints")
+        if m > n:
+            lines.append(f"({', '.join(names[n:m])},) = CTX.saved_tensors")
+        if hasattr(_C._FunctionBase, "maybe_clear_saved_tensors"):
+            lines.append("CTX.maybe_clear_saved_tensors()")
+        if self.meta.deterministic is not None and not self.meta.deterministic:
+            asks = bind(_C._get_deterministic_algorithms, "asks")
+            lines.append(f"if {asks}(): {bind(_refuse_deterministic, 'refuse')}()")
+        for j, i in enumerate(self.differentiated):
+            given = names[m + j]
+            lines.append(f"{given} = GRADS[{i}]")
+            like = f"{bind(self._tangent, 'tangent')}({j}, {given})"
+            lines.append(f"if {self._is_other(bind, j, given)}: {given} = {like}")
+        lines.append("GRADS.clear()")
+        return program.compile_as(["def backward(CTX, GRADS):"], [*lines, *program.body])
+
+    def _is_other(self, bind: Function, number: int, given: str) -> str:
+        """Whether a gradient has another type or layout than it was traced with, as text."""
+        form = self.meta.subclass_tangent_meta[number].memory_format
+        other = f"type({given}) is not {bind(torch.Tensor, 'tensor')} or "
+        if form is None:
+            return other + "False"
+        if form.memory_format is torch.contiguous_format:
+            return other + f"not {given}.is_contiguous()"
+        if form.memory_format is not None:
+            return "True"
+        shape, stride = (bind(tuple(v), "form") for v in (form.size, form.stride))
+        return other + f"{given}.stride() != {stride} or {given}.shape != {shape}"
+
+    def _tangent(self, number: int, given: Any) -> Any:
+        """A gradient as AOTAutograd would hand it to the backward; RuntimeError for a subclass that is none."""
+        from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+
+        found, _ = AOTDispatchAutograd.process_runtime_tangent(given, self.meta.subclass_tangent_meta[number])
+        return found
+
+    def _again(self, ctx: Any, grads: list[Any]) -> Any:
+        """A backward that is to be differentiated, or that runs under a transform: eager's, or one that says no."""
+        if self.repeats:
+            flat = list(grads)
+            grads.clear()
+            return higher_order.by_eager(self.gm, ctx, higher_order.inputs_of(ctx.fuser_inputs), flat)
+        if _C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "fuser: the backward of this compiled function runs under a transform of torch.func, which only eager "
+                "can do, and its graph draws random numbers: run the function without torch.compile"
+            )
+
+        def run() -> Any:
+            return self.cls.backward(ctx, grads) if _BOXED else self.cls.backward(ctx, *grads)
+
+        leaf = torch.empty(0, requires_grad=True)
+        return _Once.apply(leaf, run)  # type: ignore[no-untyped-call]
+
+
+class _Once(AutogradFunction):
+    """The results of a backward as tensors of a graph that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Any, run: Function) -> Any:
+        with torch.no_grad():
+            return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "fuser: the graph of this function draws random numbers or runs under autocast, so the gradient of its "
+            "gradient cannot be computed: run the function without torch.compile"
+        )
+
+
+def _unsafe_view(x: torch.Tensor) -> Any:
+    """The same memory as a tensor that autograd takes for no view."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
+
+
+def _refuse_deterministic() -> None:
+    raise RuntimeError(
+        "fuser: this backward runs under torch.use_deterministic_algorithms(True), and its forward was compiled "
+        "without: call the function again after the change"
+    )
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_differentiated(info: Any) -> bool:
+    """Whether an output's gradient is an input of the backward."""
+    needed = getattr(info, "requires_grad_for_backward", info.requires_grad)
+    return bool(needed) and issubclass(info.raw_type, torch.Tensor)
+
+
+def _is_known(made_by: Any, meta: Any) -> bool:
+    """Whether AOTAutograd saves and passes on nothing beside tensors and sizes."""
+    implemented = getattr(made_by, "_backward_impl", None)
+    if implemented is None or list(inspect.signature(implemented).parameters) != ["ctx", "all_args"]:
+        return False
+    apart = "num_tensors_saved_with_no_vc_check", "num_opaque_objects_saved_for_bw", "num_backward_tokens"
+    if any(getattr(meta, name, 0) for name in apart) or getattr(meta, "dynamic_saved_tensors_idxs", None):
+        return False
+    return bool(meta.num_forward_returns == len(meta.output_info))
+
+
+def _leave_to_python(function: Any) -> None:
+    """Have Dynamo trace neither a function nor what it calls: a backward may run behind a graph break."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    for each in (code, getattr(function, "__code__", None)):
+        if each is not None:
+            eval_frame.set_code_exec_strategy(each, eval_frame._FrameExecStrategy(skip, skip))
+
+
+__all__: Sequence[str] = ["thin"]
