@@ -91,12 +91,14 @@ def _extend(made_by: Any, gm: fx.GraphModule) -> None:
 
 
 def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients of the inputs, with a graph of their own."""
+    """Gradients of the inputs, with a graph of their own where gradients are enabled."""
     global _said
-    if not _said:
+    again = torch.is_grad_enabled()
+    if again and not _said:
         _said = True
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
-    results = gm(*inputs)
+    with torch.enable_grad():
+        results = gm(*inputs)
     if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads):
         raise RuntimeError(
             "fuser: this graph has inputs or results that its compiled form has not, so the gradient of its gradient "
@@ -106,7 +108,7 @@ def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequenc
     pairs = [(r, g) for r, g in pairs if g is not None]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
     found = torch.autograd.grad(
-        [r for r, _ in pairs], [inputs[i] for i in wanted], [g for _, g in pairs], create_graph=True, allow_unused=True
+        [r for r, _ in pairs], [inputs[i] for i in wanted], [g for _, g in pairs], create_graph=again, allow_unused=True
     )
     by_place = dict(zip(wanted, found, strict=True))
     return tuple(by_place.get(i) for i in range(len(inputs)))

@@ -119,7 +119,9 @@ class _Node:
         name = program.spelled
         inputs = [name(p) for p in program.placeholders]
         grouped = {o for plan in program.plan.groups for o in plan.outputs}
-        lines = list(program.body[:-1])
+        lines = list(program.body[:-1])  # which end with a return
+        if self.repeats:
+            lines.insert(0, f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
         for i, info in enumerate(self.meta.output_info):
             if "unsafe_view" in str(info.output_type):
                 out = name(self.returned[i])
@@ -134,8 +136,6 @@ class _Node:
         if fixed:
             lines.append(f"CTX.non_differentiable = ({''.join(name(n) + ', ' for n in fixed)})")
         lines.append("CTX._materialize_non_diff_grads = False")
-        if self.repeats:
-            lines.append(f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
         lines.append(f"return ({''.join(name(n) + ', ' for n in self.returned)})")
         return program.compile_as([f"def forward({', '.join(['CTX', *inputs])}):"], lines)
 
@@ -228,6 +228,8 @@ class _Node:
         """A gradient as AOTAutograd would hand it to the backward; RuntimeError for a subclass that is none."""
         from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 
+        if _C._functorch.is_legacy_batchedtensor(given):  # `is_grads_batched`: ATen runs the backward, in any layout
+            return given
         found, _ = AOTDispatchAutograd.process_runtime_tangent(given, self.meta.subclass_tangent_meta[number])
         return found
 
