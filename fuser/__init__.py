@@ -35,6 +35,7 @@ __all__ = [
     "debug_get_fused_kernel_code",
     "debug_launch_graph",
     "errors",
+    "explain",
     "fuse_script",
     "fusion_handle",
     "has_fusion_backend",
@@ -53,16 +54,27 @@ __all__ = [
 ]
 
 
+# Modules, and what is found in modules, that are imported when first asked for.
+_LATER: dict[str, tuple[str, str]] = {
+    **{name: (name, "") for name in ("aot", "cache", "debug", "frontends", "passes")},
+    "backend": ("frontends.dynamo", "fuser_backend"),
+    "explain": ("debug.models", "explain_model"),
+    "fuse_script": ("frontends.fuse_script", "fuse_script"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """`aot`, `backend`, `cache`, `debug`, `frontends`, `fuse_script` and `passes` are imported when first asked for.
+    """What `_LATER` names.
 
     `fuser.backend` is the function behind `torch.compile(model, backend="fuser")`, and may be given in place of the
     name: then Dynamo is imported with Python's collector at rest, and the first call comes 0.4 s sooner.
     """
-    if name in ("aot", "cache", "debug", "frontends", "passes"):
-        return importlib.import_module(f"fuser.{name}")
-    if name == "fuse_script":
-        return importlib.import_module("fuser.frontends.fuse_script").fuse_script
-    if name == "backend":
-        return importlib.import_module("fuser.frontends.dynamo").fuser_backend
-    raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+    module, attribute = _LATER[name]
+    found = importlib.import_module(f"fuser.{module}")
+    return getattr(found, attribute) if attribute else found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LATER})

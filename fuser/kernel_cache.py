@@ -28,6 +28,7 @@ from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Tally
+from fuser.runtime.spans import timed
 
 if TYPE_CHECKING:
     from fuser.splitting import Split
@@ -59,6 +60,7 @@ class KernelEntry:
     compiling: bool = False
     seconds: float = 0.0
     example: tuple[Any, ...] = ()
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of compiling, by stage, in the caller's thread
 
     @property
     def state(self) -> str:
@@ -108,8 +110,10 @@ class KernelStore:
                 return entry, False
             entry.compiling = True
         kernel, reason, began = None, None, time.perf_counter()
+        stages: dict[str, float] = {}
         try:
-            kernel = compile_kernel()
+            with timed(stages):
+                kernel = compile_kernel()
         except Exception as e:
             reason = reason_of(e)
             COUNTS.add("failed")
@@ -121,6 +125,8 @@ class KernelStore:
             with self._lock:
                 entry.compiling = False
                 entry.seconds += seconds
+                for name, taken in stages.items():
+                    entry.stages[name] = entry.stages.get(name, 0.0) + taken
                 entry.reason = reason
                 if kernel is not None:
                     entry.kernels.append(kernel)

@@ -20,6 +20,11 @@ class Reason:
     cure: str
     reads: str = ""
 
+    @property
+    def details(self) -> bool:
+        """Whether a sentence of this row says more than the row."""
+        return self.code not in _SAY_ALL
+
 
 REASONS: tuple[Reason, ...] = (
     Reason(
@@ -225,6 +230,9 @@ REASONS: tuple[Reason, ...] = (
         "the operator is lowered, but not for these arguments",
         "the sentence says which argument",
     ),
+)
+_SAY_ALL = frozenset(
+    "not_run library pending random writes no_tensor several_views from_numbers no_lowering alone".split()
 )
 BY_CODE = {r.code: r for r in REASONS}
 _COMPILED = tuple((r.code, re.compile(r.reads)) for r in REASONS if r.reads)

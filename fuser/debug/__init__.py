@@ -2,8 +2,10 @@
 
 from fuser.contests.records import choices
 from fuser.cuda.graphs import recorded
-from fuser.debug.explaining import dump, explain
+from fuser.debug.explaining import dump
+from fuser.debug.explanation import Explanation
 from fuser.debug.guarding import KernelGuards, guards
+from fuser.debug.models import explain
 from fuser.debug.pipeline import PassTable, bisect_passes, passes
 from fuser.debug.reporting import Report, report
 from fuser.debug.reproducing import repro
@@ -11,6 +13,6 @@ from fuser.debug.scripts import graph_for
 from fuser.debug.timing import Timing, measure
 
 __all__ = [
-    "KernelGuards", "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain", "graph_for",
-    "guards", "measure", "passes", "recorded", "report", "repro",
+    "Explanation", "KernelGuards", "PassTable", "Report", "Timing", "bisect_passes", "choices", "dump", "explain",
+    "graph_for", "guards", "measure", "passes", "recorded", "report", "repro",
 ]  # fmt: skip

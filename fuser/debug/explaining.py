@@ -20,7 +20,7 @@ from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
 
 
-def explain(key: int) -> str:
+def explain_key(key: int) -> str:
     """What became of the fusion `key`, as text. UnknownKeyError if there is none."""
     registration = REGISTRY.find(key)
     spec = registration.spec
@@ -70,9 +70,9 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
     spec = REGISTRY.find(key).spec
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"graph.txt": spec.graph.text, "fallback.py": spec.fallback.source, "explain.txt": explain(key)}
+    texts = {"graph.txt": spec.graph.text, "fallback.py": spec.fallback.source, "explain.txt": explain_key(key)}
     for n, entry in enumerate(spec.store.entries):
-        texts[f"class{n}.ir.txt"] = _ir_text(spec, entry.example)
+        texts[f"class{n}.ir.txt"] = ir_text(spec, entry.example)
     for kernel in spec.store.kernels:
         suffix = ".cpp" if str(kernel.library).endswith(".so") else ".py"
         texts[re.sub(r"\W+", "_", kernel.name) + suffix] = kernel.source
@@ -84,7 +84,7 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def _ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
+def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
     """The lowered graph and its kernel plans, for arguments like those that it was compiled for."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

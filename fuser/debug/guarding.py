@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, Program
+from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, Program, run_program
 from fuser.kernel_cache import REGISTRY
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, InputPattern, LaunchProgram
 
@@ -45,7 +46,7 @@ def guards_of(name: str, program: LaunchProgram) -> KernelGuards:
     """The same of one launch program."""
     slots: dict[int, str] = {}
     inputs = tuple(_input_text(n, p, slots) for n, p in enumerate(program.inputs))
-    return KernelGuards(name, inputs, tuple(program_text(g, slots) for g in program.guards))
+    return KernelGuards(name, inputs, tuple(program_text(g, slots) for g in program.guards if SLOT in g))
 
 
 def _input_text(number: int, pattern: InputPattern, slots: dict[int, str]) -> str:
@@ -67,6 +68,57 @@ def _numbers(items: Sequence[Bind | Check], name: str, slots: dict[int, str]) ->
             slots[item.slot] = f"{name}{d}"
         texts.append(slots[item.slot] if isinstance(item, Bind) else program_text(item.code, slots))
     return ", ".join(texts)
+
+
+def refusal_of(program: LaunchProgram, example: Sequence[Any]) -> str | None:
+    """What keeps a kernel from arguments, given as a kernel's entry describes its example; None if nothing does.
+
+    A tensor is (dtype, device type, size, stride). Memory's alignment is not described.
+    """
+    slots, names = [0] * program.n_slots, dict[int, str]()
+    for n, (pattern, given) in enumerate(zip(program.inputs, example)):
+        before = dict(names)
+        said = _input_text(n, pattern, names)
+        if not _takes(pattern, given, slots):
+            return f"it takes {said}, with {_known(before, slots)}; given {_given(given)}" if before else (
+                f"it takes {said}; given {_given(given)}"
+            )  # fmt: skip
+    failed = next((g for g in program.guards if not run_program(g, slots)), None)
+    return None if failed is None else f"{program_text(failed, names)} does not hold, with {_known(names, slots)}"
+
+
+def _takes(pattern: InputPattern, given: Any, slots: list[int]) -> bool:
+    if pattern.kind != "tensor" or not isinstance(given, tuple):
+        kinds = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}.get(pattern.kind, ())
+        if pattern.slot >= 0 and isinstance(given, int) and pattern.kind != "float":
+            slots[pattern.slot] = int(given)
+        return not isinstance(given, tuple) and type(given).__name__ in kinds
+    dtype, device_type, size, stride = given
+    if dtype != pattern.dtype or device_type != pattern.device_type or len(size) != len(pattern.sizes):
+        return False
+    return _match(size, pattern.sizes, [True] * len(size), slots) and _match(
+        stride, pattern.strides, [s > 1 and 0 not in size for s in size], slots
+    )
+
+
+def _match(found: Sequence[int], items: Sequence[Bind | Check], checked: Sequence[bool], slots: list[int]) -> bool:
+    for value, item, counts in zip(found, items, checked):
+        if isinstance(item, Bind):
+            slots[item.slot] = value
+        elif counts and run_program(item.code, slots) != value:
+            return False
+    return True
+
+
+def _known(names: Mapping[int, str], slots: Sequence[int]) -> str:
+    return ", ".join(f"{name} = {slots[slot]}" for slot, name in names.items())
+
+
+def _given(given: Any) -> str:
+    if not isinstance(given, tuple):
+        return f"{type(given).__name__} {given}"
+    dtype, device_type, size, stride = given
+    return f"{str(dtype).removeprefix('torch.')}{list(size)} strides {list(stride)} on {device_type}"
 
 
 def program_text(code: Program, slots: Mapping[int, str]) -> str:

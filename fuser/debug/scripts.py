@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuser.debug.explaining import explain
+from fuser.debug.explaining import explain_key
 from fuser.errors import InputError
 from fuser.frontends.script_fusion import Fused, ScriptGroup
 from fuser.frontends.script_special import Specialised
@@ -33,10 +33,10 @@ def graph_for(fused: Any, *inputs: Any) -> str:
 
 def _group(group: ScriptGroup) -> str:
     where = [f"  from {line}" for line in group.lines]
-    told = [f"  {line}" for line in explain(group.key).splitlines()]
+    told = [f"  {line}" for line in explain_key(group.key).splitlines()]
     handle = group.operator.handle
     if isinstance(handle, Specialised):
         told += [f"  runs on ATen: {reason}" for reason in handle.reasons]
         for values, key in handle.keys.items():
-            told += [f"  for {values}:", *(f"    {line}" for line in explain(key).splitlines())]
+            told += [f"  for {values}:", *(f"    {line}" for line in explain_key(key).splitlines())]
     return "\n".join([f"{group.operator.name}: {', '.join(group.calls)}", *where, *told])

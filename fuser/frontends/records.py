@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,9 +105,25 @@ def _compile_id() -> str:
 _history: collections.deque[CompiledGraph] = collections.deque(maxlen=128)
 
 
+_listeners: list[list[CompiledGraph]] = []
+
+
 def remember(record: CompiledGraph) -> None:
     """Add a record; the oldest of more than 128 is forgotten."""
     _history.append(record)
+    for found in _listeners:
+        found.append(record)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[CompiledGraph]]:
+    """The records that are added in a block, by whichever thread."""
+    found: list[CompiledGraph] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners[:] = [other for other in _listeners if other is not found]
 
 
 def compilations() -> list[CompiledGraph]:

@@ -6,11 +6,27 @@ for one. Calls that a kernel answers have no spans.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 _API = "opentelemetry.trace"
+_timed = threading.local()
+
+
+@contextlib.contextmanager
+def timed(stages: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of each stage that begins and ends in this block, in this thread, to `stages`."""
+    before = getattr(_timed, "stages", None)
+    _timed.stages = stages
+    try:
+        yield
+    finally:
+        _timed.stages = before
 
 
 class span:
@@ -19,14 +35,16 @@ class span:
     The block's span has `note(name=value)` for what is known later.
     """
 
-    __slots__ = ("_inner", "_made", "_name", "_attributes")
+    __slots__ = ("_inner", "_made", "_name", "_attributes", "_began")
 
     def __init__(self, stage: str, /, **attributes: str | int | float | bool) -> None:
         self._name, self._attributes = stage, attributes
         self._inner: Any = None
         self._made: Any = None
+        self._began = 0.0
 
     def __enter__(self) -> span:
+        self._began = time.perf_counter()
         api = sys.modules.get(_API)
         if api is None:
             return self
@@ -52,6 +70,9 @@ class span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
+        stages = getattr(_timed, "stages", None)
+        if stages is not None:
+            stages[self._name] = stages.get(self._name, 0.0) + time.perf_counter() - self._began
         inner, self._inner = self._inner, None
         if inner is not None:
             try:
@@ -61,4 +82,4 @@ class span:
                     raise
 
 
-__all__ = ["span"]
+__all__ = ["span", "timed"]

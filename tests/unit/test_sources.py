@@ -28,7 +28,7 @@ class Block(nn.Module):
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.blocks = nn.Embedding(64, 32), nn.ModuleList([Block(), Block()])
+        self.table, self.blocks = nn.Embedding(64, 32), nn.ModuleList([Block()])
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.table(words)
@@ -91,7 +91,7 @@ def test_the_line_is_the_users_and_the_module_is_named():
     assert {u.source.text for u in products} == {
         "q, k, v = self.wide(self.norm(x)).view(2, 8, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)"
     }
-    assert [u.source.module for u in products] == ["blocks.0.wide", "blocks.1.wide"]
+    assert [u.source.module for u in products] == ["blocks.0.wide"]
     assert all(u.bytes > 0 and u.code == "library" for u in products)
 
 

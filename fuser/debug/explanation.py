@@ -1,0 +1,210 @@
+"""What became of a program, as records: graphs, their groups and kernels, and each operator that is in none.
+
+`print` gives an overview that fits a terminal, `to_json` all of it in the form of docs/explain.md, `to_html` a page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuser.debug import explained_html, explained_text
+from fuser.passes.sources import Source
+
+SCHEMA = 1  # of `to_json`; grows when a field changes its meaning or leaves
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call. `code` and `reason` say why it runs on ATen; both are "" where a kernel makes it.
+
+    `bytes` pass between it and other operators of the graph, in the sizes seen while tracing: what one kernel would
+    not move. `reads` and `read_by` are the groups that it stands between. `within` is the group that was split for it.
+    """
+
+    op: str
+    source: Source | None = None
+    code: str = ""
+    reason: str = ""
+    bytes: int = 0
+    node: str = ""
+    reads: tuple[int, ...] = ()
+    read_by: tuple[int, ...] = ()
+    within: int | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: its library, and what it takes.
+
+    `launches` is the number of its loop nests. `apart` says for a loop nest and an earlier one why they are two.
+    """
+
+    name: str
+    library: str
+    launches: int
+    takes: tuple[str, ...]
+    apart: tuple[tuple[str, str, str], ...]
+    source: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One fusion group of a graph. Equal groups share a key, and with it kernels and counts.
+
+    `hits` are calls that kernels answered, `misses` those that none took at once, with `missed`, the guard that failed
+    for each further kernel; `fallbacks` are calls that ran on ATen, by reason. `seconds` of compiling are of the first
+    caller's clock, `stages` of them by stage. `apart`: the groups that read from this one, and why they are not one.
+    """
+
+    number: int
+    key: int
+    operators: tuple[Operator, ...]
+    inputs: int
+    outputs: int
+    bytes: int
+    kernels: tuple[Kernel, ...]
+    hits: int
+    misses: int
+    missed: tuple[str, ...]
+    fallbacks: dict[str, int]
+    seconds: float
+    stages: dict[str, float]
+    apart: tuple[tuple[int, str], ...]
+    code: str = ""
+    reason: str = ""
+    read_plan: Callable[[], str] = field(repr=False, compare=False, default=str)
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels make it, in parts at least."""
+        return not self.code
+
+    def source(self) -> str:
+        """The code of its kernels."""
+        return "\n".join(k.source for k in self.kernels)
+
+    def plan(self) -> str:
+        """Its loops before and after scheduling, lowered anew for the arguments of its first call."""
+        return self.read_plan()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph that Dynamo handed over. `route` is "direct", "wrapped" or "eager"; `reason` says why not "direct".
+
+    `function` and `at` name the user's function, `compile_id` Dynamo's compilation ("0/1" is frame 0, the second time),
+    `traced` the seconds of the whole compilation of that frame, all its graphs together, and `seconds` of those what
+    passes, grouping and registration of this graph took. `passes` are those that changed something.
+    """
+
+    number: int
+    stage: str
+    route: str
+    reason: str
+    code: str
+    function: str
+    at: str
+    compile_id: str
+    seconds: float
+    traced: float
+    passes: tuple[tuple[str, int, float], ...]
+    groups: tuple[Group, ...]
+    not_fused: tuple[Operator, ...]
+    by_eager: dict[str, int]
+    program: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True)
+class Break:
+    """One graph break: why Dynamo ended a graph, where, and how often."""
+
+    reason: str
+    source: Source | None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """One function that Dynamo compiled again, the guard that failed, and the compilation that had this guard."""
+
+    function: str
+    at: str
+    reason: str
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What became of a function, or of all that this process compiled. `others` are groups that no graph has."""
+
+    graphs: tuple[Graph, ...]
+    breaks: tuple[Break, ...] = ()
+    recompilations: tuple[Recompilation, ...] = ()
+    others: tuple[Group, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all graphs, then others."""
+        return (*(g for graph in self.graphs for g in graph.groups), *self.others)
+
+    @property
+    def not_fused(self) -> tuple[Operator, ...]:
+        """Every operator that runs on ATen, by the bytes that fusing it would save."""
+        alone = [o for graph in self.graphs for o in graph.not_fused]
+        return tuple(sorted([*alone, *(o for g in self.groups for o in g.operators if o.code)], key=lambda o: -o.bytes))
+
+    @property
+    def fused(self) -> tuple[Operator, ...]:
+        """Every operator that a kernel makes."""
+        return tuple(o for g in self.groups for o in g.operators if not o.code)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of all groups, each once."""
+        found = {g.key: g.kernels for g in self.groups}
+        return tuple(k for kernels in found.values() for k in kernels)
+
+    def __str__(self) -> str:
+        return explained_text.overview(self)
+
+    def as_dict(self, source: bool = False) -> dict[str, Any]:
+        """All of it as plain values, as docs/explain.md says; with `source` the code of kernels and programs, too."""
+        left_out = () if source else ("source", "program")
+        return {"schema": SCHEMA, **_plain_fields(self, left_out)}
+
+    def to_json(self, source: bool = False, indent: int | None = 1) -> str:
+        """The same as JSON."""
+        return json.dumps(self.as_dict(source), indent=indent)
+
+    def to_html(self, path: str | pathlib.Path) -> pathlib.Path:
+        """Write one page without references to others, with the code of kernels; its path."""
+        path = pathlib.Path(path)
+        path.write_text(explained_html.page(self), encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return explained_html.fragment(self)
+
+
+def _plain_fields(record: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
+    code = left_out if isinstance(record, (Kernel, Graph)) else ()  # the source of others is a line of the user's
+    names = [f.name for f in dataclasses.fields(record) if f.name not in ("read_plan", *code)]
+    return {name: _plain(getattr(record, name), left_out) for name in names}
+
+
+def _plain(value: Any, left_out: tuple[str, ...]) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _plain_fields(value, left_out)
+    if isinstance(value, (tuple, list)):
+        return [_plain(v, left_out) for v in value]
+    return {str(k): _plain(v, left_out) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+__all__ = ["SCHEMA", "Break", "Explanation", "Graph", "Group", "Kernel", "Operator", "Recompilation"]

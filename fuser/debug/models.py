@@ -1,0 +1,159 @@
+"""`fuser.explain`: what became of a function or module, or of all that this process compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from fuser import interface
+from fuser.debug.explaining import explain_key
+from fuser.debug.explanation import Explanation
+from fuser.debug.gathering import (
+    explanation_of,
+    frames,
+    graph_break_count,
+    graph_breaks,
+    guard_failures,
+    recompilations,
+)
+from fuser.errors import InputError
+from fuser.frontends.records import collected, compilations
+from fuser.kernel_cache import REGISTRY
+
+Function = Callable[..., Any]
+
+
+def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanation:
+    """What becomes of `function`, a function or module, in a call with these arguments; it is compiled anew and called.
+
+    What `torch.compile` made of it before stays as it is. Buffers of a module and the states of random generators are
+    as before, too; whatever else the call writes is written. With gradients wanted, the backward is compiled as well.
+    A compiled function without arguments is not called: the explanation is of what is compiled so far. InputError for
+    what cannot be called.
+    """
+    if not callable(function):
+        raise InputError(
+            f"explain was given a {type(function).__name__}: expected a function, a module or a compiled one"
+        )
+    inner = _inside(function)
+    if inner is not function and not args and not kwargs:
+        return _of_compiled(inner)
+    return _of_call(inner, args, kwargs)
+
+
+def explain(key: int | None = None) -> Any:
+    """What became of the fusion `key`, as text; without a key, of all that this process compiled: an `Explanation`."""
+    if key is not None:
+        return explain_key(key)
+    records = compilations()
+    known = {k for r in records for k in r.keys}
+    known |= {k for r in REGISTRY.registrations() for made in r.spec.store.splits for k in made.keys}
+    others = [r for r in REGISTRY.registrations() if r.key not in known]
+    return explanation_of(records, graph_breaks(), recompilations(), others)
+
+
+def _inside(function: Function) -> Function:
+    """What `torch.compile` was given."""
+    found = getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None)
+    return found if callable(found) else function
+
+
+# -- a call ------------------------------------------------------------------------------------------------------------
+def _of_call(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+    import torch._dynamo
+
+    from fuser.frontends.dynamo import fuser_backend
+
+    @functools.wraps(fuser_backend)  # a function of its own: Dynamo compiles anew for it, and keeps what it has
+    def explained(gm: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Function:
+        return fuser_backend(gm, inputs, **given)
+
+    breaks, failures = graph_break_count(), guard_failures()
+    limits: dict[str, Any] = {
+        n: 1 << 16 for n in ("recompile_limit", "accumulated_recompile_limit") if hasattr(torch._dynamo.config, n)
+    }
+    with collected() as records, _as_before(function), torch._dynamo.config.patch(limits):
+        result = torch.compile(function, backend=explained)(*args, **kwargs)
+        _compile_backward(result)
+    interface.wait()
+    own = {r.compile_id for r in records}
+    again = [r for r in recompilations(failures) if r.failed in own]
+    return explanation_of(records, graph_breaks(breaks), again)
+
+
+@contextlib.contextmanager
+def _as_before(function: Function) -> Iterator[None]:
+    """Buffers of a module, and the states of random generators, are as before at the end."""
+    buffers = list(function.buffers()) if isinstance(function, torch.nn.Module) else []
+    with torch.no_grad():
+        saved = [b.clone() for b in buffers]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else ()):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, saved):
+                    buffer.copy_(value)
+
+
+def _compile_backward(result: Any) -> None:
+    """Run the backward of a call's results once, without touching anybody's `.grad`."""
+    found = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = list(dict.fromkeys(leaf for t in found for leaf in _leaves_of(t)))
+    if found and leaves:
+        torch.autograd.grad(found, leaves, [torch.ones_like(t) for t in found], allow_unused=True)
+
+
+def _leaves_of(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose gradients a backward from `t` accumulates."""
+    seen, found, stack = set[Any](), list[torch.Tensor](), [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        stack += [n for n, _ in node.next_functions]
+    return found
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------------
+def _of_compiled(function: Function) -> Explanation:
+    """Of the graphs compiled so far those whose frames are of `function`, or of a module inside of it."""
+    ranges = [_lines(code) for code in _codes(function)]
+
+    def is_own(at: str) -> bool:
+        file, _, line = at.rpartition(":")
+        return any(file == own and first <= int(line or 0) <= last for own, first, last in ranges)
+
+    known = frames()
+    records = [r for r in compilations() if is_own(known.get(r.compile_id, ""))]
+    breaks = [b for b in graph_breaks() if b.source is not None and is_own(str(b.source))]
+    again = [r for r in recompilations() if is_own(r.at)]
+    notes = () if records else ("nothing of it was compiled so far, or too long ago: call it, or give arguments",)
+    return explanation_of(records, breaks, again, notes=notes)
+
+
+def _codes(function: Function) -> set[CodeType]:
+    made = [type(m).forward for m in function.modules()] if isinstance(function, torch.nn.Module) else [function]
+    found: set[CodeType] = set()
+    for each in made:
+        each = each.func if isinstance(each, functools.partial) else getattr(each, "__func__", each)
+        code = getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None)
+        found |= {code} if isinstance(code, CodeType) else set()
+    return found
+
+
+def _lines(code: CodeType) -> tuple[str, int, int]:
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno)
+
+
+__all__ = ["explain", "explain_model"]
