@@ -19,7 +19,7 @@ from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalN
 from fuser.errors import FuserError, LoweringError, Unsupported, is_refusal
 from fuser.lowering import supports
 from fuser.lowering.decisive import rounded_nodes
-from fuser.lowering.graph import lower_graph, may_share
+from fuser.lowering.graph import COPIES_IF_NEEDED, lower_graph, may_share
 from fuser.lowering.host import is_host
 from fuser.lowering.registry import LOWERINGS
 from fuser.lowering.survey import Survey, alone, survey
@@ -93,7 +93,6 @@ def refusals(graph: CanonicalGraph, found: Survey) -> Refusals:
     return Refusals(refused, free, rounded_nodes(graph), metas)
 
 
-_CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
 _CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor prims.iota".split())
 
 
@@ -102,7 +101,7 @@ def _is_free(node: CanonicalNode) -> bool:
         return True
     if node.op in _CREATION:
         return not any(True for _ in node.refs())
-    return node.op not in _CASTS and may_share(node.op)
+    return node.op not in COPIES_IF_NEEDED and may_share(node.op)
 
 
 def _surveyed(graph: CanonicalGraph, args: Sequence[Any], backend: FusionBackend | None) -> Survey:

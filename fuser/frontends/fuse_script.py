@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser import forks, notices
 from fuser.errors import InputError, Unsupported
+from fuser.frontends import script_autocast as autocast
+from fuser.frontends.script_copies import copied, copy_python_side
 from fuser.frontends.script_direct import Direct, direct_call
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
 from fuser.runtime import launcher
@@ -22,10 +25,6 @@ _NEEDED = (
     "Graph", "ScriptFunction", "ScriptModule", "ModuleDict", "ParameterDict", "ConcreteModuleType",
     "_create_function_from_graph", "_jit_pass_constant_propagation", "_jit_pass_dce", "_jit_pass_peephole",
     "_jit_pass_erase_shape_information", "_jit_pass_remove_mutation", "parse_schema",
-)  # fmt: skip
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 
 
@@ -85,9 +84,15 @@ class FusedFunction(_Function):  # type: ignore[misc]
 
     __slots__ = ()
     original: Any
-    fusion: Fused
+    fused: Fused
     defaults: _Defaults | None
     direct: Direct | None
+    casting: dict[autocast.State | None, _Casting]
+
+    @property
+    def fusion(self) -> Fused:
+        """What was fused, for the autocast that is at work in this thread if there is one."""
+        return self.cast().fusion if _autocast() else self.fused
 
     @property
     def schema(self) -> Any:
@@ -95,8 +100,8 @@ class FusedFunction(_Function):  # type: ignore[misc]
         return self.original.schema
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _autocast():  # TorchScript casts by a pass over its own operators
-            return self.original(*args, **kwargs)
+        if _autocast():
+            return self.under_autocast(args, kwargs)
         direct = self.direct
         if direct is not None and not kwargs and tuple(map(type, args)) in direct.kinds:
             try:
@@ -108,6 +113,20 @@ class FusedFunction(_Function):  # type: ignore[misc]
             args, kwargs = defaults.fill(args, kwargs)
         return _call(self, *args, **kwargs)
 
+    def cast(self) -> _Casting:
+        """The form for the autocast of this thread."""
+        now = autocast.state()
+        return self.casting.get(now) or self.casting.setdefault(now, _casting(self.original, self.name))
+
+    def under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results under the autocast of this thread."""
+        made = self.cast()
+        if made.function is None:
+            return self.original(*args, **kwargs)
+        if self.defaults is not None:
+            args, kwargs = self.defaults.fill(args, kwargs)
+        return autocast.without_autocast(made.function, *args, **kwargs)
+
     def save(self, *args: Any, **kwargs: Any) -> Any:
         """Save the original."""
         return self.original.save(*args, **kwargs)
@@ -118,6 +137,31 @@ class FusedFunction(_Function):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> FusedFunction:
         return self
+
+
+@dataclass(frozen=True)
+class _Casting:
+    """A graph with the casts of autocast: what was fused, and the function that runs it; None: the script itself."""
+
+    fusion: Fused
+    function: Any
+
+
+def _casting(script: Any, name: str, evaluating: bool = False) -> _Casting:
+    """The form of a function's or method's graph for the autocast that is at work in this thread."""
+    if autocast.state() is None:
+        return _Casting(_left(script, "autocast of this device or version of torch is not fused"), None)
+    graph = autocast.with_casts(script.inlined_graph)
+    reason = autocast.why_not(graph)
+    if reason is not None:
+        return _Casting(_left(script, reason), None)
+    with torch._C._DisableAutocast():
+        fused = _fused(graph, evaluating)
+        return _Casting(fused, _C._create_function_from_graph(name, fused.graph))
+
+
+def _left(script: Any, reason: str) -> Fused:
+    return Fused(script.inlined_graph.copy(), unfused=[Unfused("graph", reason, "")])
 
 
 @functools.cache
@@ -147,7 +191,8 @@ def _fused_function(script: Any) -> Any:
     native: Any = launcher.native()
     made.__class__ = FusedFunction if native is None else _native_class(native)
     defaults = _Defaults(script.schema.arguments)
-    made.original, made.fusion, made.defaults = script, fused, defaults if defaults.values else None
+    made.original, made.fused, made.defaults = script, fused, defaults if defaults.values else None
+    made.casting = {}
     direct = made.direct = direct_call(fused)
     if native is not None and direct is not None:
         made.quick = native.direct(direct.handle, direct.letters, direct.order) or "no native handle"
@@ -199,15 +244,27 @@ class _Fusion:
         self.trains = _asks_for_training(self.inlined)
         self.lock = forks.lock()
         self.made: dict[bool, tuple[Fused, Any]] = {}
+        self.casts: dict[tuple[autocast.State | None, bool], _Casting] = {}
         self._make(self._is_evaluating(cpp))
 
     def call(self, cpp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The method's results for a module."""
-        if _autocast():
+        casting = self.casting(cpp) if _autocast() else None
+        if casting is not None and casting.function is None:
             return cpp._get_method(self.name)(*args, **kwargs)
         if self.defaults.values:
             args, kwargs = self.defaults.fill(args, kwargs)
+        if casting is not None:
+            return autocast.without_autocast(casting.function, cpp, *args, **kwargs)
         return self.function(cpp)(cpp, *args, **kwargs)
+
+    def casting(self, cpp: Any) -> _Casting:
+        """What runs a call under the autocast of this thread, for the state that the module is in."""
+        known = autocast.state(), self._is_evaluating(cpp)
+        found = self.casts.get(known)
+        if found is None:
+            found = self.casts.setdefault(known, _casting(cpp._get_method(self.name), self.name, known[1]))
+        return found
 
     def _is_evaluating(self, cpp: Any) -> bool:
         return self.trains is not None and not self.trains(cpp)
@@ -219,7 +276,9 @@ class _Fusion:
         return found[1]
 
     def fused(self, cpp: Any) -> Fused:
-        """The fused graph for the state that the module is in."""
+        """The fused graph for the state that the module is in, and under autocast for that."""
+        if _autocast():
+            return self.casting(cpp).fusion
         evaluating = self._is_evaluating(cpp)
         return (self.made.get(evaluating) or self._make(evaluating))[0]
 
@@ -301,60 +360,11 @@ def _asks_for_training(inlined: Any) -> Any:
 def _fused_module(script: Any) -> FusedModule:
     if isinstance(script, FusedModule):
         script = _jit._recursive.wrap_cpp_module(script._c)
-    made: Any = _jit._recursive.wrap_cpp_module(_Copier().copied(script._c))
+    made: Any = _jit._recursive.wrap_cpp_module(copied(script._c))
     made.__class__ = FusedModule
-    _copy_python_side(script, made)
+    copy_python_side(script, made)
     made.__dict__["_fusion"] = _Fusion(made._c)
     for name in made._c._method_names():
         if name != "forward" and not name.startswith("__"):
             made.__dict__[name] = FusedMethod(made._c, name)
     return made  # type: ignore[no-any-return]
-
-
-def _copy_python_side(script: Any, made: Any) -> None:
-    """What the Python objects around C++ modules hold: type, hooks, methods that only Python has, attributes."""
-    for name, value in script.__dict__.items():
-        if name in _HOOKS:
-            made.__dict__[name] = copy.copy(value)
-        elif name == "_concrete_type":
-            made.__dict__[name] = value
-        elif name not in made.__dict__ and not isinstance(value, _C.ScriptMethod):
-            bound = getattr(value, "__self__", None) is script
-            made.__dict__[name] = value.__func__.__get__(made) if bound else value
-    for (_, old), (_, new) in zip(script.named_children(), made.named_children(), strict=True):
-        _copy_python_side(old, new)
-
-
-class _Copier:
-    """Copies C++ modules: own slots of the same types, parameters that share the originals' memory, own buffers."""
-
-    def __init__(self) -> None:
-        self.modules: dict[Any, Any] = {}
-        self.tensors: dict[int, tuple[Any, Any]] = {}  # the originals are kept, so that no id is used twice
-
-    def copied(self, cpp: Any) -> Any:
-        """A copy of a module with all of its submodules."""
-        if cpp not in self.modules:
-            made = self.modules[cpp] = copy.copy(cpp)
-            for name, module in _C.ModuleDict(cpp).items():
-                made.setattr(name, self.copied(module))
-            for name, tensor in _C.ParameterDict(cpp).items():
-                made.setattr(name, self._value(tensor))
-            attributes = _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes()
-            for name, (kind, _) in attributes.items():
-                if kind.kind() in ("ListType", "DictType", "TupleType", "OptionalType", "TensorType"):
-                    made.setattr(name, self._value(cpp.getattr(name)))
-        return self.modules[cpp]
-
-    def _value(self, value: Any) -> Any:
-        """An attribute's value; TorchScript hands out containers by value, the tensors in them as they are."""
-        if isinstance(value, (list, tuple, dict)):
-            return torch.utils._pytree.tree_map_only(torch.Tensor, self._value, value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in self.tensors:
-            is_parameter = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
-            shared = value.detach()
-            made = torch.nn.Parameter(shared, value.requires_grad) if is_parameter else shared.clone()
-            self.tensors[id(value)] = value, made
-        return self.tensors[id(value)][1]

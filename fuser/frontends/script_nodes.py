@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fuser import interface
 from fuser.errors import FuserError
 from fuser.frontends.torchscript import Translator
-from fuser.lowering.graph import may_share
+from fuser.lowering.graph import COPIES_IF_NEEDED, may_share
 from fuser.passes.classify import op_name, schema_reason
 
 Node = Any  # torch._C.Node
@@ -71,8 +71,8 @@ _OPEN = frozenset({"Tensor", "SymInt", "Scalar", "number", "float"})  # argument
 _OPTIONAL = frozenset({"Tensor?", "int?", "float?", "bool?"})  # types of arguments that may be None
 _DECISIVE = frozenset({"int", "bool", "float", "str", "int[]", "int?", "float?", "bool?", "str?", "int[]?"})
 _CREATION = frozenset("aten.full aten.zeros aten.ones aten.arange aten.scalar_tensor".split())
-_CASTS = frozenset({"aten.to", "aten.contiguous"})  # they share memory only where they have nothing to do
-_FENCES = frozenset(
+_CASTS = COPIES_IF_NEEDED
+FENCES = frozenset(
     "prim::Enter prim::Exit prim::CallMethod prim::CallFunction prim::fork aten::wait prim::rpc_async "
     "aten::set_grad_enabled prim::PythonOp prim::awaitable".split()
 )
@@ -189,8 +189,8 @@ class _Study:
         for block in node.blocks():
             self._open(block.inputs())
             inner.append(self._block(block))
-        if inner or kind in _FENCES:
-            fence = kind in _FENCES or any(b.fence for b in inner)
+        if inner or kind in FENCES:
+            fence = kind in FENCES or any(b.fence for b in inner)
             return Fact(
                 node, Role.ORDERED, f"{kind} runs in the script", exposed=any(b.exposed for b in inner),
                 writes=any(b.writes for b in inner), raises=any(b.raises for b in inner), fence=fence,

@@ -26,7 +26,7 @@ from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
 from fuser.lowering.decisive import reads_elements, rounded_nodes
-from fuser.lowering.known_shapes import known_meta
+from fuser.lowering.known_shapes import AUTOCASTS, known_meta
 from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import is_row_major, row_major
@@ -279,6 +279,8 @@ def run_meta(
     known = known_meta(op, args, kwargs) if fused else None
     if known is not None:
         return known
+    if op in AUTOCASTS:
+        return AUTOCASTS[op](device, *args)
     target: Any = torch.ops
     for part in op.split("."):
         target = getattr(target, part)
@@ -431,14 +433,15 @@ def _viewed(node: CanonicalNode | None, values: list[Any], metas: list[Any]) -> 
         return None
     source = node.args[0].index
     own, other = (_boxes(values[i]) for i in (node.index, source))
-    if node.op in _COPY_IF_NEEDED:
+    if node.op in COPIES_IF_NEEDED:
         return source if metas[source].dtype is metas[node.index].dtype else None
     if not may_share(node.op) and not _memories(metas[node.index]) & _memories(metas[source]):
         return None
     return source if {id(b.storage.buffer) for b in own} & {id(b.storage.buffer) for b in other} else None
 
 
-_COPY_IF_NEEDED = ("aten.contiguous", "aten.to")
+# They share memory only where they have nothing to do.
+COPIES_IF_NEEDED = frozenset({"aten.contiguous", "aten.to", *AUTOCASTS})
 
 
 @functools.cache
@@ -499,4 +502,4 @@ def _copy(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> str:
     return copy.storage.buffer.name
 
 
-__all__ = ["Lowered", "NumberInput", "Sym", "TensorInput", "lower_graph", "run_meta"]
+__all__ = ["COPIES_IF_NEEDED", "Lowered", "NumberInput", "Sym", "TensorInput", "lower_graph", "run_meta"]

@@ -145,3 +145,21 @@ _RULES: dict[str, Rule] = {
     "aten.layer_norm": _layer_norm,
     "aten.embedding": _embedding,
 }
+
+
+def _to_full(device: str, x: torch.Tensor, cuda: bool, cpu: bool) -> torch.Tensor:
+    return x.to(torch.float32) if (cuda if device == "cuda" else cpu) and x.dtype in _REDUCED else x
+
+
+def _to_reduced(
+    device: str, x: torch.Tensor, cuda: bool, cpu: bool, cuda_dtype: torch.dtype, cpu_dtype: torch.dtype
+) -> torch.Tensor:
+    casts = (cuda if device == "cuda" else cpu) and x.dtype is torch.float32
+    return x.to(cuda_dtype if device == "cuda" else cpu_dtype) if casts else x
+
+
+_REDUCED = (torch.float16, torch.bfloat16)
+# The casts that TorchScript writes under autocast: what they do depends on the device, which a meta tensor has not.
+AUTOCASTS: dict[str, Callable[..., torch.Tensor]] = {
+    "aten._autocast_to_full_precision": _to_full, "aten._autocast_to_reduced_precision": _to_reduced,
+}  # fmt: skip

@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.known_shapes import AUTOCASTS
 from fuser.lowering.pointwise import cast_loader, elementwise, result_dtype
 from fuser.lowering.registry import lower, refuse
 
@@ -93,7 +94,7 @@ def lower_nan_to_num(
 
 
 @lower("aten._to_copy", "prims.convert_element_type", "aten.to", "aten.clone", "aten.type_as", "aten.contiguous",
-       "aten.lift_fresh_copy")  # fmt: skip
+       "aten.lift_fresh_copy", *AUTOCASTS)  # fmt: skip
 def lower_copy(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> TensorBox:
     """A copy, in the dtype that eager gives it; a user's cast is rounded even where the value is used directly."""
     if ctx.meta is ctx.arg_metas[0]:

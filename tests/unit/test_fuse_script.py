@@ -138,20 +138,84 @@ def test_defaults_and_keywords():
         fused()
 
 
-def test_autocast_is_the_script():
-    def f(x):
-        return (x * 2).softmax(-1) + 1
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 12), nn.LayerNorm(12)
 
-    class Soft(nn.Module):
-        def forward(self, x):
-            return (x * 2).softmax(-1) + 1
+    def forward(self, x, flag: bool):
+        a, b = self.norm(self.linear(x)).relu().chunk(2, 1)
+        if flag:
+            a = a.tanh() * b + 1
+        return torch.cat([a, b.sigmoid() * 2 - a]), a.softmax(-1) * a.exp()
 
-    given = torch.randn(4, 6, dtype=torch.bfloat16)
-    for script in (torch.jit.script(f), torch.jit.script(Soft())):
-        fused = fuser.fuse_script(script)
-        for enabled in (True, False, True):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                assert fused(given).dtype is script(given).dtype
+
+def autocasts(x):
+    return (x * 2).softmax(-1) + 1
+
+
+def attends(x):
+    y = torch.relu(x) * 2 + 1
+    return nn.functional.scaled_dot_product_attention(y, y, y) * 2 + 1
+
+
+AUTOCAST = {
+    "a function": (lambda: autocasts, lambda dtype: (torch.randn(4, 6).to(dtype),), True),
+    "a module": (lambda: Cell().eval(), lambda dtype: (torch.randn(4, 6), dtype is torch.float32), True),
+    "attention": (lambda: attends, lambda dtype: (torch.randn(1, 2, 8, 8).to(dtype),), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("program", AUTOCAST)
+def test_autocast_casts_as_the_script_does(program, dtype):
+    torch.manual_seed(0)
+    make, given, fits = AUTOCAST[program]
+    script, args = torch.jit.script(make()), given(dtype)
+    fused = fuser.fuse_script(script)
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+            for _ in range(2):
+                want = script(*args)
+            got = fused(*args)
+            fusion = fused.fusion
+            hits = [g.operator.handle.hits for g in fusion.groups]
+            again = fused(*args)
+        for a, b, c in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want, again)), strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and torch.equal(a, c)
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+        if enabled and not fits:
+            assert not fusion.groups and "autocast may change aten::scaled_dot_product_attention" in str(fusion.unfused)
+        else:
+            ran = [g.operator.handle.hits for g in fusion.groups]
+            assert ran != hits and all(a <= b for a, b in zip(hits, ran))
+    assert len(fuser.fuse_script(script).fusion.groups) == len(fused.fusion.groups)
+
+
+def test_autocast_in_another_dtype_is_another_graph():
+    script = torch.jit.script(product)
+    fused, x = fuser.fuse_script(script), torch.randn(4, 4)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert fused(x).dtype is script(x).dtype is dtype
+
+
+def product(x):
+    return torch.relu(torch.mm(x, x)).neg()
+
+
+def test_gradients_under_autocast():
+    script = torch.jit.script(autocasts)
+    fused = fuser.fuse_script(script)
+    x = torch.randn(4, 6, dtype=torch.bfloat16)
+    found = []
+    for function in (script, fused):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            function(leaf).square().sum().backward()
+        found.append(leaf.grad)
+    assert found[0].dtype is found[1].dtype
+    torch.testing.assert_close(found[1], found[0], atol=2e-2, rtol=2e-2)
 
 
 def test_fused_again():
