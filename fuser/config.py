@@ -149,6 +149,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("strict", False, "a defect of fuser is an error, not a group that ATen runs", choices=(True, False)),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
     Setting(
+        "convolution_layout", "measured",
+        "2-d convolutions on the CPU: 'measured' has contests on this machine decide between the usual order of memory "
+        "and channels-last (a rule under torch.use_deterministic_algorithms); 'channels_last' goes by the rule alone; "
+        "'eager' leaves all as it is",
+        choices=("measured", "channels_last", "eager"),
+    ),
+    Setting(
         "freeze", False,
         "CPU, inference by torch.compile: weights are packed once for oneDNN where that is faster, which takes their "
         "memory twice. The user promises not to change parameters and buffers in ways that no version counter shows, "

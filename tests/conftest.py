@@ -20,6 +20,7 @@ os.environ.setdefault("FUSER_STRICT", "1")
 # What runs must not hang on a clock.
 os.environ.setdefault("FUSER_SLOWEST", "0")
 os.environ.setdefault("FUSER_LINEAR_BACKEND", "onednn")
+os.environ.setdefault("FUSER_CONVOLUTION_LAYOUT", "channels_last")
 # Before torch loads its OpenMP runtime: with several pytest processes on few cores, threads that spin while they wait
 # take the cores from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -146,7 +146,7 @@ def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[
     samples = {name: _Samples(run) for name, run in runs.items()}
     racing = list(samples)
     start = now()
-    for n in range(_MOST if len(runs) > 1 else 1):
+    for n in range(_MOST):
         for name in racing if n % 2 == 0 else racing[::-1]:
             samples[name].take(now)
         best = min((s.seconds for s in samples.values()), key=min)

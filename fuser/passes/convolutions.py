@@ -1,15 +1,17 @@
-"""Convolutional nets on the CPU in channels-last memory.
+"""Convolutional nets on the CPU in channels-last memory, where that is faster.
 
-oneDNN takes and gives any order; in channels-last the first convolution, the poolings and the 1x1 convolutions, which
-become linears, run in half the time or less (ResNet-50, 4 images: 471 to 400 ms on one core). One copy at the entry
-pays for it. Where the weights outweigh the images, as in the last blocks, oneDNN turns small images more cheaply than
-large weights, and the convolution keeps the usual order.
+oneDNN takes and gives any order; in channels-last the first convolution, transposed ones, the poolings and the 1x1
+convolutions, which become products, often run in half the time or less. A contest says how long each form of each
+convolution takes on this machine (`conv_forms`). The graph is converted if that gains more than the copies cost that it
+needs where images enter and leave. `config.convolution_layout = "channels_last"` goes by a rule instead: graphs of two
+convolutions or more are converted; where the weights outweigh the images, as in the last blocks, oneDNN turns small
+images more cheaply than large weights, and the convolution keeps the usual order.
 """
 
 from __future__ import annotations
 
-import math
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,49 +19,40 @@ from torch import fx
 
 from fuser import config
 from fuser.errors import Unsupported
+from fuser.passes import conv_forms
+from fuser.passes.conv_forms import LAST, LINEAR, PACKED, USUAL, Convolution
 from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
-from fuser.passes.providers import linear_op
+from fuser.passes.onednn import FROZEN
+from fuser.passes.onednn import PACKED as PACKED_MARK
+from fuser.passes.providers import linear_op, takes_dtype
 
 aten = torch.ops.aten
-_FEWEST = 2  # convolutions
-_LEAST_WORK = 1 << 22  # multiplications of a 1x1 convolution that becomes a linear
+_FEWEST = 2  # convolutions, by the rule
 _HEAVY_WEIGHTS = 4  # times the images
 _MOST_COPIED = 0.25  # of the bytes that convolutions read and write
+_LEAST_GAIN = 0.03  # of the convolutions' time
 
 
 def _is_plain_conv(node: fx.Node) -> bool:
-    """A dense two-dimensional convolution of float32 images on the CPU."""
+    """A two-dimensional convolution of dense images on the CPU."""
     if node.op != "call_function" or node.target is not aten.convolution.default or node.kwargs:
         return False
-    return _are_images(node.args[0], node) and not node.args[6]
+    return _are_images(node.args[0], node)
 
 
 def _are_images(*nodes: Any) -> bool:
-    """Whether these are stacks of float32 images on the CPU, of known sizes and none of them empty."""
+    """Whether these are stacks of images on the CPU that oneDNN takes, of known sizes and none of them empty."""
     values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
     return all(
         isinstance(v, torch.Tensor) and v.dim() == 4 and are_numbers(*v.shape) and v.numel()
-        and v.dtype is torch.float32 and v.device.type == "cpu" for v in values
+        and v.device.type == "cpu" and v.dtype in (torch.float32, torch.bfloat16) and takes_dtype(v.dtype)
+        for v in values
     )  # fmt: skip
 
 
 def _bytes(*nodes: Any) -> int:
     return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in nodes)
-
-
-def _is_linear(node: fx.Node) -> bool:
-    """Whether a convolution looks at single points and is large enough for a matmul of its own."""
-    _, w, _, _, padding, _, _, _, groups = node.args
-    out = node.meta["val"]
-    work = out.numel() * math.prod(w.meta["val"].shape[1:])  # type: ignore[union-attr]
-    return bool(
-        linear_op() is not None
-        and tuple(w.meta["val"].shape[2:]) == (1, 1)  # type: ignore[union-attr]
-        and not any(padding)  # type: ignore[arg-type]
-        and groups == 1
-        and work >= _LEAST_WORK
-    )
 
 
 def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
@@ -82,56 +75,137 @@ def _as_linear(walk: Relayout, node: fx.Node) -> fx.Node:
     return result
 
 
-def _format(x: Any, w: Any, out: Any) -> torch.memory_format:
-    """The order in which a convolution runs: the usual one where weights outweigh images."""
-    heavy = _bytes(w) > _HEAVY_WEIGHTS * _bytes(x, out)
-    return torch.contiguous_format if heavy else torch.channels_last
-
-
-def _convert(walk: Relayout, node: fx.Node) -> None:
-    x, w = node.args[:2]
-    with walk.graph.inserting_before(node):
-        if _is_linear(node):
-            new = _as_linear(walk, node)
-        else:
-            new = walk.call(node.target, walk.in_format(x, _format(x, w, node)), *node.args[1:])  # type: ignore[arg-type]
-    walk.replace(node, new)
-
-
 def _is_plain_backward(node: fx.Node) -> bool:
     """The gradients of such a convolution."""
     if node.op != "call_function" or node.target is not aten.convolution_backward.default or node.kwargs:
         return False
-    return _are_images(node.args[0], node.args[1]) and not node.args[7]
+    return _are_images(node.args[0], node.args[1])
 
 
-def _convert_backward(walk: Relayout, node: fx.Node) -> None:
-    grad, x, w = node.args[:3]
-    form = _format(x, w, grad)
+@dataclass(frozen=True)
+class _Plan:
+    """In which form each convolution runs, and the seconds that this saves if copies are free; None if nobody knows."""
+
+    forms: dict[fx.Node, str]
+    saved: float | None = None
+    before: float = 0.0
+
+
+def class_of(node: fx.Node) -> Convolution:
+    """What a convolution's times depend on; the arguments of its gradients are one place further right."""
+    backward = node.target is aten.convolution_backward.default
+    first = 1 if backward else 0
+    x, w = node.args[first : first + 2]
+    out = node.args[0] if backward else node
+    rest: Any = node.args[first + 2 : first + 9]
+    bias, stride, padding, dilation, transposed, output_padding, groups = rest
+    sizes: Any = [tuple(n.meta["val"].shape) for n in (x, w, out)]  # type: ignore[union-attr]
+    lists: Any = [tuple(v) for v in (stride, padding, dilation, output_padding)]
+    mask: Any = tuple(node.args[10]) if backward else None  # type: ignore[arg-type]
+    return Convolution(
+        x=sizes[0], weight=sizes[1], out=sizes[2][1:], dtype=w.meta["val"].dtype, bias=bias is not None,  # type: ignore[union-attr]
+        stride=lists[0], padding=lists[1], dilation=lists[2], transposed=bool(transposed), output_padding=lists[3],
+        groups=groups, mask=mask, frozen=FROZEN in w.meta and not backward,  # type: ignore[union-attr]
+    )  # fmt: skip
+
+
+def _is_last(node: Any) -> bool:
+    value = node.meta["val"]
+    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
+
+
+def _by_rule(found: list[fx.Node]) -> _Plan:
+    """The usual order where weights outweigh images, else channels-last, and products for 1x1 convolutions."""
+    forms = {}
+    for node in found:
+        c = class_of(node)
+        heavy = _bytes(_weight_of(node)) > _HEAVY_WEIGHTS * _bytes(*_images_of(node))
+        linear = c.is_pointwise and linear_op() is not None
+        forms[node] = LINEAR if linear else USUAL if heavy else LAST
+    return _Plan(forms)
+
+
+def _weight_of(node: fx.Node) -> Any:
+    return node.args[2 if node.target is aten.convolution_backward.default else 1]
+
+
+def _images_of(node: fx.Node) -> tuple[Any, Any]:
+    backward = node.target is aten.convolution_backward.default
+    return (node.args[0], node.args[1]) if backward else (node.args[0], node)
+
+
+def _by_times(found: list[fx.Node]) -> _Plan:
+    """The fastest form of each, where one in the usual order costs copies of its images."""
+    forms, saved, before = {}, 0.0, 0.0
+    rate = conv_forms.seconds_a_byte()
+    for node in found:
+        times = conv_forms.seconds(class_of(node))
+        if USUAL not in times or LAST not in times:
+            return _by_rule(found)
+        images = _images_of(node)
+        now = times[LAST if any(map(_is_last, (images[0], _weight_of(node)))) else USUAL]
+        costs = {**times, USUAL: times[USUAL] + rate * _bytes(*images)}
+        forms[node] = min(costs, key=lambda name: costs[name])
+        saved += now - times[forms[node]]
+        before += now
+    return _Plan(forms, saved, before)
+
+
+def _convert(walk: Relayout, node: fx.Node, form: str) -> None:
+    x: Any = node.args[0]
+    order = torch.contiguous_format if form == USUAL else torch.channels_last
     with walk.graph.inserting_before(node):
-        images = [walk.in_format(i, form) for i in (grad, x)]  # type: ignore[arg-type]
+        if form == LINEAR:
+            new = _as_linear(walk, node)
+        else:
+            new = walk.call(node.target, walk.in_format(x, order), *node.args[1:])
+    walk.replace(node, new)
+    if form == PACKED:
+        new.meta[PACKED_MARK] = True
+
+
+def _convert_backward(walk: Relayout, node: fx.Node, form: str) -> None:
+    order = torch.contiguous_format if form == USUAL else torch.channels_last
+    with walk.graph.inserting_before(node):
+        images = [walk.in_format(i, order) for i in node.args[:2]]  # type: ignore[arg-type]
     walk.update(node, *images, *node.args[2:])
 
 
 def convolutions_channels_last(module: fx.GraphModule) -> int:
-    """Run the convolutions of a graph with several, and what is around them, in channels-last memory."""
+    """Run the convolutions of a graph, and what is around them, in channels-last memory where that is faster."""
     found = [n for n in module.graph.nodes if _is_plain_conv(n)]
     mode = fake_mode_of(module.graph)
-    if len(found) < _FEWEST or mode is None or config.numerics == "eager" or not is_static(module.graph):
+    if not found or mode is None or config.numerics == "eager" or config.convolution_layout == "eager":
+        return 0
+    if not is_static(module.graph):
+        return 0
+    measured = config.convolution_layout == "measured" and not config.is_deterministic() and linear_op() is not None
+    if not measured and (len(found) < _FEWEST or any(n.args[6] for n in found)):
+        return 0
+    walk = Relayout(copy_of(module.graph), mode)
+    concerned = [n for n in walk.graph.nodes if _is_plain_conv(n) or _is_plain_backward(n)]
+    plan = _by_times(concerned) if measured else _by_rule(concerned)
+    if plan.saved is not None and plan.saved <= 0:
         return 0
     most = _MOST_COPIED * sum(_bytes(n.args[0], n) for n in found)
-    walk = Relayout(copy_of(module.graph), mode)
     try:
         for node in list(walk.graph.nodes):
             if _is_plain_conv(node):
-                _convert(walk, node)
+                _convert(walk, node, plan.forms[node])
             elif _is_plain_backward(node):
-                _convert_backward(walk, node)
+                _convert_backward(walk, node, plan.forms[node])
             else:
                 walk.follow(node)
     except (Unsupported, RuntimeError, ValueError):
         return 0
-    if walk.copied > most:
+    if not _is_worth_it(plan, walk, most):
         return 0
     module.graph = walk.graph
     return len(found)
+
+
+def _is_worth_it(plan: _Plan, walk: Relayout, most: float) -> bool:
+    """Whether the copies in between cost less than the convolutions gain."""
+    if plan.saved is None:
+        return walk.copied <= most
+    return plan.saved - walk.copied * conv_forms.seconds_a_byte() > _LEAST_GAIN * plan.before

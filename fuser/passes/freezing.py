@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from fuser import config
-from fuser.passes import providers
+from fuser.passes import conv_forms, providers
+from fuser.passes.convolutions import class_of
 from fuser.passes.onednn import FROZEN, PACKED
 from fuser.runtime import packing
+
+aten = torch.ops.aten
 
 
 def mark_frozen(graph: fx.Graph, numbers: Iterable[int]) -> None:
@@ -30,8 +34,14 @@ def pack_weights(module: fx.GraphModule) -> int:
     """Products and convolutions of frozen weights take these packed, where that was found to be faster."""
     changed = 0
     for node in module.graph.nodes:
-        if PACKED not in node.meta or node.target is not providers.linear_op():
+        if PACKED not in node.meta:
             continue
-        node.target = packing.packed_call(node.target._op, providers.pack_op()._op, "packed_linear")
+        if node.target is providers.linear_op():
+            node.target = packing.packed_call(node.target._op, providers.pack_op()._op, "packed_linear")
+        elif node.target is aten.convolution.default:
+            make = conv_forms.pack(class_of(node))
+            node.target = packing.packed_call(conv_forms.packed_convolution, make, "packed_convolution")
+        else:
+            continue
         changed += 1
     return changed

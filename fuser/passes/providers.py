@@ -20,15 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fuser import config, forks
-from fuser.contests import race, records
+from fuser import config
+from fuser.contests import race
+from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
-
-aten = torch.ops.aten
-settings: Any = config
 
 LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
 LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
@@ -161,8 +157,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-_lock = forks.lock()
-_chosen: dict[Any, str] = {}
+_products = Decisions("product")
 
 
 def choose(product: Product) -> str:
@@ -170,42 +165,16 @@ def choose(product: Product) -> str:
     least = LEAST_FROZEN if product.frozen else LEAST_WORK
     if product.work < least or not takes_dtype(product.dtype) or config.is_deterministic():
         return ATEN
-    key = product.key(), torch.get_num_threads(), torch._C._get_mkldnn_enabled()
-    found = _chosen.get(key)
-    if found is None:
-        with _lock:
-            found = _chosen.get(key) or _decide(product, key)
-            _chosen[key] = found
-    return found
-
-
-def _decide(product: Product, key: Any) -> str:
     fit = [p for p in PROVIDERS if p.takes(product)]
     if len(fit) == 1:
         return fit[0].name
-    name = records.name_of("product", records.machine(), key, [p.name for p in fit])
-    folder = records.cpu_folder()
-    known = records.find(name, folder)
-    if known is not None and any(p.name == known.winner for p in fit):
-        return known.winner
-    try:
-        known, lasting = _contest(product, fit)
-        records.keep(name, known, folder if lasting else None)
-    except Exception as e:  # it does not end the program: ATen makes the product
-        why = str(e) if isinstance(e, race.Unfinished) else f"the contest failed: {type(e).__name__}: {e}"
-        known = records.Choice(fit[0].name, why, (), str(product))
-        records.remember(name, known)
-    return known.winner
+    names = [p.name for p in fit]
+    return _products.choice(product.key(), names, str(product), lambda: _contestants(product, fit)).winner
 
 
-def _contest(product: Product, fit: Sequence[Provider]) -> tuple[records.Choice, bool]:
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            operands = operands_of(product)
-            contestants = {p.name: _contestant(p, product, operands) for p in fit}
-        except (MemoryError, RuntimeError) as e:
-            raise race.Unfinished(f"it could not begin: {race.said(e)}") from e
-        return race.race(contestants, fit[0].name, str(product))
+def _contestants(product: Product, fit: Sequence[Provider]) -> dict[str, Contestant]:
+    operands = operands_of(product)
+    return {p.name: _contestant(p, product, operands) for p in fit}
 
 
 def _contestant(provider: Provider, product: Product, operands: Operands) -> Contestant:
@@ -236,19 +205,13 @@ def operands_of(product: Product) -> Operands:
     if rows <= _COLD_ROWS:
         copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
     weights = tuple(_matrix(product.inner, product.columns, product.w_turned, product.dtype, 1) for _ in range(copies))
-    bias = _numbers(product.columns, product.dtype, 2) if product.bias else None
+    bias = numbers(product.columns, product.dtype, 2) if product.bias else None
     return Operands(_matrix(rows, product.inner, product.x_turned, product.dtype, 0), weights, bias)
 
 
 def _matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    flat = _numbers(rows * columns, dtype, seed)
+    flat = numbers(rows * columns, dtype, seed)
     return flat.view(columns, rows).t() if turned else flat.view(rows, columns)
-
-
-def _numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    chance = torch.Generator(device="cpu").manual_seed(seed)
-    block = torch.randn(min(count, 8191), generator=chance, device="cpu", dtype=torch.float32).to(dtype)
-    return block.repeat(-(-count // block.numel()))[:count]
 
 
 __all__ = ["APART", "ATEN", "ONEDNN", "PACKED", "Operands", "Product", "Provider", "choose", "linear_op", "pack_op"]

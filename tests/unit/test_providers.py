@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import fuser
 from fuser import config
 from fuser.contests import race, records
+from fuser.contests.deciding import Decisions
 from fuser.contests.race import Contestant
 from fuser.passes import providers
 from fuser.passes.providers import ATEN, Product, Provider
@@ -33,7 +34,7 @@ def alone(monkeypatch, fresh_cache_dir):
 def forget(monkeypatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(records, "_made", {})
-    monkeypatch.setattr(providers, "_chosen", {})
+    monkeypatch.setattr(providers, "_products", Decisions("product"))
 
 
 def slow(product, operands):

@@ -1,0 +1,177 @@
+"""In which order of memory a convolution on the CPU is fast: its forms, and one contest for each class.
+
+The forms of a two-dimensional convolution, transposed or not, and of its gradients: images in the usual order or in
+channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
+channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications need.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.contests import race
+from fuser.contests.deciding import Decisions, numbers
+from fuser.contests.race import Contestant
+from fuser.passes.providers import linear_op
+
+aten = torch.ops.aten
+
+USUAL, LAST, LINEAR, PACKED = "contiguous", "channels last", "linear", "channels last, packed"
+LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
+_MOST_WORK = 1 << 27
+_COPIED = 1 << 18  # elements of the copy by which the rate of copies is measured
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A class of convolutions of x (n, c, h, w). `mask`: which gradients, of the convolution's gradients.
+
+    out: (channels, height, width). weight_last: the weight is in channels-last, and so is what the usual form gives.
+    """
+
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
+    bias: bool
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+    mask: tuple[bool, ...] | None = None
+    frozen: bool = False
+
+    @property
+    def work(self) -> int:
+        """Multiplications."""
+        points = self.x if self.transposed else self.out
+        return self.x[0] * math.prod(points[-2:]) * math.prod(self.weight)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether it looks at single points, and is large enough for a product of its own."""
+        alone = self.weight[2:] == (1, 1) and not any(self.padding) and self.groups == 1 and not self.transposed
+        return alone and self.mask is None and self.work >= LEAST_LINEAR and self.dtype is torch.float32
+
+    def key(self) -> str:
+        """What convolutions of one class have in common: all but images beyond those of a contest."""
+        return repr((self._images(), self.x[1:], *list(self.__dict__.values())[1:]))
+
+    def _images(self) -> int:
+        """How many images compete."""
+        return max(1, min(self.x[0], _MOST_WORK * self.x[0] // max(self.work, 1)))
+
+    def __str__(self) -> str:
+        kind = "transposed convolution" if self.transposed else "convolution"
+        kind = f"gradients of a {kind}" if self.mask is not None else kind
+        sizes = "×".join(map(str, self.x)), "×".join(map(str, self.weight))
+        step = f" by {'×'.join(map(str, self.stride))}" if max(self.stride) > 1 else ""
+        groups = f" in {self.groups} groups" if self.groups > 1 else ""
+        return f"{kind} of {sizes[0]} with {sizes[1]}{step}{groups} {str(self.dtype)[6:]}"
+
+    def settings(self) -> tuple[Any, ...]:
+        """The operator's arguments behind the bias, or behind the bias's sizes."""
+        lists = map(list, (self.stride, self.padding, self.dilation))
+        return (*lists, self.transposed, list(self.output_padding), self.groups)
+
+
+_convolutions = Decisions("convolution")
+
+
+def seconds(c: Convolution) -> dict[str, float]:
+    """Seconds of each form of a class; nothing where the contest could not be held."""
+    names = [USUAL, LAST]
+    names += [LINEAR] if c.is_pointwise and linear_op() is not None else []
+    names += [PACKED] if c.frozen and not c.transposed and c.mask is None and pack_op() is not None else []
+    choice = _convolutions.choice(c.key(), names, str(c), lambda: _contestants(c, names))
+    scale = 1e-6 * c.x[0] / c._images()
+    return {name: scale * t for name, t in choice.times}
+
+
+def pack_op() -> Any:
+    """oneDNN's reordering of a convolution's weight; None where this torch has none or it is switched off."""
+    packet = getattr(torch.ops.mkldnn, "_reorder_convolution_weight", None) if linear_op() is not None else None
+    return getattr(packet, "default", None)
+
+
+def pack(c: Convolution) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that packs the weight of a convolution."""
+    lists = list(c.padding), list(c.stride), list(c.dilation)
+    return lambda w: pack_op()(w, *lists, c.groups, list(c.x))
+
+
+def packed_convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, *settings: Any) -> torch.Tensor:
+    """`aten.convolution` of a packed weight, for arguments in its order."""
+    stride, padding, dilation, _, _, groups = settings
+    op = torch.ops.mkldnn._convolution_pointwise.default
+    made: torch.Tensor = op(x, weight, bias, padding, stride, dilation, groups, "none", [], "")
+    return made
+
+
+def _contestants(c: Convolution, names: list[str]) -> dict[str, Contestant]:
+    n = c._images()
+    x = numbers(n * math.prod(c.x[1:]), c.dtype, 0).view(n, *c.x[1:])
+    w = numbers(math.prod(c.weight), c.dtype, 1).view(c.weight)
+    bias = numbers(c.out[0], c.dtype, 2) if c.bias else None
+    last = x.contiguous(memory_format=torch.channels_last)
+    if c.mask is not None:
+        grad = numbers(n * math.prod(c.out), c.dtype, 3).view(n, *c.out)
+        grads = grad.contiguous(memory_format=torch.channels_last)
+        sizes = [c.out[0]] if c.bias else None
+        behind = (w, sizes, *c.settings(), list(c.mask))
+        return {
+            USUAL: _first_of(lambda: aten.convolution_backward.default(grad, x, *behind)),
+            LAST: _first_of(lambda: aten.convolution_backward.default(grads, last, *behind)),
+        }
+    found = {
+        USUAL: Contestant(lambda: aten.convolution.default(x, w, bias, *c.settings())),
+        LAST: Contestant(lambda: aten.convolution.default(last, w, bias, *c.settings())),
+    }
+    if LINEAR in names:
+        found[LINEAR] = Contestant(functools.partial(_linear, c, last, w, bias))
+    if PACKED in names:
+        try:
+            packed = pack(c)(w)
+            found[PACKED] = Contestant(lambda: packed_convolution(last, packed, bias, *c.settings()))
+        except RuntimeError as e:
+            found[PACKED] = race.failing(e)
+    return found
+
+
+def _first_of(call: Callable[[], Any]) -> Contestant:
+    return Contestant(call, lambda: next(t for t in call() if t is not None))
+
+
+def _linear(c: Convolution, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    points = x[:, :, :: c.stride[0], :: c.stride[1]].permute(0, 2, 3, 1)
+    rows = points.reshape(-1, c.x[1])
+    out = linear_op()(rows, w.view(c.out[0], c.x[1]), bias, "none", [], "")
+    made: torch.Tensor = out.view(*points.shape[:3], c.out[0]).permute(0, 3, 1, 2)
+    return made
+
+
+_copies = Decisions("copy")
+
+
+def seconds_a_byte() -> float:
+    """How long it takes to put a byte into another order of memory, as measured by a copy to channels-last."""
+
+    def enter() -> dict[str, Contestant]:
+        x = numbers(_COPIED, torch.float32, 0).view(1, 64, 64, -1)
+        return {LAST: Contestant(lambda: x.clone(memory_format=torch.channels_last))}
+
+    times = dict(_copies.choice(_COPIED, [LAST], "copy to channels-last of 1 MiB", enter).times)
+    return 1e-6 * times.get(LAST, 100.0) / (4 * _COPIED)
+
+
+__all__ = [
+    "LAST", "LINEAR", "PACKED", "USUAL", "Convolution", "pack", "packed_convolution", "seconds", "seconds_a_byte",
+]  # fmt: skip

@@ -1,0 +1,146 @@
+"""Layouts of convolutions by measurement: the faster form is taken if it pays for its copies; results stay eager's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fuser
+from fuser import config
+from fuser.contests import records
+from fuser.contests.deciding import Decisions
+from fuser.frontends.dynamo import fuser_backend, last_compilation
+from fuser.passes import conv_forms, providers
+from fuser.passes.conv_forms import LAST, LINEAR, PACKED, USUAL
+
+pytestmark = pytest.mark.skipif(providers.linear_op() is None, reason="this torch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def measured(clean):
+    with config.override(convolution_layout="measured"):
+        yield
+
+
+def taking(monkeypatch, usual, others, copies=0.0):
+    """Times of the usual form, of all others, and of copying a byte, in place of contests. The classes asked for."""
+    asked = []
+
+    def seconds(c):
+        asked.append(c)
+        names = [LAST] + [LINEAR] * c.is_pointwise + [PACKED] * (c.frozen and not c.transposed)
+        return {USUAL: usual, **{name: others[name] for name in names}}
+
+    monkeypatch.setattr(conv_forms, "seconds", seconds)
+    monkeypatch.setattr(conv_forms, "seconds_a_byte", lambda: copies)
+    return asked
+
+
+def strides(t):
+    return [s for n, s in zip(t.shape, t.stride()) if n > 1]
+
+
+FAST_LAST = {LAST: 1.0, LINEAR: 9.0, PACKED: 9.0}
+
+
+def check(model, x, **options):
+    model = model.eval()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=fuser_backend, options=options)
+        got, want = compiled(x), model(x)
+        assert got.shape == want.shape and strides(got) == strides(want) and got.dtype == want.dtype
+        tolerance = 3e-2 if got.dtype is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        assert compiled(x).equal(got)
+    return next(p.changed for p in last_compilation().passes if p.name == "convolutions_channels_last")
+
+
+MODELS = {
+    "single": lambda: nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Hardswish(), nn.ReLU()),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(16, 32, 3, 2, 1, output_padding=1), nn.ReLU()),
+    "depthwise": lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16),
+    "grouped, dilated": lambda: nn.Conv2d(16, 32, 3, dilation=2, groups=4),
+    "pointwise": lambda: nn.Sequential(nn.Conv2d(16, 256, 1, 2, bias=False), nn.SiLU()),
+    "one channel": lambda: nn.Conv2d(16, 1, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("single", USUAL), *((n, f) for n in MODELS for f in (LAST, PACKED)), ("pointwise", LINEAR)]
+)
+def test_each_form_gives_eagers_result(monkeypatch, name, form):
+    taking(monkeypatch, 0.5 if form == USUAL else 2.0, {LAST: 1.0, LINEAR: 1.0, PACKED: 1.0} | {form: 0.6})
+    changed = check(MODELS[name](), torch.randn(2, 16, 48, 48), freeze=form == PACKED)
+    assert changed == (form != USUAL)
+    assert ("PACKED_CONVOLUTION" in last_compilation().source) is (form == PACKED and name != "transposed")
+    linear = form == LINEAR and name == "pointwise"
+    assert ("LINEAR_POINTWISE" in last_compilation().source) is linear
+
+
+@pytest.mark.parametrize(("copies", "changed"), [(0.0, 1), (1.0, 0)])
+def test_copies_have_to_pay(monkeypatch, copies, changed):
+    taking(monkeypatch, 2.0, FAST_LAST, copies)
+    assert check(MODELS["single"](), torch.randn(2, 16, 24, 24)) == changed
+
+
+def test_a_model_in_channels_last_is_compared_with_itself(monkeypatch):
+    """Nothing is gained there: what the program runs now is the channels-last form."""
+    taking(monkeypatch, 2.0, FAST_LAST)
+    x = torch.randn(2, 16, 24, 24).to(memory_format=torch.channels_last)
+    assert check(MODELS["single"]().to(memory_format=torch.channels_last), x) == 0
+
+
+def test_gradients_count_and_lie_as_eagers(monkeypatch):
+    asked = taking(monkeypatch, 2.0, FAST_LAST)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2))
+    x = torch.randn(2, 3, 20, 20, requires_grad=True)
+    found = []
+    for f in (torch.compile(model, backend=fuser_backend), model):
+        f(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+    for got, want in zip(*found, strict=True):
+        assert strides(got) == strides(want)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert {(c.mask is not None, c.transposed) for c in asked} == {(a, b) for a in (True, False) for b in (True, False)}
+
+
+@pytest.mark.parametrize("settings", [{"numerics": "eager"}, {"deterministic": "yes"}, {"convolution_layout": "eager"}])
+def test_settings_without_a_contest(monkeypatch, settings):
+    monkeypatch.setattr(conv_forms, "seconds", lambda c: pytest.fail("a contest"))
+    with config.override(**settings):
+        check(MODELS["single"](), torch.randn(2, 16, 24, 24))
+
+
+def test_contests_are_held_once(monkeypatch, fresh_cache_dir):
+    monkeypatch.setattr(records, "_made", {})
+    monkeypatch.setattr(conv_forms, "_convolutions", Decisions("convolution"))
+    monkeypatch.setattr(conv_forms, "_copies", Decisions("copy"))
+    first, last = nn.Conv2d(16, 64, 3, padding=1), nn.ConvTranspose2d(16, 4, 2)
+    model = nn.Sequential(first, nn.SiLU(), nn.Conv2d(64, 16, 1), last)
+    check(model, torch.randn(1, 16, 40, 40), freeze=True)
+    found = [c for c in fuser.debug.choices() if "convolution" in c.what]
+    assert [len(c.times) for c in found] == [3, 3, 2] and not any("left out" in c.reason for c in found), found
+    torch._dynamo.reset()
+    check(model, torch.randn(1, 16, 40, 40), freeze=True)
+    assert [c for c in fuser.debug.choices() if "convolution" in c.what] == found
+
+
+def test_frozen_weights_of_convolutions_are_packed_again(monkeypatch):
+    taking(monkeypatch, 2.0, {LAST: 1.0, LINEAR: 1.0, PACKED: 0.5})
+    model, x = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU()).eval(), torch.randn(2, 16, 24, 24)
+    compiled = torch.compile(model, backend=fuser_backend, options={"freeze": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+        model[0].weight.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_bf16(monkeypatch):
+    if not providers.takes_dtype(torch.bfloat16):
+        pytest.skip("oneDNN has no bfloat16 here")
+    taking(monkeypatch, 2.0, FAST_LAST)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.GELU()).bfloat16()
+    assert check(model, torch.randn(2, 16, 24, 24, dtype=torch.bfloat16)) == 1
