@@ -107,6 +107,8 @@ def _form_difference(a: Any, b: Any, strides: bool) -> str:
         return f"{a.dtype} instead of {b.dtype}"
     if a.shape != b.shape:
         return f"size {tuple(a.shape)} instead of {tuple(b.shape)}"
+    if a.device != b.device:
+        return f"on {a.device} instead of {b.device}"
     if type(a) is not type(b) or a.layout is not b.layout:
         return f"{type(a).__name__} of {a.layout} instead of {type(b).__name__} of {b.layout}"
     if strides and b.layout is torch.strided and b.numel() and not _same_strides(a, b):

@@ -211,6 +211,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
         raise Unsupported(supports(node.op) or "", node.op)
     kwargs = {k: map_refs(v, lambda r: values[r.index]) for k, v in node.kwargs}
     meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
+    _check_home(ctx, node.op, meta_args, meta_kwargs)
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
     meta = run_meta(node.op, meta_args, meta_kwargs, device=ctx.target.like)
@@ -256,6 +257,14 @@ def _apart(value: Any, meta: Any, given: set[int]) -> Any:
     if isinstance(value, TensorBox) and value.storage.buffer.input_number >= 0 and _memory(meta) not in given:
         return TensorBox(StorageBox(value.storage.buffer), value.view)
     return value
+
+
+def _check_home(ctx: LoweringContext, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Unsupported where eager makes a tensor on torch's default device and the group is on another one."""
+    if ctx.target.device_type == targets.HOST or kwargs.get("device") is not None:
+        return
+    if not any(isinstance(a, torch.Tensor) for a in leaves((args, kwargs))):
+        raise Unsupported(f"it makes a tensor on torch's default device, in a group on {ctx.target.device_type}", op)
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:

@@ -78,6 +78,7 @@ def main() -> None:
             except Exception as e:
                 print(f"{kind} {name}: {type(e).__name__}: {e}")
     check_refusals(device, runtime)
+    check_homes(device)
     print("done")
 
 
@@ -96,6 +97,25 @@ def check_refusals(device: Any, runtime: Any) -> None:
     else:
         raise AssertionError("eager raises for index 77 of 6 rows")
     assert runtime.launches == launches + 1
+
+
+def check_homes(device: Any) -> None:
+    """A tensor made without a device is on torch's default device, as in eager, whatever the group is on."""
+    makers: tuple[tuple[Any, ...], ...] = (
+        (torch.zeros, (4,)), (torch.full, (2, 3), 7), (torch.arange, 5), (torch.ones, 3), (torch.scalar_tensor, 2.5),
+    )  # fmt: skip
+    for make, *args in makers:
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        made = graph.call_function(make, tuple(args))
+        twice = graph.call_function(torch.mul, (made, 2))
+        graph.output((graph.call_function(torch.relu, (x,)), made, twice))
+        key = fuser.register_fusion(torch.fx.GraphModule(torch.nn.Module(), graph))
+        there, here, doubled = fuser.fusion_handle(key)(device.to_device(X))
+        torch.testing.assert_close(device.to_host(there), X.relu())
+        want = make(*args)
+        assert here.device == doubled.device == want.device, (here.device, doubled.device)
+        assert torch.equal(here, want) and torch.equal(doubled, want * 2)
 
 
 if __name__ == "__main__":
