@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +37,22 @@ def _add(name: str, library: str, build: Any, inputs: Any, generates: bool = Fal
     ZOO[name] = Architecture(name, library, build, inputs, generates)
 
 
+_draw = 0  # which inputs of a batch size are made
+
+
+@contextlib.contextmanager
+def drawn(draw: int) -> Iterator[None]:
+    """Inputs made inside are other ones than those of draw 0."""
+    global _draw
+    _draw = draw
+    try:
+        yield
+    finally:
+        _draw = 0
+
+
 def _generator(n: int) -> torch.Generator:
-    return torch.Generator().manual_seed(n)
+    return torch.Generator().manual_seed(n + 1000 * _draw)
 
 
 def _words(n: int, name: str = "input_ids", tokens: int = TOKENS) -> Inputs:

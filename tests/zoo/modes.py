@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 from tests.peers.judge import widened
-from tests.zoo.architectures import Architecture, Inputs
+from tests.zoo.architectures import Architecture, Inputs, drawn
 
 MODES = ("inference", "batches", "dynamic", "autocast", "training", "generate")
 OPTIONS = {"random": "eager"}
 TOKENS = 6
+DRAWS = 16  # of a model's inputs
 _NOTHING = 1e-7  # of the largest result: what rounding leaves of a gradient that is zero
 
 
@@ -66,10 +67,14 @@ def _step(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> list[to
     return [*(o.detach() for o in outputs), *gradients, *(b.clone() for b in model.buffers() if b.is_floating_point())]
 
 
-def problem(got: list[torch.Tensor], want: list[torch.Tensor], exact: list[torch.Tensor]) -> str:
+def problem(
+    got: list[torch.Tensor], want: list[torch.Tensor], exact: list[torch.Tensor],
+    is_as_exact: Callable[[int], bool] = lambda k: False,
+) -> str:  # fmt: skip
     """Empty if no result is further from float64 than twice eager's distance plus 2 ulp of its largest element.
 
-    A gradient that is nothing but rounding, as of a bias before a norm, is measured by the largest result.
+    A gradient that is nothing but rounding, as of a bias before a norm, is measured by the largest result. Of the many
+    results of a training step one may miss this by chance: `is_as_exact(k)` then judges result `k` over more draws.
     """
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
@@ -85,7 +90,7 @@ def problem(got: list[torch.Tensor], want: list[torch.Tensor], exact: list[torch
         scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
         mine, theirs = low(a), low(b)
         floor = noise if scale < _NOTHING * noise else scale
-        if mine > 2 * theirs + 2 * torch.finfo(b.dtype).eps * floor:
+        if mine > 2 * theirs + 2 * torch.finfo(b.dtype).eps * floor and not is_as_exact(k):
             return f"result {k} of {tuple(b.shape)}: {mine:.2e} off float64 where eager is {theirs:.2e}, of {scale:.1e}"
     return ""
 
@@ -137,6 +142,25 @@ class _Run:
         wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
         return list(widened(lambda: self.results(self.wide, self.wide, wide), ()))
 
+    def is_as_exact(self, fused: Callable[..., Any], k: int) -> bool:
+        """Whether result `k` is within twice eager's distance from float64 over all draws together (mean of squares)."""
+        mine = eagers = 0.0
+        for draw in range(DRAWS):
+            with drawn(draw):
+                inputs = self.architecture.inputs(2)
+            restored = [copy.deepcopy(m.state_dict()) for m in (self.ours, self.eager, self.wide)]
+            got, want = (self.results(m, c, inputs)[k] for m, c in ((self.ours, fused), (self.eager, self.eager)))
+            exact = self.exact(inputs)[k].double()
+            for m, state in zip((self.ours, self.eager, self.wide), restored):
+                m.load_state_dict(state)
+            if not torch.equal(got.isfinite(), want.isfinite()):
+                return False
+            kept = want.isfinite() & exact.isfinite()
+            scale = exact[kept].abs().amax() if kept.any() else torch.ones(())
+            mine += float(((got.double() - exact)[kept] / scale).square().sum())
+            eagers += float(((want.double() - exact)[kept] / scale).square().sum())
+        return mine <= 2**2 * eagers
+
     def first_call(self, module: nn.Module, backend: Any) -> tuple[Callable[..., Any], list[torch.Tensor], float]:
         """A compiled program, the results of its first call, and its seconds."""
         call = _compile(module, backend, True if self.mode == "dynamic" else None)
@@ -158,7 +182,7 @@ def check(architecture: Architecture, mode: str, rival: bool = False, timed: boo
         verdict.status, verdict.why = "not in eager", f"{type(error).__name__}: {error}"
         return verdict
     fused, got, seconds = run.first_call(run.ours, fuser_backend)
-    verdict.why = problem(got, want, run.exact(architecture.inputs(2)))
+    verdict.why = problem(got, want, run.exact(architecture.inputs(2)), lambda k: run.is_as_exact(fused, k))
     if mode in ("batches", "dynamic"):
         inputs = architecture.inputs(3)
         want, got = run.results(run.eager, run.eager, inputs), run.results(run.ours, fused, inputs)
