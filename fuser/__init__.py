@@ -1,6 +1,8 @@
 """Just-in-time fusion for PyTorch."""
 
 import importlib
+import sys
+import types
 from typing import Any
 
 from fuser.startup import collector_at_rest
@@ -47,6 +49,7 @@ __all__ = [
     "prometheus",
     "register_fusion",
     "register_fusion_backend",
+    "require_fused",
     "run_fusion",
     "stats",
     "unregister_fusion",
@@ -56,11 +59,24 @@ __all__ = [
 
 # Modules, and what is found in modules, that are imported when first asked for.
 _LATER: dict[str, tuple[str, str]] = {
-    **{name: (name, "") for name in ("aot", "cache", "debug", "frontends", "passes")},
+    **{name: (name, "") for name in ("aot", "cache", "debug", "frontends", "passes", "testing")},
     "backend": ("frontends.dynamo", "fuser_backend"),
     "explain": ("debug.models", "explain_model"),
+    "require_fused": ("debug.guaranteeing", "require_fused"),
     "fuse_script": ("frontends.fuse_script", "fuse_script"),
 }
+
+
+class _Package(types.ModuleType):
+    """The package itself, which is no backend."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `torch.compile(model, backend=fuser)` calls. ConfigError, with the two ways to say it."""
+        error = errors.ConfigError("backend=fuser is the package: expected backend='fuser' or backend=fuser.backend")
+        raise importlib.import_module("fuser.frontends.guarantees").in_dynamo(error)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,20 @@ def _ratio(value: Any) -> Any:
     return value
 
 
+MANY = 1 << 30  # kernels: as many as there are
+
+
+def _kernels(value: Any) -> Any:
+    """True for as many kernels as there are, or the most kernels of a graph."""
+    if isinstance(value, str):
+        value = int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
+    if isinstance(value, bool):
+        return MANY if value else 0
+    if type(value) is not int or value < 0:
+        raise ValueError("expected True, False, or the most kernels that a graph may take, such as 1")
+    return value
+
+
 def _default_cache_dir() -> str:
     """Under the user's own cache; none without a home: kernels never come from the working directory."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
@@ -147,6 +161,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dump_passes", "", "'log', or a folder for what each pass changes"),
     Setting("on_pass_error", "raise", "a failing pass is an error, or is left out", choices=("raise", "skip")),
     Setting("strict", False, "a defect of fuser is an error, not a group that ATen runs", choices=(True, False)),
+    Setting(
+        "require_fused", 0,
+        "True: a graph with an operator on ATen, up to calls of libraries, is an error; a number: so is one that takes "
+        "more kernels than that",
+        read=_kernels,
+    ),
     Setting("enabled", True, "False runs every group by its fallback", choices=(True, False)),
     Setting(
         "convolution_layout", "measured",
@@ -201,16 +221,29 @@ def _warn_of_unknown() -> None:
     """Say which variables look like settings and are none."""
     known = {PREFIX + s.name.upper() for s in SETTINGS}.union(_OTHERS)
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"settings are listed in {__name__}.SETTINGS"
+        near = _nearest(name.removeprefix(PREFIX).lower())
+        hint = f"did you mean {PREFIX}{near.upper()}?" if near else f"settings are listed in {__name__}.SETTINGS"
         notices.warn(f"the environment variable {name} is no setting and is not read; {hint}")
+
+
+def _nearest(name: str) -> str | None:
+    """The setting whose name has most letters in common with `name`; None if none is near."""
+    found = difflib.get_close_matches(name.lower(), _BY_NAME, 1)
+    parts = [known for known in sorted(_BY_NAME) if name.lower() in known.split("_") or known.startswith(name.lower())]
+    return found[0] if found else parts[0] if parts and len(name) > 2 else None
+
+
+def _unknown(name: str) -> str:
+    near = _nearest(name)
+    hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(sorted(_BY_NAME))}"
+    return f"unknown setting {name!r}: {hint}"
 
 
 def check(name: str, value: Any) -> Any:
     """`value` if `name` is a setting that can take it; raises ConfigError otherwise."""
     setting = _BY_NAME.get(name)
     if setting is None:
-        raise ConfigError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
+        raise ConfigError(_unknown(str(name)))
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, setting.choices))}")
     try:
@@ -238,7 +271,7 @@ class Config(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in _BY_NAME:
-            raise AttributeError(f"unknown setting {name!r}: expected one of {', '.join(sorted(_BY_NAME))}")
+            raise AttributeError(_unknown(name))
         here = self.overridden(name)
         return self._values[name] if here is None else here
 
@@ -248,6 +281,9 @@ class Config(types.ModuleType):
             super().__setattr__(name, value)
         else:
             self.set(**{name: value})
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_BY_NAME})
 
     def overridden(self, name: str) -> Any:
         """The value of a setting that is in force in this thread only; None if there is none."""

@@ -36,6 +36,10 @@ class BackendError(FuserError, RuntimeError):
     """No backend for a device, or one that does not fulfil the protocol."""
 
 
+class NotFusedError(FuserError, AssertionError):
+    """What was to be fused is not, by `require_fused` or `fuser.testing.assert_fused`. The message has the reasons."""
+
+
 class PassError(FuserError, RuntimeError):
     """A pass that raised, or left a graph that is broken or of another shape. The message names pass and node."""
 

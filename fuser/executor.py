@@ -20,7 +20,7 @@ import torch
 from fuser import compiled_calls, compiler, config, examples, forks, notices, preparing, targets
 from fuser.arguments import arg_spec, broadcasts, home_of, is_acceptable, why_unfit
 from fuser.canonical import REQUIRED, Registered, canonicalize, portable, skeleton
-from fuser.errors import GraphError, InputError, NotPrebuilt, Unsupported, is_defect
+from fuser.errors import GraphError, InputError, NotFusedError, NotPrebuilt, Unsupported, is_defect
 from fuser.kernel_cache import (
     REGISTRY,
     FusedKernel,
@@ -243,6 +243,8 @@ class Executor:
         it; with `first`, nothing is left to ATen that the launcher does not know of.
         """
         known = False
+        if config.require_fused:  # each such call is an error, which native code does not raise
+            return False
         refuse, native = getattr(self.handle, "refuse", None), getattr(self.spec.fallback, "function", None)
         if refuse is not None and native is not None:
             blocked = bool(self.spec.blocked)
@@ -458,6 +460,8 @@ class Executor:
 
     def _fall_back(self, args: tuple[Any, ...], reason: str, function: Function | None = None) -> Any:
         self.spec.store.note_fallback(reason)
+        if config.require_fused:
+            raise NotFusedError(f"require_fused: a call of fusion {self.spec.key} runs on ATen: {reason}")
         return (function or self.spec.fallback)(*args)
 
 

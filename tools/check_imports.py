@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontends",),
     ("aot",),
     ("debug",),
+    ("testing",),
     ("", "__main__"),
 )
 

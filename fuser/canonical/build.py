@@ -116,8 +116,7 @@ def canonicalize(
     fx = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
     if not isinstance(fx, torch.fx.Graph):
         raise GraphError(
-            f"a graph was expected, a torch.fx.Graph or GraphModule, and not {type(graph).__name__}: "
-            "torch.fx.symbolic_trace makes one of a module or function"
+            f"a graph was expected, a torch.fx.Graph or GraphModule, and not {type(graph).__name__}: {_cure(graph)}"
         )
     state = _State(Builder(lifting), module)
     for node in fx.nodes:
@@ -130,6 +129,22 @@ def canonicalize(
         raise GraphError("the graph returns nothing: expected an output of at least one of its nodes")
     _take_exported_forms(state, fx)
     return _finish(state, functional, in_place)
+
+
+# How to get a graph of what is none, by the name of a class.
+_CURES = {
+    "ScriptFunction": "fuser.fuse_script(it) fuses it, fuser.frontends.torchscript.to_fx(it) makes a graph of it",
+    "ScriptModule": "fuser.fuse_script(it) fuses it, fuser.frontends.torchscript.to_fx(it) makes a graph of it",
+    "ExportedProgram": "its module() is one, and fuser.aot.compile(it, path) writes it with its kernels to a file",
+    "OptimizedModule": "torch.compile made it: torch.compile(model, backend='fuser') fuses a model",
+    "Node": "expected the whole graph, which is its .graph",
+    "int": "keys go to run_fusion and fusion_handle",
+}
+
+
+def _cure(given: Any) -> str:
+    names = (c.__name__ for c in type(given).__mro__)
+    return next((_CURES[n] for n in names if n in _CURES), "torch.fx.symbolic_trace makes one of a module or function")
 
 
 def _visit(state: _State, node: torch.fx.Node) -> None:

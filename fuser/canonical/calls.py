@@ -16,6 +16,7 @@ from fuser.canonical.builder import Builder, Untranslatable
 from fuser.canonical.functionals import FUNCTIONALS
 from fuser.canonical.graph import Ref
 from fuser.canonical.indexing import translate_getitem
+from fuser.canonical.keywords import unknown_keyword
 from fuser.canonical.mutation import WRITING, effect, is_binding
 from fuser.canonical.numbers import divide, power, square_root
 from fuser.canonical.schemas import Kind, signature
@@ -311,6 +312,9 @@ _METHODS: dict[str, Row] = {
 
 
 def _as_python(b: Builder, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ref:
+    mistake = unknown_keyword(target, kwargs) if kwargs else None
+    if mistake is not None:
+        raise GraphError(mistake)
     if op == "call_method":
         name = str(target)
         may_exist = b.kind(args[0]) not in (Kind.TENSOR, Kind.INPUT) if args else False

@@ -86,10 +86,7 @@ def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
     """The lowered graph and its kernel plans, for arguments like those that it was compiled for."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        example = tuple(_fake(*a) if isinstance(a, tuple) else a for a in described)
+    example = fake_of(described)
     numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
     try:
         with config.override(**dict(spec.config)):
@@ -98,6 +95,14 @@ def ir_text(spec: KernelSpec, described: tuple[Any, ...]) -> str:
     except FuserError as e:
         return f"not lowered: {e}\n"
     return print_lowered(lowered, plan)
+
+
+def fake_of(described: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Fake tensors and numbers like a described example."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return tuple(_fake(*a) if isinstance(a, tuple) else a for a in described)
 
 
 def _fake(dtype: torch.dtype, device_type: str, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

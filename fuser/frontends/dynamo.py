@@ -16,7 +16,7 @@ from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
 from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError, FuserError
-from fuser.frontends import fakes, training
+from fuser.frontends import fakes, guarantees, training
 from fuser.frontends.containers import flattened, takes_containers
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.failures import guarded, say_unfused
@@ -56,7 +56,7 @@ def fuser_backend(
     "max-autotune" record calls as CUDA graphs, and "max-autotune" and "max-autotune-no-cudagraphs" set `max_autotune`;
     other modes change nothing. ConfigError for an unknown setting, value or mode.
     """
-    checked = _checked_options(options or {}, mode)
+    checked = _checked_options({} if options is None else options, mode)
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
     with config.override(**{**racing, **checked}), _no_collection(), span("graph", nodes=len(gm.graph.nodes)):
@@ -83,17 +83,11 @@ def _checked_options(options: dict[str, Any], mode: str | None) -> dict[str, Any
     try:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
+        if not isinstance(options, dict):
+            raise ConfigError(f"options={options!r}: expected a dict of settings, such as {{'numerics': 'eager'}}")
         return {name: config.check(name, value) for name, value in options.items()}
     except ConfigError as error:
-        raise _unwrapped(error) from None
-
-
-def _unwrapped(error: ConfigError) -> ConfigError:
-    """The same error in a form that dynamo hands to the user as it is, not inside one of its own."""
-    from torch._dynamo.exc import ShortenTraceback
-
-    found: ConfigError = type("ConfigError", (ConfigError, ShortenTraceback), {"first_useful_frame": None})(str(error))
-    return found
+        raise guarantees.in_dynamo(error) from None
 
 
 def _with_options(function: Function, options: dict[str, Any]) -> Function:
@@ -112,7 +106,7 @@ def _compile(
     missing = compiler.why_not("cpu") if compiler.is_broken("cpu") else None
     if missing is not None and _devices(gm, example_inputs) <= {"cpu", "meta"}:
         notices.warn_once(f"{missing}; the groups concerned run by ATen")
-        remember(CompiledGraph("eager", missing, options=options))
+        _remember_eager(missing, options)
         return gm.forward
     reason = _why_eager(gm)
     if reason is not None:
@@ -180,8 +174,14 @@ def _resizes_bytes(node: fx.Node) -> bool:
 
 def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:
     say_unfused(reason)
-    remember(CompiledGraph("eager", reason, options=options))
+    _remember_eager(reason, options)
     return gm.forward
+
+
+def _remember_eager(reason: str, options: dict[str, Any]) -> None:
+    record = CompiledGraph("eager", reason, options=options)
+    remember(record)
+    guarantees.check(record)
 
 
 class _GraphCompiler:

@@ -19,7 +19,7 @@ from torch.utils import _python_dispatch
 from fuser import config, interface
 from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
-from fuser.frontends import matmuls
+from fuser.frontends import guarantees, matmuls
 from fuser.frontends.noting import group_records, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
@@ -90,10 +90,9 @@ class Compiled:
         """Add this graph to the history that reports read; one that runs by ATen under the route "eager"."""
         if self.program is None:
             _log.warning("a graph runs unfused: %s", self.reason)
-            remember(CompiledGraph("eager", self.reason, options=options, stage=stage))
-            return
-        remember(
-            CompiledGraph(
+            record = CompiledGraph("eager", self.reason, options=options, stage=stage)
+        else:
+            record = CompiledGraph(
                 route=route,
                 reason=reason,
                 groups=group_records(self.plan, self.keys, self.grouping),
@@ -105,7 +104,8 @@ class Compiled:
                 stage=stage,
                 by_eager=Counter() if by_eager is None else by_eager,
             )
-        )
+        remember(record)
+        guarantees.check(record, self.plan.groups)
 
 
 def compile_functional(

@@ -1,0 +1,60 @@
+"""Keywords that no form of a call takes: a mistake of the graph's author, told when the graph is registered."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._ops import OpOverloadPacket
+
+# Names that torch's parser of arguments takes beside those of the schemas.
+_EVERYWHERE = frozenset("out dtype device layout requires_grad pin_memory memory_format names self input".split())
+_NUMPY = frozenset("axis keepdims x a x1 x2".split())
+
+
+def unknown_keyword(target: Any, given: Iterable[str]) -> str | None:
+    """A sentence about a keyword that `target`, a function of torch or a method's name, does not take; else None."""
+    known = _known(target)
+    wrong = [name for name in given if name not in known] if known is not None else []
+    if not wrong or known is None:
+        return None
+    near = difflib.get_close_matches(wrong[0], known, 1)
+    own = sorted(known.difference(_EVERYWHERE, _NUMPY))
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(own)}"
+    return f"{getattr(target, '__name__', target)} has no argument {wrong[0]!r}: {hint}"
+
+
+def _known(target: Any) -> frozenset[str] | None:
+    """All keywords of any form of a call; None where nobody can say."""
+    if isinstance(target, str):
+        method = getattr(torch.Tensor, target, None)
+        return _of_python(method) if inspect.isfunction(method) else _of_packet(target) if method is not None else None
+    if not (getattr(target, "__module__", None) or "torch").startswith("torch"):
+        return None
+    if inspect.isbuiltin(target):
+        return _of_packet(getattr(target, "__name__", ""))
+    return _of_python(target) if inspect.isfunction(target) else None
+
+
+def _of_packet(name: str) -> frozenset[str] | None:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    overloads = (getattr(packet, o) for o in packet.overloads())  # type: ignore[no-untyped-call]
+    return _EVERYWHERE | _NUMPY | {a.name for o in overloads for a in o._schema.arguments}
+
+
+def _of_python(function: Callable[..., Any]) -> frozenset[str] | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return None if open_ended else frozenset(p.name for p in parameters if p.kind in named)
+
+
+__all__ = ["unknown_keyword"]

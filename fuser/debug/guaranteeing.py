@@ -1,0 +1,102 @@
+"""Guarantees that a user writes: what runs in a block, or a function in a test, is fused, or it is an error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fuser import config, interface, pipeline
+from fuser.debug.explaining import fake_of
+from fuser.debug.explanation import Explanation
+from fuser.debug.gathering import explanation_of, graph_break_count, graph_breaks
+from fuser.debug.models import explain_model
+from fuser.errors import FuserError, NotFusedError
+from fuser.frontends.guarantees import ALLOWED, complain
+from fuser.frontends.records import collected
+from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import schedule
+
+settings: Any = config  # its attributes are made from a table
+
+
+@contextlib.contextmanager
+def require_fused(max_kernels: int | None = None) -> Iterator[None]:
+    """What is compiled and called in this block is fused, up to calls of libraries: products, convolutions, attention.
+
+    A graph with another operator on ATen is a NotFusedError when it is compiled, a call of a group that runs on ATen
+    when it is made, a graph break or more than `max_kernels` kernels of all graphs compiled here at the end of the
+    block. The error names operators, lines and reasons. Functions compiled before are checked by their calls alone.
+    """
+    before, breaks = _fallbacks(), graph_break_count()
+    with config.override(require_fused=True), collected() as records:
+        yield
+    interface.wait()
+    e = explanation_of(records, graph_breaks(breaks), ())
+    said = [*_why_not(e), *(f"{n} calls ran on ATen: {why}" for why, n in (_fallbacks() - before).items())]
+    most = settings.MANY if max_kernels is None else config.check("require_fused", max_kernels)
+    complain(said, _launches(e), most)
+
+
+def assert_fused(
+    function: Callable[..., Any], *args: Any, kernels: int | None = None, reads: int | None = None, **kwargs: Any
+) -> Explanation:
+    """Compile and call `function`; AssertionError, with the reasons, unless all is fused up to calls of libraries.
+
+    `kernels` is the most loop nests that it may launch, forward and backward together, `reads` the most tensors that
+    these read from memory, each counted once for each loop nest. Returns the explanation.
+    """
+    e = explain_model(function, *args, **kwargs)
+    complain(_why_not(e), _launches(e), settings.MANY if kernels is None else kernels)
+    found = sum(_reads(g.key) for g in e.groups) if reads is not None else 0
+    if reads is not None and found > reads:
+        raise NotFusedError(f"its kernels read {found} tensors: expected {reads} at most\n{e}")
+    return e
+
+
+def _why_not(e: Explanation) -> list[str]:
+    said = [f"graph break at {b.source or 'an unknown line'}: {b.reason.splitlines()[0]}" for b in e.breaks]
+    said += [f"a graph runs in eager, because {g.reason}" for g in e.graphs if g.route == "eager"]
+    said += [
+        f"{o.op} at {o.source or 'an unknown line'} [{o.code}]: {o.reason}"
+        for o in e.not_fused
+        if o.code not in (*ALLOWED, "not_run")
+    ]
+    return said
+
+
+def _launches(e: Explanation) -> int:
+    return sum(k.launches for g in e.groups for k in g.kernels[:1])
+
+
+def _fallbacks() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for spec in REGISTRY.specs():
+        found.update(spec.store.fallbacks)
+    return found
+
+
+def _reads(key: int) -> int:
+    """The tensors that the loop nests of a group read, each once for each loop nest, lowered for its first call."""
+    spec = REGISTRY.find(key).spec
+    examples = [entry.example for entry in spec.store.entries if entry.example]
+    return _reads_of(spec, examples[0]) if examples else 0
+
+
+def _reads_of(spec: KernelSpec, described: tuple[Any, ...]) -> int:
+    example = fake_of(described)
+    numbers = frozenset(i for i, a in enumerate(example) if not isinstance(a, torch.Tensor))
+    try:
+        with config.override(**dict(spec.config)):
+            lowered = lower_graph(pipeline.with_numbers(spec.graph, numbers), example, settings.numerics)
+            plans = schedule(lowered, settings.max_body_rows).plans
+    except FuserError:
+        return 0
+    return sum(len({row.attr[0] for row in p.rows if row.op == "load"}) for p in plans)
+
+
+__all__ = ["assert_fused", "require_fused"]

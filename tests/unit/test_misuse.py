@@ -1,0 +1,94 @@
+"""Mistakes of a user, and the sentence that each gets: what is wrong, and the cure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fuser
+from fuser.errors import ConfigError, GraphError
+
+X = torch.rand(4)
+
+
+def call_with(target, **named):
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(target, (graph.placeholder("x"),), named))
+    return graph
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+NO_GRAPHS = {
+    "ScriptFunction": (lambda: torch.jit.script(Double().forward), "fuser.fuse_script"),
+    "RecursiveScriptModule": (lambda: torch.jit.script(Double()), "fuser.fuse_script"),
+    "ExportedProgram": (lambda: torch.export.export(Double(), (X,)), r"its module\(\) is one"),
+    "OptimizedModule": (lambda: torch.compile(Double()), "backend='fuser'"),
+    "Node": (lambda: next(iter(call_with(torch.relu).nodes)), "the whole graph"),
+    "Double": (Double, "torch.fx.symbolic_trace"),
+    "int": (lambda: 3, "run_fusion"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", NO_GRAPHS)
+def test_what_is_no_graph(name):
+    make, cure = NO_GRAPHS[name]
+    with pytest.raises(GraphError, match=f"and not {name}: .*{cure}"):
+        fuser.register_fusion(make())
+
+
+@pytest.mark.parametrize(
+    "target, named, said",
+    [
+        (torch.add, {"other": 1, "alfa": 2}, "node 'add': add has no argument 'alfa': did you mean 'alpha'"),
+        (torch.softmax, {"dims": 1}, "softmax has no argument 'dims': did you mean 'dim'"),
+        (nn.functional.dropout, {"q": 0.5}, "dropout has no argument 'q'"),
+    ],
+)
+def test_a_keyword_that_an_operator_lacks(target, named, said):
+    with pytest.raises(GraphError, match=said):
+        fuser.register_fusion(call_with(target, **named))
+
+
+def test_keywords_of_numpy_are_taken():
+    for named in ({"axis": 0}, {"dim": 0, "keepdim": True}, {"axis": 0, "keepdims": True}):
+        key = fuser.register_fusion(call_with(torch.sum, **named))
+        assert torch.equal(fuser.run_fusion(key, [X])[0], torch.sum(X, **named))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"backend": fuser}, "expected backend='fuser' or backend=fuser.backend"),
+        ({"options": [1]}, r"options=\[1\]: expected a dict of settings"),
+        ({"options": {"numeric": 1}}, "unknown setting 'numeric': did you mean 'numerics'"),
+        ({"options": {"numerics": 1}}, "numerics=1: expected one of 'fast', 'eager'"),
+        ({"options": {"verify": "many"}}, "verify='many': expected a number of calls"),
+        ({"mode": "fast"}, "mode='fast': expected one of"),
+    ],
+)
+def test_torch_compile(given, said):
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=said):
+        torch.compile(lambda x: x * 2, **{"backend": "fuser", **given})(X)
+
+
+@pytest.mark.parametrize(
+    "wrong, meant", [("numeric", "numerics"), ("cache_limit", "cache_limit_bytes"), ("timeout", "compile_timeout")]
+)
+def test_near_misses_of_settings(wrong, meant):
+    with pytest.raises(ConfigError, match=f"unknown setting '{wrong}': did you mean '{meant}"):
+        fuser.config.set(**{wrong: 1})
+    with pytest.raises(AttributeError, match=f"did you mean '{meant}"):
+        getattr(fuser.config, wrong)
+
+
+def test_everything_is_listed():
+    assert set(fuser.__all__) <= set(dir(fuser)) and {"aot", "backend", "debug", "explain"} <= set(dir(fuser))
+    assert {s.name for s in fuser.config.SETTINGS} <= set(dir(fuser.config))
+    assert all(getattr(fuser, name) is not None for name in dir(fuser) if not name.startswith("_"))
