@@ -1,14 +1,14 @@
 """Attention spelled out becomes `scaled_dot_product_attention`, which never writes the matrix of scores.
 
-What models write differs in spelling alone: `matmul`, `@`, `bmm` or `einsum`; the scale before or after the product, as
-a factor or a divisor, a number or a tensor made of one; the mask added, filled in or chosen by `where`; the softmax in
-float32 between two casts; a dropout. Read backwards from the softmax, all are one chain of nodes.
+What models write differs in spelling alone: `matmul`, `@`, `bmm`, `baddbmm` or `einsum`; the scale on queries, keys or
+scores, as a factor or a divisor, a number or a tensor made of one; the mask added, filled in or chosen by `where`;
+16-bit operands or the softmax alone in float32 between casts; a dropout. Read backwards from the softmax, all are one
+chain of nodes. `products.py` reads the products, `attention_masks.py` what is added to the scores.
 """
 
 from __future__ import annotations
 
-import math
-import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
+from fuser.passes import attention_masks as masks
+from fuser.passes.attention_masks import Bias, Fill, Step
 from fuser.passes.calls import (
     Autocast,
     Call,
@@ -28,31 +30,30 @@ from fuser.passes.calls import (
     shape_of,
     value_of,
 )
-from fuser.passes.hints import depends_on_data
-from fuser.passes.masks import HUGE, is_mask
+from fuser.passes.hints import are_numbers, depends_on_data
+from fuser.passes.peeling import CASTS, SIXTEEN, narrowed, peeled, requires_grad, without_scale
+from fuser.passes.products import Factor, Mismatch, scores_product, weighted_product
 
-_CASTS = frozenset({"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"})
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_LIMITS = (torch.float32, torch.float64)  # dtypes in which "score + huge negative number" equals that number
+_DTYPES = {torch.float32, torch.float64, *SIXTEEN}
 
 
 @dataclass
 class _Found:
-    """What a chain of nodes computes: softmax(q @ k.T * scale, masked) @ v."""
+    """What a chain of nodes computes: softmax(q @ k.T * scale, masked) @ v, its dims in the order `out`.
+
+    `steps`: what happens to the scaled scores, first to last. `wide`: the result is cast to float32.
+    """
 
     first: fx.Node
     last: fx.Node
-    q: fx.Node
-    k_transposed: fx.Node
-    v: fx.Node
+    q: Factor
+    k: Factor
+    v: Factor
+    out: tuple[int, ...]
     scale: float = 1.0
     dropout: float = 0.0
-    biases: list[fx.Node] = field(default_factory=list)  # added to the scores
-    fills: list[tuple[fx.Node, bool, float]] = field(default_factory=list)  # (condition, fill where it is, value)
-
-
-class _Mismatch(Exception):
-    """This is no attention, or one that cannot be rewritten safely."""
+    steps: list[Step] = field(default_factory=list)
+    wide: bool = False
 
 
 def fuse_attention(module: fx.GraphModule) -> int:
@@ -66,31 +67,42 @@ def fuse_attention(module: fx.GraphModule) -> int:
     changed = 0
     for node in nodes:
         call = call_of(node)
+        if node.target is F.scaled_dot_product_attention:
+            changed += masks.without_mask(node)
         if call is None or call.name != "softmax":
             continue
         try:
-            found = _match(call, casts[order[node]])
+            found = _match(call, casts[order[node]], _calm(order, writes))
             if casts[order[found.first]].region != casts[order[found.last]].region:
-                raise _Mismatch
+                raise Mismatch
             inside = _between(found)
             if any(order[found.first] < w < order[found.last] and nodes[w] not in inside for w in writes):
-                raise _Mismatch
+                raise Mismatch
             _rewrite(module.graph, found)
             _erase(inside, order)
             changed += 1
-        except (_Mismatch, LookupError):
+        except (Mismatch, LookupError):
             continue
     return changed
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-def _match(softmax: Call, autocast: Autocast) -> _Found:
+Calm = Callable[[fx.Node, fx.Node], bool]
+
+
+def _calm(order: dict[fx.Node, int], writes: list[int]) -> Calm:
+    """Whether nothing is written between two nodes."""
+    return lambda first, last: not any(order[first] < w < order[last] for w in writes)
+
+
+def _match(softmax: Call, autocast: Autocast, calm: Calm) -> _Found:
     scores, dim = softmax.arg(0, "input"), softmax.arg(1, "dim")
     shape = shape_of(scores)
     if shape is None or len(shape) not in (3, 4) or dim not in (-1, len(shape) - 1):
-        raise _Mismatch
+        raise Mismatch
     found = _weights_reader(softmax.node)
     _read_scores(scores, shape, found)
+    _peel(found, autocast, calm)
     _check(found, shape, autocast)
     return found
 
@@ -102,7 +114,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _only_user(node: fx.Node) -> fx.Node:
     if len(node.users) != 1:
-        raise _Mismatch
+        raise Mismatch
     return next(iter(node.users))
 
 
@@ -113,14 +125,12 @@ def _weights_reader(node: fx.Node) -> _Found:
         user = _only_user(node)
         call = call_of(user)
         if call is None:
-            raise _Mismatch
+            raise Mismatch
         if call.name == "matmul":
-            weights, v = _product(call, "qk,kd->qd")
-            if weights is not node or v is node:
-                raise _Mismatch
-            return _Found(user, user, user, user, v, dropout=dropout)
-        if call.args[:1] != (node,) or call.name not in (*_CASTS, "dropout"):
-            raise _Mismatch
+            v, out = weighted_product(call, node)
+            return _Found(user, user, v, v, v, out, dropout=dropout)
+        if call.args[:1] != (node,) or call.name not in (*CASTS, "dropout"):
+            raise Mismatch
         if call.name == "dropout" and not is_dead_dropout(call):
             dropout = _live_dropout(call, dropout)
         node = user
@@ -131,7 +141,7 @@ def _live_dropout(call: Call, before: float) -> float:
     share, value = call.arg(1, "p", 0.5), value_of(call.node)
     fused = value is not None and value.device.type == "cuda" and getattr(config, "random", "") != "eager"
     if not fused or before or not isinstance(share, float) or not 0 < share < 1:
-        raise _Mismatch
+        raise Mismatch
     return share
 
 
@@ -140,68 +150,50 @@ def is_dead_dropout(call: Call) -> bool:
     return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
-def _product(call: Call, form: str) -> tuple[fx.Node, fx.Node]:
-    """The two factors of a product of matrices; of an einsum if it is the product `form` under leading dims."""
-    equation, operands = call.args[0] if call.args else None, call.args
-    if isinstance(equation, str):
-        operands = call.args[1:]
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-            operands = tuple(operands[0])
-        if len(operands) != 2 or _canonical(equation) != _canonical(_with_batch(form, operands[0])):
-            raise _Mismatch
-    if len(operands) != 2 or not all(isinstance(o, fx.Node) for o in operands) or call.kwargs:
-        raise _Mismatch
-    return operands[0], operands[1]
-
-
-def _with_batch(form: str, operand: Any) -> str:
-    rank = len(shape_of(operand) or ())
-    batch = "xyzw"[: max(rank - 2, 0)]
-    left, right = form.split("->")
-    return ",".join(batch + part for part in left.split(",")) + "->" + batch + right
-
-
-def _canonical(equation: str) -> str:
-    """An einsum's equation with its letters renamed in order of appearance."""
-    names: dict[str, str] = {}
-    return "".join(names.setdefault(c, chr(97 + len(names))) if c.isalpha() else c for c in equation if c != " ")
-
-
 def _read_scores(node: Any, shape: tuple[Any, ...], found: _Found) -> None:
     """From the softmax's argument back to the product of queries and keys."""
     scaled = False
     while True:
         call = call_of(node)
         if call is None or len(_readers(node)) != 1 or shape_of(node) != shape:
-            raise _Mismatch
+            raise Mismatch
         match call.name:
             case "matmul":
                 found.first = node
-                found.q, found.k_transposed = _scores_product(call)
-                return
+                found.q, found.k = scores_product(call, len(shape))
+                break
+            case "baddbmm":
+                _read_baddbmm(call, found, scaled)
+                break
             case "mul" | "div":
-                node = _read_scale(call, found)
+                node, factor = without_scale(call)
+                found.scale *= factor
                 scaled = True
             case "add" if not scaled:
                 node = _read_bias(call, shape, found)
             case "masked_fill" | "where" if not scaled:
                 node = _read_fill(call, found)
-            case name if name in _CASTS and not _narrows(call):
+            case name if name in CASTS and not _narrows(call):
                 node = call.args[0]
             case _:
-                raise _Mismatch
+                raise Mismatch
+    found.steps.reverse()
 
 
-def _scores_product(call: Call) -> tuple[fx.Node, fx.Node]:
-    if call.args and isinstance(call.args[0], str):
-        q, k = _product(call, "qd,kd->qk")
-        with k.graph.inserting_after(k):
-            swapped = k.graph.call_method("transpose", (k, -1, -2))
-        value = value_of(k)
-        if value is not None:
-            swapped.meta["example_value"] = value.transpose(-1, -2)
-        return q, swapped
-    return _product(call, "")
+def _read_baddbmm(call: Call, found: _Found, scaled: bool) -> None:
+    """`beta * bias + alpha * q @ k`."""
+    beta, alpha = call.kwargs.get("beta", 1), call.kwargs.get("alpha", 1)
+    bias = call.arg(0, "input")
+    if not all(isinstance(n, (int, float)) for n in (beta, alpha)) or alpha == 0 or beta not in (0, 1):
+        raise Mismatch
+    if beta:
+        if scaled or not isinstance(bias, fx.Node):
+            raise Mismatch
+        found.steps.append(Bias(bias))
+    found.scale *= alpha
+    found.first = call.node
+    product = Call(call.node, "matmul", (call.arg(1, "batch1"), call.arg(2, "batch2")), {})
+    found.q, found.k = scores_product(product, 3)
 
 
 def _narrows(call: Call) -> bool:
@@ -210,36 +202,23 @@ def _narrows(call: Call) -> bool:
     return before is None or after is None or torch.promote_types(before.dtype, after.dtype) != after.dtype
 
 
-def _read_scale(call: Call, found: _Found) -> fx.Node:
-    if len(call.args) != 2 or call.kwargs:
-        raise _Mismatch
-    left, right = call.args
-    number = number_of(right)
-    if number is None and call.name == "mul":
-        left, number = right, number_of(left)
-    if number is None or number == 0 or not math.isfinite(number) or not isinstance(left, fx.Node):
-        raise _Mismatch
-    found.scale *= number if call.name == "mul" else 1 / number
-    return left
-
-
 def _read_bias(call: Call, shape: tuple[Any, ...], found: _Found) -> fx.Node:
     """The operand of an addition that leads to the product; the other is the bias."""
     if len(call.args) != 2 or call.kwargs or not all(isinstance(a, fx.Node) for a in call.args):
-        raise _Mismatch
+        raise Mismatch
     left: fx.Node
     right: fx.Node
     left, right = call.args
     if shape_of(left) != shape or (shape_of(right) == shape and not _leads_to_product(left)):
         left, right = right, left
-    found.biases.append(right)
+    found.steps.append(Bias(right))
     return left
 
 
 def _leads_to_product(node: Any) -> bool:
     for _ in range(6):
         call = call_of(node)
-        if call is None or call.name == "matmul":
+        if call is None or call.name in ("matmul", "baddbmm"):
             return call is not None
         node = next((a for a in call.args if isinstance(a, fx.Node)), None)
     return False
@@ -255,72 +234,63 @@ def _read_fill(call: Call, found: _Found) -> fx.Node:
         condition, node = first, third if filled else second
         value = number_of(second) if filled else value
     truth = value_of(condition)
-    if value is None or value > HUGE or not isinstance(node, fx.Node):
-        raise _Mismatch
+    if value is None or not isinstance(node, fx.Node):
+        raise Mismatch
     if truth is None or truth.dtype is not torch.bool:
-        raise _Mismatch
-    found.fills.append((condition, filled, value))
+        raise Mismatch
+    found.steps.append(Fill(condition, filled, value))
     return node
 
 
 _FILL_ARGS = {"masked_fill": ("input", "mask", "value"), "where": ("condition", "input", "other")}
 
 
+def _peel(found: _Found, autocast: Autocast, calm: Calm) -> None:
+    """Take scales and casts to float32 off queries, keys and values, where the result is the same without them."""
+    value = value_of(found.last)
+    device = value.device.type if value is not None else ""
+    casts = autocast.dtype(device) is None
+    q, k, v = (peeled(f, casts, lambda n: calm(n, found.last)) for f in (found.q, found.k, found.v))
+    if any(p.wide for p in (q, k, v)):
+        last = narrowed(found.last)
+        values = [value_of(n) for n in (*(p.factor.node for p in (q, k, v)), last)]
+        dtypes = {None if t is None else t.dtype for t in values}
+        needed = torch.is_grad_enabled() and any(requires_grad(p.factor.node) for p in (q, k, v))
+        if len(dtypes) == 1 and dtypes <= SIXTEEN and not needed:
+            found.wide = last is not found.last
+        else:
+            q, k, v = (peeled(f, False, lambda n: calm(n, found.last)) for f in (found.q, found.k, found.v))
+    found.q, found.k = q.factor, k.factor
+    if v.scale == 1:
+        found.v = v.factor
+    elif v.wide:
+        raise Mismatch
+    found.scale *= q.scale * k.scale
+
+
 # -- judging ----------------------------------------------------------------------------------------------------------
 def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
-    q, k, v, out = (value_of(n) for n in (found.q, found.k_transposed, found.v, found.last))
+    q, k, v, out = (value_of(n) for n in (found.q.node, found.k.node, found.v.node, found.last))
     if q is None or k is None or v is None or out is None:
-        raise _Mismatch
+        raise Mismatch
     if any(map(depends_on_data, (q, k, v))):
-        raise _Mismatch  # the fused operator asks whether a size is 0
+        raise Mismatch  # the fused operator asks whether a size is 0
     low = autocast.dtype(q.device.type)
     if low is None:
-        same = q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in _DTYPES
+        same = q.dtype == k.dtype == v.dtype == (q.dtype if found.wide else out.dtype) and q.dtype in _DTYPES
     else:  # products are cast to `low`, and so is what the fused operator is given
         same = out.dtype == low and all(t.dtype in (low, torch.float32) for t in (q, k, v))
-    if not same or q.device != v.device:
-        raise _Mismatch
-    batch = [tuple(map(str, t.shape[:-2])) for t in (q, k, v)]
-    if len(set(batch)) != 1 or not q.dim() == k.dim() == v.dim() == len(shape):
-        raise _Mismatch
-    if found.scale <= 0:
-        raise _Mismatch
-    for _, _, value in found.fills:
-        _check_fill(value, q.dtype, low)
-    for i, bias in enumerate(found.biases):
-        if low is not None and is_mask(bias):
-            found.biases[i] = _clamped(bias, torch.finfo(low).min)
-        else:
-            _check_bias(bias, q.dtype if low is None else low, shape)
-
-
-def _check_fill(value: float, dtype: torch.dtype, low: torch.dtype | None) -> None:
-    """A fill is added to the scores, in float32: that gives the fill itself, as eager has it, if it is large enough."""
-    if value == -math.inf:
-        return
-    if low is None and dtype not in _LIMITS:
-        raise _Mismatch
-    if low is not None and value < torch.finfo(low).min:
-        raise _Mismatch  # it would become minus infinity, and a row of it NaN
-
-
-def _clamped(mask: fx.Node, least: float) -> fx.Node:
-    """A mask whose huge numbers stay finite when they are rounded to `least`'s dtype."""
-    value = value_of(mask)
-    assert value is not None
-    if value.requires_grad:
-        raise _Mismatch
-    with mask.graph.inserting_after(mask):
-        return emit(mask.graph, torch.clamp, mask, least)
-
-
-def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
-    """Under autocast a bias in float32 stays apart: eager adds it as it is, the fused operator would round it."""
-    value = value_of(bias)
-    if value is None or not value.dtype.is_floating_point or value.dim() > len(shape) or value.dtype != dtype:
-        raise _Mismatch
-    if value.requires_grad and torch.is_grad_enabled():
-        raise _Mismatch  # no fused attention computes its gradient
+    if not same or not q.device == k.device == v.device:
+        raise Mismatch
+    if None in found.q.order or found.scale <= 0:
+        raise Mismatch
+    batch = [str(q.shape[d]) for d in found.q.order[:-2] if d is not None]
+    for factor, value in ((found.k, k), (found.v, v)):
+        for size, dim in zip(batch, factor.order[:-2]):
+            if dim is None or str(value.shape[dim]) != size:
+                if not are_numbers(*q.shape) or dim is not None and str(value.shape[dim]) != "1":
+                    raise Mismatch
+    masks.check(found.steps, q.dtype, low, shape)
 
 
 def _between(found: _Found) -> set[fx.Node]:
@@ -338,34 +308,61 @@ def _between(found: _Found) -> set[fx.Node]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 def _rewrite(graph: fx.Graph, found: _Found) -> None:
     with graph.inserting_before(found.last):
-        mask = _mask(graph, found)
-        k = _untransposed(graph, found.k_transposed)
-        operands = [found.q, k, found.v]
-        flat = len(shape_of(found.q) or ()) == 3
+        q = _placed(graph, found.q, None)
+        k, v = (_placed(graph, f, q) for f in (found.k, found.v))
+        q, kwargs = masks.arguments(graph, found.steps, q, k)
+        operands = [q, k, v]
+        flat = len(shape_of(q) or ()) == 3
         if flat:
             operands = [emit(graph, torch.unsqueeze, o, 0) for o in operands]
-            mask = emit(graph, torch.unsqueeze, mask, 0) if mask is not None else None
-        kwargs: dict[str, Any] = {"attn_mask": mask, "scale": found.scale}
+            if kwargs.get("attn_mask") is not None:
+                kwargs["attn_mask"] = emit(graph, torch.unsqueeze, kwargs["attn_mask"], 0)
+        kwargs["scale"] = found.scale
         if found.dropout:
             kwargs["dropout_p"] = found.dropout
         new = emit(graph, F.scaled_dot_product_attention, *operands, **kwargs)
         if flat:
             new = emit(graph, torch.squeeze, new, 0)
-        if not _has_eager_strides(new, found) and not _is_swapped_and_copied(found.last):
-            new = graph.call_method("contiguous", (new,))
+        moved = found.out != tuple(range(len(found.out)))
+        if moved or not _has_eager_strides(new, q) and not _is_swapped_and_copied(found.last):
+            new = emit(graph, torch.Tensor.contiguous, new)
+        if moved:
+            new = emit(graph, torch.permute, new, found.out)
+        if found.wide:
+            new = emit(graph, torch.Tensor.float, new)
     new.meta = dict(found.last.meta)
     found.last.replace_all_uses_with(new)
 
 
-def _has_eager_strides(new: fx.Node, found: _Found) -> bool:
+def _placed(graph: fx.Graph, factor: Factor, like: fx.Node | None) -> fx.Node:
+    """A factor's dims in order; those that it lacks, or has once, repeated as often as `like` has them."""
+    node = factor.node
+    there = [d for d in factor.order if d is not None]
+    if there != list(range(len(there))):
+        swapped = [*range(len(there) - 2), len(there) - 1, len(there) - 2]
+        if there == swapped:
+            node = emit(graph, torch.transpose, node, -1, -2)
+        else:
+            node = emit(graph, torch.permute, node, there)
+    for at, d in enumerate(factor.order):
+        if d is None:
+            node = emit(graph, torch.unsqueeze, node, at)
+    if like is None:
+        return node
+    batch, own = like.meta["example_value"].shape[:-2], shape_of(node) or ()
+    if list(own[:-2]) != list(map(str, batch)):
+        node = emit(graph, torch.Tensor.expand, node, (*batch, -1, -1))
+    return node
+
+
+def _has_eager_strides(new: fx.Node, query: fx.Node) -> bool:
     """Whether fused attention writes its result as eager does, contiguous, for static and for symbolic sizes.
 
     Kernels differ: on the CPU and in flash attention the result has the queries' layout, in memory-efficient attention
     that of (batch, tokens, heads, width) whatever the queries have.
     """
-    query, value = value_of(found.q), value_of(new)
-    assert query is not None and value is not None
-    contiguous = [t.is_contiguous() for t in (query, value) if all(isinstance(s, int) for s in t.stride())]
+    values = [value_of(n) for n in (query, new)]
+    contiguous = [t.is_contiguous() for t in values if t is not None and are_numbers(*t.stride())]
     return len(contiguous) == 2 and all(contiguous)
 
 
@@ -381,41 +378,3 @@ def _erase(inside: set[fx.Node], order: dict[fx.Node, int]) -> None:
     for node in sorted(inside, key=lambda n: -order.get(n, len(order))):
         if not node.users:
             node.graph.erase_node(node)
-
-
-def _untransposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The keys whose last two dims, swapped, are `node`."""
-    call = call_of(node)
-    rank = len(shape_of(node) or ())
-    if call is not None and call.name == "transpose" and isinstance(call.args[0], fx.Node):
-        dims = {d % rank for d in call.args[1:] if isinstance(d, int)}
-        if dims == {rank - 1, rank - 2}:
-            return call.args[0]
-    return emit(graph, torch.transpose, node, -1, -2)
-
-
-def _mask(graph: fx.Graph, found: _Found) -> fx.Node | None:
-    """All biases and fills as one tensor to add; None if there is none.
-
-    A row that is masked as a whole by minus infinity is NaN, as a softmax of nothing is: the fused operator gives 0.
-    """
-    query = value_of(found.q)
-    assert query is not None
-    total: fx.Node | None = None
-    for bias in found.biases:
-        total = bias if total is None else emit(graph, operator.add, total, bias)
-    for condition, filled, value in found.fills:
-        like = {"dtype": query.dtype, "device": query.device}
-        full = emit(graph, torch.full, (), value, **like)
-        zero = total if total is not None else emit(graph, torch.full, (), 0.0, **like)
-        chosen = (full, zero) if filled else (zero, full)
-        total = emit(graph, torch.where, condition, *chosen)
-    if total is None:
-        return None
-    if total.meta["example_value"].dim() < 2:
-        total = emit(graph, torch.Tensor.expand, total, (1, -1))
-    lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
-    total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
-    for _ in range(len(shape_of(found.q) or ()) - total.meta["example_value"].dim()):
-        total = emit(graph, torch.unsqueeze, total, 0)
-    return total

@@ -14,11 +14,13 @@ from fuser.canonical import mutation
 
 _NAMES: dict[Any, str] = {
     operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",
+    torch.baddbmm: "baddbmm",
     torch.einsum: "matmul", operator.mul: "mul", operator.imul: "mul", torch.mul: "mul", torch.multiply: "mul",
     operator.truediv: "div", operator.itruediv: "div", torch.div: "div", torch.true_divide: "div",
     operator.add: "add", operator.iadd: "add", torch.add: "add", torch.masked_fill: "masked_fill",
     torch.where: "where", torch.softmax: "softmax", F.softmax: "softmax", F.dropout: "dropout",
     torch.dropout: "dropout", torch.transpose: "transpose", torch.swapaxes: "transpose", torch.full: "full",
+    torch.permute: "permute",
     torch.tensor: "full", operator.getitem: "getitem", F.batch_norm: "batch_norm", torch.conv1d: "conv",
     torch.conv2d: "conv", torch.conv3d: "conv", torch.split: "split", torch.chunk: "chunk", torch.cat: "cat",
 }  # fmt: skip

@@ -1,0 +1,210 @@
+"""What attention adds to its scores, or puts in their place, as arguments of `scaled_dot_product_attention`.
+
+Where the graph makes a mask of numbers alone, its values say what it is: a causal mask is no tensor at all.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.passes.calls import emit, value_of
+from fuser.passes.constants import evaluated
+from fuser.passes.masks import HUGE, is_mask
+from fuser.passes.products import Mismatch
+
+_LIMITS = (torch.float32, torch.float64)  # dtypes in which "score + huge negative number" equals that number
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A tensor added to the scores."""
+
+    node: fx.Node
+    least: float | None = None  # its huge numbers stay finite in a narrower dtype
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`value` instead of the scores where `condition` is `filled`."""
+
+    condition: fx.Node
+    filled: bool
+    value: float
+
+
+Step = Bias | Fill
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+def check(steps: list[Step], dtype: torch.dtype, low: torch.dtype | None, shape: Sequence[str]) -> None:
+    """Mismatch unless the steps can be one tensor that is added to scores of queries of `dtype`; `low`: autocast's."""
+    if is_causal(steps, dtype, shape):
+        return
+    for i, step in enumerate(steps):
+        if isinstance(step, Fill):
+            _check_fill(step, dtype, low, alone=len(steps) == 1)
+        elif low is not None and is_mask(step.node):
+            if (value := value_of(step.node)) is None or value.requires_grad:
+                raise Mismatch
+            steps[i] = Bias(step.node, torch.finfo(low).min)
+        else:
+            _check_bias(step.node, dtype if low is None else low, shape)
+
+
+def _check_fill(fill: Fill, dtype: torch.dtype, low: torch.dtype | None, alone: bool) -> None:
+    """A fill is added to the scores, in float32: that gives the fill itself, as eager has it, if it is large enough."""
+    if fill.value == -math.inf:
+        return
+    if low is None and dtype not in _LIMITS:
+        if not alone or fill.value > least(dtype):
+            raise Mismatch
+        return
+    if fill.value > HUGE or low is not None and fill.value < torch.finfo(low).min:
+        raise Mismatch  # it would become minus infinity, and a row of it NaN
+
+
+def least(dtype: torch.dtype) -> float:
+    """The fill from which on, and below, a score counts for nothing beside others."""
+    return max(torch.finfo(dtype).min, HUGE)
+
+
+def _check_bias(bias: fx.Node, dtype: torch.dtype, shape: Sequence[str]) -> None:
+    """Under autocast a bias in float32 stays apart: eager adds it as it is, the fused operator would round it."""
+    value = value_of(bias)
+    if value is None or not value.dtype.is_floating_point or value.dim() > len(shape):
+        raise Mismatch
+    if value.dtype != dtype and not _is_exact_in(bias, dtype):
+        raise Mismatch
+    if value.requires_grad and torch.is_grad_enabled():
+        raise Mismatch  # no fused attention computes its gradient
+
+
+def _is_exact_in(bias: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a bias made of numbers has values that another dtype has, too."""
+    found = evaluated(bias)
+    return found is not None and torch.equal(found.to(dtype).to(found.dtype), found)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+def _total(steps: Sequence[Step]) -> torch.Tensor | None:
+    """What the steps make of scores of 0, if it is made of numbers."""
+    total = torch.zeros(())
+    for step in steps:
+        found = evaluated(step.node if isinstance(step, Bias) else step.condition)
+        if found is None:
+            return None
+        if isinstance(step, Bias):
+            total = total + found.float()
+        else:
+            total = torch.where(found == step.filled, torch.full((), step.value), total)
+    return total
+
+
+def is_causal(steps: Sequence[Step], dtype: torch.dtype, shape: Sequence[str]) -> bool:
+    """Whether the steps leave each query the keys up to its own place, of as many keys as queries, and no others."""
+    if not steps or shape[-1] != shape[-2]:
+        return False
+    total = _total(steps)
+    if total is None or total.dim() < 2 or total.numel() != total.shape[-1] * total.shape[-2]:
+        return False
+    total = total.reshape(total.shape[-2:])
+    if list(map(str, total.shape)) != list(shape[-2:]):
+        return False
+    seen = torch.ones(total.shape, dtype=torch.bool).tril_()
+    return bool(((total == 0) == seen).all() and (seen | (total <= least(dtype))).all())
+
+
+def without_mask(node: fx.Node) -> int:
+    """1 if a call of fused attention had a causal mask made of numbers, which `is_causal` now says; else 0."""
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if not isinstance(mask, fx.Node) or len(node.args) > 4 or node.kwargs.get("is_causal") or len(node.args) < 3:
+        return 0
+    q, k, value = value_of(node.args[0]), value_of(node.args[1]), value_of(mask)
+    if q is None or k is None or value is None:
+        return 0
+    step: Step = Fill(mask, False, -math.inf) if value.dtype is torch.bool else Bias(mask)
+    if not is_causal([step], q.dtype, (str(q.shape[-2]), str(k.shape[-2]))):
+        return 0
+    node.args = node.args[:3]
+    node.kwargs = {**{n: v for n, v in node.kwargs.items() if n != "attn_mask"}, "is_causal": True}
+    return 1
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
+    """The queries, and how fused attention is told of the steps.
+
+    A row that is masked as a whole by minus infinity is NaN, as a softmax of nothing is: the fused operator gives 0. By
+    a finite number it is the mean of all values: such a row has queries of 0 and no mask.
+    """
+    query, keys = value_of(q), value_of(k)
+    assert query is not None and keys is not None
+    if not steps:
+        return q, {"attn_mask": None}
+    if is_causal(steps, query.dtype, (str(query.shape[-2]), str(keys.shape[-2]))):
+        return q, {"attn_mask": None, "is_causal": True}
+    known = _total(steps)
+    whole = known is None or known.dim() < 2 or bool((known <= least(query.dtype)).all(-1).any())
+    (first, *others) = steps
+    if isinstance(first, Fill) and not others and first.value != -math.inf and query.dtype not in _LIMITS:
+        return _with_means(graph, first, q) if whole else (q, {"attn_mask": _filled(graph, first, query, -math.inf)})
+    total = _sum(graph, steps, query)
+    if whole:
+        lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
+        total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
+    return q, {"attn_mask": _of_rank(graph, total, query.dim())}
+
+
+def _of_rank(graph: fx.Graph, mask: fx.Node, rank: int) -> fx.Node:
+    for _ in range(rank - mask.meta["example_value"].dim()):
+        mask = emit(graph, torch.unsqueeze, mask, 0)
+    return mask
+
+
+def _sum(graph: fx.Graph, steps: Sequence[Step], query: torch.Tensor) -> fx.Node:
+    """All steps as one tensor to add, of two dims at least."""
+    total: fx.Node | None = None
+    for step in steps:
+        if isinstance(step, Fill):
+            total = _filled(graph, step, query, step.value, total)
+            continue
+        bias = step.node
+        if step.least is not None:
+            bias = emit(graph, torch.clamp, bias, step.least)
+        elif bias.meta["example_value"].dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            bias = emit(graph, torch.Tensor.to, bias, query.dtype)
+        total = bias if total is None else emit(graph, operator.add, total, bias)
+    assert total is not None
+    if total.meta["example_value"].dim() < 2:
+        total = emit(graph, torch.Tensor.expand, total, (1, -1))
+    return total
+
+
+def _filled(
+    graph: fx.Graph, fill: Fill, query: torch.Tensor, value: float, total: fx.Node | None = None
+) -> fx.Node:  # fmt: skip
+    """`total`, or 0, with `value` where the fill is."""
+    like = {"dtype": query.dtype, "device": query.device}
+    full = emit(graph, torch.full, (), value, **like)
+    zero = total if total is not None else emit(graph, torch.full, (), 0.0, **like)
+    chosen = (full, zero) if fill.filled else (zero, full)
+    return emit(graph, torch.where, fill.condition, *chosen)
+
+
+def _with_means(graph: fx.Graph, fill: Fill, q: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
+    """One finite fill in a dtype in which a score cannot be lost in it."""
+    query = value_of(q)
+    assert query is not None
+    condition = _of_rank(graph, fill.condition, max(query.dim(), 2))
+    gone = condition if fill.filled else emit(graph, torch.logical_not, condition)
+    lost = emit(graph, torch.all, gone, dim=-1, keepdim=True)
+    left = emit(graph, torch.logical_and, gone, emit(graph, torch.logical_not, lost))
+    mask = _filled(graph, Fill(left, True, -math.inf), query, -math.inf)
+    return emit(graph, torch.Tensor.masked_fill, q, lost, 0.0), {"attn_mask": mask}

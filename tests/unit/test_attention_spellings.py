@@ -1,0 +1,149 @@
+"""Every spelling of attention is one fused call, as near to float64 as eager is, with its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.passes.registry import run_stage
+from tests.attention_spellings import SPELLINGS
+from tests.peers.judge import problem, widened
+
+DTYPES = (torch.float32, torch.bfloat16)
+TABLE = {s.name: s for s in SPELLINGS}
+OPERATORS = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    forget_compilations()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Rewritten:
+    """A backend of the passes alone; `calls` are those of fused attention, `left` the products and softmaxes."""
+
+    def __call__(self, gm, inputs):
+        run_stage("pre_grad", gm)
+        self.calls = [n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention]
+        names = [getattr(n.target, "__name__", n.target) for n in gm.graph.nodes]
+        self.left = [n for n in names if n in OPERATORS]
+        gm.recompile()
+        return gm.forward
+
+
+def with_gradients(fn, args):
+    args = [a.detach().clone().requires_grad_(i < 3) for i, a in enumerate(args)]
+    out = fn(*args)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
+    return [out.detach(), *(a.grad for a in args[:3])]
+
+
+def check(spelling, dtype, backend):
+    args = spelling.make(2, 4, 12, 16, dtype)
+    fn = torch.compile(spelling.fn, backend=backend, dynamic=False)
+    assert problem(spelling.name, fn(*args), spelling.fn(*args), spelling.exact(*args)) is None
+
+
+def check_training(spelling, dtype, backend):
+    args = spelling.make(2, 4, 12, 16, dtype)
+    got = with_gradients(torch.compile(spelling.fn, backend=backend, dynamic=False), args)
+    want = with_gradients(spelling.fn, args)
+    exact = widened(lambda *a: with_gradients(spelling.fn, a), args)
+    for k, (a, b, e) in enumerate(zip(got, want, exact, strict=True)):
+        assert problem(f"{spelling.name} {k}", a, b, e, strides=k == 0) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", TABLE)
+def test_spelling(name, dtype):
+    spelling, backend = TABLE[name], Rewritten()
+    check(spelling, dtype, backend)
+    assert len(backend.calls) == 1 and not backend.left
+    assert bool(backend.calls[0].kwargs.get("is_causal")) == name.startswith("causal")
+    torch._dynamo.reset()
+    check_training(spelling, dtype, backend)
+    assert len(backend.calls) == (spelling.trains or dtype is torch.float32)
+
+
+@pytest.mark.parametrize("name", ["both_scaled", "einsum_of_tokens", "causal_by_triu", "padding_filled"])
+def test_compiled(name):
+    check(TABLE[name], torch.bfloat16, fuser_backend)
+    ops = [u.op for c in compilations() for u in c.unfused]
+    assert any("attention" in op for op in ops) and "aten.bmm" not in ops
+
+
+def test_rows_without_keys_are_means():
+    """A finite fill in 16 bits: eager looks at all keys alike where none is left, and so does the fused call."""
+
+    def f(q, k, v, keep):
+        return (q @ k.mT).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+    keep = torch.rand(2, 1, 12, 12) < 0.7
+    keep[1, :, 3] = False
+    backend = Rewritten()
+    args = [torch.randn(2, 3, 12, 16, dtype=torch.bfloat16) for _ in range(3)]
+    got, exact = torch.compile(f, backend=backend)(*args, keep), widened(f, (*args, keep))
+    assert problem("means", got, f(*args, keep), exact) is None and len(backend.calls) == 1
+    torch.testing.assert_close(got[1, :, 3].float(), args[2][1].float().mean(1), rtol=1e-2, atol=1e-2)
+
+
+def bias_then_fill(q, k, v):
+    t = q.shape[-2]
+    s = q @ k.mT + torch.ones(t, t).tril()
+    return s.masked_fill(torch.ones(t, t).triu(1).bool(), float("-inf")).softmax(-1) @ v
+
+
+def causal_of_the_last(q, k, v):
+    t = q.shape[-2]
+    seen = torch.ones(t, t, dtype=torch.bool).tril(-1)
+    seen[0, 0] = True
+    return (q @ k.mT).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def fewer_queries(q, k, v):
+    q = q[:, :, :5]
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return (q @ k.mT).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("f", [bias_then_fill, causal_of_the_last, fewer_queries], ids=lambda f: f.__name__)
+def test_masks_that_only_look_causal(f):
+    args, backend = [torch.randn(2, 3, 12, 16) for _ in range(3)], Rewritten()
+    got = torch.compile(f, backend=backend)(*args)
+    assert not any(c.kwargs.get("is_causal") for c in backend.calls)
+    torch.testing.assert_close(got, f(*args), equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_mask_of_the_library_call():
+    def f(q, k, v):
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    args, backend = [torch.randn(2, 3, 12, 16) for _ in range(3)], Rewritten()
+    torch.testing.assert_close(torch.compile(f, backend=backend)(*args), f(*args))
+    assert [c.kwargs for c in backend.calls] == [{"is_causal": True}]
+
+
+def test_queries_written_after_they_were_scaled():
+    def f(q, k, v):
+        q = q.clone()
+        scaled = q * 0.25
+        q.add_(1)
+        return (scaled @ k.mT).softmax(-1) @ v + q
+
+    args = [torch.randn(2, 3, 12, 16) for _ in range(3)]
+    torch.testing.assert_close(torch.compile(f, backend=Rewritten())(*args), f(*args))
+
+
+def test_results_that_stay_wide_are_not_rounded():
+    def f(q, k, v):
+        return ((q.float() @ k.float().mT).softmax(-1) @ v.float()) * 1.5
+
+    args = [torch.randn(2, 3, 12, 16, dtype=torch.bfloat16) for _ in range(3)]
+    torch.testing.assert_close(torch.compile(f, backend=Rewritten())(*args), f(*args), rtol=1e-5, atol=1e-5)
