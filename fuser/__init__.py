@@ -46,6 +46,7 @@ __all__ = [
     "override_can_fuse_on_cpu",
     "override_can_fuse_on_gpu",
     "prepare",
+    "profile",
     "prometheus",
     "register_fusion",
     "register_fusion_backend",
@@ -64,6 +65,7 @@ _LATER: dict[str, tuple[str, str]] = {
     "explain": ("debug.models", "explain_model"),
     "require_fused": ("debug.guaranteeing", "require_fused"),
     "fuse_script": ("frontends.fuse_script", "fuse_script"),
+    "profile": ("debug.profiling", "profile"),
 }
 
 

@@ -120,6 +120,7 @@ class Executor:
         self.registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
         self._added: dict[int, FusedKernel] = {}
+        self.admitted: list[FusedKernel] = []  # to the handle, by their numbers there
         self._handle: Callable[[], Function | None] = lambda: None
         self._lock = forks.lock()
         self._default_dtype = torch.get_default_dtype()
@@ -441,6 +442,7 @@ class Executor:
             handle.widen(number, magnitudes)
             return number
         added: int = handle.add_kernel(kernel.program, kernel.library, magnitudes)
+        self.admitted[added:] = [kernel]
         return added
 
     def _probe(self, args: tuple[Any, ...]) -> Any:

@@ -139,6 +139,16 @@ class Handle:
         return n if target is self._python else n + int(getattr(target, name))
 
     @property
+    def seen(self) -> tuple[python_launcher.Seen, ...]:
+        """For each kernel the slots of the last call that a profiler watched, and whether others differed; or None."""
+        found: tuple[python_launcher.Seen, ...] = self._target.seen
+        return found
+
+    def forget(self) -> None:
+        """Begin `seen` anew."""
+        self._target.forget()
+
+    @property
     def kernel_count(self) -> int:
         """Kernels added so far."""
         return len(self._kernels)

@@ -196,6 +196,14 @@ def _memory(nbytes: int) -> Iterator[int]:
         yield base
 
 
+Seen = tuple[tuple[int, ...], bool] | None  # slots of the last call that a profiler watched; whether others differed
+
+
+def _seen(before: Seen, slots: list[int]) -> Seen:
+    found = tuple(slots)
+    return found, before is not None and (before[1] or before[0] != found)
+
+
 @dataclass(eq=False)
 class Kernel:
     """One program with its library's entries."""
@@ -204,6 +212,7 @@ class Kernel:
     code: libraries.Code
     hits: int = 0
     magnitudes: int = ALL_MAGNITUDES  # bit b: takes calls with a `magnitude_of` of b
+    seen: Seen = None
 
     def _buffers(self, slots: list[int]) -> tuple[dict[int, torch.Tensor], dict[int, int], int]:
         """Output tensors, offsets of the temporaries, and the bytes of all temporaries."""
@@ -245,6 +254,7 @@ class Kernel:
             run = _Run(_c_array(ctypes.c_int64, slots), _c_array(ctypes.c_double, floats),
                        _c_array(ctypes.c_void_p, pointers), base + temporary, scratch)  # fmt: skip
             watched = events.is_watched()
+            self.seen = _seen(self.seen, slots) if watched else self.seen
             for n, (entry, (units, work, _)) in enumerate(zip(entries, sizes, strict=True)):
                 with events.event(self.program.steps[n].entry, watched):
                     status = run.step(entry, units, work) if units > 0 else 0
@@ -262,6 +272,7 @@ class GpuKernel:
     library: Any
     hits: int = 0
     magnitudes: int = ALL_MAGNITUDES
+    seen: Seen = None
 
     def begin_call(self) -> tuple[Any, ...]:
         """Nothing: the driver keeps what it has loaded."""
@@ -278,6 +289,7 @@ class GpuKernel:
             stream = torch.cuda.current_stream(device).cuda_stream
             pointers = [t.data_ptr() for t in (*tensors, *made)]
             watched = events.is_watched()
+            self.seen = _seen(self.seen, slots) if watched else self.seen
             for n, step in enumerate(self.program.steps):
                 units = run_program(step.units, slots)
                 assert step.gpu is not None
@@ -365,6 +377,16 @@ class Handle:
     def kernel_hits(self) -> tuple[int, ...]:
         """Calls that each kernel answered, in the order they were added."""
         return tuple(k.hits for k in self._kernels)
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """For each kernel the slots of the last call that a profiler watched, and whether others differed; or None."""
+        return tuple(k.seen for k in self._kernels)
+
+    def forget(self) -> None:
+        """Begin `seen` anew."""
+        for k in self._kernels:
+            k.seen = None
 
     def add_kernel(self, program: LaunchProgram, library: Any, magnitudes: int = ALL_MAGNITUDES) -> int:
         """Have later calls that match `program`, of these magnitudes, run the library's entries. The kernel's number.

@@ -182,6 +182,7 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
     OnDevice on(device);
     code = on.code;
     bool watched = is_watched(thread_state);
+    if (watched) remember(k, f);
     for (Event event; s < k->n_steps && !code; s++) {
       if (watched) event.begin(name_of(k->names, s));
       code = launch_step(k, s, p, f, stream);

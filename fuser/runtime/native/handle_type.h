@@ -22,6 +22,7 @@ void free_kernel(Kernel* k) {
   leave_library(k->code);
   free(k->entries);
   free(k->batch);
+  free(k->seen);
   free(k);
 }
 
@@ -274,6 +275,31 @@ PyObject* handle_refused(PyObject* self, void*) {
   return out;
 }
 
+// For each kernel: the slots of the last call that a profiler watched, and whether earlier ones had others; or None.
+PyObject* handle_seen(PyObject* self, void*) {
+  Handle* h = (Handle*)self;
+  Py_ssize_t count = h->n_kernels;
+  PyObject* out = PyTuple_New(count);
+  for (Py_ssize_t i = 0; out && i < count; i++) {
+    const Kernel* k = h->kernels[i];
+    PyObject* slots = k->seen ? int_tuple(k->seen, k->n_slots) : nullptr;
+    PyObject* pair = k->seen ? Py_BuildValue("(NO)", slots, k->varied ? Py_True : Py_False) : Py_NewRef(Py_None);
+    if (!pair) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, i, pair);
+  }
+  return out;
+}
+
+PyObject* handle_forget(PyObject* self, PyObject*) {
+  Handle* h = (Handle*)self;
+  for (Py_ssize_t i = 0; i < h->n_kernels; i++) {
+    free(h->kernels[i]->seen);
+    h->kernels[i]->seen = nullptr;
+    h->kernels[i]->varied = false;
+  }
+  Py_RETURN_NONE;
+}
+
 // A module that holds a handle can be copied: copies share it.
 PyObject* handle_copy(PyObject* self, PyObject*) {
   Py_INCREF(self);
@@ -297,6 +323,7 @@ PyMethodDef handle_methods[] = {
      "tensors of the dtypes, sizes and strides of `which`, a tuple of arguments, or all of `which` arguments; with "
      "`first` those of the tuple's form also where a kernel takes them. False if not so."},
     {"pardon", handle_pardon, METH_O, "pardon(reason): calls that were refused for it are so no longer."},
+    {"forget", handle_forget, METH_NOARGS, "forget(): `seen` begins anew."},
     {"each", (PyCFunction)(void (*)())handle_each, METH_FASTCALL,
      "each(arity, keep, *args): a call for every `arity` arguments, none of which reads what another writes; their "
      "results as a tuple if `keep`, else None."},
@@ -312,6 +339,8 @@ PyMemberDef handle_members[] = {
 PyGetSetDef handle_getset[] = {
     {"kernel_hits", handle_kernel_hits, nullptr, "calls that each kernel answered, in the order they were added",
      nullptr},
+    {"seen", handle_seen, nullptr,
+     "for each kernel the slots of the last call that a profiler watched, and whether others differed; or None", nullptr},
     {"__module__", handle_module, nullptr, "where a graph of torch.fx says that it is from", nullptr},
     {"__name__", handle_name, nullptr, "its name in a graph of torch.fx", nullptr},
     {"refused", handle_refused, nullptr, "what was refused: the reason, and the calls since", nullptr},

@@ -17,6 +17,8 @@ struct Kernel {
   uint64_t loaded;     // the load of `code` that `entries` are of
   int64_t* batch;      // of a GPU kernel, for each step: its form for many argument sets (see BatchForm); null: not asked
   bool no_batch;       // there is none
+  mutable int64_t* seen;  // slots of the last call that a profiler watched; null: it watched none
+  mutable bool varied;    // earlier ones had others
   int64_t stream[1];
 };
 
@@ -69,6 +71,14 @@ Frame frame_of(const Kernel* k, int64_t* w) {
   f.dims = w, w += k->n_dims;
   f.stack = w;
   return f;
+}
+
+// Keeps the sizes of a call that a profiler watches.
+void remember(const Kernel* k, const Frame& f) {
+  size_t bytes = sizeof(int64_t) * size_t(k->n_slots);
+  if (k->seen && memcmp(k->seen, f.slots, bytes)) k->varied = true;
+  if (!k->seen) k->seen = (int64_t*)malloc(bytes + 1);
+  if (k->seen) memcpy(k->seen, f.slots, bytes);
 }
 
 bool truth(PyObject* answer) {  // steals; an error counts as no

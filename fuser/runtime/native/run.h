@@ -302,6 +302,7 @@ bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts
   }
   if (need.temporary) place_temporaries(k, f, base);
   bool watched = is_watched(ts);
+  if (watched) remember(k, f);
   if (need.work >= kReleaseWork) {
     PyThreadState* state = PyEval_SaveThread();
     *status = run_steps(k, f, need.threads, base + need.temporary, need.scratch, watched);

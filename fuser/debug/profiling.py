@@ -1,0 +1,271 @@
+"""`fuser.profile()`: what a block of calls spent its time on, kernel by kernel, and how near kernels come to copying.
+
+torch's profiler records the events; this module adds what it cannot know: which group a kernel belongs to, the bytes
+that its plan reads and writes at the sizes of the calls, and the machine's own rate of copying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from fuser.debug.profile_report import Beside, KernelRow, OtherRow, ProfileReport
+from fuser.debug.relowering import lowered_of
+from fuser.debug.timing import measure
+from fuser.debug.traffic import copy_rate, plan_bytes, spread
+from fuser.errors import FuserError, GraphError
+from fuser.kernel_cache import REGISTRY, Registration
+
+_ROOT, _STEP = "fuser.profile", "fuser.profile step"
+_NUMBER = re.compile(r"k(\d+)_")
+_COMPILED = ("TorchDynamo", "Torch-Compiled", "Pregraph", "CompiledFunction", "AOTDispatcher", "## Call")
+_LIBRARIES = ("aten::", "mkldnn::", "onednn::", "prims::", "cu")
+AUTOGRAD, COMPILED, LIBRARY, PYTHON = "autograd", "torch.compile", "ATen and libraries", "Python and the rest"
+KERNELS, RECORDING = "kernels", "recording"
+_PROBES = 500
+
+
+class profile:
+    """A block whose calls are recorded; `print` it, or ask `.report()` and `.to_json()`, after its end.
+
+    `step()`, called at the end of each step of a loop, tells steps apart, so that the report has their median and
+    spread. `beside_aten` times each group that ran beside ATen on arguments like those it was compiled for, 0.1 s each.
+    Calls of this thread are recorded, and those of autograd's threads for it. Kernels should be compiled before.
+    """
+
+    def __init__(self, beside_aten: bool = False) -> None:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._beside_aten = beside_aten
+        self._open: list[Any] = []
+        self._before: dict[int, tuple[int, ...]] = {}
+        self._report: ProfileReport | None = None
+        self._stepped = False
+        self._event_seconds = 0.0
+
+    def __enter__(self) -> profile:
+        if self._report is not None or self._open:
+            raise GraphError("a profile records one block: make another by fuser.profile()")
+        for registration in _alive():
+            handle: Any = registration.runner.handle
+            with contextlib.suppress(AttributeError):
+                handle.forget()
+            self._before[id(registration.spec)] = getattr(handle, "kernel_hits", ())
+        once = _cost_of_a_call(0.0)
+        self._profiler.start()
+        self._event_seconds = _cost_of_a_call(once)
+        for name in (_ROOT, _STEP):
+            self._begin(name)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+        self._profiler.stop()
+        if error[0] is None:
+            self._report = self._made()
+
+    def _begin(self, name: str) -> None:
+        event: Any = torch.profiler.record_function(name)
+        event.__enter__()
+        self._open.append(event)
+
+    def step(self) -> None:
+        """The end of one step of a loop, and the beginning of the next."""
+        if not self._open:
+            raise GraphError("step() belongs inside of the profile's block")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._open.pop().__exit__(None, None, None)
+        self._begin(_STEP)
+        self._stepped = True
+
+    def report(self) -> ProfileReport:
+        """What was recorded. GraphError before the block's end."""
+        if self._report is None:
+            raise GraphError("there is no report before the end of the profile's block, or after an error in it")
+        return self._report
+
+    def to_json(self) -> str:
+        """The report as JSON; docs/profiling.md has the fields."""
+        return self.report().to_json()
+
+    def __str__(self) -> str:
+        return str(self._report) if self._report is not None else "a profile that was not finished"
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write the events for chrome://tracing or Perfetto."""
+        self._profiler.export_chrome_trace(path)
+
+    # -- from events to the report -------------------------------------------------------------------------------------
+    def _made(self) -> ProfileReport:
+        profiler: Any = self._profiler  # untyped in torch
+        found = list(profiler.events())
+        root = next(e for e in found if e.name == _ROOT)
+        begin = root.time_range.start
+        found = [e for e in found if e.time_range.start >= begin]
+        mine = [e for e in found if e.device_type == DeviceType.CPU and e.thread == root.thread]
+        on_gpu = [e for e in found if e.device_type != DeviceType.CPU]
+        steps = [e.cpu_time_total / 1e6 for e in mine if e.name == _STEP]
+        steps = steps[:-1] if self._stepped else steps  # what comes after the last step() is none
+        sources = _sources(self._before)
+        kernels = _kernel_rows(sources, found)
+        names = set(sources)
+        parts: dict[str, float] = defaultdict(float)
+        others: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for e in mine:
+            kind = KERNELS if e.name in names else _kind(e.name)
+            inside = len(e.cpu_children) * self._event_seconds  # to record what it called
+            seconds = max(e.self_cpu_time_total / 1e6 - inside, 0.0)
+            parts[RECORDING] += e.self_cpu_time_total / 1e6 - seconds
+            parts[kind] += seconds
+            if kind not in (KERNELS, PYTHON):
+                others[kind, e.name].append(seconds)
+        for e in on_gpu:
+            if e.name not in names:
+                others["GPU", e.name].append(e.self_device_time_total / 1e6)
+        rate = copy_rate("cuda" if on_gpu else "cpu")
+        return ProfileReport(
+            seconds=root.cpu_time_total / 1e6,
+            steps=tuple(steps) if self._stepped else (),
+            parts=dict(parts),
+            kernels=tuple(kernels),
+            others=tuple(_other(kind, name, seconds) for (kind, name), seconds in others.items()),
+            beside=tuple(_beside(sources)) if self._beside_aten else (),
+            copy_rate=rate.bytes_per_second,
+            copy_spread=rate.spread,
+            threads=torch.get_num_threads(),
+        )
+
+
+def _cost_of_a_call(plain: float) -> float:
+    """Seconds beyond `plain` of a call of torch that is one event where somebody records."""
+    x = torch.empty(1)
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(_PROBES):
+            x.view(1)
+        best = min(best, (time.perf_counter() - start) / _PROBES)
+    return max(best - plain, 0.0)
+
+
+def _kind(name: str) -> str:
+    if name in (_ROOT, _STEP):
+        return PYTHON
+    if name.startswith(_COMPILED):
+        return COMPILED
+    if name.startswith(("autograd::", "torch::autograd")) or re.search(r"Backward\d*$", name):
+        return AUTOGRAD
+    return LIBRARY if name.startswith(_LIBRARIES) else PYTHON
+
+
+def _other(kind: str, name: str, seconds: list[float]) -> OtherRow:
+    return OtherRow(name, kind, len(seconds), math.fsum(seconds))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+class _Source:
+    """A kernel that ran: of which group and class, with how many calls, and the bytes of each of its plans."""
+
+    def __init__(self, registration: Registration, kernel: Any, calls: int, seen: Any) -> None:
+        self.registration, self.kernel, self.calls, self.seen = registration, kernel, calls, seen
+        self._bytes: list[int] | None = None
+
+    def bytes(self, number: int) -> int | None:
+        """Bytes of plan `number` in a call; None where calls had several sizes, or the plan is not known."""
+        if self.seen is None or self.seen[1]:
+            return None
+        if self._bytes is None:
+            spec = self.registration.spec
+            entry = next((e for e in spec.store.entries if any(k is self.kernel for k in e.kernels)), None)
+            try:
+                self._bytes = plan_bytes(*lowered_of(spec, entry.example), self.seen[0]) if entry is not None else []
+            except (FuserError, KeyError, IndexError):
+                self._bytes = []
+        return self._bytes[number] if number < len(self._bytes) else None
+
+
+def _alive() -> list[Registration]:
+    """A registration of each specification: several share one handle."""
+    return list({id(r.spec): r for r in REGISTRY.registrations()}.values())
+
+
+def _sources(before: dict[int, tuple[int, ...]]) -> dict[str, list[_Source]]:
+    """The kernels that answered calls since `before`, by the names of their steps."""
+    out: dict[str, list[_Source]] = defaultdict(list)
+    for registration in _alive():
+        handle: Any = registration.runner.handle
+        past = before.get(id(registration.spec), ())
+        hits, seen = getattr(handle, "kernel_hits", ()), getattr(handle, "seen", ())
+        for n, kernel in enumerate(getattr(registration.runner, "admitted", ())):
+            calls = hits[n] - (past[n] if n < len(past) else 0) if n < len(hits) else 0
+            if calls or (n < len(seen) and seen[n] is not None):
+                source = _Source(registration, kernel, calls, seen[n] if n < len(seen) else None)
+                for name in dict.fromkeys(step.entry for step in kernel.program.steps):
+                    out[name].append(source)
+    return out
+
+
+def _kernel_rows(sources: dict[str, list[_Source]], found: list[Any]) -> Iterator[KernelRow]:
+    spent: dict[str, list[float]] = defaultdict(list)
+    on_gpu: dict[str, list[float]] = defaultdict(list)
+    for e in found:
+        if e.name in sources:
+            gpu = e.device_type != DeviceType.CPU
+            (on_gpu if gpu else spent)[e.name].append((e.self_device_time_total if gpu else e.cpu_time_total) / 1e6)
+    for name, own in sources.items():
+        seconds = on_gpu.get(name) or spent.get(name) or []
+        if not seconds:
+            continue
+        first, number = own[0], int(match[1]) if (match := _NUMBER.match(name)) else 0
+        is_first = next(s.entry for s in first.kernel.program.steps if _same_plan(s.entry, number)) == name
+        together = sum(s.calls for s in own) > len(seconds)  # calls that ran together, of several sizes perhaps
+        known = first.bytes(number) if len(own) == 1 and is_first and not together else None
+        middle, apart = spread(seconds)
+        yield KernelRow(name, tuple(s.registration.key for s in own), len(seconds), sum(seconds), middle, apart, known)
+
+
+def _same_plan(name: str, number: int) -> bool:
+    match = _NUMBER.match(name)
+    return match is not None and int(match[1]) == number
+
+
+# -- beside ATen -------------------------------------------------------------------------------------------------------
+def _beside(sources: dict[str, list[_Source]]) -> Iterator[Beside]:
+    """Each group that ran, timed beside ATen on arguments like those of its first class."""
+    registrations = {id(s.registration.spec): s.registration for own in sources.values() for s in own}
+    for registration in registrations.values():
+        entry = next((e for e in registration.spec.store.entries if e.example and e.kernels), None)
+        if entry is None:
+            continue
+        given = entry.example[len(registration.bound) :]
+        try:
+            timing = measure(registration.key, [_example(a) for a in given])
+        except (FuserError, RuntimeError) as e:
+            yield Beside(registration.key, None, None, str(e))
+        else:
+            yield Beside(registration.key, timing.seconds, timing.aten_seconds, "")
+
+
+def _example(described: Any) -> Any:
+    """An argument like the one described; whole numbers are 0, which is an index of anything."""
+    if not isinstance(described, tuple):
+        return described
+    dtype, device, size, stride = described
+    t = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return t.normal_() if dtype.is_floating_point else t.zero_()
+
+
+__all__ = ["profile"]

@@ -1,0 +1,126 @@
+"""The bytes that a kernel plan reads and writes, each element of a buffer once, and this machine's rate of copying."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fuser.codegen.program import ProgramBuilder
+from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
+from fuser.lowering.graph import Lowered, NumberInput
+from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.schedule import Schedule
+
+_COPIED, _ROUNDS = 32 << 20, 9  # bytes, and how often; the source is as large again
+
+
+def plan_bytes(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None = None) -> list[int]:
+    """Bytes to and from memory of each plan, at the slots `sizes` of a launch program, or those it was made for.
+
+    A buffer counts once for all reads of a plan, with at most as many elements as the axes that its addresses vary with
+    have points, and at most its own size.
+    """
+    value = _value_of(lowered, sizes)
+    elements = {b.name: _product(value, b.size) for b in (*lowered.ctx.buffers, *plans.buffers)}
+    for n, record in enumerate(lowered.inputs):
+        if not isinstance(record, NumberInput):
+            elements[f"in{n}"] = _product(value, record.size)
+    return [_bytes_of(plan, elements, value) for plan in plans.plans]
+
+
+def _value_of(lowered: Lowered, sizes: tuple[int, ...] | None) -> Callable[[Expr], int]:
+    """The value of a size in a call with these slots."""
+    ctx = lowered.ctx
+    if sizes is None:
+        return ctx.hint
+    builder = ProgramBuilder(lowered)
+    builder.bind_inputs()
+    env: Mapping[Sym, int] = {s: sizes[n] for s, n in builder.slots.items()}
+    return lambda e: evaluate(ctx.canon(e), env)
+
+
+def _product(value: Callable[[Expr], int], size: tuple[Expr, ...]) -> int:
+    return math.prod(value(s) for s in size)
+
+
+def _bytes_of(plan: KernelPlan, elements: Mapping[str, int], value: Callable[[Expr], int]) -> int:
+    extents = {a.sym: value(a.size) for a in plan.axes}
+    dtypes = dict(plan.buffers)
+
+    def points(address: Expr) -> int:
+        found = symbols(address)
+        if any(s.kind == INDIRECT for s in found):
+            return math.prod(extents.values())
+        return math.prod(extents[s] for s in found if s in extents)
+
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    for row in plan.rows:
+        if row.op == "load":
+            name, (address,) = row.attr
+            reads[name] = reads.get(name, 0) + points(address)
+    for store in plan.stores:
+        writes[store.buffer] = writes.get(store.buffer, 0) + points(store.address)
+    return sum(
+        min(n, elements.get(name, n)) * dtypes[name].itemsize for found in (reads, writes) for name, n in found.items()
+    )
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """Bytes a second of a copy in warm memory, reads and writes counted, and how far single copies differed."""
+
+    bytes_per_second: float
+    spread: float  # interquartile range of the seconds, as a part of their median
+
+
+def copy_rate(device: torch.device | str = "cpu") -> CopyRate:
+    """How fast this machine copies on `device` with the threads that torch uses now; measured once in a process."""
+    return _copy_rate(str(device), torch.get_num_threads())
+
+
+@functools.cache
+def _copy_rate(device: str, threads: int) -> CopyRate:
+    source = torch.ones(_COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for n in range(_ROUNDS + 2):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        if n >= 2:
+            seconds.append(time.perf_counter() - start)
+    middle, apart = spread(seconds)
+    return CopyRate(2 * _COPIED / middle, apart / middle)
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """Bytes of this machine's largest cache: data that fits is read faster than a copy in memory."""
+    names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
+    found = [os.sysconf(n) for n in names if n in os.sysconf_names]
+    return max([n for n in found if n > 0], default=8 << 20)
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Median and interquartile range; of a single value, the value and 0."""
+    if len(values) < 2:
+        return (values[0] if values else 0.0), 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, high - low
+
+
+__all__ = ["CopyRate", "cache_bytes", "copy_rate", "plan_bytes", "spread"]
