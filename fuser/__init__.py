@@ -8,7 +8,7 @@ from typing import Any
 from fuser.startup import collector_at_rest
 
 with collector_at_rest():
-    from fuser import config, errors
+    from fuser import config, errors, logs
     from fuser.interface import (
         can_fuse_on_cpu,
         can_fuse_on_gpu,
@@ -28,6 +28,11 @@ with collector_at_rest():
         wait,
     )
     from fuser.metrics import prometheus, stats
+
+_settings: Any = config  # its attributes are made from a table
+logs.register()
+_settings.watch("log", lambda: logs.apply(_settings.log))
+logs.apply(_settings.log)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -6,6 +6,7 @@ the backend of the arguments' device.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -272,6 +273,8 @@ def is_broken(device_type: str) -> bool:
 # -- upfront -----------------------------------------------------------------------------------------------------------
 def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, Any], ...]) -> KernelSpec:
     """The specification of a graph: everything that can be known before an input is seen."""
+    store = KernelStore()
+    store.label = functools.partial(_label, key, registered.graph)
     return KernelSpec(
         key=key,
         graph=registered.graph,
@@ -280,8 +283,13 @@ def compile_upfront(registered: Registered, key: int, config: tuple[tuple[str, A
         broadcast_groups=broadcast_groups(registered.graph, registered.pointwise),
         blocked=registered.blocked or _unlowered(registered.graph),
         fallback=Fallback(registered),
-        store=KernelStore(),
+        store=store,
     )
+
+
+def _label(key: int, graph: CanonicalGraph) -> str:
+    ops = list(dict.fromkeys(n.op.removeprefix("aten.") for n in graph.calls))
+    return f"fusion {key} ({' '.join(ops[:6])}{' …' if len(ops) > 6 else ''})"
 
 
 def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fuser import machines, notices
+from fuser import logs, machines, notices
 from fuser.errors import ConfigError
 
 
@@ -153,6 +153,12 @@ SETTINGS: tuple[Setting, ...] = (
         "CPU: the machine that kernels are made for, such as 'avx2' or 'avx512+vnni' (docs/machines.md); '' is what "
         "this machine has",
         key=True, read=machines.check,
+    ),
+    Setting(
+        "log", "",
+        "what is written to stderr, as in TORCH_LOGS: 'fuser', '+fuser', 'fuser_why', 'fuser_code', 'fuser_perf', with "
+        "commas between",
+        read=logs.check,
     ),
     Setting("check_ir", False, "check the rules of the IR at each step of a compilation", choices=(True, False)),
     Setting("disable_passes", "", "names of passes that do not run, with commas between"),

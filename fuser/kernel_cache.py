@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import cachetools
 import torch
 
-from fuser import config, forks
+from fuser import config, forks, logs, progress
 from fuser.canonical import CanonicalGraph, Flattened, Registered
 from fuser.canonical.spelling import spelling_of
 from fuser.errors import FuserError, UnknownKeyError, is_defect, is_refusal
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
+from fuser.logs import LOG
+from fuser.reasons import code_of
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import timed
@@ -92,6 +94,7 @@ class KernelStore:
         self._fallbacks = Tally()
         self._splits: list[Split] = []
         self.compiled = _Counter()
+        self.label: Callable[[], str] = lambda: "a group"  # for people
         self.native_fallbacks: Callable[[], Sequence[tuple[str, int]]] = tuple  # those that only a handle counts
 
     def get_or_compile(
@@ -112,7 +115,7 @@ class KernelStore:
         kernel, reason, began = None, None, time.perf_counter()
         stages: dict[str, float] = {}
         try:
-            with timed(stages):
+            with timed(stages), progress.working(self.label):
                 kernel = compile_kernel()
         except Exception as e:
             reason = reason_of(e)
@@ -132,7 +135,19 @@ class KernelStore:
                     entry.kernels.append(kernel)
                     self.compiled.add_one()
                 self._changed.notify_all()
+        self._log(kernel, reason, seconds, stages)
         return entry, kernel is not None
+
+    def _log(self, kernel: FusedKernel | None, reason: str | None, seconds: float, stages: dict[str, float]) -> None:
+        if kernel is None:
+            LOG.debug("no kernel for %s: %s", self.label(), reason)
+            logs.say("fuser_why", lambda: f"{self.label()} [{code_of(str(reason))}]: {reason}")
+            return
+        LOG.debug("kernel %s of %s in %.3f s", kernel.name, self.label(), seconds)
+        by_stage = ", ".join(f"{name} {taken:.3f}" for name, taken in stages.items())
+        logs.say("fuser_perf", lambda: f"kernel {kernel.name} of {self.label()}: {seconds:.3f} s ({by_stage})")
+        logs.say("fuser_code", lambda: f"kernel {kernel.name} of {self.label()}: {kernel.library}\n{kernel.source}")
+        logs.trace(f"fuser_kernel_{kernel.name}", lambda: str(kernel.source))
 
     def after_fork(self) -> None:
         """No thread of the parent's goes on with its compilation in a child, which compiles for itself."""
@@ -168,7 +183,10 @@ class KernelStore:
     def note_fallback(self, reason: str) -> None:
         """Count one call that ran by ATen, whole or in part."""
         with self._lock:
+            first = reason not in self._fallbacks
             self._fallbacks.note(reason)
+        if first:
+            logs.say("fuser_why", lambda: f"calls of {self.label()} run on ATen [{code_of(reason)}]: {reason}")
 
     def note_split(self, split: Split) -> None:
         """Keep how the group was split for some arguments."""

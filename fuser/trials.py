@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from fuser import forks, notices
+from fuser import forks, logs, notices
 from fuser.contests import records
 from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
@@ -161,6 +161,7 @@ class Trials:
         took = f"{found.ratio:.2f} times as long as ATen for sizes {sizes}"
         winner = "aten" if found.slower else "kernel"
         what = f"kernel {trial.kernel.name}"
+        logs.say("fuser_perf", lambda: f"{what} took {took}: {winner} stays")
         records.remember(f"{what} {took}", records.Choice(winner, f"on trial: it took {took}", (), what))
         return f"{what} took {took}" if found.slower else None
 

@@ -22,6 +22,7 @@ from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
@@ -30,6 +31,7 @@ from fuser.passes.decompositions import decomposition_table
 from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
+from fuser.progress import working
 from fuser.runtime import heap
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import span
@@ -59,7 +61,9 @@ def fuser_backend(
     checked = _checked_options({} if options is None else options, mode)
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
-    with config.override(**{**racing, **checked}), _no_collection(), span("graph", nodes=len(gm.graph.nodes)):
+    nodes = len(gm.graph.nodes)
+    shown = working(lambda: f"a graph of {nodes} nodes")
+    with config.override(**{**racing, **checked}), _no_collection(), span("graph", nodes=nodes), shown:
         function = _compile(gm, example_inputs, {**racing, **checked}, mode in _RECORDED_MODES)
     return _with_options(function, checked) if checked else function
 
@@ -181,6 +185,7 @@ def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Func
 def _remember_eager(reason: str, options: dict[str, Any]) -> None:
     record = CompiledGraph("eager", reason, options=options)
     remember(record)
+    log_graph(record)
     guarantees.check(record)
 
 

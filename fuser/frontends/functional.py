@@ -20,7 +20,7 @@ from fuser import config, interface
 from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import guarantees, matmuls
-from fuser.frontends.noting import group_records, unfused_ops
+from fuser.frontends.noting import group_records, log_graph, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
 from fuser.passes import sources
@@ -105,6 +105,7 @@ class Compiled:
                 by_eager=Counter() if by_eager is None else by_eager,
             )
         remember(record)
+        log_graph(record)
         guarantees.check(record, self.plan.groups)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from fuser.frontends.records import GroupRecord, UnfusedOp
+from fuser import logs
+from fuser.frontends.records import CompiledGraph, GroupRecord, UnfusedOp
+from fuser.logs import LOG
 from fuser.passes.classify import Kind, op_name
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
@@ -88,4 +90,42 @@ def _through(node: fx.Node, grouping: Grouping) -> Iterator[fx.Node]:
             yield from _through(user, grouping)
 
 
-__all__ = ["group_records", "unfused_ops"]
+def log_graph(record: CompiledGraph) -> None:
+    """One line for those who follow the logs, and on request one for each operator on ATen."""
+    LOG.info("%s", _Line(record))
+    logs.say("fuser_why", lambda: "\n".join(_why(record)))
+    logs.trace(f"fuser_{record.stage}_groups", lambda: "\n".join([str(_Line(record)), *_groups(record), *_why(record)]))
+    logs.trace(f"fuser_{record.stage}_program", lambda: record.source)
+
+
+class _Line:
+    """A record in one line, written when somebody reads it."""
+
+    def __init__(self, record: CompiledGraph) -> None:
+        self.record = record
+
+    def __str__(self) -> str:
+        r = self.record
+        if r.route == "eager":
+            return f"graph {r.compile_id} {r.stage} runs in eager: {r.reason}"
+        return (
+            f"graph {r.compile_id} {r.stage}: {r.ops_fused} operators in {len(r.groups)} groups of {len(r.keys)} kinds"
+            f", {len(r.unfused)} on ATen, {r.seconds:.3f} s"
+        )
+
+
+def _why(r: CompiledGraph) -> list[str]:
+    told = [f"graph {r.compile_id} {r.stage}: {f'{len(r.unfused)} operators on ATen' if r.groups else r.reason}"]
+    told += [f"  {u.op} at {u.source or '?'} [{u.code}] {u.bytes} bytes: {u.reason}" for u in r.unfused]
+    return told + [f"  groups {i} and {n} are apart: {why}" for i, g in enumerate(r.groups) for n, why in g.apart]
+
+
+def _groups(r: CompiledGraph) -> list[str]:
+    said = []
+    for i, g in enumerate(r.groups):
+        lines = ", ".join(dict.fromkeys(str(s) for s in g.sources if s is not None))
+        said.append(f"  group {i}, fusion {g.key}: {' '.join(g.ops)} at {lines or '?'}")
+    return said
+
+
+__all__ = ["group_records", "log_graph", "unfused_ops"]

@@ -1,0 +1,94 @@
+"""One line on a terminal while a compilation takes longer than a few seconds: what is done, and what is compiling."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from fuser import forks
+
+AFTER, EVERY = 3.0, 0.5  # seconds without a line, and between two
+_WIDTH = 100
+_lock = forks.lock()
+_running: dict[object, Callable[[], str]] = {}
+_state = {"began": 0.0, "done": 0, "shown": 0}
+_thread: threading.Thread | None = None
+
+
+def on_terminal() -> bool:
+    """Whether somebody looks: stderr is a terminal."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # closed, or none
+        return False
+
+
+@contextlib.contextmanager
+def working(on: Callable[[], str]) -> Iterator[None]:
+    """While something is compiled that `on()` names. Costs nothing where stderr is no terminal."""
+    if not on_terminal():
+        yield
+        return
+    token = object()
+    _begin(token, on)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running.pop(token, None)
+            _state["done"] += 1
+
+
+def _begin(token: object, on: Callable[[], str]) -> None:
+    global _thread
+    with _lock:
+        if not _running and (_thread is None or not _thread.is_alive()):
+            _state.update(began=time.monotonic(), done=0, shown=0)
+        _running[token] = on
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_watch, name="fuser-progress", daemon=True)
+            _thread.start()
+
+
+def _watch() -> None:
+    """Write the line again and again until nothing is compiled, then take it away."""
+    global _thread
+    idle = 0
+    while idle < 2:  # between two kernels of one graph nothing may be running
+        time.sleep(EVERY)
+        with _lock:
+            names = list(_running.values())
+            seconds, done = time.monotonic() - _state["began"], _state["done"]
+            idle = 0 if names else idle + 1
+            if idle == 2:
+                _thread = None
+        if names and seconds > AFTER:
+            _write(line(seconds, int(done), [_named(n) for n in names]))
+            _state["shown"] = 1
+    if _state["shown"]:
+        _write("")
+
+
+def _named(on: Callable[[], str]) -> str:
+    try:
+        return on()
+    except Exception:  # a name is worth no failure
+        return "?"
+
+
+def line(seconds: float, done: int, names: list[str]) -> str:
+    """What is shown."""
+    text = f"fuser: {seconds:.0f} s, {done} compilations done, {len(names)} under way: {'; '.join(names)}"
+    return text if len(text) < _WIDTH else text[: _WIDTH - 1] + "…"
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+__all__ = ["AFTER", "line", "on_terminal", "working"]
