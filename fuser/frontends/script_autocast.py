@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from fuser import lowering
-from fuser.frontends.script_nodes import FENCES, Node, every_node
+from fuser.frontends.script_memory import every_node
+from fuser.frontends.script_nodes import FENCES, Node
 
 _C: Any = torch._C
 _NEEDED = ("_jit_pass_autocast", "_DisableAutocast", "_dispatch_has_kernel_for_dispatch_key")

@@ -12,7 +12,8 @@ from torch import fx
 from fuser import interface
 from fuser.errors import FuserError
 from fuser.frontends.script_groups import Group, Plan, plan_block
-from fuser.frontends.script_nodes import Facts, Role, every_node, study, written_in_silence
+from fuser.frontends.script_memory import Memory, every_node
+from fuser.frontends.script_nodes import Facts, Role, study
 from fuser.frontends.script_operators import Operator, operator_for
 from fuser.frontends.script_products import divert_products
 from fuser.frontends.script_special import Specialised
@@ -80,7 +81,7 @@ def _simplify(graph: Any, evaluating: bool) -> None:
     torch._C._jit_pass_constant_propagation(graph)
     torch._C._jit_pass_peephole(graph, True)
     _drop_dropouts(graph)
-    if not written_in_silence(graph, graph.alias_db()):
+    if not Memory(graph).is_silent:
         torch._C._jit_pass_remove_mutation(graph)
     _open_tuples(graph)
     torch._C._jit_pass_dce(graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuser import interface
 from fuser.errors import FuserError
+from fuser.frontends.script_memory import SILENT, Memory, every_node
 from fuser.frontends.torchscript import Translator
 from fuser.lowering.graph import COPIES_IF_NEEDED, may_share
 from fuser.passes.classify import op_name, schema_reason
@@ -83,16 +84,6 @@ _RESHAPING = (
 _RESHAPING_NODES = frozenset(f"aten::{n}" for n in _RESHAPING)
 
 
-# They may give their very input, or a view of it, and no schema says so: torch's alias analysis does not know either.
-_SILENT = frozenset(
-    "aten::type_as aten::dropout aten::feature_dropout aten::alpha_dropout aten::feature_alpha_dropout "
-    "aten::atleast_1d aten::atleast_2d aten::atleast_3d aten::sum_to_size aten::to_dense aten::einsum "
-    "aten::broadcast_tensors aten::cartesian_prod aten::chain_matmul aten::unsafe_chunk aten::unsafe_split "
-    "aten::unsafe_split_with_sizes aten::_cast_Byte aten::_cast_Char aten::_cast_Double aten::_cast_Float "
-    "aten::_cast_Half aten::_cast_Int aten::_cast_Long aten::_cast_Short".split()
-)
-
-
 @dataclass
 class Facts:
     """What is known of a graph before anything in it changes."""
@@ -108,14 +99,6 @@ class Facts:
         fact.values, fact.presences = (), ()
 
 
-def every_node(block: Any) -> Iterator[Node]:
-    """The nodes of a block and of the blocks inside it, in order."""
-    for node in block.nodes():
-        yield node
-        for inner in node.blocks():
-            yield from every_node(inner)
-
-
 def read_by(node: Node) -> list[Value]:
     """The values that a node reads, those of the blocks inside it among them."""
     found = list(node.inputs())
@@ -124,23 +107,6 @@ def read_by(node: Node) -> list[Value]:
             found += read_by(inner)
         found += block.outputs()
     return found
-
-
-def written_in_silence(graph: Any, aliases: Any) -> list[Value]:
-    """Values whose memory may be written under a name that the graph's alias analysis takes for another memory."""
-    pairs = [[*n.inputs(), *n.outputs()] for n in every_node(graph) if n.kind() in _SILENT]
-    pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
-    found: list[Value] = []
-    while True:
-        more = [p for p in pairs if any(aliases.has_writers(v) or _meets(v, found, aliases) for v in p)]
-        if not more:
-            return found
-        pairs = [p for p in pairs if p not in more]
-        found += [v for p in more for v in p]
-
-
-def _meets(value: Value, others: Sequence[Value], aliases: Any) -> bool:
-    return any(aliases.may_contain_alias(value, v) for v in others)
 
 
 def study(graph: Any) -> Facts:
@@ -153,8 +119,7 @@ class _Study:
 
     def __init__(self, graph: Any) -> None:
         self.facts = Facts(graph)
-        self.aliases = graph.alias_db()
-        self.silent = written_in_silence(graph, self.aliases)
+        self.memory = Memory(graph)
         self.reshapes = any(n.kind() in _RESHAPING_NODES for n in every_node(graph))
         self.sets = any(n.kind() == "prim::SetAttr" for n in every_node(graph))
         self.translator = Translator()
@@ -198,7 +163,7 @@ class _Study:
         if kind == "prim::Constant":
             self.translator.step(node)
             return self._free(node)
-        exposed = any(self._is_exposed(v) for v in (*node.inputs(), *node.outputs()))
+        exposed = any(map(self.memory.is_exposed, (*node.inputs(), *node.outputs())))
         if kind == "prim::GetAttr":
             return Fact(node, Role.ORDERED if self.sets else Role.PURE, "an attribute", exposed=exposed)
         if writes(node):
@@ -208,9 +173,6 @@ class _Study:
         fact = self._translated(node, exposed)
         fact.exposed = exposed
         return fact
-
-    def _is_exposed(self, value: Value) -> bool:
-        return bool(self.aliases.has_writers(value)) or _meets(value, self.silent, self.aliases)
 
     def _translated(self, node: Node, exposed: bool) -> Fact:
         """The fact of a node that writes nothing."""
@@ -276,7 +238,7 @@ class _Study:
         if strange is not None:
             return self._outside(node, exposed, f"{node.kind()} reads a {strange.type().str()} made at run time")
         if fact.role is Role.COMPUTE:
-            if exposed and (node.kind() in _SILENT or any(op in _CASTS for op in fact.operators)):
+            if exposed and (node.kind() in SILENT or any(op in _CASTS for op in fact.operators)):
                 return self._outside(
                     node, exposed, f"{node.kind()} may give its very input, which is written elsewhere"
                 )

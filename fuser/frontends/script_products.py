@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuser import config
-from fuser.frontends.script_nodes import every_node
+from fuser.frontends.script_memory import every_node
 from fuser.frontends.script_operators import NAMESPACE
 from fuser.passes.onednn import chosen, fits
 from fuser.passes.providers import ONEDNN, linear_op

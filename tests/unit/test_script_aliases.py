@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import fuser
+from fuser.frontends.script_memory import SILENT, Memory, every_node
+from tests.unit import torchscript_corpus as corpus
 from tests.unit.test_fuse_script import assert_alike
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::UserWarning")
@@ -84,3 +86,77 @@ def test_without_a_write_they_are_fused():
     x = torch.randn(3, 4)
     assert_alike(fused(x, x), f(x, x))
     assert sum(len(g.calls) for g in fused.fusion.groups) >= 3
+
+
+# -- what is written, without asking about all pairs ------------------------------------------------------------------
+class Asked:
+    """A graph whose alias analysis counts questions about pairs of values."""
+
+    def __init__(self, graph):
+        self.graph, self.asked = graph, 0
+
+    def __getattr__(self, name):
+        return getattr(self.graph, name)
+
+    def alias_db(self):
+        self.aliases = self.graph.alias_db()
+        return self
+
+    def may_contain_alias(self, a, b):
+        self.asked += 1
+        return self.aliases.may_contain_alias(a, b)
+
+    def has_writers(self, value):
+        return self.aliases.has_writers(value)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        layer = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.ReLU(True))  # noqa: E731
+        self.layers = torch.nn.ModuleList([layer() for _ in range(n)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_is_asked_of_layers_in_place_grows_with_their_number():
+    counts = []
+    for n in (10, 20, 40):
+        graph = Asked(torch.jit.script(Layers(n)).inlined_graph)
+        memory = Memory(graph)
+        assert memory.is_silent and sum(memory.is_exposed(v) for node in every_node(graph) for v in node.outputs())
+        counts.append(graph.asked)
+    assert counts[2] - counts[1] <= 2.2 * (counts[1] - counts[0]) < 2000, counts
+
+
+def pairwise(graph):
+    """The values that may be written, by asking about all pairs."""
+    aliases, nodes = graph.alias_db(), list(every_node(graph))
+    values = [*graph.inputs(), *(v for n in nodes for v in n.outputs())]
+    values += [v for n in nodes for b in n.blocks() for v in b.inputs()]
+    found = {v for v in values if aliases.has_writers(v)}
+    pairs = [(*n.inputs(), *n.outputs()) for n in nodes if n.kind() in SILENT]
+    pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
+    silent = []
+    while True:
+        meets = {v for v in values if any(aliases.may_contain_alias(v, s) for s in silent)} | found
+        more = [p for p in pairs if meets & set(p)]
+        if not more:
+            return values, meets
+        pairs = [p for p in pairs if p not in more]
+        silent += [v for p in more for v in p]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *(p for p, _ in corpus.FUNCTIONS[::5])], ids=lambda p: p.__name__)
+def test_parts_hide_no_alias(program):
+    graph = torch.jit.script(program).inlined_graph
+    values, written = pairwise(graph)
+    memory = Memory(graph)
+    assert {v for v in values if memory.is_exposed(v)} == written
+    aliases, part = graph.alias_db(), memory._parts.of
+    tensors = [v for v in values if "Tensor" in v.type().str()]
+    for n, a in enumerate(tensors):
+        assert all(part(a) is part(b) for b in tensors[:n] if aliases.may_contain_alias(a, b))
