@@ -121,9 +121,10 @@ _add(
 """,
 )
 
-# x = 2^e (1 + f) with 1 + f in [2/3, 4/3): then log(1 + f) = f + q.
+# x = 2^e (1 + f) with 1 + f in [2/3, 4/3): then log(1 + f) = f + q. Ranges are found by bits: g++ folds a comparison of
+# floats into one of `clamp` before it, and does not vectorise what comes of that.
 _LOG_SPLIT = """\
-  const bool small = x < 1.17549435e-38f;
+  const bool small = FUSER_BITS(i32, x) < 0x800000;
   const u32 b = FUSER_BITS(u32, small ? x * 8388608.0f : x) - 0x3f2aaaabu;
   const float e = (float)((i32)b >> 23) - (small ? 23.0f : 0.0f);
   const float f = FUSER_BITS(float, (b & 0x7fffffu) + 0x3f2aaaabu) - 1.0f;
@@ -132,7 +133,7 @@ _LOG_Q = f"  const float q = f * f * FUSER_FMAF(f, {horner('f', *_LOG)}, -0.5f);
 _add(
     "fuser_log_edges_f32",
     '  const float edge = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;\n'
-    "  return (x > 0.0f) & (x < __builtin_inff()) ? y : edge;\n",
+    "  return FUSER_BITS(u32, x) - 1u < 0x7f7fffffu ? y : edge;\n",
     "float x, float y",
 )
 _add(
