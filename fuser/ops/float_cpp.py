@@ -291,13 +291,13 @@ _EXP2_DOUBLE = (
 _add(
     "fuser_pow_magnitude_f32",
     f"""\
-  const bool small = a < 1.17549435e-38f;
+  const bool small = FUSER_BITS(i32, a) < 0x800000;
   const u32 b = FUSER_BITS(u32, small ? a * 8388608.0f : a) - 0x3f3504f3u;
   const float e = (float)((i32)b >> 23) - (small ? 23.0f : 0.0f);
   const double m = (double)FUSER_BITS(float, (b & 0x7fffffu) + 0x3f3504f3u), s = (m - 1.0) / (m + 1.0), z = s * s;
   const double log2 = FUSER_FMA(s, {horner("z", *_LOG2_ODD, double=True)}, (double)e);
   const double edge = a == 0.0f ? -__builtin_inf() : (double)a;
-  const double v = (double)y * (((a > 0.0f) & (a < __builtin_inff())) ? log2 : edge);
+  const double v = (double)y * (FUSER_BITS(u32, a) - 1u < 0x7f7fffffu ? log2 : edge);
   const double low = v < -160.0 ? -160.0 : v, c = low > 160.0 ? 160.0 : low;
   const double t = c + 6755399441055744.0, r = c - (t - 6755399441055744.0);
   const double p = FUSER_FMA(r, {horner("r", *_EXP2_DOUBLE, double=True)}, 1.0);
@@ -312,10 +312,10 @@ _add(
   const bool whole = __builtin_floorf(y) == y, odd = whole & (__builtin_floorf(half) != half);
   const bool negative = (i32)FUSER_BITS(u32, x) < 0;
   const float signed_power = negative & odd ? -power : power;
-  const bool undefined = (x < 0.0f) & (x > -__builtin_inff()) & !whole;
+  const bool undefined = (FUSER_BITS(u32, x) - 0x80000001u < 0x7f7fffffu) & !whole;
   const float y_is_nan = y != y ? y : signed_power;
-  const bool unit = (x == -1.0f) & (__builtin_fabsf(y) == __builtin_inff());
-  const float one = unit | (x == 1.0f) | (y == 0.0f) ? 1.0f : y_is_nan;
+  const bool unit = (FUSER_BITS(u32, x) == 0xbf800000u) & (__builtin_fabsf(y) == __builtin_inff());
+  const float one = unit | (FUSER_BITS(u32, x) == 0x3f800000u) | (y == 0.0f) ? 1.0f : y_is_nan;
   return undefined & (y == y) ? __builtin_nanf("") : one;
 """,
     "float x, float y",
