@@ -112,7 +112,7 @@ def pack_op() -> Any:
 def takes_dtype(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of a dtype on this machine."""
     if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return linear_op() is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float32
 
 

@@ -169,7 +169,9 @@ class _Run:
         statuses: list[int] = []
 
         def body(_: Any) -> None:
-            n, i = openmp[2](), openmp[1]()
+            n, i = min(threads, openmp[2]()), openmp[1]()
+            if i >= n:
+                return
             share, rest = divmod(units, n)
             begin = i * share + min(i, rest)
             end = begin + share + (i < rest)
@@ -177,7 +179,7 @@ class _Run:
                 statuses.append(self.part(entry, begin, end, i))
 
         callback = _PARALLEL_BODY(body)
-        openmp[0](callback, None, threads, 0)
+        openmp[0](callback, None, torch.get_num_threads(), 0)  # a smaller team would end the threads beyond it
         return max(statuses, default=0)
 
 

@@ -27,7 +27,7 @@ struct Batch {
   Member* members;
   Py_ssize_t n;
   size_t temporary, scratch;
-  int64_t steps, work;
+  int64_t steps, work, threads;
   char* memory;
   int32_t device;  // of a GPU's batch
   int64_t counters;  // of the stream's that it uses
@@ -73,11 +73,11 @@ const char* batch_name(const Batch* b, int64_t s) {
 
 void batch_body(void* p) {
   Batch* b = (Batch*)p;
-  int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num();
+  int64_t team = torch.omp_num_threads(), i = torch.omp_thread_num(), n = b->threads < team ? b->threads : team;
   for (int64_t s = 0; s < b->steps; s++) {
     if (s) torch.gomp_barrier();
     if (b->watched && !i) b->event.begin(batch_name(b, s));
-    batch_part(b, s, i, team);
+    if (i < n) batch_part(b, s, i, n);
   }
 }
 
@@ -85,6 +85,7 @@ void batch_body(void* p) {
 bool run_batch(Batch& b, ThreadState& ts) {
   Range range(b.members[0].k->names);
   int64_t threads = thread_count(b.work / kMembersWork, b.work);
+  b.threads = threads;
   size_t bytes = b.temporary + b.scratch * size_t(threads);
   Memory held;
   b.memory = bytes ? take_memory(bytes, ts, held) : nullptr;
@@ -98,7 +99,7 @@ bool run_batch(Batch& b, ThreadState& ts) {
   for (Py_ssize_t j = 0; b.watched && j < b.n; j++) remember(b.members[j].k, b.members[j].f);
   PyThreadState* state = b.work >= kReleaseWork ? PyEval_SaveThread() : nullptr;
   if (threads > 1) {
-    torch.gomp_parallel(batch_body, &b, unsigned(threads), 0);
+    open_region(batch_body, &b);
   } else {
     for (int64_t s = 0; s < b.steps; s++) {
       if (b.watched) b.event.begin(batch_name(&b, s));
