@@ -1,4 +1,4 @@
-"""Kernels run in teams of as many threads as torch's: a smaller one would end threads that libraries then start anew."""
+"""Kernels run in teams of as many threads as torch's: a smaller one would end threads that libraries start again."""
 
 from __future__ import annotations
 
