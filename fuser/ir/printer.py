@@ -1,4 +1,4 @@
-"""The IR as text, for reading: buffers with their loops, one row a line.
+"""The IR as text: buffers with their loops, one row a line. `fuser.ir.parser` reads it back.
 
     buf0: float32[x0_0, x0_1] strides [x0_1, 1]   # %2 aten.add
       for i0 < x0_0, i1 < x0_1
@@ -36,7 +36,8 @@ def exprs_text(exprs: Sequence[Expr]) -> str:
 
 def _buffer_lines(b: Buffer) -> list[str]:
     origin = f"   # {b.origin}" if b.origin else ""
-    lines = [f"{b.name}: {dtype_text(b.dtype)}{exprs_text(b.size)} strides {exprs_text(b.stride)}{origin}"]
+    order = f" order {list(b.order)}" if b.order is not None else ""
+    lines = [f"{b.name}: {dtype_text(b.dtype)}{exprs_text(b.size)} strides {exprs_text(b.stride)}{order}{origin}"]
     for loops in b.loops:
         lines += ["  " + line for line in loops_lines(loops)]
     return lines
@@ -69,8 +70,10 @@ def _right_side(row: Row) -> str:
     if row.op == "load":
         name, index = row.attr
         return f"{name}{exprs_text(index)}" + (f" where {args[0]}" if args else "")
-    if row.op in ("const", "scalar", "index"):
+    if row.op == "const":
         return str(row.attr)
+    if row.op in ("scalar", "index"):
+        return f"{row.op} {row.attr}"
     if row.op == "indirect":
         size, checked = row.attr
         where = f" where {args[1]}" if len(args) > 1 else ""

@@ -1,0 +1,108 @@
+"""A fusion's IR taken out: as an FX module that runs, and all stages of its way to a kernel as one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.debug.reference import print_lowered
+from fuser.debug.relowering import entry_of, lowered_of
+from fuser.errors import FuserError, Unsupported
+from fuser.ir.fx import Builder, body_to_fx
+from fuser.ir.sizes import STRIDE, Sym
+from fuser.kernel_cache import REGISTRY
+from fuser.lowering.graph import Lowered, NumberInput
+from fuser.scheduler.printer import print_plan
+
+
+def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
+    """The IR of the fusion `key` as a module: the same arguments, bound ones first, and the same results on the CPU.
+
+    A fusion has an IR for each class of arguments that it was called with; `class_number` counts them in the order of
+    arrival. The module runs for every size of the class. Nothing in it is fused. UnknownKeyError if there is no such
+    fusion, Unsupported if it has no such class or its IR writes into an input.
+    """
+    spec, entry = entry_of(key, class_number)
+    lowered, _ = lowered_of(spec, entry.example)
+    return lowered_to_fx(lowered, spec.graph.single)
+
+
+def lowered_to_fx(lowered: Lowered, single: bool) -> fx.GraphModule:
+    """The same of a lowered graph; `single`: it gives one tensor and no tuple."""
+    if lowered.ctx.writes:
+        raise Unsupported("the group writes into its inputs, and a module of FX has no memory of its caller's")
+    graph = fx.Graph()
+    env: dict[Sym, Any] = {}
+    floats: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    arguments = [graph.placeholder(f"in{n}") for n in range(len(lowered.inputs))]
+    for n, (record, argument) in enumerate(zip(lowered.inputs, arguments)):
+        if isinstance(record, NumberInput):
+            if record.kind == "float":
+                floats[record.name] = argument
+            else:
+                env[Sym(record.name, STRIDE)] = argument
+            continue
+        buffers[f"in{n}"] = argument
+        for method, exprs in (("size", record.size), ("stride", record.stride)):
+            for d, e in enumerate(exprs):
+                own = e.as_symbol()
+                if own is not None and own not in env:
+                    env[own] = graph.call_method(method, (argument, d))
+    builder = Builder(graph, env, floats, buffers, lowered.ctx.canon)
+    for b in lowered.ctx.buffers:
+        builder.buffer(b)
+    results = [arguments[where] if kind == "input" else buffers[where] for kind, where in lowered.outputs]
+    graph.output(results[0] if single else tuple(results))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def loop_to_fx(key: int, buffer: str, number: int = 0, class_number: int = 0) -> fx.GraphModule:
+    """The body of loop `number` of `buffer`, a name in the printed IR, as a module; see `fuser.ir.fx.body_to_fx`."""
+    spec, entry = entry_of(key, class_number)
+    lowered, _ = lowered_of(spec, entry.example)
+    for b in lowered.ctx.buffers:
+        if b.name == buffer and number < len(b.loops):
+            return body_to_fx(b.loops[number].body, len(b.loops[number].domain))
+    names = ", ".join(f"{b.name} ({len(b.loops)})" for b in lowered.ctx.buffers)
+    raise Unsupported(f"fusion {key} has no loop {number} of {buffer!r}: expected a buffer with its loops, of {names}")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The stages of one class of a fusion: canonical graph, lowered IR, kernel plans, and each kernel's source."""
+
+    key: int
+    canonical: str
+    ir: str
+    plans: tuple[str, ...]
+    sources: tuple[tuple[str, str], ...]  # the kernel's name and its text
+
+    def __str__(self) -> str:
+        parts = [(f"fusion {self.key}: canonical graph", self.canonical), ("IR: buffers and loops", self.ir)]
+        parts += [(f"plan of kernel {n}", plan) for n, plan in enumerate(self.plans)]
+        parts += [(f"source of {name}", text) for name, text in self.sources]
+        return "\n".join(f"== {title} ==\n{text.rstrip()}\n" for title, text in parts)
+
+
+def trace(key: int, class_number: int = 0) -> Trace:
+    """Every stage on the way from the graph of the fusion `key` to its kernels, for one class of arguments.
+
+    UnknownKeyError if there is no such fusion, Unsupported if it has no such class. A class that was not lowered has
+    the reason in place of its IR.
+    """
+    spec, entry = entry_of(key, class_number)
+    try:
+        lowered, schedule = lowered_of(spec, entry.example)
+    except FuserError as e:
+        return Trace(key, spec.graph.text, f"not lowered: {e}\n", (), ())
+    plans = tuple(print_plan(p) for p in schedule.plans)
+    sources = tuple((k.name, k.source) for k in entry.kernels)
+    return Trace(key, REGISTRY.find(key).spec.graph.text, print_lowered(lowered), plans, sources)
+
+
+__all__ = ["Trace", "loop_to_fx", "lowered_to_fx", "to_fx", "trace"]
