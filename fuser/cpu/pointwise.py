@@ -214,19 +214,22 @@ class PointwiseNest(StreamingNest):
             buffer, (address,) = self.plan.rows[n].attr
             kind, size = self.kind(n), self.dtypes[buffer].itemsize
             self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_STRIDE}] {self.aligned};")
-            first = "r0"
+            begin = "v0"
             if storage_type(self.dtypes[buffer]) == kind:
                 edge = EDGES[size]
-                rows, columns = f"(r1 - r0) / {edge} * {edge}", f"(v1 - v0) / {edge} * {edge}"
-                self.out.add(f"const i64 rows{k} = {rows}, columns{k} = {columns};")
                 step = cpp_expr(coefficient(address, self.vector.sym) or expr(0))
+                # Rows are rounded up to whole blocks where what is read past them lies before the last element.
+                self.out.add(f"const i64 step{k} = {step}, rows{k} = (r1 - r0 + {edge - 1}) / {edge} * {edge};")
+                past = f"step{k} > 0 ? (rows{k} - (r1 - r0) + step{k} - 1) / step{k} : n_{v}"
+                self.out.add(f"const i64 last{k} = n_{v} - ({past}), end{k} = last{k} < v1 ? last{k} : v1;")
+                self.out.add(f"const i64 columns{k} = end{k} > v0 ? (end{k} - v0) / {edge} * {edge} : 0;")
                 origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
                 corner = self.index(substitute(address, origin))
                 to = f"tile{k}, rows{k}, columns{k}"
-                self.out.add(f"transpose_{WORDS[size]}({buffer} + ({corner}), {step}, {to});")
-                first = f"r0 + ({v} - v0 < columns{k} ? rows{k} : 0)"
-            self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
-            self.out.open(f"for (i64 {t} = {first}; {t} < r1; ++{t})")
+                self.out.add(f"transpose_{WORDS[size]}({buffer} + ({corner}), step{k}, {to});")
+                begin = f"v0 + columns{k}"
+            self.out.open(f"for (i64 {v} = {begin}; {v} < v1; ++{v})")
+            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
             self.out.add(f"tile{k}[({t} - r0) * {TILE_STRIDE} + {v} - v0] = {self.loaded(n)};")
             self.out.close()
             self.out.close()
