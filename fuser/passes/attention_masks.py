@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import emit, value_of
-from fuser.passes.constants import evaluated
+from fuser.passes.constants import distinct, evaluated
 from fuser.passes.masks import HUGE, is_mask
 from fuser.passes.products import Mismatch
 
@@ -100,6 +100,7 @@ def _total(steps: Sequence[Step]) -> torch.Tensor | None:
         found = evaluated(step.node if isinstance(step, Bias) else step.condition)
         if found is None:
             return None
+        found = distinct(found)
         if isinstance(step, Bias):
             total = total + found.float()
         else:
@@ -122,7 +123,10 @@ def is_causal(steps: Sequence[Step], dtype: torch.dtype, shape: Sequence[str]) -
 
 
 def without_mask(node: fx.Node) -> int:
-    """1 if a call of fused attention had a causal mask made of numbers, which `is_causal` now says; else 0."""
+    """1 if fused attention had a mask made of numbers that is causal or masks nothing, and now has none; else 0.
+
+    Fused kernels take no mask, or one whose rows are aligned.
+    """
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node) or len(node.args) > 4 or node.kwargs.get("is_causal") or len(node.args) < 3:
         return 0
@@ -130,10 +134,11 @@ def without_mask(node: fx.Node) -> int:
     if q is None or k is None or value is None:
         return 0
     step: Step = Fill(mask, False, -math.inf) if value.dtype is torch.bool else Bias(mask)
-    if not is_causal([step], q.dtype, (str(q.shape[-2]), str(k.shape[-2]))):
+    causal = is_causal([step], q.dtype, (str(q.shape[-2]), str(k.shape[-2])))
+    if not causal and not ((total := _total([step])) is not None and value.dim() <= q.dim() and not total.any()):
         return 0
     node.args = node.args[:3]
-    node.kwargs = {**{n: v for n, v in node.kwargs.items() if n != "attn_mask"}, "is_causal": True}
+    node.kwargs = {**{n: v for n, v in node.kwargs.items() if n != "attn_mask"}, "is_causal": causal}
     return 1
 
 

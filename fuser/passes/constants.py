@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser.passes.calls import value_of, writes
+from fuser.passes.hints import are_numbers
 
 LARGEST = 1 << 24  # elements of any tensor on the way
 _MOST_NODES = 32
@@ -57,7 +58,7 @@ def _made_of(node: Any) -> list[fx.Node] | None:
 def _is_plain(node: fx.Node) -> bool:
     """Whether a node makes a tensor of known and moderate size, always the same, and nobody writes into it."""
     value = value_of(node)
-    if value is None or not all(type(n) is int for n in value.shape) or value.numel() > LARGEST:
+    if value is None or not are_numbers(*value.shape, *value.stride()) or distinct(value).numel() > LARGEST:
         return False
     if writes(node) or any(map(writes, node.users)) or node.op == "call_method" and node.target in _DEVICES:
         return False
@@ -65,6 +66,13 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 _DEVICES = ("cuda", "cpu")
+
+
+def distinct(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without repetitions: the dims that it was expanded along have one element."""
+    for d, (size, stride) in enumerate(zip(t.shape, t.stride())):
+        t = t.narrow(d, 0, 1) if stride == 0 and size > 1 else t
+    return t
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:

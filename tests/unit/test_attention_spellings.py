@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.passes.attention import fuse_attention
 from fuser.passes.registry import run_stage
 from tests.attention_spellings import SPELLINGS
 from tests.peers.judge import problem, widened
@@ -128,6 +130,41 @@ def test_mask_of_the_library_call():
     args, backend = [torch.randn(2, 3, 12, 16) for _ in range(3)], Rewritten()
     torch.testing.assert_close(torch.compile(f, backend=backend)(*args), f(*args))
     assert [c.kwargs for c in backend.calls] == [{"is_causal": True}]
+
+
+def test_mask_that_masks_nothing():
+    """As libraries make it under Dynamo, where they cannot look at values."""
+
+    def f(q, k, v):
+        at = torch.arange(q.shape[-2]) + 0
+        seen = at.new_ones((), dtype=torch.bool) & (at[None, None, :, None] >= 0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.expand(q.shape[0], -1, q.shape[-2], k.shape[-2]))
+
+    args, backend = [torch.randn(2, 3, 12, 16) for _ in range(3)], Rewritten()
+    torch.testing.assert_close(torch.compile(f, backend=backend)(*args), f(*args))
+    assert [c.kwargs for c in backend.calls] == [{"is_causal": False}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "fires"),
+    [(torch.float32, 64, 0), (torch.float32, 512, 1), (torch.bfloat16, 64, 1), (torch.float64, 64, 0)],
+)
+def test_float32_on_cuda_keeps_products_of_few_keys(dtype, tokens, fires):
+    graph = torch.fx.Graph()
+    q, k, v = (graph.placeholder(n) for n in "qkv")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for n in (q, k, v):
+            n.meta["example_value"] = torch.empty(1, 2, tokens, 8, device="cuda", dtype=dtype)
+
+        def call(f, *args):
+            node = graph.call_function(f, args)
+            values = [a.meta["example_value"] if isinstance(a, torch.fx.Node) else a for a in args]
+            node.meta["example_value"] = f(*values)
+            return node
+
+        weights = call(torch.softmax, call(torch.matmul, q, call(torch.transpose, k, -2, -1)), -1)
+        graph.output((call(torch.matmul, weights, v),))
+    assert fuse_attention(torch.fx.GraphModule({}, graph)) == fires
 
 
 def test_queries_written_after_they_were_scaled():
