@@ -48,6 +48,8 @@ SPANS = "opentelemetry-sdk>=1.20"
 TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", REDIS, SPANS, TRITON]
 # A generator of models; what a seed gives depends on its solver, so constraints.txt pins both.
 NNSMITH = ["nnsmith", "z3-solver"]
+# Rivals on the CPU that the benchmarks run where they are installed; zentorch needs a release for torch's version.
+RIVALS = ["openvino>=2025", "onnxruntime>=1.20", "onnx>=1.17", "zentorch; platform_machine == 'x86_64'"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(
@@ -72,6 +74,7 @@ setup(
         "redis": [REDIS],
         "nnsmith": NNSMITH,
         "bench": BENCH,
+        "rivals": RIVALS,
         "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],
         "vision": ["torchvision"],
         "dev": ["ruff", "mypy", *TEST],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import markdown, report
-from benchmarks.contestants import RIVALS
+from benchmarks.contestants import FROZEN, RIVALS
 from benchmarks.options import Options
 
 SUITES = {
@@ -21,6 +21,8 @@ SUITES = {
     "overhead": "microseconds of a call on 16 elements, with 1 to 10,000 registered specifications",
     "kernels": "ninety rows of papers, and thirty functions in three sizes, beside eager, the rivals and a copy",
     "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
+    "contractions": "convolutions and products with what follows, in several layouts and dtypes",
+    "convnets": "small public convolutional architectures, inference",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
     "optimizers": "an optimiser's step over the parameters of GPT-2, and over 500 small ones",
@@ -34,9 +36,10 @@ SUITES = {
 
 def _rivals(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, text.split(",")))
-    unknown = [n for n in names if n not in RIVALS]
+    known = (*RIVALS, *FROZEN)
+    unknown = [n for n in names if n not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no rival: expected some of {','.join(RIVALS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no rival: expected some of {','.join(known)}")
     return names
 
 
@@ -80,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rows", type=_regex, default="", metavar="REGEX", help="only rows whose name matches")
     p.add_argument("--quick", action="store_true", help="small sizes and few rounds: does everything run?")
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")
-    p.add_argument("--rivals", type=_rivals, default=RIVALS, metavar="LIST", help=f"some of {','.join(RIVALS)}")
+    rivals = f"some of {','.join((*RIVALS, *FROZEN))}"
+    p.add_argument("--rivals", type=_rivals, default=RIVALS, metavar="LIST", help=rivals)
     p.add_argument(
         "--threads", type=_threads, default=(), metavar="LIST", help="of kernels: run with each, as in 1,2,16"
     )

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import frozen
+
 Fn = Callable[..., Any]
 RIVALS = ("eager", "inductor", "xla")
+FROZEN = tuple(frozen.COMPILE)  # rivals that run only where they are named
 
 
 def fuser_backend() -> Any:
@@ -35,6 +38,9 @@ def why_absent(name: str) -> str | None:
         needed = ("fuser.interface", *(("fuser.frontends.dynamo",) if name != "fuser handle" else ()))
         missing = [m for m in needed if importlib.util.find_spec(m) is None]
         return f"{name}: this checkout has no {missing[0]}" if missing else None
+    for module in frozen.NEEDED.get(name, ()):
+        if importlib.util.find_spec(module) is None:
+            return f"{name}: {module} is not installed (pip install fuser[rivals])"
     if name == "xla" and importlib.util.find_spec("jax") is None:
         return "xla: jax is not installed (pip install jax)"
     return None
@@ -72,9 +78,13 @@ COMPILE: dict[str, Callable[..., Fn]] = {
     "fuser": lambda fn, dynamic=False: torch.compile(_copy(fn), backend=fuser_backend(), dynamic=dynamic),
     "fuser function": lambda fn, dynamic=False: torch.compile(_copy(fn), backend=fuser_function(), dynamic=dynamic),
     "fuser handle": lambda fn, dynamic=False: register(fn),
+    "fuser-frozen": lambda fn, dynamic=False: torch.compile(
+        _copy(fn), backend=fuser_backend(), dynamic=dynamic, options={"freeze": True}
+    ),
     "inductor": _compiled("inductor"),
     "aot_eager": _compiled("aot_eager"),
     "dynamo": _compiled("eager"),
+    **{n: lambda fn, dynamic=False, make=make: make(_copy(fn), dynamic=dynamic) for n, make in frozen.COMPILE.items()},
 }
 
 

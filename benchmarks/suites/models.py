@@ -23,7 +23,7 @@ COMPILE_SHARE = 0.1
 STEADY_TARGET = 1.1
 EAGER_TARGET = 1.15  # of training steps
 TOLERANCE_SCALE = 10.0  # a model's matmuls may reassociate; float64 still bounds the error by eager's own
-STEADY = ("eager", "inductor", "fuser")
+STEADY = ("eager", "inductor", *contestants.FROZEN, "fuser", "fuser-frozen")
 FIRST = ("aot_eager", "eager", "fuser", "inductor")
 REPEATS = {"aot_eager": 3, "fuser": 3, "eager": 1, "inductor": 1}
 MIB = 1 << 20
@@ -316,7 +316,9 @@ def _report(results: list[Result], names: list[str], notes: list[str], mode: str
 def run(options: Options) -> Report:
     """All selected models."""
     notes: list[str] = []
-    wanted = ["aot_eager", *(r for r in ("eager", "inductor") if options.has(r)), "fuser"]
+    frozen = [r for r in contestants.FROZEN if options.has(r) and options.mode == "infer"]
+    wanted = ["aot_eager", *(r for r in ("eager", "inductor") if options.has(r)), *frozen, "fuser"]
+    wanted += ["fuser-frozen"] if frozen else []
     names = contestants.present(wanted, notes)
     models = [m for m in MODELS if options.wants(m)]
     each = 1 + sum(1 if options.quick else REPEATS[n] for n in FIRST if n in names)

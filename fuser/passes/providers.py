@@ -3,8 +3,8 @@
 A class is what times depend on: dtypes, sizes (rows by their power of two), order in memory, bias, what is computed
 from each element right behind, and whether the weight is frozen. Its contest runs once on a machine, on operands of
 these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Where a candidate leaves an activation to a
-kernel, ATen's relu in place stands for that: both read and write the result once. The weight of a product of few rows
-is several copies, more than caches hold, because a program reads each of its weights once.
+kernel, ATen's relu stands for that: both read the result once and write another. The weight is several copies in turn,
+more than inner caches hold, because a program reads each of its weights once.
 
 Where results must not depend on a clock (`config.is_deterministic`), and for what is too small to be worth it, ATen
 makes the product.
@@ -30,7 +30,7 @@ LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries th
 LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
 _MOST_WORK = 1 << 29  # multiplications of one call in a contest: classes of more rows compete on fewer
 _FEWEST_ROWS = 64
-_COLD_ROWS, _COLD_BYTES, _MOST_COPIES = 64, 1 << 25, 8
+_COLD_BYTES, _MOST_COPIES = 1 << 25, 8
 ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -193,7 +193,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 
     if epilogue is None or provider.folds:
         return Contestant(call, result)
-    return Contestant(lambda: torch.relu_(call()), result)
+    return Contestant(lambda: torch.relu(call()), result)
 
 
 def operands_of(product: Product) -> Operands:
@@ -201,9 +201,7 @@ def operands_of(product: Product) -> Operands:
     per_row = product.inner * product.columns
     rows = min(product.rows, max(_MOST_WORK // per_row, _FEWEST_ROWS))
     weight_bytes = per_row * product.dtype.itemsize
-    copies = 1
-    if rows <= _COLD_ROWS:
-        copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
+    copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // weight_bytes)))
     weights = tuple(_matrix(product.inner, product.columns, product.w_turned, product.dtype, 1) for _ in range(copies))
     bias = numbers(product.columns, product.dtype, 2) if product.bias else None
     return Operands(_matrix(rows, product.inner, product.x_turned, product.dtype, 0), weights, bias)

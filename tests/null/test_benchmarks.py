@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import account, checks, contestants, markdown, memory, models, runner, training
+from benchmarks import (
+    account,
+    checks,
+    contestants,
+    contraction_rows,
+    convnet_models,
+    markdown,
+    memory,
+    models,
+    runner,
+    training,
+)
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
 from benchmarks.options import Options
@@ -18,7 +29,7 @@ from benchmarks.papers import PAPERS
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
 from benchmarks.singles_rows import ROWS as ROWS_OF_SINGLES
 from benchmarks.singles_rows import SIZES as SIZES_OF_SINGLES
-from benchmarks.suites import kernels, optimizers, overhead, scaling, shapes, singles
+from benchmarks.suites import contractions, kernels, optimizers, overhead, scaling, shapes, singles
 
 
 def test_quantiles_interpolate_between_samples():
@@ -373,3 +384,29 @@ def test_samples_may_have_equal_numbers_of_calls(equal):
     runner.interleave(calls, budget, clock=lambda: len(one) + 10 * len(ten), equal=equal)
     untimed = 6 if equal else 5  # they warm up and calibrate
     assert (len(one) - untimed, len(ten) - untimed) == (100, 100 if equal else 10)
+
+
+@pytest.mark.parametrize("row", contraction_rows.ROWS[::3], ids=lambda r: r.name)
+def test_contractions_run_in_eager(row):
+    module, inputs = row.make(True)
+    out = module(*inputs)
+    assert out.isfinite().all() and not module.training
+
+
+def test_rows_of_contractions_and_networks():
+    assert len({r.name for r in contraction_rows.ROWS}) == len(contraction_rows.ROWS) == 60
+    assert set(convnet_models.NETS) == {r.name for r in convnet_models.ROWS}
+    module, inputs = next(r for r in convnet_models.ROWS if r.name == "unet").make(True)
+    assert module(*inputs).shape == (1, 2, 64, 64)
+
+
+def test_a_contraction_beside_a_rival_that_is_wrong_and_one_that_fails(monkeypatch):
+    def failing(fn, dynamic=False):
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setitem(contestants.COMPILE, "fuser", lambda fn, dynamic=False: lambda *args: fn(*args) + 1)
+    monkeypatch.setitem(contestants.COMPILE, "openvino", failing)
+    result = contractions.measure(contraction_rows.ROWS[0], ["eager", "openvino", "fuser"], Options(quick=True))
+    assert set(result.timings) == {"eager"} and "no such layer" in result.problems["openvino"]
+    report = contractions.report_of("contractions", [result], ["eager", "openvino", "fuser"], [])
+    assert "is off eager's" in report.wrong[0] and "openvino" in report.notes[0]
