@@ -53,8 +53,12 @@ __all__ = [
     "prepare",
     "profile",
     "prometheus",
+    "register_decomposition",
     "register_fusion",
     "register_fusion_backend",
+    "register_lowering",
+    "register_op",
+    "register_pass",
     "require_fused",
     "run_fusion",
     "stats",
@@ -71,6 +75,10 @@ _LATER: dict[str, tuple[str, str]] = {
     "require_fused": ("debug.guaranteeing", "require_fused"),
     "fuse_script": ("frontends.fuse_script", "fuse_script"),
     "profile": ("debug.profiling", "profile"),
+    **{name: ("passes.extending", name) for name in (
+        "register_decomposition", "register_lowering", "register_op", "register_pass", "unregister_decomposition",
+        "unregister_lowering", "unregister_op",
+    )},
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fuser import config, examples
+from fuser import config, examples, extensions
 from fuser.canonical import portable
 from fuser.errors import CompileError, GraphError, Unsupported
 from fuser.kernel_cache import KernelSpec
@@ -47,6 +47,8 @@ def make(spec: KernelSpec, args: Sequence[Any], refusals_only: bool = False) -> 
 
     Unsupported or CompileError if it found that there is no kernel. False where no other process is wanted or works.
     """
+    if extensions.any_known():  # which another process does not have
+        return False
     if not _wanted.get() or not settings.cache_dir or torch.get_default_dtype() is not torch.float32:
         return False
     other, request = _peer(), _request(spec, args, refusals_only)

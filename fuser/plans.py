@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fuser import config
+from fuser import config, extensions
 from fuser.errors import BackendError
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step, is_aligned
@@ -63,10 +63,11 @@ def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | 
     Without a machine it is the name of a plan that was made elsewhere, which the other begins with.
     """
     known = version()
-    if known is None or spec.registered.opaque:  # Python objects that no text tells apart
+    added = extensions.mark()
+    if known is None or added is None or spec.registered.opaque:  # Python objects that no text tells apart
         return None
     described = tuple(map(_described, args))
-    parts = (known, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
+    parts = (known + added, repr((torch.get_default_dtype(), spec.config, described)), spec.graph.text)
     portable = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     if machine is None:
         return portable
@@ -75,8 +76,10 @@ def key_of(spec: KernelSpec, args: Sequence[Any], machine: str | None) -> str | 
 
 def question_key(question: str) -> str | None:
     """The name of an answer that depends on this package's sources and torch alone; None if there can be none."""
-    known = version()
-    return None if known is None else hashlib.blake2b(f"{known}\0{question}".encode(), digest_size=16).hexdigest()
+    known, added = version(), extensions.mark()
+    if known is None or added is None:
+        return None
+    return hashlib.blake2b(f"{known}{added}\0{question}".encode(), digest_size=16).hexdigest()
 
 
 def machine_suffix(machine: str) -> str:
@@ -282,7 +285,7 @@ def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
 def keep_operators(names: Iterable[str]) -> None:
     """Keep them for other processes."""
     if version() is not None:
-        write(f"{version()}.operators", sorted(names), shared=True)
+        write(f"{version()}.operators", sorted(extensions.without(names)), shared=True)
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 # a name covers everything under it, the longest match wins, and "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("startup",),
-    ("errors", "forks", "machines", "notices", "reasons", "logs", "progress"),
+    ("errors", "extensions", "forks", "machines", "notices", "reasons", "logs", "progress"),
     ("config",),
     ("ir.sizes",),
     ("canonical",),

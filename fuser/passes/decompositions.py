@@ -30,6 +30,9 @@ def _is_kept(name: str) -> bool:
     return name in _KEPT_FOR_ATEN or name in LIBRARY or lowering.supports(name) is None
 
 
+FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.register_decomposition`
+
+
 @functools.cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """The table for AOTAutograd: torch's core decompositions without the operators that are kept whole.
@@ -47,7 +50,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for isin in (torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten.isin.Tensor_Scalar):
         if isin in table:
             table[isin] = functools.partial(_row_major, table[isin])
-    return table
+    return {**table, **FROM_OUTSIDE}
 
 
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,182 @@
+"""The package extended from outside: lowerings, decompositions, ops and passes that users register.
+
+Register before the graphs that use them: what was decided about a graph before stays so in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import extensions, forks
+from fuser.errors import ConfigError, Unsupported
+from fuser.ir.loop_body import ops
+from fuser.ir.nodes import TensorBox
+from fuser.lowering import registry
+from fuser.lowering.context import LoweringContext
+from fuser.lowering.pointwise import elementwise
+from fuser.ops import ALL, CPP_TYPES, OPS, OpRow, cpp_cell
+from fuser.passes import decompositions
+from fuser.passes.registry import register as register_pass
+
+_lock = forks.lock()
+_TAKEN = frozenset("load const scalar index indirect pair round_to to_dtype reduced".split())  # kinds of rows
+
+
+def _operator_name(operator: Any) -> str:
+    """ "mylib.squareplus" for an operator, an overload, a custom op, or that name itself."""
+    if isinstance(operator, str):
+        name = operator.replace("::", ".")
+    else:
+        found = getattr(operator, "_opoverload", operator)  # a `torch.library.custom_op`
+        packet = getattr(found, "overloadpacket", found)
+        name = getattr(packet, "_qualified_op_name", "").replace("::", ".")
+    if name.count(".") not in (1, 2):
+        raise ConfigError(f"{operator!r} is no operator: expected torch.ops.mylib.name, a custom op, or 'mylib.name'")
+    return name
+
+
+def register_lowering(
+    operator: Any, function: Callable[..., Any], *, view: bool = False, decisive: tuple[int, ...] | None = None
+) -> None:
+    """Have `function(ctx, *args, **kwargs)` lower an operator, with arguments as in the operator's schema.
+
+    It gives the result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot. The operator
+    needs a fake implementation in torch, from which sizes and dtypes are taken. `view`: the result shares its first
+    argument's memory. `decisive`: the numbers of arguments whose last bits decide the result, () for all.
+    ConfigError if the operator has a lowering, or for what is none.
+    """
+    name = _operator_name(operator)
+    if not callable(function):
+        raise ConfigError(f"the lowering of {name} is a {type(function).__name__}: expected a function")
+    with _lock:
+        if registry.find(name) is not None:
+            raise ConfigError(f"{name} has a lowering: unregister_lowering takes away one that was registered")
+        registry.lower(name, view=view, decisive=decisive)(function)
+        extensions.note(name, function, view, decisive)
+        decompositions.decomposition_table.cache_clear()
+
+
+def unregister_lowering(operator: Any) -> None:
+    """Take away a lowering that was registered. ConfigError for any other."""
+    name = _operator_name(operator)
+    with _lock:
+        if name not in registry.LOWERINGS or not _is_noted(name):
+            raise ConfigError(f"{name} has no lowering from outside the package")
+        del registry.LOWERINGS[name]
+        registry.VIEWS.discard(name)
+        registry.DECISIVE.pop(name, None)
+        extensions.forget(name)
+        decompositions.decomposition_table.cache_clear()
+
+
+def _is_noted(name: str) -> bool:
+    return not extensions.without([name])
+
+
+def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
+    """Have AOTAutograd replace an overload, such as `torch.ops.mylib.name.default`, by what `function` calls.
+
+    `function` takes the operator's arguments and computes the result by other operators of torch. In training it is
+    taken apart after autograd, so the operator needs a derivative of its own. ConfigError for what is no overload.
+    """
+    found = getattr(operator, "_opoverload", operator)
+    if not isinstance(found, torch._ops.OpOverload) or not callable(function):
+        raise ConfigError(f"{operator!r}: expected an overload, such as torch.ops.mylib.name.default, and a function")
+    with _lock:
+        decompositions.FROM_OUTSIDE[found] = function
+        decompositions.decomposition_table.cache_clear()
+
+
+def unregister_decomposition(operator: Any) -> None:
+    """Take away a decomposition that was registered. ConfigError for any other."""
+    with _lock:
+        if decompositions.FROM_OUTSIDE.pop(getattr(operator, "_opoverload", operator), None) is None:
+            raise ConfigError(f"{operator!r} has no decomposition from outside the package")
+        decompositions.decomposition_table.cache_clear()
+
+
+def register_op(row: OpRow, operator: Any = None) -> None:
+    """Add a row to the table of loop-level operations, which lowerings then call as `ops.call(name, …)`.
+
+    `row` is a `fuser.ops.OpRow`: what torch computes, the C++ and Triton expressions, traits, and the domain from which
+    `check_op` draws. With `operator`, that operator of torch is lowered to the op, element by element. ConfigError if
+    the name is taken, or if a cell cannot be filled in.
+    """
+    if not isinstance(row, OpRow):
+        raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")
+    if not row.name.isidentifier() or keyword.iskeyword(row.name) or row.name in _TAKEN:
+        raise ConfigError(f"op {row.name!r}: expected a name that is an identifier, and no kind of row")
+    with _lock:
+        if row.name in OPS:
+            raise ConfigError(f"op {row.name!r} is in the table: choose another name, or unregister it first")
+        OPS[row.name] = row
+        try:
+            _fill_in(row)
+        except (ConfigError, Unsupported):
+            del OPS[row.name]
+            raise
+        extensions.note(f"op {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
+    if operator is not None:
+        register_lowering(operator, lower_to_op(row.name))
+        extensions.note(_operator_name(operator), row.name)
+
+
+def _fill_in(row: OpRow) -> None:
+    """ConfigError if the C++ cell has places for other arguments than the row's."""
+    for dtype in row.dtypes:
+        if dtype not in CPP_TYPES or dtype not in ALL:
+            raise ConfigError(f"op {row.name!r} is said to take {dtype}: expected some of {', '.join(map(str, ALL))}")
+        try:
+            cpp_cell(row.name, dtype, *(f"a{n}" for n in range(row.arity)))
+        except (KeyError, IndexError, ValueError) as e:
+            wanted = ", ".join(f"{{{n}}}" for n in range(row.arity))
+            raise ConfigError(
+                f"op {row.name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {wanted}, "
+                "{T}, {U}, {I}, {D} and {f}"
+            ) from None
+
+
+def lower_to_op(name: str) -> Callable[..., TensorBox]:
+    """The lowering of an operator that is the op `name`, element by element."""
+    return functools.partial(_lower_to_op, name)
+
+
+def _lower_to_op(name: str, ctx: LoweringContext, *args: Any) -> TensorBox:
+    return elementwise(ctx, args, lambda *values: ops.call(name, *values))
+
+
+def unregister_op(name: str) -> None:
+    """Take away an op that was registered, and the lowering that came with it. ConfigError for any other."""
+    with _lock:
+        if not _is_noted(f"op {name}"):
+            raise ConfigError(f"op {name!r} is none from outside the package")
+        del OPS[name]
+        extensions.forget(f"op {name}")
+    for operator, fn in list(registry.LOWERINGS.items()):
+        if isinstance(fn, functools.partial) and fn.func is _lower_to_op and fn.args == (name,):
+            unregister_lowering(operator)
+
+
+def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Sequence[torch.Tensor]:
+    """Arguments for tests of an op: drawn from its domain, with special values first."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = row.domain
+    out = []
+    for n in range(row.arity):
+        kind = torch.bool if row.signature[n : n + 1] == "b" else dtype
+        drawn = torch.rand(count, generator=generator, dtype=torch.float64) * (high - low) + low
+        if kind.is_floating_point:
+            drawn[:5] = torch.tensor([0.0, -0.0, 1.0, float("inf"), float("nan")])
+        out.append(drawn > 0 if kind is torch.bool else drawn.to(kind))
+    return out
+
+
+__all__ = [
+    "lower_to_op", "register_decomposition", "register_lowering", "register_op", "register_pass", "sample_arguments",
+    "unregister_decomposition", "unregister_lowering", "unregister_op",
+]  # fmt: skip

@@ -1,0 +1,113 @@
+"""The package extended from outside: the examples run, and misuse is said."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import runpy
+import time
+
+import pytest
+import torch
+
+import fuser
+from fuser import errors, extensions, passes, plans
+from fuser.ops import OPS, OpRow
+from fuser.passes import extending
+from fuser.testing import check_op
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "extending"
+ROW = OpRow("twice", 1, lambda x: x + x, "({0} + {0})", "({0} + {0})", dtypes=(torch.float32, torch.int64))
+
+
+@pytest.fixture(autouse=True)
+def taken_away():
+    yield
+    for name in [n for n in OPS if not extensions.without([f"op {n}"])]:
+        fuser.unregister_op(name)
+    for name in [n for n in extending.registry.LOWERINGS if not extensions.without([n])]:
+        fuser.unregister_lowering(name)
+    for operator in list(extending.decompositions.FROM_OUTSIDE):
+        fuser.unregister_decomposition(operator)
+    with contextlib.suppress(errors.ConfigError):
+        passes.unregister("powers_to_products")
+    assert not extensions.any_known()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in EXAMPLES.glob("*.py")))
+def test_the_examples_run(name, capsys):
+    start = time.perf_counter()
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out and time.perf_counter() - start < 60
+
+
+@pytest.mark.parametrize("name", ["extending", "ir", "profiling"])
+def test_the_code_of_the_pages_runs(name, capsys):
+    text = (EXAMPLES.parents[1] / "docs" / f"{name}.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    path = str(EXAMPLES.parents[1] / "docs" / f"{name}.md")
+    known: dict[str, object] = {"__name__": "page", "fuser": fuser}
+    for block in blocks:
+        exec(compile(block, path, "exec"), known)
+
+
+def test_kept_kernels_are_of_the_functions_that_made_them():
+    before = extensions.mark()
+    fuser.register_op(ROW)
+    first = extensions.mark()
+    fuser.unregister_op("twice")
+    fuser.register_op(dataclasses.replace(ROW, cpp="(2 * {0})"))
+    marks = before, first, extensions.mark()
+    assert before == "" and len(set(marks)) == 3 and None not in marks
+    held = object()
+    fuser.register_lowering("examples.held", lambda ctx, x: held)
+    assert extensions.mark() is None and plans.question_key("is there a key?") is None
+
+
+def test_names_of_operators_from_outside_are_not_kept_for_others():
+    fuser.register_lowering("examples.own", lambda ctx, x: x)
+    assert extensions.without(["aten.add", "examples.own"]) == ["aten.add"]
+
+
+def test_an_op_that_is_wrong_is_named_with_its_arguments():
+    fuser.register_op(ROW)
+    check_op("twice")
+    fuser.unregister_op("twice")
+    fuser.register_op(dataclasses.replace(ROW, cpp="({0} + 1)"))
+    with pytest.raises(errors.VerifyError, match=r"op 'twice' in torch.float32 on cpu: twice\(0.0\) is 1.0"):
+        check_op("twice")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("twice", "was given a str"),
+        (dataclasses.replace(ROW, name="add"), "is in the table"),
+        (dataclasses.replace(ROW, name="load"), "no kind of row"),
+        (dataclasses.replace(ROW, name="a b"), "an identifier"),
+        (dataclasses.replace(ROW, cpp="({0} + {1})"), r"cannot be filled in .* places are \{0\}"),
+        (dataclasses.replace(ROW, dtypes=(torch.complex64,)), "is said to take torch.complex64"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(row, said):
+    with pytest.raises(errors.ConfigError, match=said):
+        fuser.register_op(row)
+    assert "twice" not in OPS
+
+
+def test_other_misuse_is_said():
+    with pytest.raises(errors.ConfigError, match="aten.add has a lowering"):
+        fuser.register_lowering(torch.ops.aten.add, lambda ctx, x, y: x)
+    with pytest.raises(errors.ConfigError, match="is no operator"):
+        fuser.register_lowering(torch.add, lambda ctx, x, y: x)
+    with pytest.raises(errors.ConfigError, match="expected a function"):
+        fuser.register_lowering("examples.other", 3)
+    with pytest.raises(errors.ConfigError, match="expected an overload"):
+        fuser.register_decomposition(torch.ops.aten.add, lambda x, y: x)
+    with pytest.raises(errors.ConfigError, match="no lowering from outside"):
+        fuser.unregister_lowering(torch.ops.aten.add)
+    with pytest.raises(errors.ConfigError, match="no op"):
+        check_op("there_is_none")
