@@ -135,7 +135,7 @@ class _Node:
                  if not info.requires_grad and _is_tensor(n)]  # fmt: skip
         if fixed:
             lines.append(f"CTX.non_differentiable = ({''.join(name(n) + ', ' for n in fixed)})")
-        lines.append("CTX._materialize_non_diff_grads = False")
+            lines.append("CTX._materialize_non_diff_grads = False")
         lines.append(f"return ({''.join(name(n) + ', ' for n in self.returned)})")
         return program.compile_as([f"def forward({', '.join(['CTX', *inputs])}):"], lines)
 

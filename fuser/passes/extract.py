@@ -115,6 +115,54 @@ def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+# Views that give a new tensor's elements, in order, other sizes.
+_REGROUPINGS = frozenset({"aten.view", "aten._unsafe_view", "aten.squeeze", "aten.unsqueeze"})
+
+
+def _own_views(grouping: Grouping, needs: _Needs) -> dict[fx.Node, fx.Node]:
+    """The views outside whose source nobody else outside its group reads, with the source: the group gives the view.
+
+    A call of ATen costs the host more than the kernel's other sizes do.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    stack = list(needs.exports)
+    while stack:
+        source = stack.pop()
+        readers = [u for u in source.users if u not in grouping.group_of]
+        own = needs.exports if source in grouping.group_of else found
+        if source not in own or len(readers) != 1 or _reads_across(grouping, source):
+            continue
+        (view,) = readers
+        if view in needs.outside and op_name(view.target) in _REGROUPINGS and _is_new_and_dense(view, source):
+            if not any(_group_through(grouping, u) for u in view.users):
+                found[view] = source
+                stack.append(view)
+    return found
+
+
+def _reads_across(grouping: Grouping, source: fx.Node) -> bool:
+    """Whether another group than its own reads a node."""
+    own = grouping.group_of.get(source)
+    return any(grouping.group_of.get(u, own) != own for u in source.users)
+
+
+def _group_through(grouping: Grouping, user: fx.Node) -> bool:
+    """Whether a group reads a node, itself or through views."""
+    if user in grouping.group_of:
+        return True
+    return grouping.kinds[user] is Kind.FREE and any(_group_through(grouping, u) for u in user.users)
+
+
+def _is_new_and_dense(view: fx.Node, source: fx.Node) -> bool:
+    """Whether both are contiguous, with numbers as sizes."""
+    for value in (view.meta.get("val"), source.meta.get("val")):
+        if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in (*value.shape, *value.stride())):
+            return False
+        if not value.is_contiguous():
+            return False
+    return True
+
+
 def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
     new.meta = {k: old.meta[k] for k in ("val", "tensor_meta", ROUNDED, *sources.NOTES) if k in old.meta}
     return new
@@ -129,16 +177,23 @@ class _Builder:
         self.env: dict[fx.Node, fx.Node] = {}
         self.inputs = inputs
 
-    def build(self, exports: set[fx.Node], as_tuple: bool) -> GroupPlan:
+    def build(self, exports: set[fx.Node], as_tuple: bool, views: dict[fx.Node, fx.Node]) -> GroupPlan:
+        """The group; in place of a member that `views` names it gives the view."""
         for i, node in enumerate(self.inputs):
             self.env[node] = _copy_meta(self.graph.placeholder(f"arg{i}"), node)
         for member in self.members:
             self._copy(member)
-        outputs = tuple(m for m in self.members if m in exports)
+        outputs = tuple(self._given(m, views) for m in self.members if m in exports)
         results = tuple(self.env[o] for o in outputs)
         self.graph.output(results if as_tuple or len(results) != 1 else results[0])
         ops = tuple(op_name(n.target) for n in self.graph.nodes if n.op == "call_function")
         return GroupPlan(self.graph, self.inputs, outputs, ops)
+
+    def _given(self, member: fx.Node, views: dict[fx.Node, fx.Node]) -> fx.Node:
+        while member in views:
+            member = views[member]
+            self._copy(member)
+        return member
 
     def _copy(self, node: fx.Node) -> fx.Node:
         found = self.env.get(node)
@@ -171,10 +226,14 @@ def extract(graph: fx.Graph, grouping: Grouping) -> Plan:
     """
     needs = _Needs(graph, grouping)
     needs.run()
-    outside = tuple(n for n in graph.nodes if n in needs.outside and n.op not in ("placeholder", "output"))
+    views = _own_views(grouping, needs)
+    alone = needs.outside - views.keys()
+    outside = tuple(n for n in graph.nodes if n in alone and n.op not in ("placeholder", "output"))
     used = [i for i in range(len(grouping.groups)) if i in needs.visited_groups]
     whole = not outside and len(used) == 1
-    groups = tuple(_Builder(grouping, i, _inputs(graph, grouping, i, whole)).build(needs.exports, whole) for i in used)
+    by_source = {source: view for view, source in views.items()}
+    builders = [_Builder(grouping, i, _inputs(graph, grouping, i, whole)) for i in used]
+    groups = tuple(b.build(needs.exports, whole, by_source) for b in builders)
     if whole and groups[0].outputs != _returned(graph):
         reordered = _reorder(groups[0], _returned(graph))
         groups = (reordered,) if reordered is not None else groups

@@ -41,7 +41,7 @@ def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
         target, value = node.args[0], node.args[1]
         assert isinstance(target, fx.Node) and isinstance(value, fx.Node)
         at = maker.get(value)
-        if at is None or value in results or not CHECKED.isdisjoint(groups[at].ops):
+        if at is None or value not in grouping.group_of or value in results or not CHECKED.isdisjoint(groups[at].ops):
             continue
         if not _may_write(grouping, groups[at], node, target, value):
             continue

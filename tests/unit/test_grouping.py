@@ -96,10 +96,22 @@ def test_view_that_only_feeds_externs_stays_outside():
     assert not plan.groups and len(plan.outside) == 2
 
 
-def test_results_of_a_group_are_computed_not_views():
-    module, grouping, plan = plan_of(lambda x: (x + 1).view(64), X)
-    assert [str(n.target) for n in plan.outside] == ["aten.view.default"]
-    assert all(grouping.kinds[o] is Kind.COMPUTE for g in plan.groups for o in g.outputs)
+def test_a_group_gives_the_view_of_a_result_that_nobody_else_reads():
+    _, grouping, plan = plan_of(lambda x: (x + 1).view(64), X)
+    (group,) = plan.groups
+    assert not plan.outside and [grouping.kinds[o] for o in group.outputs] == [Kind.FREE]
+    assert [tuple(o.meta["val"].shape) for o in group.outputs] == [(64,)]
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: ((y := x + 1).view(64), y),
+    lambda x: (x + 1).view(64)[:3],
+    lambda x: (x + 1).t(),
+], ids=["read twice", "part", "transposed"])  # fmt: skip
+def test_other_views_of_results_stay_outside(f):
+    _, grouping, plan = plan_of(f, X)
+    assert plan.outside
+    assert all(isinstance(o.meta["val"], torch.Tensor) for g in plan.groups for o in g.outputs)
 
 
 def test_several_results():
