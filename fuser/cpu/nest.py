@@ -12,6 +12,7 @@ from fuser.cpu.checked import checked_pointer
 from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
 from fuser.cpu.passes import Passes, address_rows
+from fuser.cpu.quotients import factors
 from fuser.cpu.records import SIGNATURE, Bindings, Partial
 from fuser.cpu.text import Lines, cpp_expr, cpp_name
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked, row_exprs
@@ -226,7 +227,18 @@ class Nest:
             return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
         if row.traits.wins and row.dtype.is_floating_point and not self.is_full(row.args[0]):
             return f"FUSER_BOUND({args[0]}, {row.traits.wins}, {args[1]})"
+        if row.traits.sign == "/" and row.dtype is torch.float32 and self.is_full(n):
+            return self._quotient(row, *args)
         return cpp_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, *args)
+
+    def _quotient(self, row: Row, dividend: str, divisor: str) -> str:
+        """A division in a loop: by a constant it is two products, if the machine adds one of them without rounding."""
+        by = self.plan.rows[row.args[1]]
+        found = factors(float(by.attr)) if by.op == "const" and self.machine.fma else None
+        if found is None:
+            return f"{dividend} / {divisor}"
+        high, low = (cpp_constant(f, torch.float32) for f in found)
+        return f"FUSER_FMAF({dividend}, {high}, {dividend} * {low})"
 
     def _is_zero_already(self, row: Row) -> bool:
         """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""

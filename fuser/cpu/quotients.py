@@ -1,0 +1,58 @@
+"""Quotients by constants: a product and its rest, which round as the division does.
+
+With h + l = 1 / c to 47 bits, x * h + x * l in one rounding is x / c rounded, unless x / c lies within 2^-46 of its own
+size of the middle between two floats (Brisebarre, Muller, Raina: Accelerating correctly rounded floating-point
+division when the divisor is known in advance, IEEE TC 2004). Such x are few for a constant, and each is tried here.
+h is 1 / c rounded towards 0: then both products have one sign, so infinities and zeros come out as they should.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+BITS = 24  # of a float32's significand
+NEAREST = 16  # units of 2^-48 of the quotient from a middle, within which it is tried
+LEAST, MOST = 2.0**-100, 2.0**100  # of constants
+
+
+def _rounded(value: Fraction, how: Callable[[Fraction], int] = round) -> Fraction:
+    """A normal number with the bits of a float32, by default the nearest one, halves to even."""
+    exponent = math.frexp(float(abs(value)))[1] - BITS
+    if abs(value) < Fraction(2) ** (exponent + BITS - 1):
+        exponent -= 1
+    unit = Fraction(2) ** exponent
+    return how(value / unit) * unit
+
+
+@functools.lru_cache(maxsize=256)
+def factors(divisor: float) -> tuple[float, float] | None:
+    """The factors (h, l) for a constant, rounded to float32; None where a division is better or rounds otherwise."""
+    if not LEAST <= abs(divisor) <= MOST:
+        return None
+    c = _rounded(Fraction(divisor))
+    h = _rounded(1 / c, math.trunc)
+    if not 1 / c - h:  # a power of two
+        return None
+    low = _rounded(1 / c - h)
+    same = all(_rounded(x / c) == _rounded(x * h + _rounded(x * low)) for x in map(Fraction, _tried(c)))
+    return (float(h), float(low)) if same else None
+
+
+def _tried(c: Fraction) -> list[int]:
+    """The significands x whose quotients by `c` lie next to a middle: 2^s x - (2m + 1) c = d for a small d."""
+    own = int(math.frexp(abs(float(c)))[0] * 2**BITS)
+    even = own & -own
+    odd, found = own // even, set[int]()
+    first, end = 2 ** (BITS - 1), 2**BITS
+    for shift in (BITS, BITS + 1):
+        for d in range(-NEAREST, NEAREST + 1):
+            if d and d % even == 0:
+                x = d // even * pow(2**shift // even, -1, odd) % odd
+                found.update(range(x + -(-(first - x) // odd) * odd, end, odd))
+    return sorted(found)
+
+
+__all__ = ["factors"]

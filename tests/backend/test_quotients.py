@@ -1,0 +1,88 @@
+"""Quotients by constants have eager's bits; loops that g++ would leave scalar are vectorised; interleaved reads."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import fx
+
+from fuser import compiler, config, machines, pipeline
+from fuser.canonical import canonicalize
+from fuser.cpu import toolchain
+from fuser.cpu.quotients import factors
+from tests.backend.fused import fuse, no_fallback
+
+CONSTANTS = (3.0, 6.0, -255.0, 0.9, 0.1, 11.313708, 1e-3, 1 / 3, 1.9999999, 8.0)
+
+
+def text_of(function, *inputs) -> str:
+    graph = canonicalize(fx.symbolic_trace(function)).graph
+    return pipeline.generate(graph, inputs, compiler.find_backend("cpu")).text
+
+
+def test_quotients_by_constants_have_eagers_bits():
+    patterns = torch.randint(-(2**31), 2**31, (1 << 16,), dtype=torch.int64, generator=torch.Generator().manual_seed(1))
+    x = patterns.to(torch.int32).view(torch.float32)
+    x = x[x.isnan() | (x.abs() > 2.0**-90)]  # below, products lose bits of their own
+    x = torch.cat((x, torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.4028235e38, -3.4028235e38])))
+    function = lambda x: tuple(x / c for c in CONSTANTS)  # noqa: E731
+    handle, spec = fuse(function)
+    for out, want in zip(handle(x), function(x), strict=True):
+        same = (out.view(torch.int32) == want.view(torch.int32)) | (out.isnan() & want.isnan())
+        assert same.all(), x[~same][:5]
+    no_fallback(spec)
+
+
+@pytest.mark.parametrize("constant", [2.0, -0.25, 0.0, float("inf"), 1e38, 1e-38])
+def test_some_constants_stay_divisors(constant):
+    assert factors(constant) is None
+
+
+def test_a_division_by_a_constant_is_two_products_where_machines_fuse_them():
+    x = torch.randn(64, 64)
+    assert ("/" in text_of(lambda x: x / 6.0, x).split('extern "C"')[1]) is not machines.find(config.isa).fma
+
+
+@pytest.mark.parametrize("name", ["log", "log2", "log10"])
+def test_logarithms_after_a_clamp_are_vectorised(name, tmp_path: pathlib.Path):
+    found = toolchain.find_compiler()
+    if found is None or "g++" not in found[0] or config.isa or not machines.find("").lanes:
+        pytest.skip("g++ says which loops it vectorises, for machines that have the vectors")
+    text = text_of(lambda x: getattr(torch, name)(x.clamp(min=1e-3)), torch.rand(64, 4096))
+    source = tmp_path / "kernel.cpp"
+    source.write_text(text)
+    line = next(n for n, row in enumerate(text.splitlines(), 1) if "#pragma omp simd" in row) + 1
+    flags, _ = toolchain.flags_for(found)
+    command = [*found, *flags, str(source), "-o", str(tmp_path / "kernel.so"), "-fopt-info-vec"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert f"kernel.cpp:{line}:" in said or f"kernel.cpp:{line + 1}:" in said
+
+
+# Inputs that end where memory does: a read past them ends the process.
+GUARDED = """
+import ctypes, itertools, torch, fuser
+libc, page = ctypes.CDLL(None), 4096
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+def guarded(size):
+    pages = -(-size // page) * page
+    base = libc.mmap(None, pages + page, 3, 0x22, -1, 0)
+    assert libc.mprotect(base + pages, page, 0) == 0
+    return (ctypes.c_char * size).from_address(base + pages - size)
+function = lambda x: x.permute(0, 3, 1, 2).contiguous() + 1
+handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(function)))
+for dtype, channels, width in itertools.product((torch.uint8, torch.bfloat16, torch.float32), (2, 3, 17), (19, 150)):
+    x = torch.frombuffer(guarded(14 * width * channels * dtype.itemsize), dtype=dtype).view(2, 7, width, channels)
+    x.copy_(torch.randint(0, 200, x.shape))
+    assert torch.equal(handle(x), function(x))
+"""
+
+
+def test_interleaved_channels_are_read_by_blocks_up_to_their_end():
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
