@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contraction_rows import Row
-from benchmarks.models import ResNet, settle
+from benchmarks.models import ResNet
 
 
 def _conv(c: int, out: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Sequential:
@@ -201,10 +201,20 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+def _with_statistics(model: nn.Module) -> nn.Module:
+    """The model in eval mode, its batch norms with statistics and scales of their own."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.0)
+    return model.eval()
+
+
 def _make(name: str) -> Callable[[bool], tuple[nn.Module, tuple[Tensor, ...]]]:
     def make(quick: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
         build, size = NETS[name]
-        return settle(build()), (torch.randn(1 if quick else 2, 3, *2 * (64 if quick else size,)),)
+        return _with_statistics(build()), (torch.randn(1 if quick else 2, 3, *2 * (64 if quick else size,)),)
 
     return make
 

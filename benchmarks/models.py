@@ -221,7 +221,7 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def settle(model: nn.Module) -> nn.Module:
+def _settle(model: nn.Module) -> nn.Module:
     """Random but tame weights, eval mode: small normal matrices, batch norms with statistics of their own."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -251,28 +251,28 @@ def bert(quick: bool) -> Built:
     torch.manual_seed(0)
     layers, width, heads, words, tokens = (2, 64, 4, 500, 32) if quick else (12, 768, 12, 30522, 256)
     ids, segments = torch.randint(words, (2, tokens)), torch.arange(tokens).expand(2, tokens) // (tokens // 2)
-    return settle(Bert(layers, width, heads, words)), (ids, segments.contiguous(), _padding(2, tokens))
+    return _settle(Bert(layers, width, heads, words)), (ids, segments.contiguous(), _padding(2, tokens))
 
 
 def llama(quick: bool) -> Built:
     """6 layers of 512, 8 heads on 4 groups, SwiGLU of 1,376, 2 x 256 tokens, 32,000 words."""
     torch.manual_seed(0)
     sizes, tokens = ((2, 64, 4, 2, 176, 500), 32) if quick else ((6, 512, 8, 4, 1376, 32000), 256)
-    return settle(Llama(*sizes)), (torch.randint(sizes[-1], (2, tokens)),)
+    return _settle(Llama(*sizes)), (torch.randint(sizes[-1], (2, tokens)),)
 
 
 def t5(quick: bool) -> Built:
     """The encoder: 6 layers of 512, 8 heads, MLP of 2,048, 2 x 256 tokens, 32,128 words."""
     torch.manual_seed(0)
     sizes, tokens = ((2, 64, 4, 128, 500), 32) if quick else ((6, 512, 8, 2048, 32128), 256)
-    return settle(T5Encoder(*sizes)), (torch.randint(sizes[-1], (2, tokens)), _padding(2, tokens))
+    return _settle(T5Encoder(*sizes)), (torch.randint(sizes[-1], (2, tokens)), _padding(2, tokens))
 
 
 def resnet50(quick: bool) -> Built:
     """ResNet-50, 4 images of 224 x 224."""
     torch.manual_seed(0)
     model = ResNet((1, 1, 1, 1), 8, 10) if quick else ResNet((3, 4, 6, 3), 64, 1000)
-    return settle(model), (torch.randn(2, 3, 64, 64) if quick else torch.randn(4, 3, 224, 224),)
+    return _settle(model), (torch.randn(2, 3, 64, 64) if quick else torch.randn(4, 3, 224, 224),)
 
 
 MODELS: dict[str, Callable[[bool], Built]] = {

@@ -2,7 +2,7 @@
 
 The forms of a two-dimensional convolution, transposed or not, and of its gradients: images in the usual order or in
 channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
-channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications need.
+channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications a thread need.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 USUAL, LAST, LINEAR, PACKED = "contiguous", "channels last", "linear", "channels last, packed"
 LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
-_MOST_WORK = 1 << 27
+_MOST_WORK = 1 << 26
 _COPIED = 1 << 18  # elements of the copy by which the rate of copies is measured
 
 
@@ -67,7 +67,7 @@ class Convolution:
 
     def _images(self) -> int:
         """How many images compete."""
-        return max(1, min(self.x[0], _MOST_WORK * self.x[0] // max(self.work, 1)))
+        return max(1, min(self.x[0], _MOST_WORK * torch.get_num_threads() * self.x[0] // max(self.work, 1)))
 
     def __str__(self) -> str:
         kind = "transposed convolution" if self.transposed else "convolution"

@@ -28,7 +28,7 @@ from fuser.contests.race import Contestant
 
 LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
 LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
-_MOST_WORK = 1 << 29  # multiplications of one call in a contest: classes of more rows compete on fewer
+_MOST_WORK = 1 << 28  # multiplications a thread of one call in a contest: classes of more rows compete on fewer
 _FEWEST_ROWS = 64
 _COLD_BYTES, _MOST_COPIES = 1 << 25, 8
 ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
@@ -199,7 +199,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 def operands_of(product: Product) -> Operands:
     """New operands of a class, each time the same: a few thousand normal numbers over and over."""
     per_row = product.inner * product.columns
-    rows = min(product.rows, max(_MOST_WORK // per_row, _FEWEST_ROWS))
+    rows = min(product.rows, max(_MOST_WORK * torch.get_num_threads() // per_row, _FEWEST_ROWS))
     weight_bytes = per_row * product.dtype.itemsize
     copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // weight_bytes)))
     weights = tuple(_matrix(product.inner, product.columns, product.w_turned, product.dtype, 1) for _ in range(copies))
