@@ -113,12 +113,9 @@ def is_causal(steps: Sequence[Step], dtype: torch.dtype, shape: Sequence[str]) -
     if not steps or shape[-1] != shape[-2]:
         return False
     total = _total(steps)
-    if total is None or total.dim() < 2 or total.numel() != total.shape[-1] * total.shape[-2]:
+    if total is None or total.dim() < 2 or list(map(str, total.shape[-2:])) != list(shape[-2:]):
         return False
-    total = total.reshape(total.shape[-2:])
-    if list(map(str, total.shape)) != list(shape[-2:]):
-        return False
-    seen = torch.ones(total.shape, dtype=torch.bool).tril_()
+    seen = torch.ones(total.shape[-2:], dtype=torch.bool).tril_()
     return bool(((total == 0) == seen).all() and (seen | (total <= least(dtype))).all())
 
 

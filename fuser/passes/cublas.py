@@ -67,11 +67,11 @@ def _is_gelu(node: fx.Node | None) -> bool:
     return node is not None and node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh"
 
 
-def _is_left_alone(node: fx.Node) -> bool:
+def is_left_alone(node: fx.Node) -> bool:
     """Whether no kernel reads a node's result, so that computing it in a kernel would mean writing and reading it."""
     for user in node.users:
         if is_view(user.target):
-            if not _is_left_alone(user):
+            if not is_left_alone(user):
                 return False
         elif classify(user).kind is Kind.COMPUTE:
             return False
@@ -88,7 +88,7 @@ def _fold_bias(node: fx.Node) -> fx.Node | None:
     bias = _bias_of(add, node) if add is not None else None
     if add is None or bias is None or not _comes_before(bias, node):
         return None
-    if not (_is_gelu(only_reader(add)) or _is_left_alone(add)):
+    if not (_is_gelu(only_reader(add)) or is_left_alone(add)):
         return None
     (source,) = (a for a in add.args if a is not bias)
     new = put_for(node, aten.addmm.default, (bias, *node.args))

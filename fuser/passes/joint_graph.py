@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views
 from fuser.passes.foreach import split_foreach
@@ -24,4 +25,5 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("norms_again", norms_again),
     Pass("keep_logits", keep_logits),
     Pass("convolutions_channels_last", convolutions_channels_last),
+    Pass("tensor_cores_channels_last", tensor_cores_channels_last),
 )

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
-from fuser.passes.classify import is_view, is_write_back, tensors_of
+from fuser.passes.classify import Kind, classify, is_view, is_write_back, tensors_of
 
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")
@@ -63,10 +63,13 @@ def _strides(value: Any) -> list[Any]:
 
 
 class Relayout:
-    """One walk over a graph in order. `copied` counts the bytes of the copies that were put in between."""
+    """One walk over a graph in order. `copied` counts the bytes of the copies that were put in between.
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        self.graph, self.mode = graph, mode
+    `stored`: a copy of what a kernel computes counts nothing, since the kernel stores it in that order.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, stored: bool = False) -> None:
+        self.graph, self.mode, self.stored = graph, mode, stored
         self.before: dict[fx.Node, Any] = {}  # values of nodes that have changed, as they were
         self.copied = 0
         self._copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
@@ -103,7 +106,8 @@ class Relayout:
         found = self._copies.get((node, form))
         if found is None:
             found = self._copies[node, form] = self.call(aten.clone.default, node, memory_format=form)
-            self.copied += value.numel() * value.element_size()
+            if not (self.stored and classify(node).kind is Kind.COMPUTE):
+                self.copied += value.numel() * value.element_size()
         return found
 
     def follow(self, node: fx.Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
+from fuser.passes.conv_bias import bias_behind_convolution
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
 from fuser.passes.freezing import pack_weights
@@ -23,6 +24,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("fold_epilogues", fold_epilogues),
     Pass("pack_weights", pack_weights),
     Pass("fold_into_cublas", fold_into_cublas),
+    Pass("bias_behind_convolution", bias_behind_convolution),
     Pass("add_rows_in_place", add_rows_in_place),
     Pass("add_rows_to_zeros", add_rows_to_zeros),
     Pass("drop_dead", drop_dead),

@@ -124,8 +124,8 @@ def test_masks_that_only_look_causal(f):
 
 def test_mask_of_the_library_call():
     def f(q, k, v):
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(-1, 3, -1, -1))
 
     args, backend = [torch.randn(2, 3, 12, 16) for _ in range(3)], Rewritten()
     torch.testing.assert_close(torch.compile(f, backend=backend)(*args), f(*args))

@@ -1,0 +1,56 @@
+"""The bias of a convolution on CUDA: a kernel that reads the result adds it; on fake tensors, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuser import config
+from fuser.passes.conv_bias import bias_behind_convolution
+
+aten = torch.ops.aten
+
+
+def traced(f, *shapes, device="cuda", dtype=torch.float32):
+    with FakeTensorMode():
+        args = [torch.empty(s, device=device, dtype=dtype) for s in shapes]
+        return make_fx(f)(*args)
+
+
+def conv(x, w, b):
+    return aten.convolution.default(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+SHAPES = (2, 3, 8, 8), (5, 3, 3, 3), (5,)
+
+
+def run(module, *args):
+    return torch.fx.Interpreter(module).run(*args)
+
+
+def test_a_kernel_adds_the_bias():
+    module = traced(lambda x, w, b: conv(x, w, b).relu() * 2, *SHAPES)
+    assert bias_behind_convolution(module) == 1
+    module.graph.lint()
+    calls = [n for n in module.graph.nodes if n.target is aten.convolution.default]
+    assert [n.args[2] for n in calls] == [None]
+    args = [torch.randn(s) for s in SHAPES]
+    torch.testing.assert_close(run(module, *args), conv(*args).relu() * 2)
+
+
+@pytest.mark.parametrize(
+    ("f", "device", "numerics"),
+    [
+        (conv, "cuda", "fast"),
+        (lambda x, w, b: conv(x, w, b).relu(), "cpu", "fast"),
+        (lambda x, w, b: conv(x, w, b).relu(), "cuda", "eager"),
+        (lambda x, w, b: conv(x, w, None).relu(), "cuda", "fast"),
+    ],
+    ids=["nobody reads it", "cpu", "eager", "no bias"],
+)
+def test_left_alone(f, device, numerics):
+    module = traced(f, *SHAPES, device=device)
+    with config.override(numerics=numerics):
+        assert bias_behind_convolution(module) == 0

@@ -1,0 +1,102 @@
+"""Convolutions on CUDA in channels-last memory: what the pass makes of graphs on fake tensors, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuser import config
+from fuser.passes import conv_tensor_cores
+from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
+
+aten = torch.ops.aten
+SHAPES = (2, 8, 12, 12), (16, 8, 3, 3), (16,)
+
+
+@pytest.fixture(autouse=True)
+def cudnn(monkeypatch):
+    """Shapes of results as cuDNN makes them: a build of torch for CPUs does not know."""
+    plain = conv_tensor_cores._called
+
+    def called(walk, x, node):
+        new = plain(walk, x, node)
+        v = new.meta["val"]
+        with walk.mode:
+            new.meta["val"] = torch.empty_like(v, memory_format=torch.channels_last)
+        return new
+
+    monkeypatch.setattr(conv_tensor_cores, "_called", called)
+
+
+def conv(x, w, b):
+    return grouped(x, w, b, 1)
+
+
+def grouped(x, w, b, groups):
+    return aten.convolution.default(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
+
+
+def traced(f, *shapes, dtype=torch.bfloat16, device="cuda"):
+    with FakeTensorMode():
+        return make_fx(f)(*(torch.empty(s, device=device, dtype=dtype) for s in shapes))
+
+
+@contextlib.contextmanager
+def tf32(allowed):
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def epilogue(x, w, b):
+    return (conv(x, w, b).sigmoid() * 2).relu()
+
+
+def two(x, w, b):
+    y = aten.max_pool2d_with_indices.default(conv(x, w, b).relu(), [2, 2], [2, 2])[0]
+    return conv(y, aten.repeat.default(w, [1, 2, 1, 1]), b).sigmoid(), y
+
+
+@pytest.mark.parametrize("f", [epilogue, two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
+    module = traced(f, *SHAPES, dtype=dtype)
+    before = copy.deepcopy([n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes])
+    with tf32(True):
+        n = tensor_cores_channels_last(module)
+    assert n == (1 if f is epilogue else 2)
+    module.graph.lint()
+    assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == before
+    for node in module.graph.nodes:
+        if node.target is aten.convolution.default:
+            assert node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
+            assert node.meta["val"].is_contiguous(memory_format=torch.channels_last)
+    args = [torch.randn(s) for s in SHAPES]
+    got, want = torch.fx.Interpreter(module).run(*args), f(*args)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+CASES = {
+    "nothing stores the result": (conv, {}, "fast", True),
+    "no TF32": (epilogue, {"dtype": torch.float32}, "fast", False),
+    "double": (epilogue, {"dtype": torch.float64}, "fast", True),
+    "cpu": (epilogue, {"device": "cpu"}, "fast", True),
+    "eager": (epilogue, {}, "eager", True),
+    "groups": (lambda x, w, b: grouped(x, aten.slice.Tensor(w, 1, 0, 4), b, 2).relu(), {}, "fast", True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_left_alone(name):
+    f, options, numerics, allowed = CASES[name]
+    module = traced(f, *SHAPES, **options)
+    with config.override(numerics=numerics), tf32(allowed):
+        assert tensor_cores_channels_last(module) == 0
