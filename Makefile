@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo spellings nnsmith vision stress lint types imports bench clean
+.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo spellings scripts nnsmith vision stress lint types imports bench clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -55,6 +55,9 @@ exactness: $(VENV)/.has-test
 
 spellings: $(VENV)/.has-test
 	$(BIN)/python -m tests.fuzz.spellings $(N) --workers $(JOBS) $(ARGS)
+
+scripts: $(VENV)/.has-test
+	$(BIN)/python -m tests.fuzz.scripts $(N) $(ARGS)
 
 nnsmith: $(VENV)/.has-test $(VENV)/.has-nnsmith
 	$(BIN)/python -m tests.nnsmith $(N) --workers $(JOBS) $(ARGS)

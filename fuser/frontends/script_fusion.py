@@ -17,6 +17,7 @@ from fuser.frontends.script_nodes import Facts, Role, study
 from fuser.frontends.script_operators import Operator, operator_for
 from fuser.frontends.script_products import divert_products
 from fuser.frontends.script_special import Specialised
+from fuser.frontends.script_writes import Writes, without_writes, write_again, written_copy
 from fuser.frontends.torchscript import Translator, line_of
 
 _TYPES = {"TensorType": "Tensor", "IntType": "int", "FloatType": "float", "BoolType": "bool", "NumberType": "Scalar"}
@@ -58,33 +59,37 @@ class Fused:
 def fused_graph(inlined: Any, evaluating: bool) -> Fused:
     """A copy of an inlined graph with its fusible parts as operators. `evaluating`: for modules outside of training."""
     graph = inlined.copy()
-    _simplify(graph, evaluating)
+    written = _simplify(graph, evaluating)
     facts = study(graph)
     made = Fused(graph)
-    _fuse_block(graph.block(), facts, made)
+    _fuse_block(graph.block(), facts, made, written)
     kinds = ("prim::Constant", "prim::GetAttr", "prim::ListConstruct", "prim::TupleConstruct", "prim::TupleUnpack")
     for node in every_node(graph):
         fact = facts.of.get(node)
         if fact is not None and fact.reason and node.kind() not in kinds:
             made.unfused.append(Unfused(node.kind(), fact.reason, line_of(node)))
+    write_again(graph, written)
     divert_products(graph)
     graph.lint()
     return made
 
 
 # -- before ------------------------------------------------------------------------------------------------------------
-def _simplify(graph: Any, evaluating: bool) -> None:
-    """Fewer nodes that mean the same. What a trace saw of shapes is forgotten: it need not hold in other calls."""
+def _simplify(graph: Any, evaluating: bool) -> Writes:
+    """Fewer nodes that mean the same. What a trace saw of shapes is forgotten: it need not hold in other calls.
+
+    The result are nodes that wrote in place and now give a new tensor.
+    """
     torch._C._jit_pass_erase_shape_information(graph)
     if evaluating:
         _assume_evaluation(graph)
     torch._C._jit_pass_constant_propagation(graph)
     torch._C._jit_pass_peephole(graph, True)
     _drop_dropouts(graph)
-    if not Memory(graph).is_silent:
-        torch._C._jit_pass_remove_mutation(graph)
+    written = without_writes(graph) if not Memory(graph).is_silent else frozenset()
     _open_tuples(graph)
     torch._C._jit_pass_dce(graph)
+    return written
 
 
 def training_flags(graph: Any) -> list[Any]:
@@ -125,17 +130,17 @@ def _drop_dropouts(graph: Any) -> None:
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
-def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
+def _fuse_block(block: Any, facts: Facts, made: Fused, written: Writes) -> None:
     """Fuse within the blocks inside, then in the block itself."""
     for node in block.nodes():
         for inner in node.blocks():
-            _fuse_block(inner, facts, made)
+            _fuse_block(inner, facts, made, written)
     while True:
         plan = plan_block(block, facts)
         registered: list[ScriptGroup] = []
         for group in plan.groups:
             try:
-                registered.append(_register(group))
+                registered.append(_register(group, written))
             except (FuserError, RuntimeError, TypeError, ValueError, LookupError) as e:
                 for node in group.members:
                     facts.refuse(node, f"its group was refused: {e}")
@@ -146,9 +151,9 @@ def _fuse_block(block: Any, facts: Facts, made: Fused) -> None:
     made.groups += registered
 
 
-def _register(group: Group) -> ScriptGroup:
+def _register(group: Group, written: Writes) -> ScriptGroup:
     """A group as a registered fusion with an operator that runs it."""
-    graph = group_to_fx(group)
+    graph = group_to_fx(group, written)
     key, handle = _registered(graph)
     if group.values or group.presences:
         by_value = [i for i, v in enumerate(group.inputs) if v in group.values]
@@ -172,13 +177,16 @@ def _gradients(fallback: Callable[..., Any]) -> Callable[..., Any]:
     return Gradients(fallback)
 
 
-def group_to_fx(group: Group) -> fx.Graph | fx.GraphModule:
+def group_to_fx(group: Group, written: Writes = frozenset()) -> fx.Graph | fx.GraphModule:
     """A group as a graph of its inputs; one result as it is, several as a tuple. A module only if it holds tensors."""
     translator = Translator()
     for number, value in enumerate(group.inputs):
         translator.input(f"i{number}", value)
     for node in group.nodes:
         translator.step(node)
+        if node in written:
+            before = translator.value(node.inputsAt(0))
+            translator.values[node.output()] = written_copy(translator.graph, before, translator.value(node.output()))
     results = tuple(translator.value(v) for v in group.outputs)
     translator.graph.output(results if len(results) > 1 else results[0])
     translator.graph.eliminate_dead_code()

@@ -1,0 +1,55 @@
+"""Writes in place of a TorchScript graph that nobody sees under another name: they become operators that give tensors.
+
+Torch's pass for that forgets what a write is besides: the result keeps the dtype and the size of what is written. So
+the operators of the pass are remembered. In a group their result becomes a copy in that dtype and size, which costs a
+kernel nothing; what is left to the script writes a copy there. A write that eager refuses, of floats into integers, is
+rounded in a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.frontends.script_memory import every_node
+
+Writes = frozenset[Any]  # torch._C.Node
+# They give the dtype and the size that they are given, or raise in place and otherwise alike.
+_ALIKE = frozenset(
+    "aten::relu aten::relu6 aten::hardtanh aten::leaky_relu aten::elu aten::celu aten::selu aten::silu aten::mish "
+    "aten::hardswish aten::hardsigmoid aten::neg aten::zeros_like aten::full_like aten::tril aten::triu".split()
+)
+
+
+def without_writes(graph: Any) -> Writes:
+    """Remove the writes of a graph, as far as torch does. The operators of which more than the value has to be kept."""
+    before = set(every_node(graph))
+    torch._C._jit_pass_remove_mutation(graph)
+    return frozenset(n for n in every_node(graph) if n not in before and n.kind() not in _ALIKE and _in_place(n))
+
+
+def _in_place(node: Any) -> bool:
+    return node.kind().startswith("aten::") and hasattr(torch.ops.aten, f"{node.kind().removeprefix('aten::')}_")
+
+
+def written_copy(graph: fx.Graph, before: Any, result: Any) -> Any:
+    """What a write of `result` leaves of `before`."""
+    return graph.call_function(torch.ops.aten.copy.default, (before, result))
+
+
+def write_again(graph: Any, written: Writes) -> None:
+    """Have the operators that no group has taken write a copy."""
+    for node in list(every_node(graph)) if written else ():
+        if node in written:
+            with graph.insert_point_guard(node):
+                none = graph.insertConstant(None)
+                copy = graph.insertNode(graph.create("aten::clone", [node.inputsAt(0), none], 1))
+                given = [copy.output(), *list(node.inputs())[1:]]
+                again = graph.insertNode(graph.create(f"{node.kind()}_", given, 1))
+            node.output().replaceAllUsesWith(again.output())
+            node.destroy()
+
+
+__all__ = ["Writes", "without_writes", "write_again", "written_copy"]
