@@ -17,7 +17,7 @@ SILENT = frozenset(
     "aten::atleast_1d aten::atleast_2d aten::atleast_3d aten::sum_to_size aten::to_dense aten::einsum "
     "aten::broadcast_tensors aten::cartesian_prod aten::chain_matmul aten::unsafe_chunk aten::unsafe_split "
     "aten::unsafe_split_with_sizes aten::_cast_Byte aten::_cast_Char aten::_cast_Double aten::_cast_Float "
-    "aten::_cast_Half aten::_cast_Int aten::_cast_Long aten::_cast_Short".split()
+    "aten::_cast_Half aten::_cast_Int aten::_cast_Long aten::_cast_Short aten::set aten::_foobar".split()
 )
 # Nodes of TorchScript's own whose results are at most the memory of what they read.
 _PASSING = frozenset(

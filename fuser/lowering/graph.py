@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -366,13 +366,17 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
 
 @dataclass
 class _Placed:
-    """Results placed so far: by memory who holds it. `memories` counts the values that share each."""
+    """Results placed so far: by memory who holds it. `memories` counts the values that share each.
+
+    `given` are buffers that are results, with eager's memory: results that are apart in eager have their own buffers.
+    """
 
     state: State
     seen: dict[int, Any]
     written: dict[str, int]
     plain: bool
     memories: Counter[int]
+    given: dict[str, int] = field(default_factory=dict)
 
 
 def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
@@ -398,6 +402,7 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
     if not graph.functional:
         _keep_dense(ctx, value, meta, placed.plain, placed.memories[_memory(meta)] > 1)
     ready = whole and buffer.input_number < 0 and _has_layout(ctx, buffer, meta)
+    ready = ready and placed.given.setdefault(buffer.name, _memory(meta)) == _memory(meta)
     return "buffer", buffer.name if ready else _copy(ctx, value, meta)
 
 

@@ -301,3 +301,16 @@ def test_gradients_where_a_written_input_overlaps():
             grads.append((weight.grad, y))
         for a, b in zip(*grads):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("copy", ("alias_copy", "detach_copy", "slice_copy", "clone", "the same again"))
+def test_results_that_are_apart_in_eager_are_apart(copy):
+    def function(x):
+        a = torch.sigmoid(x) * 2
+        return a, torch.sigmoid(x) * 2 if copy == "the same again" else getattr(torch.ops.aten, copy)(a), a
+
+    handle = fusion_handle(register_fusion(torch.fx.symbolic_trace(function)))
+    for _ in range(2):
+        a, b, c = handle(torch.ones(3, 4))
+        assert torch.equal(a, b) and b.data_ptr() != a.data_ptr() == c.data_ptr()
+    assert handle.hits == 2
