@@ -171,10 +171,16 @@ class PointwiseNest(StreamingNest):
             self.out.add(f"#if {vectors[0]}")
             vectors[1](self).emit(low, high)
             self.out.add("#else")
-        self.out.add(self.pragma())
-        self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
-        self.emit_inner(0)
-        self.out.close()
+        held = segments.conditions(self) if segments is not None else []
+        if held:  # g++ vectorises loads with steps where conditions are no matter
+            self.out.open(f"if ({' & '.join(held)})")
+            self.out.add(f"const bool {', '.join(f'{c} = true' for c in held)};")
+            self._plain_loop(v, low, high)
+            self.out.close()
+            self.out.open("else")
+        self._plain_loop(v, low, high)
+        if held:
+            self.out.close()
         if vectors is not None:
             self.out.add("#endif")
         if segments is not None:
@@ -184,6 +190,12 @@ class PointwiseNest(StreamingNest):
                 self.close_pieces(0, "w0", "w1 - w0")
             self.close_streams(0, "w1 - w0")
             self.out.close()
+
+    def _plain_loop(self, v: str, low: str, high: str) -> None:
+        self.out.add(self.pragma())
+        self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
+        self.emit_inner(0)
+        self.out.close()
 
     def find_transposed(self) -> None:
         """Loads that run along another axis than the vector axis go through tiles, if there is one such axis."""

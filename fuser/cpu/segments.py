@@ -2,21 +2,23 @@
 
 Joins, pads and rolls compare the index along the vector axis with sizes. A loop is cut at those sizes, so that each
 condition is computed once for a segment. A load under a condition that does not hold reads a page of zeros instead.
+Windows of pools do so with steps: g++ vectorises a load of every second element, but not under a condition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
 
 from fuser.cpu.nest import Nest
 from fuser.cpu.parts import LONGEST
 from fuser.cpu.text import cpp_expr
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import ONE, expr
+from fuser.ir.sizes import Expr, expr
 from fuser.ops import LOGIC
 
 SHORTEST = 256  # elements of a vector axis that is worth it
+SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
 MOST_CUTS = 6
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
@@ -30,18 +32,33 @@ class Segments:
     rows: tuple[int, ...]
     places: tuple[str, ...]
     loads: tuple[int, ...]
+    longest: int = LONGEST
 
     def parts(self, nest: Nest) -> dict[int, str]:
         """What the loads read."""
         assert nest.vector is not None
-        return {n: f"part{n}[{nest.vector.sym.name} - from]" for n in self.loads}
+        at = f"{nest.vector.sym.name} - from"
+        steps = {n: _step(nest, nest.plan.rows[n].attr[1][0]) for n in self.loads}
+        return {n: f"part{n}[{at}]" if step == 1 else f"part{n}[{step} * ({at})]" for n, step in steps.items()}
+
+    def conditions(self, nest: Nest) -> list[str]:
+        """The names of all conditions of loads with steps; none where all are neighbours."""
+        if self.longest == LONGEST:
+            return []
+        found = dict.fromkeys(nest.plan.rows[n].args[0] for n in self.loads)
+        return [nest.ref(n) for n in found if nest.plan.rows[n].op != "const"]
 
 
 def find_segments(nest: Nest) -> Segments | None:
     """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
-    if nest.vector is None or nest.vector.hint < SHORTEST:
+    if nest.vector is None:
         return None
-    edges = find_edges(nest)
+    held = [r for r in nest.plan.rows if r.op == "load" and r.args]
+    most = max((_step(nest, r.attr[1][0]) for r in held), default=1)
+    most = most if nest.vector.hint >= SHORTEST_OF_STEPS else 1
+    if nest.vector.hint < SHORTEST and most < 2:
+        return None
+    edges = find_edges(nest, most)
     places = dict.fromkeys(place for _, place in edges.values())
     rows: list[int] = []
     for n, row in enumerate(nest.plan.rows):
@@ -51,21 +68,33 @@ def find_segments(nest: Nest) -> Segments | None:
             continue
         elif row.traits.sign in LOGIC and all(a in rows or not nest.is_full(a) for a in row.args):
             rows.append(n)
-    loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, rows)]
-    return Segments(tuple(rows), tuple(places), tuple(loads)) if loads and len(places) <= MOST_CUTS else None
+    known = {*rows, *(n for n in range(len(nest.plan.rows)) if most > 1 and not (nest.is_full(n) or nest.is_lane(n)))}
+    loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, known, most)]
+    if not loads or len(places) > MOST_CUTS:
+        return None
+    return Segments(tuple(rows), tuple(places), tuple(loads), LONGEST // most)
 
 
-def _reads_a_part(nest: Nest, row: Row, rows: Sequence[int]) -> bool:
-    return row.op == "load" and bool(row.args) and row.args[0] in rows and nest.step(row.attr[1][0]) == ONE
+def _step(nest: Nest, address: Expr) -> int:
+    """How far apart neighbours are, if it is a known number of at most MOST_STEP elements; else 0."""
+    found = nest.step(address)
+    step = found.as_int() if found is not None else None
+    return step if step is not None and 1 <= step <= MOST_STEP else 0
 
 
-def find_edges(nest: Nest) -> dict[int, tuple[bool, str]]:
-    """The rows that are such comparisons, each with its edge, see `find_edge`."""
+def _reads_a_part(nest: Nest, row: Row, known: Set[int], most: int) -> bool:
+    if row.op != "load" or not row.args or row.args[0] not in known:
+        return False
+    return 1 <= _step(nest, row.attr[1][0]) <= most
+
+
+def find_edges(nest: Nest, most: int = 1) -> dict[int, tuple[bool, str]]:
+    """The rows that are such comparisons, of indices with steps of at most `most`, each with its edge."""
     full = (n for n in range(len(nest.plan.rows)) if nest.vector is not None and nest.is_full(n))
-    return {n: e for n in full if (e := find_edge(nest, nest.plan.rows[n])) is not None}
+    return {n: e for n in full if (e := find_edge(nest, nest.plan.rows[n], most)) is not None}
 
 
-def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
+def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, str] | None:
     """Whether a comparison of an index holds before the place along the vector axis where it changes; the place."""
     sign = row.traits.sign
     if sign not in _AFTER:
@@ -76,10 +105,12 @@ def find_edge(nest: Nest, row: Row) -> tuple[bool, str] | None:
             continue
         assert nest.vector is not None
         v, e = nest.vector.sym, index.attr
-        if nest.step(e) != ONE:
+        step = _step(nest, e)
+        if not 1 <= step <= most:
             continue
         sign = sign if at == 0 else _SWAPPED[sign]
-        return sign in ("<", "<="), f"{_bound(nest, other)} - ({cpp_expr(e - expr(v))}) + {_AFTER[sign]}"
+        first = f"{_bound(nest, other)} - ({cpp_expr(e - expr(v) * step)}) + {_AFTER[sign] + step - 1}"
+        return sign in ("<", "<="), first if step == 1 else f"({first}) / {step}"
     return None
 
 
@@ -99,7 +130,7 @@ def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
     assert nest.vector is not None
     v, out = nest.vector.sym.name, nest.out
     out.open(f"for (i64 from = {low}, to; from < {high}; from = to)")
-    out.add(f"to = from + {LONGEST} < {high} ? from + {LONGEST} : {high};")
+    out.add(f"to = from + {segments.longest} < {high} ? from + {segments.longest} : {high};")
     for place in segments.places:
         out.add(f"{{ const i64 cut = {place}; to = cut > from && cut < to ? cut : to; }}")
     out.add(f"const i64 {v} = from;")

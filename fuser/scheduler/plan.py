@@ -310,12 +310,15 @@ def _choose_vector(
         return (total, at)
 
     best = max(enumerate(axes), key=score)
+    if short and not reductions and best[1].hint < FEW and sum(map(row_cost, rows)) >= COSTLY:
+        return max((a for a in axes if a.hint >= LEAST_APART or a is best[1]), key=lambda a: a.hint).sym
     if best[1].reduced and (best[1].hint < short or (short and score(best)[0] == 0.0 and best[1].hint < LONG_ROW)):
         across = [item for item in enumerate(axes) if not item[1].reduced and item[1].hint >= LEAST_ACROSS]
         best = max(across, key=lambda item: (score(item)[0], item[1].hint), default=best)
     return best[1].sym
 
 
+FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory
 LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
 LEAST_ACROSS = 8  # rows that are worth lanes
 

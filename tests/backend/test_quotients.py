@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fuser import compiler, config, machines, pipeline
@@ -47,12 +48,21 @@ def test_a_division_by_a_constant_is_two_products_where_machines_fuse_them():
     assert ("/" in text_of(lambda x: x / 6.0, x).split('extern "C"')[1]) is not machines.find(config.isa).fma
 
 
-@pytest.mark.parametrize("name", ["log", "log2", "log10"])
-def test_logarithms_after_a_clamp_are_vectorised(name, tmp_path: pathlib.Path):
+SCALAR_ONCE = {
+    "log after a clamp": (lambda x: torch.log(x.clamp(min=1e-3)), (64, 4096)),
+    "log10 after a clamp": (lambda x: torch.log10(x.clamp(min=1e-3)), (64, 4096)),
+    "pow after a clamp": (lambda x: x.clamp(min=1e-3).pow(2.7), (64, 4096)),
+    "windows with steps": (lambda x: F.max_pool2d(F.relu(x), 3, 2, 1), (2, 8, 112, 112)),
+}
+
+
+@pytest.mark.parametrize("name", SCALAR_ONCE)
+def test_loops_that_were_scalar_are_vectorised(name, tmp_path: pathlib.Path):
     found = toolchain.find_compiler()
-    if found is None or "g++" not in found[0] or config.isa or not machines.find("").lanes:
+    if found is None or "g++" not in found[0] or config.isa or not machines.find("").masks:
         pytest.skip("g++ says which loops it vectorises, for machines that have the vectors")
-    text = text_of(lambda x: getattr(torch, name)(x.clamp(min=1e-3)), torch.rand(64, 4096))
+    function, size = SCALAR_ONCE[name]
+    text = text_of(function, torch.rand(size))
     source = tmp_path / "kernel.cpp"
     source.write_text(text)
     line = next(n for n, row in enumerate(text.splitlines(), 1) if "#pragma omp simd" in row) + 1
@@ -60,6 +70,11 @@ def test_logarithms_after_a_clamp_are_vectorised(name, tmp_path: pathlib.Path):
     command = [*found, *flags, str(source), "-o", str(tmp_path / "kernel.so"), "-fopt-info-vec"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert f"kernel.cpp:{line}:" in said or f"kernel.cpp:{line + 1}:" in said
+
+
+def test_costly_functions_of_triples_run_over_many_of_them_at_once():
+    text = text_of(lambda x: torch.cat((x, torch.sin(x), torch.cos(x)), -1), torch.rand(4096, 3))
+    assert "for (i64 a0 = v0" in text
 
 
 # Inputs that end where memory does: a read past them ends the process.
