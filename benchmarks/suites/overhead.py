@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks, contestants
+from benchmarks import checks, contestants, gradients
 from benchmarks.options import Options
 from benchmarks.progress import progress
 from benchmarks.report import Bars, Claim, Report, Table, at_most, seconds, spread
@@ -142,19 +142,22 @@ def run(options: Options) -> Report:
     ]
     names = contestants.present([n for n in wanted if options.wants(n)], report.notes)
     flat: dict[int, dict[str, Timing]] = {}
-    with progress("overhead", 1 + len(COUNTS)) as bar:
+    with progress("overhead", 2 + len(COUNTS)) as bar:
         bar.step("calls")
         calls = _calls(names, _inputs(options.device), report)
         timings = interleave(calls, budget, options.device)
         if "fuser handle" in calls:
             flat = _flatness(options, budget, report, bar.step)
+        bar.step("gradients")
+        trained = [n for n in gradients.NAMES if n in names]
+        gradients.add(trained, options.device, budget, report)
     least = min((t.median for t in timings.values()), default=math.nan)
     rows = [(n, spread(t), f"{t.median / least:.2f}") for n, t in timings.items()]
     title = "overhead: a call, 3 ops, 16 elements (dynamo and aot_eager: torch.compile with do-nothing backends)"
-    report.tables.append(Table(title, ("contestant", "median [p10–p90]", "× of least"), rows))
+    report.tables.insert(0, Table(title, ("contestant", "median [p10–p90]", "× of least"), rows))
     if flat:
         report.tables.append(_flat_table(flat, report))
     report.records.append(_seconds(timings))
-    report.claims = _claims(timings, flat)
+    report.claims = [*_claims(timings, flat), *report.claims]
     report.bars = [Bars("overhead, 16 elements", "µs", {"call": {n: t.median * 1e6 for n, t in timings.items()}})]
     return report
