@@ -57,6 +57,18 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes held at the end of a step: of the process, the pool in use and idle, warm results, and torch on the GPU."""
+
+    seconds: float
+    process: int
+    pool_used: int
+    pool_idle: int
+    results: int
+    gpu: int
+
+
+@dataclass(frozen=True)
 class ProfileReport:
     """`parts` are seconds of this thread by kind; they add up to `seconds`, the block's own time on the clock.
 
@@ -72,6 +84,7 @@ class ProfileReport:
     copy_rate: float
     copy_spread: float
     threads: int
+    memory: tuple[MemoryPoint, ...] = ()
 
     @property
     def noise(self) -> str:
@@ -95,7 +108,7 @@ class ProfileReport:
         return json.dumps(found, indent=1)
 
     def __str__(self) -> str:
-        parts = self._head(), [""], self._kernels(), self._others(), self._besides(), self._warning()
+        parts = self._head(), [""], self._kernels(), self._others(), self._besides(), self._held(), self._warning()
         return "\n".join(line for part in parts for line in part) + "\n"
 
     def _head(self) -> list[str]:
@@ -129,6 +142,16 @@ class ProfileReport:
             for b in self.beside
         ]  # fmt: skip
         return ["", *_table(("fusion", "its time", "ATen's", "faster", "not timed"), cells)] if cells else []
+
+    def _held(self) -> list[str]:
+        """Ten points of the timeline, spread over it."""
+        at = sorted({n * (len(self.memory) - 1) // 9 for n in range(10)}) if self.memory else []
+        cells = [
+            (_time(m.seconds), *(_bytes(n) for n in (m.process, m.pool_used, m.pool_idle, m.results, m.gpu)))
+            for m in (self.memory[n] for n in at)
+        ]
+        head = ("memory at", "process", "pool used", "idle", "warm results", "GPU")
+        return ["", *_table(head, cells)] if cells else []
 
     def _warning(self) -> list[str]:
         return ["", self.noise] if self.noise else []
@@ -174,4 +197,4 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [line(head), line(tuple("-" * w for w in widths)), *map(line, rows)]
 
 
-__all__ = ["NOISY", "Beside", "KernelRow", "OtherRow", "ProfileReport"]
+__all__ = ["NOISY", "Beside", "KernelRow", "MemoryPoint", "OtherRow", "ProfileReport"]

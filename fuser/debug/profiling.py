@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import pathlib
 import re
 import time
 from collections import defaultdict
@@ -18,12 +20,13 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from fuser.debug.profile_report import Beside, KernelRow, OtherRow, ProfileReport
+from fuser.debug.profile_report import Beside, KernelRow, MemoryPoint, OtherRow, ProfileReport
 from fuser.debug.relowering import lowered_of
 from fuser.debug.timing import measure
 from fuser.debug.traffic import copy_rate, plan_bytes, spread
 from fuser.errors import FuserError, GraphError
 from fuser.kernel_cache import REGISTRY, Registration
+from fuser.runtime import pool, warm
 
 _ROOT, _STEP = "fuser.profile", "fuser.profile step"
 _NUMBER = re.compile(r"k(\d+)_")
@@ -39,18 +42,20 @@ class profile:
 
     `step()`, called at the end of each step of a loop, tells steps apart, so that the report has their median and
     spread. `beside_aten` times each group that ran beside ATen on arguments like those it was compiled for, 0.1 s each.
+    `memory` notes what is held at the end of each step, and of the block.
     Calls of this thread are recorded, and those of autograd's threads for it. Kernels should be compiled before.
     """
 
-    def __init__(self, beside_aten: bool = False) -> None:
+    def __init__(self, beside_aten: bool = False, memory: bool = False) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._beside_aten = beside_aten
+        self._beside_aten, self._memory = beside_aten, memory
+        self._held: list[MemoryPoint] = []
         self._open: list[Any] = []
         self._before: dict[int, tuple[int, ...]] = {}
         self._report: ProfileReport | None = None
         self._stepped = False
-        self._event_seconds = 0.0
+        self._event_seconds = self._began = 0.0
 
     def __enter__(self) -> profile:
         if self._report is not None or self._open:
@@ -63,6 +68,7 @@ class profile:
         once = _cost_of_a_call(0.0)
         self._profiler.start()
         self._event_seconds = _cost_of_a_call(once)
+        self._began = time.perf_counter()
         for name in (_ROOT, _STEP):
             self._begin(name)
         return self
@@ -70,6 +76,7 @@ class profile:
     def __exit__(self, *error: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._note_memory()
         while self._open:
             self._open.pop().__exit__(None, None, None)
         self._profiler.stop()
@@ -88,8 +95,13 @@ class profile:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._open.pop().__exit__(None, None, None)
+        self._note_memory()
         self._begin(_STEP)
         self._stepped = True
+
+    def _note_memory(self) -> None:
+        if self._memory:
+            self._held.append(memory_now(time.perf_counter() - self._began))
 
     def report(self) -> ProfileReport:
         """What was recorded. GraphError before the block's end."""
@@ -146,6 +158,7 @@ class profile:
             copy_rate=rate.bytes_per_second,
             copy_spread=rate.spread,
             threads=torch.get_num_threads(),
+            memory=tuple(self._held),
         )
 
 
@@ -159,6 +172,23 @@ def _cost_of_a_call(plain: float) -> float:
             x.view(1)
         best = min(best, (time.perf_counter() - start) / _PROBES)
     return max(best - plain, 0.0)
+
+
+def memory_now(seconds: float) -> MemoryPoint:
+    """What is held now, `seconds` after the block's begin."""
+    blocks = pool.stats()
+    on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    results = warm.outputs.stats()["held_bytes"]
+    return MemoryPoint(seconds, _resident(), blocks["used_bytes"], blocks["idle_bytes"], results, on_gpu)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not say."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kind(name: str) -> str:

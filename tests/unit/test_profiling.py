@@ -86,7 +86,9 @@ def test_parts_add_up_to_the_time_on_the_clock_and_name_the_rest():
 
 def test_json_has_every_row():
     handle = handle_of(lambda x, y: torch.exp(x) - y)
-    report = recorded(lambda: handle(X, Y), beside_aten=True)
+    report = recorded(lambda: handle(X, Y), beside_aten=True, memory=True)
+    assert len(report.memory) == 7 and "memory at" in str(report)
+    assert all(a.seconds < b.seconds and b.process > 1 << 20 for a, b in zip(report.memory, report.memory[1:]))
     found = json.loads(report.to_json())
     (kernel,) = found["kernels"]
     assert kernel["of_copy_rate"] == pytest.approx(kernel["bytes_per_second"] / found["copy_rate"])

@@ -169,6 +169,17 @@ def test_one_call(driver, counters):
     assert (counters["launches"].value, counters["copies"].value, handle.hits) == (1, 0, 1)
 
 
+def test_launches_are_events_of_a_profiler(driver, counters):
+    handle = make(Library(driver, 2), scale(steps=2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        handle(*calls([250]))
+        handle.each(2, True, *calls(SIZES))  # together: one launch for each step
+    assert [e.name for e in found.events() if e.name == "scale"] == ["scale"] * 4
+    assert handle.seen == (((7,), True),)
+    handle.forget()
+    assert handle.seen == (None,)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_equal_calls_are_one_launch_for_each_step(driver, counters, steps):
     library = Library(driver, steps)
