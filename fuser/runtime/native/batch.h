@@ -95,7 +95,7 @@ bool run_batch(Batch& b, ThreadState& ts) {
     return false;
   }
   for (Py_ssize_t j = 0; j < b.n; j++) place_temporaries(b.members[j].k, b.members[j].f, b.memory + b.members[j].temporary);
-  b.watched = is_watched(ts);
+  b.watched = is_watched(ts, true);
   for (Py_ssize_t j = 0; b.watched && j < b.n; j++) remember(b.members[j].k, b.members[j].f);
   PyThreadState* state = b.work >= kReleaseWork ? PyEval_SaveThread() : nullptr;
   if (threads > 1) {
@@ -213,7 +213,7 @@ bool fill_tables(const Batch& b, int64_t* table, int64_t (*plan)[2]) {
 int launch_tables(const Batch& b, const int64_t (*plan)[2], int64_t* device_table, void* stream, int64_t& s) {
   const Kernel* k = b.members[0].k;
   const BatchForm* forms = (const BatchForm*)k->batch;
-  bool watched = is_watched(thread_state);
+  bool watched = is_watched(thread_state, true);
   for (Py_ssize_t j = 0; watched && j < b.n; j++) remember(k, b.members[j].f);
   Range range(k->names);
   Event event;

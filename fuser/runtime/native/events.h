@@ -5,17 +5,18 @@
 
 namespace {
 
-constexpr unsigned kUnasked = 15;  // calls of a thread between two questions for observers of the whole process
+constexpr unsigned kUnasked = 15;  // small calls of a thread between two questions for observers of the whole process
 
 // Whether somebody records what this thread runs. torch's profiler observes threads one by one: its list of a thread's
-// observers is read where it is. Observers of the whole process are behind a lock, 15 ns; each 16th call asks for them.
-inline bool is_watched(ThreadState& ts) {
+// observers is read where it is. Observers of the whole process are behind a lock, 15 ns: calls that are `large` ask for
+// them, and each 16th of the others.
+inline bool is_watched(ThreadState& ts, bool large) {
   if (!ts.observers) {
     if (!torch.thread_observers) return false;
     ts.observers = torch.thread_observers();
   }
   if (ts.observers->begin != ts.observers->end) return true;
-  if (!(ts.unasked++ & kUnasked)) ts.process_watched = torch.process_observers && torch.process_observers();
+  if (large || !(ts.unasked++ & kUnasked)) ts.process_watched = torch.process_observers && torch.process_observers();
   return ts.process_watched;
 }
 

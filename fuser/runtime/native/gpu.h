@@ -181,7 +181,7 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
   if (!code) {
     OnDevice on(device);
     code = on.code;
-    bool watched = is_watched(thread_state);
+    bool watched = is_watched(thread_state, true);
     if (watched) remember(k, f);
     for (Event event; s < k->n_steps && !code; s++) {
       if (watched) event.begin(name_of(k->names, s));

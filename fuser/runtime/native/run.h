@@ -305,7 +305,7 @@ bool execute(const Kernel* k, const int64_t*& p, const Frame& f, ThreadState& ts
     return false;
   }
   if (need.temporary) place_temporaries(k, f, base);
-  bool watched = is_watched(ts);
+  bool watched = is_watched(ts, need.work >= kReleaseWork);
   if (watched) remember(k, f);
   if (need.work >= kReleaseWork) {
     PyThreadState* state = PyEval_SaveThread();
