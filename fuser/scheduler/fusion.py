@@ -226,6 +226,15 @@ def fuse(
                 chosen = kernel
                 break
             reasons.append((node.name, kernel.nodes[0].name, verdict.reason or "no memory access in common"))
+        if chosen is None and not ctx.writes and node.ordered is None:
+            chosen = _join_postponed(ctx, kernels, node, earliest, most_rows, strides)
+            if chosen is not None:
+                now = {k.order: n for n, k in enumerate(kernels)}
+                for k in kernels:
+                    k.order = now[k.order]
+                for orders in (home, last_reader, same_loops):
+                    orders.update({key: now[o] for key, o in orders.items() if o in now})
+                home.update({b: max(home[b], chosen.order) for b in chosen.produced})
         if chosen is None:
             chosen = start_kernel(node, len(kernels))
             kernels.append(chosen)
@@ -234,6 +243,28 @@ def fuse(
         for b in node.reads:
             last_reader[b] = chosen.order
     return Fusion(kernels, reasons)
+
+
+def _join_postponed(
+    ctx: LoweringContext, kernels: list[Kernel], node: Node, earliest: int, most_rows: int, strides: Strides
+) -> Kernel | None:
+    """The kernel that `node` joined after it was put behind kernel `earliest`; its `order` is still the old one.
+
+    A norm that needs statistics of two tensors reads a result of the first kernel and one of the second. Where no
+    kernel in between reads what the first makes, the first may run last.
+    """
+    for kernel in reversed(kernels[:max(earliest, 0)]):
+        between = kernels[kernel.order + 1 : earliest + 1]
+        if not node.reads & set(kernel.produced) or kernel.nodes[0].ordered is not None:
+            continue
+        if any(k.reads & set(kernel.produced) or k.nodes[0].ordered is not None for k in between):
+            continue
+        verdict = can_fuse(ctx, kernel, node, most_rows, strides)
+        if verdict and verdict.matching is not None and _is_worth_it(kernel, node, verdict):
+            apply(kernel, node, verdict.matching)
+            kernels.insert(earliest, kernels.pop(kernel.order))
+            return kernel
+    return None
 
 
 def _candidates(
