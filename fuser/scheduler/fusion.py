@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lowering.context import LoweringContext
@@ -17,6 +18,7 @@ from fuser.ops import SCANS
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.nodes import Node, scanned_rows
 
+Key = TypeVar("Key")
 Strides = Mapping[str, tuple[Expr, ...]]  # of buffers and inputs, by name
 
 
@@ -232,8 +234,9 @@ def fuse(
                 now = {k.order: n for n, k in enumerate(kernels)}
                 for k in kernels:
                     k.order = now[k.order]
-                for orders in (home, last_reader, same_loops):
-                    orders.update({key: now[o] for key, o in orders.items() if o in now})
+                _renumber(home, now)
+                _renumber(last_reader, now)
+                _renumber(same_loops, now)
                 home.update({b: max(home[b], chosen.order) for b in chosen.produced})
         if chosen is None:
             chosen = start_kernel(node, len(kernels))
@@ -243,6 +246,11 @@ def fuse(
         for b in node.reads:
             last_reader[b] = chosen.order
     return Fusion(kernels, reasons)
+
+
+def _renumber(orders: dict[Key, int], now: Mapping[int, int]) -> None:
+    for key, order in orders.items():
+        orders[key] = now.get(order, order)
 
 
 def _join_postponed(
