@@ -3,7 +3,8 @@
 cuDNN turns images of the usual order before and after such a convolution. On an H200, bias included, in the usual order
 and in channels-last, ms: 128 images of 8x128x128 to 64 channels, TF32, 1.10 and 0.78; 64 of 64x56x56 0.21 and 0.14; 64
 of 256x28x28 0.28 and 0.22; the first in bfloat16 1.43 and 0.95. In float32 without TF32 channels-last is slower: 1.09
-and 1.48, 0.44 and 0.49, 0.65 and 2.02. Grouped convolutions and training stay as they are.
+and 1.48, 0.44 and 0.49, 0.65 and 2.02. Graphs of such convolutions and elementwise work alone are converted; grouped
+convolutions, poolings, norms and training stay as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 
 from fuser import config
 from fuser.errors import Unsupported
+from fuser.passes.classify import tensors_of
 from fuser.passes.hints import are_numbers
 from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
 
@@ -49,6 +51,15 @@ def _is_trained(graph: fx.Graph) -> bool:
     return any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
 
 
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether a node does the same to each element, or makes a tensor that is no stack of images."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dim() < 4:
+        read = [v for a in node.all_input_nodes for v in tensors_of(a.meta.get("val"))]
+        return node.op == "output" or all(v.dim() < 4 for v in read)
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def _called(walk: Relayout, x: fx.Node, node: fx.Node) -> fx.Node:
     return walk.call(node.target, x, *node.args[1:])
 
@@ -61,7 +72,8 @@ def tensor_cores_channels_last(module: fx.GraphModule) -> int:
         return 0
     if not all(_is_for_tensor_cores(n, tf32) for n in convolutions) or not torch.backends.cudnn.enabled:
         return 0
-    if _is_trained(module.graph) or not is_static(module.graph):
+    others = [n for n in module.graph.nodes if n.target is not aten.convolution.default]
+    if not all(map(_is_elementwise, others)) or _is_trained(module.graph) or not is_static(module.graph):
         return 0
     walk = Relayout(copy_of(module.graph), mode, stored=True)
     moved = 0

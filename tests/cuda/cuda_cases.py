@@ -156,6 +156,8 @@ EXTRA = (
     Case("softmax/bf16", long_softmax, lambda i: (i.normal(5, 3000, dtype=BF16),)),
     Case("log_softmax/long", lambda x: F.log_softmax(x, -1), lambda i: (i.normal(3, 17001),)),
     Case("mean_var/long", long_mean_var, lambda i: (i.normal(2, 17000),)),
+    Case("layer_norm/few/0", lambda x, w: F.layer_norm(x, x.shape[1:], w),
+         lambda i: (i.normal(2, 140, 1000), i.normal(140, 1000))),
     Case("extremes/odd", extremes, lambda i: (i.normal(9, 133),)),
     Case("extremes/bool", lambda x: (x.amax(0), x.amin(1), x.any(1), x.all(0), x.amax()), lambda i: (i.mask(70, 33),)),
     Case("argmax/split", lambda x: x.argmax(), lambda i: (i.normal(300, 130),)),

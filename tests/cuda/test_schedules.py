@@ -54,3 +54,11 @@ def test_long_reductions_and_reductions_along_memory_are_loops() -> None:
     for fn in (lambda x: x.view(3, 9, 8).sum(1), lambda x: x.view(9, 8, 3).sum(2)):
         _, found = scheduled(Case("", fn, lambda i: (i.normal(27, 8),)))
         assert [r.kind for p in found.plans for r in p.reductions] == ["sum"]
+
+
+def test_few_long_rows_are_split_over_programs_and_then_written_by_another_kernel():
+    case = Case("", lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]), lambda i: (i.normal(16, 1 << 17),))
+    _, found = scheduled(case)
+    assert [bool(p.reductions) for p in found.plans] == [True, True, False]
+    many = Case("", case.fn, lambda i: (i.normal(40, 1 << 17),))
+    assert len(scheduled(many)[1].plans) == 1

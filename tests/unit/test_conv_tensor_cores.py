@@ -15,7 +15,7 @@ from fuser.passes import conv_tensor_cores
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 
 aten = torch.ops.aten
-SHAPES = (2, 8, 12, 12), (16, 8, 3, 3), (16,)
+SHAPES = (2, 8, 12, 12), (16, 8, 3, 3), (16,), (16, 16, 3, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(conv_tensor_cores, "_called", called)
 
 
-def conv(x, w, b):
+def conv(x, w, b, v=None):
     return grouped(x, w, b, 1)
 
 
@@ -56,13 +56,14 @@ def tf32(allowed):
         torch.backends.cudnn.allow_tf32 = before
 
 
-def epilogue(x, w, b):
+def epilogue(x, w, b, v=None):
     return (conv(x, w, b).sigmoid() * 2).relu()
 
 
-def two(x, w, b):
-    y = aten.max_pool2d_with_indices.default(conv(x, w, b).relu(), [2, 2], [2, 2])[0]
-    return conv(y, aten.repeat.default(w, [1, 2, 1, 1]), b).sigmoid(), y
+def two(x, w, b, v):
+    y = conv(x, w, b).relu()
+    wide = aten.convolution.default(y, v, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    return wide.sigmoid(), y
 
 
 @pytest.mark.parametrize("f", [epilogue, two], ids=lambda f: f.__name__)
@@ -90,7 +91,8 @@ CASES = {
     "double": (epilogue, {"dtype": torch.float64}, "fast", True),
     "cpu": (epilogue, {"device": "cpu"}, "fast", True),
     "eager": (epilogue, {}, "eager", True),
-    "groups": (lambda x, w, b: grouped(x, aten.slice.Tensor(w, 1, 0, 4), b, 2).relu(), {}, "fast", True),
+    "pooling": (lambda x, w, b, v: aten.max_pool2d_with_indices(conv(x, w, b).relu(), [2, 2])[0], {}, "fast", True),
+    "groups": (lambda x, w, b, v: grouped(x, aten.slice.Tensor(w, 1, 0, 4), b, 2).relu(), {}, "fast", True),
 }
 
 
