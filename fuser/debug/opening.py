@@ -10,7 +10,7 @@ from torch import fx
 
 from fuser.debug.reference import print_lowered
 from fuser.debug.relowering import entry_of, lowered_of
-from fuser.errors import FuserError, Unsupported
+from fuser.errors import FuserError, GraphError
 from fuser.ir.fx import Builder, body_to_fx
 from fuser.ir.sizes import STRIDE, Sym
 from fuser.kernel_cache import REGISTRY
@@ -23,7 +23,7 @@ def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
 
     A fusion has an IR for each class of arguments that it was called with; `class_number` counts them in the order of
     arrival. The module runs for every size of the class. Nothing in it is fused. UnknownKeyError if there is no such
-    fusion, Unsupported if it has no such class or its IR writes into an input.
+    fusion, GraphError if it has no such class or its IR writes into an input.
     """
     spec, entry = entry_of(key, class_number)
     lowered, _ = lowered_of(spec, entry.example)
@@ -33,7 +33,7 @@ def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
 def lowered_to_fx(lowered: Lowered, single: bool) -> fx.GraphModule:
     """The same of a lowered graph; `single`: it gives one tensor and no tuple."""
     if lowered.ctx.writes:
-        raise Unsupported("the group writes into its inputs, and a module of FX has no memory of its caller's")
+        raise GraphError("the group writes into its inputs, and a module of FX has no memory of its caller's")
     graph = fx.Graph()
     env: dict[Sym, Any] = {}
     floats: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def loop_to_fx(key: int, buffer: str, number: int = 0, class_number: int = 0) ->
         if b.name == buffer and number < len(b.loops):
             return body_to_fx(b.loops[number].body, len(b.loops[number].domain))
     names = ", ".join(f"{b.name} ({len(b.loops)})" for b in lowered.ctx.buffers)
-    raise Unsupported(f"fusion {key} has no loop {number} of {buffer!r}: expected a buffer with its loops, of {names}")
+    raise GraphError(f"fusion {key} has no loop {number} of {buffer!r}: expected a buffer with its loops, of {names}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Trace:
 def trace(key: int, class_number: int = 0) -> Trace:
     """Every stage on the way from the graph of the fusion `key` to its kernels, for one class of arguments.
 
-    UnknownKeyError if there is no such fusion, Unsupported if it has no such class. A class that was not lowered has
+    UnknownKeyError if there is no such fusion, GraphError if it has no such class. A class that was not lowered has
     the reason in place of its IR.
     """
     spec, entry = entry_of(key, class_number)

@@ -84,6 +84,7 @@ class ProfileReport:
     copy_rate: float
     copy_spread: float
     threads: int
+    device: str = "cpu"
     memory: tuple[MemoryPoint, ...] = ()
 
     @property
@@ -121,10 +122,10 @@ class ProfileReport:
         return [*lines, f"{_time(self.seconds)} on the clock: {', '.join(shares)}", copies]
 
     def _kernels(self) -> list[str]:
-        rows = sorted(self.kernels, key=lambda k: -k.seconds)
+        rows, cache = sorted(self.kernels, key=lambda k: -k.seconds), cache_bytes(self.device)
         cells = [
             (k.name, str(k.calls), _time(k.seconds), _time(k.median), _time(k.apart), _bytes(k.bytes),
-             *_rate(k, self.copy_rate))
+             *_rate(k, self.copy_rate, cache))
             for k in rows[:_SHOWN]
         ]  # fmt: skip
         head = ("kernel", "calls", "all", "median", "spread", "bytes", "GB/s", "of copy")
@@ -181,11 +182,11 @@ def _bytes(count: int | None) -> str:
     return f"{count} B"
 
 
-def _rate(row: KernelRow, copies: float) -> tuple[str, str]:
+def _rate(row: KernelRow, copies: float, cache: int) -> tuple[str, str]:
     rate, count = row.bytes_per_second, row.bytes
     if rate is None or count is None:
         return "", ""
-    return f"{rate / 1e9:.3g}", f"{rate / copies:.0%}" if count > cache_bytes() else "in cache"
+    return f"{rate / 1e9:.3g}", f"{rate / copies:.0%}" if count > cache else "in cache"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -145,9 +145,10 @@ class profile:
             if kind not in (KERNELS, PYTHON):
                 others[kind, e.name].append(seconds)
         for e in on_gpu:
-            if e.name not in names:
+            if e.name not in names and e.name not in (_ROOT, _STEP):
                 others["GPU", e.name].append(e.self_device_time_total / 1e6)
-        rate = copy_rate("cuda" if on_gpu else "cpu")
+        device = "cuda" if on_gpu else "cpu"
+        rate = copy_rate(device)
         return ProfileReport(
             seconds=root.cpu_time_total / 1e6,
             steps=tuple(steps) if self._stepped else (),
@@ -158,6 +159,7 @@ class profile:
             copy_rate=rate.bytes_per_second,
             copy_spread=rate.spread,
             threads=torch.get_num_threads(),
+            device=device,
             memory=tuple(self._held),
         )
 

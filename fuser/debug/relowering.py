@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuser import config, examples, pipeline
-from fuser.errors import Unsupported
+from fuser.errors import GraphError
 from fuser.kernel_cache import REGISTRY, KernelEntry, KernelSpec
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.scheduler.schedule import Schedule, schedule
@@ -32,12 +32,12 @@ def _stand_in(a: Any) -> Any:
 def entry_of(key: int, number: int = 0) -> tuple[KernelSpec, KernelEntry]:
     """The specification of the fusion `key` and its class number `number`, in the order of arrival.
 
-    UnknownKeyError for an unknown key. Unsupported if the fusion was not called with arguments that kernels take.
+    UnknownKeyError for an unknown key. GraphError if the fusion was not called with arguments that kernels take.
     """
     spec = REGISTRY.find(key).spec
     entries = [e for e in spec.store.entries if e.example]
     if number >= len(entries):
-        raise Unsupported(
+        raise GraphError(
             f"fusion {key} was compiled for {len(entries)} classes of arguments, and class {number} was asked for: "
             "call it with such arguments first"
         )

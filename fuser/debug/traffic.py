@@ -18,7 +18,9 @@ from fuser.lowering.graph import Lowered, NumberInput
 from fuser.scheduler.plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
-_COPIED, _ROUNDS = 32 << 20, 9  # bytes, and how often; the source is as large again
+# Bytes of a copy, whose source is as large again, and copies to a sample: a launch on a GPU costs as much as 20 MB.
+_COPIES = {"cpu": (32 << 20, 1), "cuda": (256 << 20, 10)}
+_ROUNDS = 9
 
 
 def plan_bytes(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None = None) -> list[int]:
@@ -88,18 +90,20 @@ def copy_rate(device: torch.device | str = "cpu") -> CopyRate:
 
 @functools.cache
 def _copy_rate(device: str, threads: int) -> CopyRate:
-    source = torch.ones(_COPIED // 4, device=device)
+    count, times = _COPIES[torch.device(device).type]
+    source = torch.ones(count // 4, device=device)
     target = torch.empty_like(source)
     seconds = []
     for n in range(_ROUNDS + 2):
         _wait(device)
         start = time.perf_counter()
-        target.copy_(source)
+        for _ in range(times):
+            target.copy_(source)
         _wait(device)
         if n >= 2:
-            seconds.append(time.perf_counter() - start)
+            seconds.append((time.perf_counter() - start) / times)
     middle, apart = spread(seconds)
-    return CopyRate(2 * _COPIED / middle, apart / middle)
+    return CopyRate(2 * count / middle, apart / middle)
 
 
 def _wait(device: str) -> None:
@@ -108,8 +112,10 @@ def _wait(device: str) -> None:
 
 
 @functools.cache
-def cache_bytes() -> int:
-    """Bytes of this machine's largest cache: data that fits is read faster than a copy in memory."""
+def cache_bytes(device: str = "cpu") -> int:
+    """Bytes of the device's largest cache: data that fits is read faster than a copy in memory."""
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).L2_cache_size)
     names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
     found = [os.sysconf(n) for n in names if n in os.sysconf_names]
     return max([n for n in found if n > 0], default=8 << 20)
