@@ -23,6 +23,7 @@ from fuser.frontends.failures import OF_OPERATORS, after_failure
 from fuser.frontends.functional import Compiled
 from fuser.frontends.program import Program
 from fuser.frontends.training import Training
+from fuser.passes.classify import is_view
 from fuser.runtime.memory import Tally
 
 Function = Callable[..., Any]
@@ -118,7 +119,7 @@ class _Node:
         """`forward(ctx, *inputs)`: the program, then what autograd is told."""
         name = program.spelled
         inputs = [name(p) for p in program.placeholders]
-        grouped = {o for plan in program.plan.groups for o in plan.outputs}
+        grouped = {o for plan in program.plan.groups for o in plan.outputs if not is_view(o.target)}
         lines = list(program.body[:-1])  # which end with a return
         if self.repeats:
             lines.insert(0, f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")

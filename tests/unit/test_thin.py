@@ -32,7 +32,6 @@ def compiled():
         x, w = inputs()
         out = f(x, w)
         (out[0].sum() + out[1].sum()).backward()
-    assert is_thin(out[0])
     return f
 
 
@@ -260,6 +259,7 @@ def outcome(case, f):
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_as_in_eager(case, compiled):
+    compiled(*inputs())  # where Dynamo's guards fail since the fixture, as of threads: the first call of a new graph
     assert is_thin(compiled(*inputs())[0])
     got, want = outcome(case, compiled), outcome(case, several)
     if isinstance(want, str):
