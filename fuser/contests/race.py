@@ -19,6 +19,7 @@ import torch
 from fuser import forks
 from fuser.contests import records
 from fuser.contests.records import Choice
+from fuser.runtime import process
 
 _SAMPLE_SECONDS = 1.5e-4  # short calls are made several times for one sample
 _FEWEST, _MOST = 3, 15  # rounds
@@ -28,6 +29,10 @@ _BUSY = 2.0  # the same, from which nothing is kept
 _CLEARLY = 1.05  # whose least time is this times the usual time of the best is timed no longer
 # How far results of two contestants may differ, as a part of the largest absolute value.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# A call that this thread spent less of on a processor was stalled: threads of a library's team waited for a processor.
+_LEAST_SHARE = 0.6
+_PAUSES = (0.05, 0.15)  # seconds before a stalled contest is held again
+_QUIET_SECONDS = 1.5  # so long a contest waits for this process's compilers to end
 _racing = forks.lock()
 Clock = Callable[[], float]
 
@@ -45,9 +50,11 @@ class _Samples:
     run: Callable[[], Any]
     calls: int = 1  # in a sample
     seconds: list[float] = field(default_factory=list)
+    share: float = 0.0  # the largest part of a sample that this thread was on a processor
 
     def take(self, now: Clock) -> None:
         while True:
+            wall, cpu = time.perf_counter(), time.thread_time()
             start = now()
             for _ in range(self.calls):
                 self.run()
@@ -56,6 +63,7 @@ class _Samples:
                 break
             self.calls *= 2
         self.seconds.append(spent / self.calls)
+        self.share = max(self.share, (time.thread_time() - cpu) / max(time.perf_counter() - wall, 1e-9))
 
 
 def failing(error: Exception) -> Contestant:
@@ -77,12 +85,13 @@ def race(
     """The fastest of some contestants, and whether the machine was quiet enough to keep that for other processes.
 
     `incumbent`, one of them, stays unless another is clearly faster. Unfinished if memory does not suffice, or the
-    incumbent itself fails.
+    incumbent itself fails, or calls are stalled whenever they are timed.
     """
     with _racing, torch.no_grad():
         try:
+            _wait_for_compilers()
             fit, failed = _checked(contestants, incumbent)
-            seconds = _timed(fit, now)
+            seconds = _unstalled(fit, now)
         except (MemoryError, RuntimeError) as e:
             if _is_lack_of_memory(e):
                 raise Unfinished("too little memory for a contest") from e
@@ -141,8 +150,25 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
     return None if error <= allowed else f"its result differs by up to {error:.3g}, {allowed:.3g} is allowed"
 
 
-def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[float]]:
-    """The seconds of a call of each, round by round."""
+def _wait_for_compilers() -> None:
+    """Compilers of this process take processors from the teams of libraries, which then wait for their slowest."""
+    end = time.perf_counter() + _QUIET_SECONDS
+    while process.are_running() and time.perf_counter() < end:
+        time.sleep(0.005)
+
+
+def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[float]]:
+    """The seconds of a call of each, at a moment when calls are not stalled."""
+    for pause in (*_PAUSES, 0.0):
+        samples = _timed(runs, now)
+        if all(s.share >= _LEAST_SHARE for s in samples.values()):
+            return {name: s.seconds for name, s in samples.items()}
+        time.sleep(pause)
+    raise Unfinished("the machine was busy: threads waited for processors whenever calls were timed")
+
+
+def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samples]:
+    """Calls of each, timed round by round."""
     samples = {name: _Samples(run) for name, run in runs.items()}
     racing = list(samples)
     start = now()
@@ -155,7 +181,7 @@ def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[
         limit = _SECONDS if _is_steady(best) else _NOISY_SECONDS
         if len(racing) < 2 and n + 1 >= _FEWEST or n + 1 >= _FEWEST and now() - start > limit:
             break
-    return {name: s.seconds for name, s in samples.items()}
+    return samples
 
 
 def _is_steady(seconds: list[float]) -> bool:

@@ -57,6 +57,10 @@ def fuser_backend(
     `options` are settings of `fuser.config` for this graph alone. On CUDA tensors, the modes "reduce-overhead" and
     "max-autotune" record calls as CUDA graphs, and "max-autotune" and "max-autotune-no-cudagraphs" set `max_autotune`;
     other modes change nothing. ConfigError for an unknown setting, value or mode.
+
+    `options={"freeze": True}` packs weights once, for inference on the CPU. A weight that is written in place,
+    replaced or loaded anew is packed again; `p.data.copy_()` and writes through NumPy or DLPack cannot be seen, so
+    this is a promise that there are none.
     """
     checked = _checked_options({} if options is None else options, mode)
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}

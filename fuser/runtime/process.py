@@ -151,6 +151,11 @@ def temporaries_in(folder: str) -> Iterator[None]:
         TEMPORARY.reset(before)
 
 
+def are_running() -> bool:
+    """Whether programs that this process started for itself are running."""
+    return bool(_lifelines)
+
+
 def run(command: Sequence[str], timeout: float) -> tuple[int, str]:
     """Exit code and output of `command`. CompileError if it cannot be run, or is stopped after `timeout` seconds.
 

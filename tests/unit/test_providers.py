@@ -27,6 +27,7 @@ PRODUCT = Product(96, 320, 448, torch.float32)
 def alone(monkeypatch, fresh_cache_dir):
     """No choices of earlier tests, and contests instead of the fixed library of other tests."""
     forget(monkeypatch)
+    monkeypatch.setattr(race, "_LEAST_SHARE", 0.0)  # tests run where others do
     with config.override(linear_backend="measured"):
         yield
 
@@ -141,6 +142,26 @@ def test_lack_of_memory_ends_the_contest_only(monkeypatch, error):
 def test_operands_that_do_not_fit_into_memory(monkeypatch):
     monkeypatch.setattr(providers, "operands_of", lambda p: out_of_memory(p, None)())
     assert providers.choose(PRODUCT) == ATEN
+
+
+def test_stalled_calls_decide_nothing(monkeypatch):
+    """Contestants that wait for others instead of computing: nobody knows which is faster."""
+    monkeypatch.setattr(race, "_LEAST_SHARE", 0.6)
+    monkeypatch.setattr(race, "_PAUSES", (0.0,))
+    entered(monkeypatch, slow=slow, slower=lambda p, o: lambda: (time.sleep(0.001), quick(p, o)())[1])
+    assert providers.choose(PRODUCT) == "slow"
+    (found,) = fuser.debug.choices()
+    assert "waited for processors" in found.reason and not found.times
+    forget(monkeypatch)  # and nothing was kept
+    monkeypatch.setattr(race, "_LEAST_SHARE", 0.0)
+    assert providers.choose(PRODUCT) == "slower"
+
+
+def test_a_contest_waits_for_compilers(monkeypatch):
+    left = [True] * 3
+    monkeypatch.setattr(race.process, "are_running", lambda: bool(left) and left.pop())
+    entered(monkeypatch, slow=slow, quick=quick)
+    assert providers.choose(PRODUCT) == "quick" and not left
 
 
 def test_noise_does_not_replace_the_incumbent():
