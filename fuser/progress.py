@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from fuser import forks
+from fuser.runtime import workers
 
 AFTER, EVERY = 3.0, 0.5  # seconds without a line, and between two
 _WIDTH = 100
@@ -49,8 +50,7 @@ def _begin(token: object, on: Callable[[], str]) -> None:
             _state.update(began=time.monotonic(), done=0, shown=0)
         _running[token] = on
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_watch, name="fuser-progress", daemon=True)
-            _thread.start()
+            _thread = workers.start(_watch, "fuser-progress")  # None where there can be no thread: no line then
 
 
 def _watch() -> None:

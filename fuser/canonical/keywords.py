@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,9 +22,11 @@ def unknown_keyword(target: Any, given: Iterable[str]) -> str | None:
     wrong = [name for name in given if name not in known] if known is not None else []
     if not wrong or known is None:
         return None
-    near = difflib.get_close_matches(wrong[0], known, 1)
-    own = sorted(known.difference(_EVERYWHERE, _NUMPY))
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(own)}"
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    documented = _of_packet(name) or known
+    near = difflib.get_close_matches(wrong[0], documented, 1)
+    own = sorted(documented.difference(_EVERYWHERE, _NUMPY))
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(own) or 'self, out'}"
     return f"{getattr(target, '__name__', target)} has no argument {wrong[0]!r}: {hint}"
 
 
@@ -31,12 +34,18 @@ def _known(target: Any) -> frozenset[str] | None:
     """All keywords of any form of a call; None where nobody can say."""
     if isinstance(target, str):
         method = getattr(torch.Tensor, target, None)
-        return _of_python(method) if inspect.isfunction(method) else _of_packet(target) if method is not None else None
+        return _of_python(method) if inspect.isfunction(method) else _of_builtin(method, target)
     if not (getattr(target, "__module__", None) or "torch").startswith("torch"):
         return None
     if inspect.isbuiltin(target):
-        return _of_packet(getattr(target, "__name__", ""))
+        return _of_builtin(target, getattr(target, "__name__", ""))
     return _of_python(target) if inspect.isfunction(target) else None
+
+
+def _of_builtin(function: Any, name: str) -> frozenset[str] | None:
+    """Those of the schemas, and what the binding's own documentation names, such as `as_tuple` of `nonzero`."""
+    known = _of_packet(name) if function is not None else None
+    return None if known is None else known.union(re.findall(r"\w+", function.__doc__ or ""))
 
 
 def _of_packet(name: str) -> frozenset[str] | None:

@@ -22,7 +22,7 @@ from fuser.debug.gathering import (
     recompilations,
 )
 from fuser.errors import InputError
-from fuser.frontends.records import collected, compilations
+from fuser.frontends.records import CompiledGraph, collected, compilations
 from fuser.kernel_cache import REGISTRY
 
 Function = Callable[..., Any]
@@ -134,11 +134,17 @@ def _of_compiled(function: Function) -> Explanation:
         return any(file == own and first <= int(line or 0) <= last for own, first, last in ranges)
 
     known = frames()
-    records = [r for r in compilations() if is_own(known.get(r.compile_id, ""))]
+    records = [r for r in _latest(compilations()) if is_own(known.get(r.compile_id, ""))]
     breaks = [b for b in graph_breaks() if b.source is not None and is_own(str(b.source))]
     again = [r for r in recompilations() if is_own(r.at)]
     notes = () if records else ("nothing of it was compiled so far, or too long ago: call it, or give arguments",)
     return explanation_of(records, breaks, again, notes=notes)
+
+
+def _latest(records: Sequence[CompiledGraph]) -> list[CompiledGraph]:
+    """The records whose name of a compilation is still theirs: after `torch._dynamo.reset` names begin anew."""
+    begun = {r.compile_id: n for n, r in enumerate(records) if r.stage != "backward"}
+    return [r for n, r in enumerate(records) if n >= begun.get(r.compile_id, 0)]
 
 
 def _codes(function: Function) -> set[CodeType]:

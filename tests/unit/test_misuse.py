@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import fuser
+from fuser.canonical.keywords import unknown_keyword
 from fuser.errors import ConfigError, GraphError
 
 X = torch.rand(4)
@@ -92,3 +95,19 @@ def test_everything_is_listed():
     assert set(fuser.__all__) <= set(dir(fuser)) and {"aot", "backend", "debug", "explain"} <= set(dir(fuser))
     assert {s.name for s in fuser.config.SETTINGS} <= set(dir(fuser.config))
     assert all(getattr(fuser, name) is not None for name in dir(fuser) if not name.startswith("_"))
+
+
+def test_keywords_of_bindings_are_known():
+    """Every keyword in the first line of a builtin's documentation is accepted, though no schema has it."""
+    checked = 0
+    for owner in (torch, torch.Tensor):
+        for name in dir(owner):
+            function = getattr(owner, name)
+            line = str(getattr(function, "__doc__", None) or "").strip().partition("\n")[0]
+            if not callable(function) or isinstance(function, type) or not line.startswith(f"{name}("):
+                continue
+            for keyword in re.findall(r"[(,]\s*\*?,?\s*(\w+)=", line):
+                target = name if owner is torch.Tensor else function
+                assert unknown_keyword(target, [keyword]) is None, (owner, name, keyword)
+                checked += 1
+    assert checked > 300

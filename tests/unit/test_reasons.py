@@ -12,6 +12,7 @@ import torch
 import fuser
 from fuser.frontends.records import forget_compilations
 from fuser.reasons import BY_CODE, REASONS, code_of, table
+from tests import versions
 
 
 @torch.library.custom_op("fuser_test_reasons::twice", mutates_args=())
@@ -122,6 +123,10 @@ BLOCKERS = {
 }  # fmt: skip
 
 
+if versions.IS_OLD:  # whose Dynamo breaks the graph there
+    del BLOCKERS[quantized]
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("function", BLOCKERS, ids=lambda f: f.__name__)
 def test_blocker(function):
@@ -172,7 +177,8 @@ def test_the_list_is_closed():
     assert len(sentences) > 100
     others = {file for file, text in sentences if code_of(text) == "arguments"}
     said_of_arguments = ("lowering/", "ops/", "ir/", "scheduler/", "cuda/", "passes/layouts.py", "frontends/")
-    assert [f for f in others if not f.startswith(said_of_arguments)] == []
+    said_to_a_user = ("debug/",)  # who asked for what there is not
+    assert [f for f in others if not f.startswith((*said_of_arguments, *said_to_a_user))] == []
     assert len({r.code for r in REASONS}) == len(REASONS) and REASONS[-1].code == "arguments"
 
 

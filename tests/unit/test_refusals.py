@@ -190,6 +190,7 @@ def test_refusals_of_other_versions_stay_behind(spec, tmp_path, monkeypatch):
 
 
 def test_a_fleet_shares_refusals(tmp_path):
+    pytest.importorskip("redis", reason="the package redis is not installed")
     with redis_servers.fake() as server:
         fleet = {"remote_cache": server.address, "remote_cache_key": "the key of this fleet", "check_ir": False}
         for name in ("first", "second"):
