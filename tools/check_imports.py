@@ -19,7 +19,7 @@ from pathlib import Path
 # a name covers everything under it, the longest match wins, and "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("startup",),
-    ("errors", "extensions", "forks", "machines", "notices", "reasons", "logs", "progress"),
+    ("errors", "extensions", "forks", "machines", "notices", "reasons", "logs"),
     ("config",),
     ("ir.sizes",),
     ("canonical",),
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codegen", "contests", "cpu", "cuda", "runtime"),
     (
         "arguments", "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
-        "executor", "orders", "kernel_cache", "fallback",
+        "executor", "orders", "kernel_cache", "fallback", "progress",
         "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),
