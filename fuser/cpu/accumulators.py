@@ -11,8 +11,10 @@ import math
 import torch
 
 from fuser.cpu.nest import Nest
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.printer import INTEGERS
 from fuser.ir.sizes import expr
-from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow, cpp_combine, cpp_constant, cpp_convert, cpp_overtakes
+from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow
 from fuser.scheduler.plan import Reduce
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
@@ -23,7 +25,6 @@ LONG_ROW = 128  # elements of a row from which accumulators take several registe
 LONG_BYTES = 128  # of an accumulator of a long row: on all machines, so that sums are as exact on each
 MOST_PLACES = 64  # lanes that remember a place, too
 BEYOND_CACHES = 1 << 22  # elements
-_INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
 #define FUSER_SHUFFLE(I, a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
@@ -118,35 +119,36 @@ class AccumulatingNest(Nest):
         """The reductions of a pass that have an accumulator."""
         return [r for r in self.plan.reductions if r.phase == phase and self.holder(r) is r]
 
-    def total(self, r: Reduce, lane: str) -> str:
+    def total(self, r: Reduce, lane: ir.Like) -> ir.Value:
         """The finished value of an accumulator: of a lane in column nests, the only one in row nests."""
         k = self.holder(r).number
         if self.flushes(r):
-            return f"tot{k}[{lane}]" if self.is_column else f"tot{k}"
-        return f"acc{k}[{lane if self.is_column else 0}]"
+            return ir.Name(f"tot{k}")[lane] if self.is_column else ir.Name(f"tot{k}")
+        return ir.Name(f"acc{k}")[lane if self.is_column else 0]
 
-    def declare_accumulators(self, phase: int, low: str) -> None:
+    def declare_accumulators(self, phase: int, low: ir.Value) -> None:
         """Lane arrays at their identities. The pass begins at `low`."""
         for r in self.accumulators(phase):
             spec, _, acc = self.spec(r)
             k = r.number
-            self.out.add(f"{CPP_TYPES[acc]} acc{k}[{self.lanes}];")
-            start = f"acc{k}[l] = {cpp_constant(spec.identity(acc), acc)};"
+            starts: list[ir.Statement] = []
+
+            def lanes(kind: str, name: str, start: ir.Value) -> None:
+                self.out.scratch(kind, name, self.lanes)
+                starts.append(ir.Set(ir.Name(name)["l"], start))  # noqa: B023
+
+            lanes(CPP_TYPES[acc], f"acc{k}", ir.Number(spec.identity(acc), acc))
             if self.notes_nans(r):
-                self.out.add(f"{_INTEGERS[acc.itemsize]} nan{k}[{self.lanes}];")
-                start += f" nan{k}[l] = 0;"
+                lanes(INTEGERS[acc.itemsize], f"nan{k}", ir.Number(0))
             if spec.index:
-                first = "0" if self.counts_turns(r) else f"(i32)({low})" if self.in_order(r) else str(NO_PLACE)
-                self.out.add(f"i32 at{k}[{self.lanes}];")
-                start += f" at{k}[l] = {first};"
+                first = ir.Cast("i32", low) if self.in_order(r) else ir.Number(NO_PLACE)
+                lanes("i32", f"at{k}", ir.Number(0) if self.counts_turns(r) else first)
             if self.flushes(r) and self.is_column:
-                self.out.add(f"double tot{k}[{self.lanes}];")
-                start += f" tot{k}[l] = 0.0;"
+                lanes("double", f"tot{k}", ir.Number(0.0, torch.float64))
             elif self.flushes(r):
-                self.out.add(f"float mid{k}[{self.lanes}];")
-                self.out.add(f"double tot{k} = 0.0;")
-                start += f" mid{k}[l] = 0.0f;"
-            self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ {start} }}")
+                lanes("float", f"mid{k}", ir.Number(0.0, torch.float32))
+                self.out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
+            self.out.each(self.lanes, *starts)
 
     def accumulate(self, r: Reduce) -> None:
         """Fold the current value into its lane."""
@@ -154,31 +156,32 @@ class AccumulatingNest(Nest):
             return
         spec, value, acc = self.spec(r)
         k = r.number
+        held, at, x = ir.Name(f"acc{k}")["l"], ir.Name(f"at{k}")["l"], ir.Name(f"x{k}")
         if not spec.index:
-            now = cpp_convert(value, acc, self.ref(r.row))
+            now: ir.Value = ir.Convert(value, acc, self.ref(r.row))
             if self.overlaps and not spec.idempotent:
-                now = f"l < skip ? {cpp_constant(spec.identity(acc), acc)} : {now}"
-            self.out.add(f"const {CPP_TYPES[acc]} x{k} = {now};")
+                now = ir.Select(ir.Name("l") < "skip", ir.Number(spec.identity(acc), acc), now)
+            self.out.let(CPP_TYPES[acc], x.name, now)
             if self.notes_nans(r):
-                self.out.add(f"acc{k}[l] = x{k} {spec.extreme} acc{k}[l] ? x{k} : acc{k}[l];")
-                self.out.add(f"nan{k}[l] |= x{k} != x{k};")
+                self.out.set(held, ir.Select(ir.Binary(spec.extreme, x, held), x, held))
+                self.out.set(ir.Name(f"nan{k}")["l"], x.differs(x), "|")
                 return
-            self.out.add(f"acc{k}[l] = {cpp_combine(r.kind, acc, f'acc{k}[l]', f'x{k}')};")
+            self.out.set(held, ir.Op("combine", r.kind, acc, (held, x)))
             return
         v, i = self.plan.rows[r.row].args
-        now = f"start{r.phase}" if self.counts_turns(r) else f"now{k}"
-        if now == f"now{k}":
-            self.out.add(f"const i32 {now} = (i32){self.ref(i)};")
-        self.out.add(f"const {CPP_TYPES[acc]} x{k} = {cpp_convert(value, acc, self.ref(v))};")
+        place = ir.Name(f"start{r.phase}" if self.counts_turns(r) else f"now{k}")
+        if not self.counts_turns(r):
+            self.out.let("i32", place.name, ir.Cast("i32", self.ref(i)))
+        self.out.let(CPP_TYPES[acc], x.name, ir.Convert(value, acc, self.ref(v)))
         if self.in_order(r):
-            better = cpp_overtakes(r.kind, acc, f"acc{k}[l]", f"x{k}")
+            better = ir.Op("overtakes", r.kind, acc, (held, x))
         else:
-            better = cpp_combine(r.kind, acc, f"acc{k}[l]", f"at{k}[l]", f"x{k}", now)
-        self.out.add(f"const bool better{k} = {better};")
-        self.out.add(f"acc{k}[l] = better{k} ? x{k} : acc{k}[l];")
-        self.out.add(f"at{k}[l] = better{k} ? {now} : at{k}[l];")
+            better = ir.Op("combine", r.kind, acc, (held, at, x, place))
+        self.out.let("bool", f"better{k}", better)
+        self.out.set(held, ir.Select(ir.Name(f"better{k}"), x, held))
+        self.out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
 
-    def emit_flush(self, phase: int, when: str = "") -> None:
+    def emit_flush(self, phase: int, when: ir.Value | None = None) -> None:
         """Move float32 partial sums on: in the loop `when` that holds; at its end, without, what is left.
 
         Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
@@ -187,117 +190,96 @@ class AccumulatingNest(Nest):
         mine = [r for r in self.accumulators(phase) if self.flushes(r)]
         if not mine:
             return
-        each = f"for (i64 l = 0; l < {self.lanes}; ++l)"
-        if self.is_column:
-            if when:
-                self.out.open(f"if ({when})")
-                self.out.add("turns = 0;")
-            for r in mine:
-                k = r.number
-                self.out.add(f"{each} {{ tot{k}[l] += (double)acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            if when:
-                self.out.close()
-            return
-        if when:
-            self.out.open(f"if ({when})")
-            self.out.add("turns = 0;")
-            for r in mine:
-                k = r.number
-                self.out.add(f"{each} {{ mid{k}[l] += acc{k}[l]; acc{k}[l] = 0.0f; }}")
-            self.out.open(f"if (++groups == {FLUSH // SHORT_FLUSH})")
-            self.out.add("groups = 0;")
-        for r in mine:
-            k = r.number
-            self.out.add(f"{each} acc{k}[l] += mid{k}[l];")
+        lane, zero = ir.Name("l"), ir.Number(0.0, torch.float32)
+        if when is not None:
+            self.out.open(ir.If(when))
+            self.out.set("turns", 0)
+        for r in mine if self.is_column or when is not None else ():
+            held = ir.Name(f"acc{r.number}")[lane]
+            to_mid = ir.Set(ir.Name(f"mid{r.number}")[lane], held, "+")
+            self.out.each(self.lanes, self._to_total(r, lane) if self.is_column else to_mid, ir.Set(held, zero))
+        if when is not None and not self.is_column:
+            self.out.set("groups", 1, "+")
+            self.out.open(ir.If(ir.Name("groups").same(FLUSH // SHORT_FLUSH)))
+            self.out.set("groups", 0)
+        for r in mine if not self.is_column else ():
+            held, mid = ir.Name(f"acc{r.number}")[lane], ir.Name(f"mid{r.number}")[lane]
+            self.out.each(self.lanes, ir.Set(held, mid, "+"))
             self.fold_lanes(r)
-            self.out.add(f"tot{k} += (double)acc{k}[0];")
-            if when:
-                self.out.add(f"{each} acc{k}[l] = mid{k}[l] = 0.0f;")
-        if when:
+            self.out.add(self._to_total(r, lane))
+            if when is not None:
+                self.out.each(self.lanes, ir.Set(mid, zero), ir.Set(held, zero))
+        if when is not None:
             self.out.close()
-            self.out.close()
+            if not self.is_column:
+                self.out.close()
 
-    def join(self, r: Reduce, dtype: torch.dtype, a: str, b: str, ai: str = "", bi: str = "") -> str:
-        """Statements that fold accumulator `b` (and its index) into `a`."""
+    def _to_total(self, r: Reduce, lane: ir.Value) -> ir.Set:
+        """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
+        held = ir.Name(f"acc{r.number}")[lane if self.is_column else 0]
+        return ir.Set(self.total(r, lane), ir.Cast("double", held), "+")
+
+    def join(
+        self, r: Reduce, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value
+    ) -> ir.Statement:  # fmt: skip
+        """Folds accumulator `b` (and its index) into `a`."""
         if REDUCTIONS[r.kind].index:
-            return f"if ({cpp_combine(r.kind, dtype, a, ai, b, bi)}) {{ {a} = {b}; {ai} = {bi}; }}"
-        return f"{a} = {cpp_combine(r.kind, dtype, a, b)};"
+            better = ir.Op("combine", r.kind, dtype, (a, ai, b, bi))
+            return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
+        return ir.Set(a, ir.Op("combine", r.kind, dtype, (a, b)))
 
     def fold_lanes(self, r: Reduce) -> None:
-        """Fold the lanes into lane 0, halving, in vectors: the fixed order of a tree."""
-        k, (spec, _, acc) = r.number, self.spec(r)
-        kind = spec.value or r.kind
-        size = min(self.machine.vector_bytes, self.lanes * acc.itemsize)
-        width = size // acc.itemsize
-        names = [f"a{i}" for i in range(self.lanes // width)]
-        element = "u8" if acc is torch.bool else CPP_TYPES[acc]
-        sign = spec.wraps if not acc.is_floating_point and acc is not torch.bool else ""
-        if sign:  # integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take
-            element = element.replace("i", "u")
+        """Fold the lanes into lane 0."""
+        spec, _, acc = self.spec(r)
+        table, name = "combine", spec.value or r.kind
+        if self.notes_nans(r):
+            table, name = "wins", spec.extreme
+        elif spec.wraps and not acc.is_floating_point and acc is not torch.bool:
+            table, name = "sign", spec.wraps
+        self.out.add(ir.Fold(f"acc{r.number}", acc, self.lanes, self.machine.vector_bytes, table, name))
 
-        def joined(a: str, b: str) -> str:
-            if self.notes_nans(r):
-                return f"{b} {spec.extreme} {a} ? {b} : {a}"
-            return f"{a} {sign} {b}" if sign else cpp_combine(kind, acc, a, b)
-
-        self.out.open("")
-        self.out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({acc.itemsize}), may_alias));")
-        self.out.add(f"typedef {_INTEGERS[acc.itemsize]} indices __attribute__((vector_size({size})));")
-        self.out.add("vec " + ", ".join(f"{n} = ((const vec*)acc{k})[{i}]" for i, n in enumerate(names)) + ";")
-        while len(names) > 1:
-            half = len(names) // 2
-            for i in range(half):
-                self.out.add(f"{names[i]} = {joined(names[i], names[i + half])};")
-            names = names[:half]
-        while width > 1:
-            width //= 2
-            rotated = ", ".join(str((i + width) % (size // acc.itemsize)) for i in range(size // acc.itemsize))
-            self.out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
-            self.out.add(f"  a0 = {joined('a0', 'b')}; }}")
-        self.out.add(f"acc{k}[0] = a0[0];")
-        self.out.close()
-
-    def emit_fold(self, phase: int, low: str = "0") -> None:
+    def emit_fold(self, phase: int, low: ir.Like = 0) -> None:
         """Row nests: fold the lanes of each accumulator. `low` is where the pass began."""
         for r in self.accumulators(phase):
             if self.flushes(r):
                 continue  # flushed ones are folded already
             if REDUCTIONS[r.kind].index:
-                self._fold_index(r, low)
+                self._fold_index(r, ir.value(low))
                 continue
             self.fold_lanes(r)
             if self.notes_nans(r):
                 k, acc = r.number, self.spec(r)[2]
-                self.out.add(f"{_INTEGERS[acc.itemsize]} any{k} = 0;")
-                self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) any{k} |= nan{k}[l];")
-                self.out.add(f"acc{k}[0] = any{k} ? {cpp_constant(math.nan, acc)} : acc{k}[0];")
+                found, best = ir.Name(f"any{k}"), ir.Name(f"acc{k}")[0]
+                self.out.var(INTEGERS[acc.itemsize], found.name, 0)
+                self.out.each(self.lanes, ir.Set(found, ir.Name(f"nan{k}")["l"], "|"))
+                self.out.set(best, ir.Select(found, ir.Number(math.nan, acc), best))
 
-    def _fold_index(self, r: Reduce, low: str) -> None:
+    def _fold_index(self, r: Reduce, low: ir.Value) -> None:
         """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
 
         Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
         """
         k, acc = r.number, self.spec(r)[2]
-        self.out.add(f"{CPP_TYPES[acc]} lane{k}[{self.lanes}];")
-        self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) lane{k}[l] = acc{k}[l];")
+        values, at, found, l = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}"), ir.Name("l")
+        held, best = values[l], ir.Name(f"acc{k}")[0]
+        self.out.scratch(CPP_TYPES[acc], values.name, self.lanes)
+        self.out.each(self.lanes, ir.Set(held, ir.Name(f"acc{k}")[l]))
         self.fold_lanes(r)
-        best, index = f"acc{k}[0]", f"at{k}[l]"
-        if self.counts_turns(r):
-            index = f"at{k}[l] + (i32)l"
-        same = f"lane{k}[l] == {best}"
+        index = at[l] + ir.Cast("i32", l) if self.counts_turns(r) else at[l]
+        same = held.same(best)
         if acc.is_floating_point:
-            same = f"({same}) | ((lane{k}[l] != lane{k}[l]) & ({best} != {best}))"
-        self.out.add(f"i32 least{k} = {NO_PLACE};")
-        self.out.add(f"#pragma omp simd reduction(min:least{k})")
-        self.out.open(f"for (i64 l = 0; l < {self.lanes}; ++l)")
-        self.out.add(f"const i32 here = {index}, mine = ({same}) ? here : {NO_PLACE};")
-        self.out.add(f"least{k} = mine < least{k} ? mine : least{k};")
-        self.out.close()
+            same = same | (held.differs(held) & best.differs(best))
+        self.out.var("i32", found.name, NO_PLACE)
+        lanes = ir.For("l", ir.Number(0), ir.Number(self.lanes), simd=True, joins=f"min:{found.name}")
+        with self.out.block(lanes):
+            self.out.let("i32", "here", index)
+            self.out.let("i32", "mine", ir.Select(same, ir.Name("here"), ir.Number(NO_PLACE)))
+            self.out.set(found, ir.least("mine", found))
         if self.counts_turns(r):
-            lane = f"least{k} % {self.lanes}"
+            lane = found % self.lanes
             if self.overlaps:
-                p, last = f"p{r.phase} - ({low})", f"last{r.phase} - ({low})"
-                lane = f"least{k} < {p} ? {lane} : least{k} - ({last})"
-            self.out.add(f"{best} = lane{k}[{lane}];")  # of zeros of both signs, the first
-            self.out.add(f"least{k} += (i32)({low});")
-        self.out.add(f"at{k}[0] = least{k};")
+                p, last = ir.Name(f"p{r.phase}"), ir.Name(f"last{r.phase}")
+                lane = ir.Select(found < p - low, lane, found - (last - low))
+            self.out.set(best, values[lane])  # of zeros of both signs, the first
+            self.out.set(found, ir.Cast("i32", low), "+")
+        self.out.set(at[0], found)

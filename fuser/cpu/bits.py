@@ -6,11 +6,14 @@ elements. Conditions are masks, a bit for each lane. Machines without such masks
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 
 from fuser.cpu.moves import bits_of
-from fuser.cpu.nest import Nest, constant_text, storage_type
+from fuser.cpu.nest import Nest, constant, storage_type
 from fuser.cpu.segments import find_edges
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, expr
 from fuser.machines import Machine
@@ -46,12 +49,12 @@ _WORDS = {
 }
 
 
-def helpers(body: str, machine: Machine) -> str:
-    """What `body` calls for elements of one byte and of two."""
-    assert machine.masks or "fuser_bits" not in body
+def helpers(uses: Set[str], machine: Machine) -> str:
+    """The vectors of elements of one byte and of two that are used."""
+    assert machine.masks or "FUSER_MASKS" not in uses
     text = ""
     for words in _WORDS.values():
-        if f"{words['BITS']}_" in body:
+        if f"{words['BITS']}_store" in uses:
             part = _TEXT
             for word, to in words.items():
                 part = part.replace(word, to)
@@ -74,6 +77,7 @@ class BitsLoop:
                 self.masks.add(n)
         self.size = min((nest.dtypes[s.buffer].itemsize for s in self.stores), default=0)
         self.lanes = nest.machine.vector_bytes // max(1, self.size)
+        self.vector = f"fuser_bits{self.size}"  # the type, and the first part of its functions' names
 
     def fits(self) -> bool:
         """Whether all rows move elements of that size, and rows in memory are short."""
@@ -115,63 +119,69 @@ class BitsLoop:
     def emit(self, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names."""
         assert self.nest.vector is not None
-        v, out, kind = self.nest.vector.sym.name, self.out, f"fuser_bits{self.size}"
-        out.open("")
-        out.add(f"const i64 start = {low}, length = {high} - start;")
-        out.add(f"const i64 {v} = start;")
+        v, out = self.nest.vector.sym.name, self.out
+        length, k = ir.Name("length"), ir.Name("k")
+        out.open(ir.Plain())
+        out.let("i64", "start", low)
+        out.let("i64", "length", ir.Name(high) - "start")
+        out.let("i64", v, "start")
         for n in self.rows:
             if self.plan.rows[n].op == "load" and n not in self.masks:
                 buffer, (address,) = self.plan.rows[n].attr
-                of = storage_type(self.nest.dtypes[buffer])
-                out.add(f"const {of}* const from{n} = {buffer} + ({self.nest.index(address)});")
-        for k, s in enumerate(self.stores):
-            place = self.nest.streamed.get(s) or f"{s.buffer}[{self.nest.index(s.address)}]"
-            out.add(f"{storage_type(self.nest.dtypes[s.buffer])}* const into{k} = &{place};")
-        out.open(f"for (i64 k = 0; k < length; k += {self.lanes})")
-        out.add("const u64 some = fuser_first(length - k);")
-        for n in self.rows:
-            out.add(f"const {'u64' if n in self.masks else kind} b{n} = {self._value(n, kind)};")
-        for k, s in enumerate(self.stores):
-            out.add(f"{kind}_store(into{k} + k, {self._data(s.row, s.row, kind)}, some);")
-        out.close()
+                kind = f"{storage_type(self.nest.dtypes[buffer])}* const"
+                out.let(kind, f"from{n}", self.nest.address(buffer, address))
+        for at, s in enumerate(self.stores):
+            of = storage_type(self.nest.dtypes[s.buffer])
+            out.var(f"{of}* const", f"into{at}", ir.Unary("&", self.nest.target(s)))
+        with out.block(ir.For("k", ir.Number(0), length, ir.Number(self.lanes))):
+            out.let("u64", "some", ir.call("fuser_first", length - k))
+            for n in self.rows:
+                out.let("u64" if n in self.masks else self.vector, f"b{n}", self._value(n))
+            for at, s in enumerate(self.stores):
+                out.do(f"{self.vector}_store", ir.Name(f"into{at}") + k, self._data(s.row, s.row), "some")
         out.close()
 
-    def _value(self, n: int, kind: str) -> str:
-        row = self.plan.rows[n]
+    def _value(self, n: int) -> ir.Value:
+        row, k = self.plan.rows[n], ir.Name("k")
         if n in self.edges:
             before, place = self.edges[n]
-            return f"{'' if before else '~'}fuser_first({place} - start - k)"
+            first = ir.call("fuser_first", place - "start" - k)
+            return first if before else ~first
         if n in self.masks:
             args = [self._mask(a) for a in row.args]
-            return f" {row.traits.sign} ".join(args) if row.traits.sign in JOINING else f"~{args[0]}"
+            return ir.Binary(row.traits.sign, *args) if row.traits.sign in JOINING else ~args[0]
         if row.op == "load":
-            mask = f"some & {self._mask(row.args[0])}" if row.args else "some"
-            back = self.nest.step(row.attr[1][0]) != ONE
-            text = f"{kind}_back(from{n} - k, length - k)" if back else f"{kind}_load(from{n} + k, {mask})"
-            return f"({kind})({text} != 0) & 1" if row.dtype is torch.bool else text
+            at, length = ir.Name(f"from{n}"), ir.Name("length")
+            if self.nest.step(row.attr[1][0]) != ONE:
+                loaded = ir.call(f"{self.vector}_back", at - k, length - k)
+            else:
+                some = ir.Name("some")
+                loaded = ir.call(f"{self.vector}_load", at + k, some & self._mask(row.args[0]) if row.args else some)
+            return ir.Cast(self.vector, loaded.differs(0)) & 1 if row.dtype is torch.bool else loaded
         if row.traits.chooses:
             _, a, b = row.args
-            return f"{kind}_pick({self._mask(row.args[0])}, {self._data(a, n, kind)}, {self._data(b, n, kind)})"
-        args = [self._data(a, n, kind) for a in row.args]
+            return ir.call(f"{self.vector}_pick", self._mask(row.args[0]), self._data(a, n), self._data(b, n))
+        args = [self._data(a, n) for a in row.args]
         if row.traits.sign in JOINING:
-            return f" {row.traits.sign} ".join(args)
+            return ir.Binary(row.traits.sign, *args)
         if row.traits.sign in TURNING:
-            return f"{args[0]} ^ 1" if row.dtype is torch.bool else f"~{args[0]}"
+            return ir.Binary("^", args[0], ir.Number(1)) if row.dtype is torch.bool else ~args[0]
         return args[0]
 
-    def _mask(self, n: int) -> str:
-        return f"b{n}" if self.nest.is_full(n) else f"({self.nest.ref(n)} ? ~0ULL : 0ULL)"
+    def _mask(self, n: int) -> ir.Value:
+        none = ir.Cast("u64", ir.Number(0))
+        return ir.Name(f"b{n}") if self.nest.is_full(n) else ir.Select(self.nest.ref(n), ~none, none)
 
-    def _data(self, n: int, user: int, kind: str) -> str:
+    def _data(self, n: int, user: int) -> ir.Value:
         """Row `n` in the lanes of row `user`; a constant is of the half that this one is."""
         if self.nest.is_full(n):
-            return f"b{n}"
+            return ir.Name(f"b{n}")
         row, half = self.plan.rows[n], self.nest.moved.get(user)
         if row.op == "const":
-            text = str(bits_of(float(row.attr), half)) if half is not None else constant_text(row)
+            value: ir.Value = ir.Number(bits_of(float(row.attr), half)) if half is not None else constant(row)
         else:
-            text = self.nest.ref(n)
-        return f"(({kind}){{}} + ({_WORDS[self.size]['CELL']})({text}))"
+            value = self.nest.ref(n)
+        return ir.Splat(self.vector, ir.Cast(_WORDS[self.size]["CELL"], value))
 
 
 __all__ = ["BitsLoop", "helpers"]

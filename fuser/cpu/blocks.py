@@ -12,15 +12,15 @@ import torch
 
 from fuser.cpu.chains import ChainedScan
 from fuser.cpu.records import Bindings, Function
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol, symbols
-from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_convert, cpp_step, cpp_store
+from fuser.ops import CPP_TYPES, SCANS
 from fuser.scheduler.plan import Axis, KernelPlan, Store
 
 BLOCK = 512  # elements of a row: what is computed of them lies in the first level cache
 LONG = 1 << 18  # elements of a row that is cut: what comes before each chunk is added up first
 SHORTEST = 16  # elements of a row; several shorter ones are taken side by side
-OWN = ("ys", "places")  # a block's results before they are stored
+YS, PLACES = ir.Name("ys"), ir.Name("places")  # a block's results before they are stored
 _SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}
 
 
@@ -52,43 +52,41 @@ class BlockedScan(ChainedScan):
 
     def _pass(self, suffix: str, chunks: Expr, stores: bool) -> Function:
         """One function: each unit is a row or a chunk of one."""
-        name = self.open_function(suffix)
+        self.open_function(suffix)
         (axis,) = self.red_axes
         cut = bool(self.partials)
-        digits = [(a.sym.name, f"n_{a.sym.name}") for a in self.kept]
+        digits = self.digits(self.kept)
         self.emit_constants()
         if cut:
-            self.out.add(f"const i64 chunks = {cpp_expr(chunks)};")
-            self.out.add(f"const i64 each = chunks ? (n_{axis.sym.name} + chunks - 1) / chunks : 0;")
-            digits.append(("chunk", "chunks"))
+            self.open_chunks(chunks, axis)
+            digits.append(("chunk", ir.Name("chunks")))
         self.open_units(digits)
         inner = self.closure(self._wanted())
         self.emit_unit_rows([*self._wanted(), *(d for n in inner for d in self.deps(n))], 0)
         self._start(cut and stores)
-        low, high = ("from", "to") if cut else ("0", f"n_{axis.sym.name}")
+        low, high = self._range(axis, {axis.sym: (ir.Name("from"), ir.Name("to"))} if cut else {})
         if cut:
-            self.out.add("const i64 from = chunk * each;")
-            self.out.add(f"const i64 to = from + each < n_{axis.sym.name} ? from + each : n_{axis.sym.name};")
-        self.out.open(f"for (i64 v0 = {low}; v0 < {high}; v0 += {BLOCK})")
-        self.out.add(f"const i64 count = v0 + {BLOCK} < {high} ? {BLOCK} : {high} - v0;")
-        self._block(inner, stores)
-        self.out.close()
+            self.open_chunk(axis)
+        with self.out.block(ir.For("v0", low, high, ir.Number(BLOCK))):
+            self.open_count(BLOCK, high)
+            self._block(inner, stores)
         if not stores:
-            self.out.add(f"{self.name}_p[u] = acc;")
-        self.close_units(digits)
+            self.out.set(ir.Name(f"{self.name}_p")["u"], "acc")
+        self.out.close()
         units = product(a.size for a in self.kept) * chunks
-        return Function(name, self.close_function(), units, self.work(), expr(0))
+        return Function(self.close_function(), units, self.work(), expr(0))
 
     def _start(self, joins: bool) -> None:
         kind = torch.float64 if self.accumulator().is_floating_point else torch.int64
         if self._is_extreme():
             kind = self.element() or kind
-        start = cpp_constant(SCANS[self.ordered.how].identity(self.accumulator()), kind)
-        self.out.add(f"{CPP_TYPES[kind]} acc = {start};")
-        self.out.add("i64 place = 0;") if self._is_extreme() else None
+        self.out.var(CPP_TYPES[kind], "acc", ir.Number(SCANS[self.ordered.how].identity(self.accumulator()), kind))
+        if self._is_extreme():
+            self.out.var("i64", "place", 0)
         if joins:
-            step = cpp_step(self.ordered.how, kind, "acc", f"{self.name}_p[c]")
-            self.out.add(f"for (i64 c = u - chunk; c < u; ++c) acc = {step};")
+            before = ir.Name(f"{self.name}_p")["c"]
+            with self.out.block(ir.For("c", ir.Name("u") - "chunk", ir.Name("u"))):
+                self.out.set("acc", ir.Op("step", self.ordered.how, kind, (ir.Name("acc"), before)))
 
     def _is_extreme(self) -> bool:
         return bool(SCANS[self.ordered.how].extreme)
@@ -103,25 +101,25 @@ class BlockedScan(ChainedScan):
         if not is_line:
             self.open_pieces(0, "v0", "l", BLOCK, "count")
         if value in self.pieces:
-            source = f"piece{value}"
+            source = ir.Name(f"piece{value}")
         if source is None:
-            source = "xs"
-            self.out.add(f"{kind} xs[{BLOCK}] {self.aligned};")
+            source = ir.Name("xs")
+            self.out.scratch(kind, "xs", BLOCK, aligned=self.line)
             self._open_block()
             for n in inner:
                 self.declare(n)
-            row = self.plan.rows[value]
-            self.out.add(f"xs[l] = {cpp_convert(row.dtype, element, self.ref(value))};")
+            self.out.set(source["l"], ir.Convert(self.plan.rows[value].dtype, element, self.ref(value)))
             self.out.close()
         goals = {self.is_place(s): s for s in self.plan.stores} if stores else {}
-        to = {place: self._target(s, element, source) for place, s in goals.items()}
-        arguments = f"{source}, count, acc, {to.get(False, f'({kind}*)0')}"
+        to = {place: self._target(s, element) for place, s in goals.items()}
+        none = ir.Number(0)
+        arguments: list[ir.Like] = [source, "count", "acc", to.get(False, ir.Cast(f"{kind}*", none))]
         if self._is_extreme():
-            arguments += f", place, v0, {to.get(True, '(i64*)0')}"
+            arguments += ["place", "v0", to.get(True, ir.Cast("i64*", none))]
         name = f"fuser_{'scan' if stores else 'total'}_{SCANS[self.ordered.how].helper}_{_SUFFIX[element]}"
-        self.out.add(f"{name}({arguments});")
+        self.out.do(name, *arguments)
         for place, s in goals.items():
-            if to[place] in OWN and s not in self.results:
+            if to[place] in (YS, PLACES) and s not in self.results:
                 self._copy(s, torch.int64 if place else element, to[place])
         if not stores:
             self.results.clear()
@@ -129,11 +127,10 @@ class BlockedScan(ChainedScan):
             self.close_pieces(0, "v0", "count")
 
     def _open_block(self) -> None:
-        self.out.add(self.pragma())
-        self.out.open("for (i64 l = 0; l < count; ++l)")
-        self.out.add(f"const i64 {self.red_axes[0].sym.name} = v0 + l;")
+        self.out.open(self.simd("l", 0, "count"))
+        self.out.let("i64", self.red_axes[0].sym.name, ir.Name("v0") + "l")
 
-    def _line(self, n: int) -> str | None:
+    def _line(self, n: int) -> ir.Value | None:
         """Where the values to scan lie side by side in memory as they are; None if they are computed."""
         row = self.plan.rows[n]
         if row.op != "load" or row.args or n in self.guarded:
@@ -141,30 +138,28 @@ class BlockedScan(ChainedScan):
         buffer, (address,) = row.attr
         return self._memory(buffer, address, self.element())
 
-    def _memory(self, buffer: str, address: Expr, dtype: torch.dtype | None) -> str | None:
+    def _memory(self, buffer: str, address: Expr, dtype: torch.dtype | None) -> ir.Value | None:
         axis = self.red_axes[0].sym
         plain = not any(x.kind == INDIRECT and self.is_full(int(x.name[1:])) for x in symbols(address))
         if self.checked or self.dtypes[buffer] is not dtype or coefficient(address, axis) != ONE or not plain:
             return None
-        return f"{buffer} + ({self.index(substitute(address, {axis: symbol('v0', LOOP)}))})"
+        return self.address(buffer, substitute(address, {axis: symbol("v0", LOOP)}))
 
-    def _target(self, s: Store, element: torch.dtype, source: str) -> str:
+    def _target(self, s: Store, element: torch.dtype) -> ir.Value:
         """Where a block's results go: to memory straight away, or to where lanes convert them."""
         if s in self.results:  # floats that become float16
-            return self.results[s].partition("[")[0]
-        own = "places" if self.is_place(s) else "ys"
-        dtype = torch.int64 if self.is_place(s) else element
+            return self.results[s].array
+        dtype, own = (torch.int64, PLACES) if self.is_place(s) else (element, YS)
         straight = self._memory(s.buffer, s.address, dtype)
         if straight is None:
-            self.out.add(f"{CPP_TYPES[dtype]} {own}[{BLOCK}] {self.aligned};")
+            self.out.scratch(CPP_TYPES[dtype], own.name, BLOCK, aligned=self.line)
         return straight or own
 
-    def _copy(self, s: Store, dtype: torch.dtype, made: str) -> None:
+    def _copy(self, s: Store, dtype: torch.dtype, made: ir.Value) -> None:
         """Store a block's results that are not where they belong."""
         self._open_block()
-        own = self.dtypes[s.buffer]
-        result = cpp_store(own, cpp_convert(dtype, self.plan.rows[s.row].dtype, f"{made}[l]"))
-        self.out.add(f"{s.buffer}[{self.index(s.address)}] = {result};")
+        result = ir.Convert(dtype, self.plan.rows[s.row].dtype, made["l"])
+        self.out.set(ir.Name(s.buffer)[self.index(s.address)], ir.Encode(self.dtypes[s.buffer], result))
         self.out.close()
 
 

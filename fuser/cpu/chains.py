@@ -7,18 +7,21 @@ need a first pass for what comes before each; they depend on sizes alone, so the
 
 from __future__ import annotations
 
+import functools
 import math
+from contextlib import AbstractContextManager
 
 import torch
 
 from fuser.cpu.ordered import Scan
 from fuser.cpu.records import Bindings, Function, Generated, Partial
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
-from fuser.ops import CPP_TYPES, SCANS, cpp_constant, cpp_convert, cpp_step
+from fuser.ops import CPP_TYPES, SCANS
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan
 
+ACCS, ATS = ir.Name("accs"), ir.Name("ats")
 SIDE_BY_SIDE = 4  # chains of a unit
 SIDE_BY_SIDE_FROM = 25  # elements of a row: processors look ahead over several shorter ones by themselves
 FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
@@ -65,28 +68,32 @@ class ChainedScan(Scan):
 
     def _pass(self, suffix: str, chunks: Expr, stores: bool) -> Function:
         """One function: units of chains, each from a row's or chunk's start; it stores results, or their last ones."""
-        name = self.open_function(suffix)
+        self.open_function(suffix)
         (axis,) = self.red_axes
-        digits = [*((a.sym.name, f"n_{a.sym.name}") for a in self.kept), ("chunk", "chunks")]
+        digits = [*self.digits(self.kept), ("chunk", ir.Name("chunks"))]
         self.emit_constants()
-        self.out.add(f"const i64 chunks = {cpp_expr(chunks)}, n = n_{axis.sym.name};")
-        self.out.add("const i64 each = chunks ? (n + chunks - 1) / chunks : 0;")
-        self.out.add(f"const i64 chains = {' * '.join(size for _, size in digits)};")
+        self.open_chunks(chunks, axis)
+        self.out.let("i64", "n", f"n_{axis.sym.name}")
+        self.out.let("i64", "chains", functools.reduce(ir.Value.__mul__, (length for _, length in digits)))
         self._point(axis.sym.name, stores)
-        self.out.open("for (i64 u = begin; u < end; ++u)")
-        self.out.add(f"const i64 first = u * {SIDE_BY_SIDE};")
-        self.out.add(f"const i64 count = first + {SIDE_BY_SIDE} < chains ? {SIDE_BY_SIDE} : chains - first;")
+        self.out.open(ir.For("u", ir.Name("begin"), ir.Name("end")))
+        first, chains, width = ir.Name("first"), ir.Name("chains"), ir.Number(SIDE_BY_SIDE)
+        self.out.let("i64", "first", ir.Name("u") * width)
+        self.out.let("i64", "count", ir.Select(first + width < chains, width, chains - first))
         self._starts(digits, joins=bool(self.partials) and stores)
         self._run()
         if not stores:
-            self.out.open("for (i64 j = 0; j < count; ++j)")
-            self.out.add(f"{self.name}_p[first + j] = accs[j];")
-            self.out.add(f"{self.name}_i[first + j] = ats[j];") if self._has_index() else None
-            self.out.close()
+            with self._each_chain():
+                self.out.set(ir.Name(f"{self.name}_p")[first + "j"], ACCS["j"])
+                if self._has_index():
+                    self.out.set(ir.Name(f"{self.name}_i")[first + "j"], ATS["j"])
         self.out.close()
         units = floordiv(product(a.size for a in self.kept) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
         units = units * minimum(axis.size, 1)
-        return Function(name, self.close_function(), units, self.work(), expr(0))
+        return Function(self.close_function(), units, self.work(), expr(0))
+
+    def _each_chain(self) -> AbstractContextManager[None]:
+        return self.out.block(ir.For("j", ir.Number(0), ir.Name("count")))
 
     def _varying(self, roots: list[int]) -> list[int]:
         """The rows that vary at all of those that `roots` need."""
@@ -106,103 +113,117 @@ class ChainedScan(Scan):
 
     def _point(self, axis: str, stores: bool) -> None:
         """A function that takes a chain one step on: all rows that vary at all are computed in it, or before."""
-        kept = "".join(f"const i64 {a.sym.name}, " for a in self.kept)
-        kind, value = CPP_TYPES[self.accumulator()], self.value_row()
-        given = ""
-        if self._fills():
-            given = f", const {kind} x"
-            self.out.open(f"auto fill = [&]({kind}* xs, {kept}const i64 from, const i64 count)")
-            self.out.add(self.pragma())
-            self.out.open("for (i64 l = 0; l < count; ++l)")
-            self.out.add(f"const i64 {axis} = from + l;")
-            for n in self._varying([value]):
-                self.declare(n)
-            self.out.add(f"xs[l] = {cpp_convert(self.plan.rows[value].dtype, self.accumulator(), self.ref(value))};")
+        kept = tuple(("const i64", a.sym.name) for a in self.kept)
+        kind, value, fills = CPP_TYPES[self.accumulator()], self.value_row(), self._fills()
+        if fills:
+            params = ((f"{kind}*", "xs"), *kept, ("const i64", "from"), ("const i64", "count"))
+            self.out.open(ir.Routine("fill", params, inline=False))
+            with self.out.block(self.simd("l", 0, "count")):
+                self.out.let("i64", axis, ir.Name("from") + "l")
+                for n in self._varying([value]):
+                    self.declare(n)
+                x = ir.Convert(self.plan.rows[value].dtype, self.accumulator(), self.ref(value))
+                self.out.set(ir.Name("xs")["l"], x)
             self.out.close()
-            self.out.close("};")
-        self.out.open(
-            f"auto point = [&]({kind}& acc, i64& at, {kept}const i64 {axis}{given}) __attribute__((always_inline))"
-        )
-        for n in self._varying(self._wanted()) if not given else ():
+        given = ((f"const {kind}", "x"),) if fills else ()
+        self.out.open(ir.Routine("point", ((f"{kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)))
+        for n in self._varying(self._wanted()) if not fills else ():
             self.declare(n)
-        self.put(stores, given=bool(given))
-        self.out.close("};")
-
-    def _starts(self, digits: list[tuple[str, str]], joins: bool) -> None:
-        """Where the chains of a unit are, from where to where they run, and what they start with."""
-        kind, spec, width = self.accumulator(), SCANS[self.ordered.how], SIDE_BY_SIDE
-        at = "".join(f", of_{variable}[{width}]" for variable, _ in digits[:-1])
-        self.out.add(f"{CPP_TYPES[kind]} accs[{width}];")
-        self.out.add(f"i64 ats[{width}] = {{}}, low[{width}], high[{width}]{at};")
-        self.out.open("for (i64 j = 0; j < count; ++j)")
-        self.out.add("i64 unit = first + j;")
-        for position, (variable, size) in reversed(list(enumerate(digits))):
-            target = f"of_{variable}[j]" if position < len(digits) - 1 else "const i64 chunk"
-            self.out.add(f"{target} = unit % ({size}); unit /= {size};" if position else f"{target} = unit;")
-        self.out.add("low[j] = chunk * each < n ? chunk * each : n;")
-        self.out.add("high[j] = low[j] + each < n ? low[j] + each : n;")
-        self.out.add(f"accs[j] = {cpp_constant(spec.identity(kind), kind)};")
-        if joins:
-            self.out.open("for (i64 c = first + j - chunk; c < first + j; ++c)")
-            step = cpp_step(self.ordered.how, kind, "accs[j]", "x")
-            self.out.add(f"const {CPP_TYPES[kind]} x = {self.name}_p[c];")
-            if spec.index:
-                self.out.add(f"if ({step}) {{ accs[j] = x; ats[j] = {self.name}_i[c]; }}")
-            else:
-                self.out.add(f"accs[j] = {step};")
-            self.out.close()
+        self.put(stores, given=fills)
         self.out.close()
+
+    def _starts(self, digits: list[tuple[str, ir.Value]], joins: bool) -> None:
+        """Where the chains of a unit are, from where to where they run, and what they start with."""
+        kind, spec, each = self.accumulator(), SCANS[self.ordered.how], ir.Name("each")
+        self.out.scratch(CPP_TYPES[kind], "accs", SIDE_BY_SIDE)
+        self.out.scratch("i64", "ats", SIDE_BY_SIDE, zero=True)
+        for name in ("low", "high", *(f"of_{variable}" for variable, _ in digits[:-1])):
+            self.out.scratch("i64", name, SIDE_BY_SIDE)
+        unit, chunk, n, low, high = (ir.Name(name) for name in ("unit", "chunk", "n", "low", "high"))
+        with self._each_chain():
+            self.out.var("i64", "unit", ir.Name("first") + "j")
+            for position, (variable, length) in reversed(list(enumerate(digits))):
+                digit = unit % length if position else unit
+                if variable == "chunk":
+                    self.out.let("i64", "chunk", digit)
+                else:
+                    self.out.set(ir.Name(f"of_{variable}")["j"], digit)
+                if position:
+                    self.out.set(unit, length, "/")
+            self.out.set(low["j"], ir.least(chunk * each, n))
+            self.out.set(high["j"], ir.least(low["j"] + each, n))
+            self.out.set(ACCS["j"], ir.Number(spec.identity(kind), kind))
+            if joins:
+                self._join_chunks(kind)
+
+    def _join_chunks(self, kind: torch.dtype) -> None:
+        """What the chunks before a chain's make."""
+        here = ir.Name("first") + "j"
+        with self.out.block(ir.For("c", here - "chunk", here)):
+            self.out.let(CPP_TYPES[kind], "x", ir.Name(f"{self.name}_p")["c"])
+            step = ir.Op("step", self.ordered.how, kind, (ACCS["j"], ir.Name("x")))
+            if self._has_index():
+                with self.out.block(ir.If(step)):
+                    self.out.set(ACCS["j"], "x")
+                    self.out.set(ATS["j"], ir.Name(f"{self.name}_i")["c"])
+            else:
+                self.out.set(ACCS["j"], step)
 
     def _run(self) -> None:
         """All chains side by side as far as the shortest goes, then each to its end; perhaps block by block."""
         fills, every = self._fills(), range(SIDE_BY_SIDE)
         kind = CPP_TYPES[self.accumulator()]
-
-        def call(acc: str, at: str, j: object, place: str) -> str:
-            kept = "".join(f"of_{a.sym.name}[{j}], " for a in self.kept)
-            return f"point({acc}, {at}, {kept}low[{j}] + {place}{f', xs[{j}][{place}]' if fills else ''});"
-
-        self.out.add(f"i64 size[{SIDE_BY_SIDE}];")
+        low, length, count, done = (ir.Name(name) for name in ("low", "size", "count", "done"))
+        left = ir.Name("high")["j"] - low["j"]
+        self.out.scratch("i64", length.name, SIDE_BY_SIDE)
         if fills:
-            self.out.add(f"{kind} xs[{SIDE_BY_SIDE}][{FILLED}] {self.aligned};")
-            self.out.add("i64 longest = 0;")
-            self.out.add("for (i64 j = 0; j < count; ++j) if (high[j] - low[j] > longest) longest = high[j] - low[j];")
-            self.out.open(f"for (i64 b = 0; b < longest; b += {FILLED})")
-        self.out.open("for (i64 j = 0; j < count; ++j)")
-        self.out.add("size[j] = high[j] - low[j];")
-        if fills:
-            self.out.add(f"if (size[j] > {FILLED}) size[j] = {FILLED};")
-            self.out.add(f"fill(xs[j], {''.join(f'of_{a.sym.name}[j], ' for a in self.kept)}low[j], size[j]);")
-        self.out.close()
-        self.out.add("i64 done = 0;")
-        self.out.open(f"if (count == {SIDE_BY_SIDE})")
-        self.out.add("done = size[0];")
-        for j in every[1:]:
-            self.out.add(f"if (size[{j}] < done) done = size[{j}];")
-        self.out.add(f"{kind} {', '.join(f'acc{j} = accs[{j}]' for j in every)};")
-        self.out.add(f"i64 {', '.join(f'at{j} = ats[{j}]' for j in every)};")
-        self.out.open("for (i64 i = 0; i < done; ++i)")
-        for j in every:
-            self.out.add(call(f"acc{j}", f"at{j}", j, "i"))
-        self.out.close()
-        for j in every:
-            self.out.add(f"accs[{j}] = acc{j}; ats[{j}] = at{j};")
-        self.out.close()
-        self._run_rest(kind, call("acc", "at", "j", "i"), fills)
+            longest = ir.Name("longest")
+            self.out.scratch(kind, "xs", SIDE_BY_SIDE, FILLED, aligned=self.line)
+            self.out.var("i64", longest.name, 0)
+            with self._each_chain(), self.out.block(ir.If(left > longest)):
+                self.out.set(longest, left)
+            self.out.open(ir.For("b", ir.Number(0), longest, ir.Number(FILLED)))
+        with self._each_chain():
+            self.out.set(length["j"], left)
+            if fills:
+                with self.out.block(ir.If(length["j"] > FILLED)):
+                    self.out.set(length["j"], FILLED)
+                self.out.do("fill", ir.Name("xs")["j"], *self._kept_of("j"), low["j"], length["j"])
+        self.out.var("i64", "done", 0)
+        with self.out.block(ir.If(count.same(SIDE_BY_SIDE))):
+            self.out.set(done, length[0])
+            for j in every[1:]:
+                with self.out.block(ir.If(length[j] < done)):
+                    self.out.set(done, length[j])
+            for j in every:
+                self.out.var(kind, f"acc{j}", ACCS[j])
+            for j in every:
+                self.out.var("i64", f"at{j}", ATS[j])
+            with self.out.block(ir.For("i", ir.Number(0), done)):
+                for j in every:
+                    self._step(f"acc{j}", f"at{j}", j, fills)
+            for j in every:
+                self.out.set(ACCS[j], f"acc{j}")
+                self.out.set(ATS[j], f"at{j}")
+        with self._each_chain():
+            self.out.var(kind, "acc", ACCS["j"])
+            self.out.var("i64", "at", ATS["j"])
+            with self.out.block(ir.For("i", done, length["j"])):
+                self._step("acc", "at", "j", fills)
+            self.out.set(ACCS["j"], "acc")
+            self.out.set(ATS["j"], "at")
+            if fills:
+                self.out.set(low["j"], length["j"], "+")
         if fills:
             self.out.close()
 
-    def _run_rest(self, kind: str, step: str, fills: bool) -> None:
-        """Each chain by itself to its end."""
-        self.out.open("for (i64 j = 0; j < count; ++j)")
-        self.out.add(f"{kind} acc = accs[j];")
-        self.out.add("i64 at = ats[j];")
-        self.out.open("for (i64 i = done; i < size[j]; ++i)")
-        self.out.add(step)
-        self.out.close()
-        self.out.add("accs[j] = acc; ats[j] = at;")
-        self.out.add("low[j] += size[j];") if fills else None
-        self.out.close()
+    def _kept_of(self, j: ir.Like) -> list[ir.Value]:
+        return [ir.Name(f"of_{a.sym.name}")[j] for a in self.kept]
+
+    def _step(self, acc: str, at: str, j: ir.Like, fills: bool) -> None:
+        """Take chain `j` one step on, to its place `i`."""
+        x = (ir.Name("xs")[j]["i"],) if fills else ()
+        self.out.do("point", acc, at, *self._kept_of(j), ir.Name("low")[j] + "i", *x)
 
 
 __all__ = ["ChainedScan"]

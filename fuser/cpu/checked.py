@@ -6,10 +6,9 @@ Loops are the plain ones: vectors, tiles, pieces and prefetches take the address
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from fuser.cpu.text import cpp_expr
-from fuser.ir.sizes import ZERO, Expr, Sym, minimum, product
+from fuser.ir.sizes import ZERO, Expr, minimum, product
 from fuser.kernel_spec import OUT_OF_BOUNDS
 
 # `found` is what `runtime/bounds.py` reads: buffer, offset and elements of the first access outside.
@@ -39,13 +38,4 @@ def span(size: Sequence[Expr], stride: Sequence[Expr]) -> Expr:
     return product(minimum(n, 1) for n in size) * (last + 1)
 
 
-def checked_pointer(
-    kind: str, buffer: str, at: int, count: Expr, slots: Mapping[Sym, int], function: str
-) -> str:  # fmt: skip
-    """The declaration of a buffer that `function` finds at pointer `at`."""
-    elements = cpp_expr(count, lambda s: f"s[{slots[s]}]")
-    values = f'({kind}*)ptrs[{at}], {elements}, "{buffer}", {function}_bounds, status'
-    return f"const fuser_checked<{kind}> {buffer} = {{{values}}};"
-
-
-__all__ = ["CHECKED_HELPER", "checked_pointer", "span"]
+__all__ = ["CHECKED_HELPER", "span"]

@@ -24,8 +24,9 @@ from fuser.cpu.sharing import shared
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
+from fuser.cpu.vir.printer import Text
 from fuser.machines import Machine
-from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
+from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
 from fuser.scheduler.plan import KernelPlan
 
 
@@ -52,19 +53,29 @@ def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     return Generated((Scan(plan, name, bindings).function(),), ())
 
 
-def source_text(functions: Iterable[str], comment: str, machine: Machine) -> str:
-    """A complete source for `machine`: typedefs, the helpers that are called, the functions' texts."""
-    body = "\n".join(functions)
-    floors = FLOOR_HELPERS if "floor_div(" in body or "floor_mod(" in body else ""
-    floors += HIDDEN_HELPER if "hidden(" in body else ""
-    floors += PLACE_HELPERS if "place_div(" in body or "place_mod(" in body else ""
-    head = "".join(f"// {line}\n" for line in comment.splitlines())
-    shuffles = SHUFFLE_HELPER if "FUSER_SHUFFLE(" in body else ""
-    shuffles += ZEROS if "fuser_zeros" in body else ""
-    shuffles += CHECKED_HELPER if "fuser_checked<" in body else ""
-    shuffles += stream_helper(machine) if "fuser_stream(" in body else ""
-    vectors = transposes.helpers(body, machine) + bits.helpers(body, machine)
-    return f"{head}{CPP_TYPEDEFS}{prelude_for(helpers_in(vectors + body), machine)}{floors}{vectors}{shuffles}\n{body}"
+# Helpers of the generator itself, in order: the text of each, and the names of which one is used.
+_SCALAR: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (FLOOR_HELPERS, ("floor_div", "floor_mod")),
+    (HIDDEN_HELPER, ("hidden",)),
+    (PLACE_HELPERS, ("place_div", "place_mod")),
+)
+_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (SHUFFLE_HELPER, ("FUSER_SHUFFLE",)),
+    (ZEROS, ("fuser_zeros",)),
+    (CHECKED_HELPER, ("fuser_checked",)),
+)
+
+
+def source_text(functions: Iterable[Text], comment: str, machine: Machine) -> str:
+    """A complete source for `machine`: typedefs, the helpers that are used, the functions' texts."""
+    functions = list(functions)
+    uses = frozenset[str]().union(*(f.uses for f in functions))
+    floors, others = ("".join(t for t, names in rows if not uses.isdisjoint(names)) for rows in (_SCALAR, _OTHERS))
+    others += stream_helper(machine) if "fuser_stream" in uses else ""
+    vectors = transposes.helpers(uses, machine) + bits.helpers(uses, machine)
+    prelude = prelude_for({*helpers_in(vectors), *known_helpers(uses)}, machine)
+    head, body = "".join(f"// {line}\n" for line in comment.splitlines()), "\n".join(f.text for f in functions)
+    return f"{head}{CPP_TYPEDEFS}{prelude}{floors}{vectors}{others}\n{body}"
 
 
 PART = 12_000  # most characters of functions that are compiled together; longer sources become parts
@@ -75,10 +86,10 @@ def source_parts(functions: Sequence[Function], comment: str, machine: Machine) 
 
     Those that are equal up to their arguments share a body, and a source with it.
     """
-    parts: list[list[str]] = [[]]
+    parts: list[list[Text]] = [[]]
     length = 0
     for texts in shared(functions):
-        more = sum(map(len, texts))
+        more = sum(len(t.text) for t in texts)
         if length and length + more > PART:
             parts.append([])
             length = 0

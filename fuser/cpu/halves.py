@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 
 from fuser.cpu.parts import PartsNest
-from fuser.cpu.segments import find_edge
+from fuser.cpu.segments import FARTHEST, find_edge
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, Expr, substitute, symbol
 from fuser.scheduler.plan import Store
 
+_FAR = ir.Number(4 * FARTHEST, torch.int64)
 MOST_PIECES = 6  # more would not fit into the first level cache
 
 
@@ -33,12 +35,12 @@ class HalvesNest(PartsNest):
             return False
         return self._is_line(row.attr[0], row.attr[1][0])
 
-    def _bounds(self, mask: int) -> list[tuple[bool, str]]:
+    def _bounds(self, mask: int) -> list[tuple[bool, ir.Value]]:
         """Whether a condition on the index holds before a place or from it on, and which; none if it is another.
 
         What does not hang on the index along the vector axis holds before no place, or before all.
         """
-        found: list[tuple[bool, str]] = []
+        found: list[tuple[bool, ir.Value]] = []
         pending = [mask]
         while pending:
             n = pending.pop()
@@ -46,18 +48,22 @@ class HalvesNest(PartsNest):
             if edge is not None:
                 found.append(edge)
             elif not self.is_full(n) and not self.is_lane(n):
-                found.append((True, f"({self.ref(n)} ? 1LL << 62 : -(1LL << 62))"))
+                found.append((True, ir.Select(self.ref(n), _FAR, ir.Unary("-", _FAR))))
             elif self.is_full(n) and self.plan.rows[n].traits.sign == "&":
                 pending += self.plan.rows[n].args
             else:
                 return []
         return found
 
-    def _declare_bounds(self, n: int, start: str, count: str) -> None:
-        self.out.add(f"i64 low{n} = 0, high{n} = {count};")
+    def _declare_bounds(self, n: int, start: str, count: ir.Value) -> None:
+        self.out.var("i64", f"low{n}", 0)
+        self.out.var("i64", f"high{n}", count)
+        edge = ir.Name("edge")
         for before, place in self._bounds(self.plan.rows[n].args[0]):
-            side, overtakes = (f"high{n}", "<") if before else (f"low{n}", ">")
-            self.out.add(f"{{ const i64 edge = {place} - {start}; {side} = edge {overtakes} {side} ? edge : {side}; }}")
+            side = ir.Name(f"high{n}" if before else f"low{n}")
+            with self.out.block(ir.Plain()):
+                self.out.let("i64", edge.name, place - start)
+                self.out.set(side, ir.Select(edge < side if before else edge > side, edge, side))
 
     def _is_line(self, buffer: str, address: Expr) -> bool:
         return self.dtypes[buffer] is torch.float16 and self.step(address) == ONE
@@ -72,41 +78,43 @@ class HalvesNest(PartsNest):
         """Whether a pass over pieces converts float16 before and after each."""
         return 0 < len(self.half_loads(phase)) + len(self.half_stores(phase)) <= MOST_PIECES
 
-    def open_pieces(self, phase: int, start: str, place: str, length: int, count: str) -> None:
+    def open_pieces(self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like) -> None:
         """Before a loop of `count` elements from `start` on, at most `length`; it finds element `place` of what is made
         ready: of parts, and of halves as floats."""
+        place, count = ir.value(place), ir.value(count)
         self._open_parts(phase, start, place, count)
         if self.has_halves(phase):
             self._open_halves(phase, start, place, length, count)
 
-    def close_pieces(self, phase: int, start: str, count: str) -> None:
+    def close_pieces(self, phase: int, start: str, count: ir.Like) -> None:
         """After that loop; no result is converted that is no longer in `results`."""
         self._close_halves(phase, start, count)
         self._close_parts(phase)
 
-    def _open_halves(self, phase: int, start: str, place: str, length: int, count: str) -> None:
+    def _open_halves(self, phase: int, start: str, place: ir.Value, length: int, count: ir.Value) -> None:
         assert self.vector is not None
         origin = {self.vector.sym: symbol(start, LOOP)}
         length = -(-length // 16) * 16  # whole vectors
         for n in self.half_loads(phase):
             buffer, (address,) = self.plan.rows[n].attr
-            self.out.add(f"float piece{n}[{length}] {self.aligned};")
-            at = f"part{n}" if n in self.parts else f"{buffer} + ({self.index(substitute(address, origin))})"
+            piece = ir.Name(f"piece{n}")
+            self.out.scratch("float", piece.name, length, aligned=self.line)
+            at = ir.Name(f"part{n}") if n in self.parts else self.address(buffer, substitute(address, origin))
             if self.plan.rows[n].args and n not in self.parts:
                 self._declare_bounds(n, start, count)
-                self.out.add(f"fuser_piece_between(piece{n}, {at}, {count}, low{n}, high{n});")
+                self.out.do("fuser_piece_between", piece, at, count, f"low{n}", f"high{n}")
             else:
-                self.out.add(f"fuser_piece_from_half(piece{n}, {at}, {count});")
-            self.pieces[n] = f"piece{n}[{place}]"
+                self.out.do("fuser_piece_from_half", piece, at, count)
+            self.pieces[n] = piece[place]
         for k, s in enumerate(self.half_stores(phase)):
-            self.out.add(f"float result{phase}_{k}[{length}] {self.aligned};")
-            self.results[s] = f"result{phase}_{k}[{place}]"
+            self.out.scratch("float", f"result{phase}_{k}", length, aligned=self.line)
+            self.results[s] = ir.Name(f"result{phase}_{k}")[place]
 
-    def _close_halves(self, phase: int, start: str, count: str) -> None:
+    def _close_halves(self, phase: int, start: str, count: ir.Like) -> None:
         assert self.vector is not None
         self.pieces.clear()
         for k, s in enumerate(self.half_stores(phase) if self.results else []):
-            streamed = self.streamed.get(s, "").partition("[")[0]
-            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"fuser_piece_to_half({streamed or f'{s.buffer} + ({at})'}, result{phase}_{k}, {count});")
+            at = self.address(s.buffer, substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
+            to = self.streamed[s].array if s in self.streamed else at
+            self.out.do("fuser_piece_to_half", to, f"result{phase}_{k}", count)
         self.results.clear()

@@ -15,13 +15,15 @@ import torch
 
 from fuser.cpu.nest import Nest, storage_type
 from fuser.cpu.segments import find_edges
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
-from fuser.ops import LOW, cpp_lanes
+from fuser.ops import LOW, has_lanes
 from fuser.scheduler.plan import Store
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
+LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORTEST = 4  # elements of a row: fewer fill no vector
 NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
@@ -29,11 +31,11 @@ TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 
 @dataclass(frozen=True)
 class Stream:
-    """What is read or written along the vector axis: its pointer's name, dtype, and address in C++."""
+    """What is read or written along the vector axis: its pointer's name, dtype, and first element."""
 
     name: str
     dtype: torch.dtype
-    address: str
+    element: ir.Value
 
     @property
     def kind(self) -> str:
@@ -95,39 +97,40 @@ class LaneLoop:
             return self.nest.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
-        return row.op == "to_dtype" or self._cell(row, tuple("x" for _ in row.args)) is not None
+        return row.op == "to_dtype" or self._cell_dtype(row) is not None
 
-    def _cell(self, row: Row, args: tuple[str, ...]) -> str | None:
+    def _cell_dtype(self, row: Row) -> torch.dtype | None:
+        """The dtype of the cell of explicit vectors for a row; None if there is none."""
         kinds = [self.plan.rows[a].dtype for a in row.args[row.traits.typed :]]
         kind = kinds[0] if kinds else row.dtype
         if any(k is not kind for k in kinds):
             return None
-        return cpp_lanes(row.op, kind, *args)
+        return kind if has_lanes(row.op, kind) else None
 
     def emit(self, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names: groups of vectors, then single ones, the last in part."""
         assert self.nest.vector is not None
         v, out = self.nest.vector.sym.name, self.out
-        streams = [*((self._read(n), "const ") for n in self.loads)]
-        streams += [(self._write(k, s), "") for k, s in enumerate(self.full)]
-        out.open("")
-        out.add(f"const i64 start = {low}, length = {high} - start;")
-        out.add(f"const i64 {v} = start;")
+        streams = [*((self._read(n), True) for n in self.loads)]
+        streams += [(self._write(k, s), False) for k, s in enumerate(self.full)]
+        out.open(ir.Plain())
+        out.let("i64", "start", low)
+        out.let("i64", "length", ir.Name(high) - "start")
+        out.let("i64", v, "start")
         for stream, const in streams:
-            out.add(f"{const}{stream.kind}* const {stream.name} = &{stream.address};")
+            out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted(needed - set(self.rows)):
             flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
             kind = TYPES[self.plan.rows[n].dtype]
-            out.add(f"const {kind} t{n}_all = fuser_lanes_all{flags}({self.nest.ref(n)});")
-        out.add("i64 k = 0;")
-        out.open(f"for (; k + {self.vectors} * FUSER_LANES <= length; k += {self.vectors} * FUSER_LANES)")
-        self._body(self.vectors, "")
-        out.close()
-        out.open("for (; k < length; k += FUSER_LANES)")
-        out.add("const lanes_m some = fuser_lanes_first(length - k);")
-        self._body(1, "some")
-        out.close()
+            out.let(kind, f"t{n}_all", ir.call(f"fuser_lanes_all{flags}", self.nest.ref(n)))
+        out.var("i64", "k", 0)
+        length = ir.Name("length")
+        with out.block(ir.For("k", None, length, ir.Number(self.vectors) * LANES, whole=True)):
+            self._body(self.vectors, None)
+        with out.block(ir.For("k", None, length, LANES)):
+            out.let("lanes_m", "some", ir.call("fuser_lanes_first", length - "k"))
+            self._body(1, ir.Name("some"))
         out.close()
 
     def _deps(self, n: int) -> Sequence[int]:
@@ -137,90 +140,92 @@ class LaneLoop:
 
     def _read(self, n: int) -> Stream:
         buffer, (address,) = self.plan.rows[n].attr
-        place = self.nest.parts.get(n) or f"{buffer}[{self.nest.index(address)}]"
+        place = self.nest.parts.get(n) or ir.Name(buffer)[self.nest.index(address)]
         return Stream(f"from{n}", self.nest.dtypes[buffer], place)
 
     def _write(self, k: int, s: Store) -> Stream:
-        place = self.nest.streamed.get(s) or f"{s.buffer}[{self.nest.index(s.address)}]"
-        return Stream(f"into{k}", self.nest.dtypes[s.buffer], place)
+        return Stream(f"into{k}", self.nest.dtypes[s.buffer], self.nest.target(s))
 
-    def _body(self, vectors: int, some: str) -> None:
+    def _body(self, vectors: int, some: ir.Value | None) -> None:
         """All rows and stores of as many vectors; of one, if `some` names its lanes."""
         for n in self.rows:
-            for at, text in enumerate(self._values(n, vectors, some)):
-                self.out.add(f"const {TYPES[self.plan.rows[n].dtype]} t{n}_{at} = {text};")
+            for at, v in enumerate(self._values(n, vectors, some)):
+                self.out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
-            self._store(f"into{k} + k", self.nest.dtypes[s.buffer], n, vectors, some)
+            self._store(ir.Name(f"into{k}") + "k", self.nest.dtypes[s.buffer], n, vectors, some)
 
-    def _name(self, n: int, at: int) -> str:
-        return f"t{n}_{at}" if self.nest.is_full(n) else f"t{n}_all"
+    def _name(self, n: int, at: int) -> ir.Value:
+        return ir.Name(f"t{n}_{at}" if self.nest.is_full(n) else f"t{n}_all")
 
-    def _values(self, n: int, vectors: int, some: str) -> Iterator[str]:
+    def _values(self, n: int, vectors: int, some: ir.Value | None) -> Iterator[ir.Value]:
         """The right-hand sides of row `n`, one for each vector."""
         row = self.plan.rows[n]
         for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
             if n in self.edges:
                 before, place = self.edges[n]
-                text = f"fuser_lanes_before({place} - start - k - {at} * FUSER_LANES)"
-                yield text if before else f"{text} == 0"
+                lanes = ir.call("fuser_lanes_before", place - "start" - "k" - ir.Number(at) * LANES)
+                yield lanes if before else lanes.same(0)
             elif row.op == "load":
                 yield self._load(n, at, args, some)
             elif row.op == "round_to":
                 exact, tame = self.nest.is_exact(row.args[0], row.attr), row.args[0] in self.nest.tame
-                yield args[0] if exact else f"fuser_lanes_round_{_rounding(row.attr, tame)}({args[0]})"
+                yield args[0] if exact else ir.call(f"fuser_lanes_round_{_rounding(row.attr, tame)}", args[0])
             elif row.op == "to_dtype":
                 yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
             else:
-                yield self._cell(row, args) or ""
+                kind = self._cell_dtype(row)
+                assert kind is not None
+                yield ir.Op("lanes", row.op, kind, args)
 
-    def _load(self, n: int, at: int, args: tuple[str, ...], some: str) -> str:
-        if self.pairs and not some:
-            pairs = f"fuser_lanes_load_pairs(from{n} + k + {at // 2 * 2} * FUSER_LANES)"
-            return f"fuser_lanes_{'odd' if at % 2 else 'even'}({pairs})"
-        name, place = NAMES[self.nest.dtypes[self.plan.rows[n].attr[0]]], f"from{n} + k + {at} * FUSER_LANES"
-        masks = [some] if some else []
-        if n in self.masked:
-            masks.append(f"FUSER_MASK({args[0]})")
+    def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
+        start = ir.Name(f"from{n}")
+        if self.pairs and some is None:
+            pairs = ir.call("fuser_lanes_load_pairs", start + "k" + ir.Number(at // 2 * 2) * LANES)
+            return ir.call(f"fuser_lanes_{'odd' if at % 2 else 'even'}", pairs)
+        name, place = NAMES[self.nest.dtypes[self.plan.rows[n].attr[0]]], start + "k" + ir.Number(at) * LANES
         if n in self.backward:
-            lanes = "length - k" if some else "FUSER_LANES"
-            return f"fuser_lanes_back_{name}(from{n} - k - {at} * FUSER_LANES, {lanes})"
-        if not masks:
-            return f"fuser_lanes_load_{name}({place})"
-        return f"fuser_lanes_part_{name}({place}, {' & '.join(masks)})"
+            lanes = LANES if some is None else ir.Name("length") - "k"
+            return ir.call(f"fuser_lanes_back_{name}", start - "k" - ir.Number(at) * LANES, lanes)
+        mask: ir.Value | None = ir.call("FUSER_MASK", args[0]) if n in self.masked else None
+        if some is not None:
+            mask = some if mask is None else some & mask
+        if mask is None:
+            return ir.call(f"fuser_lanes_load_{name}", place)
+        return ir.call(f"fuser_lanes_part_{name}", place, mask)
 
-    def _store(self, to: str, dtype: torch.dtype, n: int, vectors: int, some: str) -> None:
+    def _store(self, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None) -> None:
         values = [self._name(n, at) for at in range(vectors)]
         if dtype is torch.bfloat16:
             values = [self._bits(n, dtype, v) for v in values]
-        if self.pairs and not some:
+        if self.pairs and some is None:
             for at in range(0, vectors, 2):
-                pair = f"{values[at]}, {values[at + 1]}"
-                self.out.add(f"fuser_lanes_store_pairs({to} + {at} * FUSER_LANES, {pair});")
+                self.out.do("fuser_lanes_store_pairs", to + ir.Number(at) * LANES, values[at], values[at + 1])
             return
         for at, value in enumerate(values):
-            place = f"{to} + {at} * FUSER_LANES"
-            if some:
-                self.out.add(f"fuser_lanes_put_{NAMES[dtype]}({place}, {value}, {some});")
+            place = to + ir.Number(at) * LANES
+            if some is not None:
+                self.out.do(f"fuser_lanes_put_{NAMES[dtype]}", place, value, some)
             else:
-                self.out.add(f"fuser_lanes_store_{NAMES[dtype]}({place}, {value});")
+                self.out.do(f"fuser_lanes_store_{NAMES[dtype]}", place, value)
 
-    def _bits(self, n: int, dtype: torch.dtype, value: str) -> str:
+    def _bits(self, n: int, dtype: torch.dtype, value: ir.Value) -> ir.Value:
         """Row `n` as the bits of a float whose upper half is the bfloat16 to store, or a NaN."""
         if self.nest.is_exact(n, dtype):
-            return f"(lanes_u){value}"
+            return ir.Cast("lanes_u", value)
         if n in self.nest.tame:
-            return f"fuser_lanes_nearest_bfloat16({value})"
-        return f"(lanes_u)fuser_lanes_round_bfloat16({value})"
+            return ir.call("fuser_lanes_nearest_bfloat16", value)
+        return ir.Cast("lanes_u", ir.call("fuser_lanes_round_bfloat16", value))
 
 
 def _rounding(dtype: torch.dtype, tame: bool) -> str:
     return "tame_bfloat16" if tame and dtype is torch.bfloat16 else LOW[dtype]
 
 
-def _convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
+def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:
     if source is target:
-        return text
+        return value
     if target is torch.bool:
-        return f"{text} != 0.0f"
-    return f"{text} ? fuser_lanes_all(1.0f) : fuser_lanes_all(0.0f)"
+        return value.differs(ir.Number(0.0, torch.float32))
+    one, zero = (ir.call("fuser_lanes_all", ir.Number(x, torch.float32)) for x in (1.0, 0.0))
+    return ir.Select(value, one, zero)

@@ -8,17 +8,19 @@ from collections.abc import Iterable, Sequence, Set
 
 import torch
 
-from fuser.cpu.checked import checked_pointer
 from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
 from fuser.cpu.passes import Passes, address_rows
 from fuser.cpu.quotients import factors
-from fuser.cpu.records import SIGNATURE, Bindings, Partial
-from fuser.cpu.text import Lines, cpp_expr, cpp_name
+from fuser.cpu.records import Bindings, Partial
+from fuser.cpu.text import cpp_name
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked, row_exprs
+from fuser.ir.ranges import NO_LOOPS
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
 from fuser.kernel_spec import OUT_OF_BOUNDS
-from fuser.ops import CPP_TYPES, cpp_cell, cpp_constant, cpp_convert, cpp_load, cpp_round, cpp_store
+from fuser.ops import CPP_TYPES
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
@@ -41,7 +43,7 @@ class Nest:
     def __init__(self, plan: KernelPlan, name: str, bindings: Bindings) -> None:
         self.plan, self.name, self.bindings = plan, name, bindings
         self.machine = bindings.machine
-        self.aligned = f"__attribute__((aligned({self.machine.line_bytes})))"
+        self.line = self.machine.line_bytes
         self.dtypes = dict(plan.buffers)
         self.extents = {a.sym: a.size for a in plan.axes}
         self.checked = bindings.counts is not None
@@ -54,25 +56,26 @@ class Nest:
         self.inside = self.reduced | ({plan.vector} if plan.vector is not None and not self.is_column else set())
         self.constant: frozenset[int] = frozenset()  # rows that do not change in a segment of the loop (segments.py)
         self.passes = Passes(plan, self.inside, self.constant)
-        self.parts: dict[int, str] = {}  # masked loads of such a segment -> what they read
+        self.parts: dict[int, ir.Value] = {}  # masked loads of such a segment -> what they read
         self.lanes = self._choose_lanes()
-        self.out = Lines()
+        self.out = Builder()
         self.emitted: set[int] = set()  # rows available in the unit (scalars, or lane arrays of a column nest)
         self.arrays: set[int] = set()  # rows that are lane arrays
         self.kept_rows: dict[int, int] = {}  # row -> number of its row buffer
-        self.hoisted: dict[int, str] = {}  # rows computed before the loops -> where each lies
+        self.hoisted: dict[int, ir.Value] = {}  # rows computed before the loops -> where each lies
         self.has_checks = any(is_checked(r) for r in plan.rows)
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
-        self.pieces: dict[int, str] = {}  # loads of float16 that are converted at the moment -> where each lies
-        self.results: dict[Store, str] = {}  # stores that will be (halves.py)
+        self.pieces: dict[int, ir.Value] = {}  # loads of float16 that are converted at the moment -> where each lies
+        self.results: dict[Store, ir.At] = {}  # stores that will be (halves.py)
         self._exact: dict[torch.dtype, frozenset[int]] = {}
         self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
-        self.streamed: dict[Store, str] = {}  # stores that go through a tile at the moment -> where in it (streams.py)
+        self.streamed: dict[Store, ir.At] = {}  # stores that go through a tile at the moment -> where (streams.py)
         self.hidden: set[int] = set()  # constants that the function keeps from the compiler
-        self.head = 0  # the line of the function where they go
+        self.scope = ir.Scope(self.ref, self.extents)
+        self.function_name = ""
 
     def _choose_lanes(self) -> int:
         if self.vector is None:
@@ -145,29 +148,30 @@ class Nest:
         loads = {n for n, row in enumerate(self.plan.rows) if row.op == "load" and not self.is_full(n)}
         return loads - outside if self.reduced else set()
 
-    def ref(self, n: int) -> str:
-        """How a row's value is written where it is used."""
+    def ref(self, n: int) -> ir.Value:
+        """A row's value where it is used."""
         row = self.plan.rows[n]
         if row.op == "const":
-            return constant_text(row)
-        return f"t{n}[l]" if n in self.arrays else f"t{n}"
+            return constant(row)
+        return ir.Name(f"t{n}")["l"] if n in self.arrays else ir.Name(f"t{n}")
 
     def kind(self, n: int) -> str:
         """The C++ type of row `n`."""
         return storage_type(self.moved[n]) if n in self.moved else CPP_TYPES[self.plan.rows[n].dtype]
 
-    def loaded(self, n: int) -> str:
+    def loaded(self, n: int) -> ir.Value:
         """What the load `n` reads, as a value."""
         buffer, (address,) = self.plan.rows[n].attr
-        text = self.parts.get(n) or self._element(buffer, address)
-        return text if n in self.moved else cpp_load(self.dtypes[buffer], text)
+        element = self.parts.get(n) or self._element(buffer, address)
+        return element if n in self.moved else ir.Decode(self.dtypes[buffer], element)
 
-    def index(self, e: Expr, of: str = "place") -> str:
+    def index(self, e: Expr, of: str = "place") -> ir.Value:
         """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
-        if of == "place":
-            e = self._with_hidden_step(e)
-        name = lambda s: self.ref(int(s.name[1:])) if s.kind == INDIRECT else cpp_name(s)  # noqa: E731
-        return cpp_expr(e, name, of, self.extents)
+        return ir.Offset(self._with_hidden_step(e) if of == "place" else e, of, self.scope)
+
+    def address(self, buffer: str, e: Expr) -> ir.Value:
+        """A pointer to an element of a buffer."""
+        return ir.Address(ir.Name(buffer), self.index(e))
 
     def _with_hidden_step(self, address: Expr) -> Expr:
         """`address` with a name for a large constant distance between neighbouring lanes."""
@@ -190,55 +194,60 @@ class Nest:
         counts = Counter(steps)
         return frozenset(step for (_, step), n in counts.items() if MOST_OF_A_GROUP < n < step)
 
-    def value(self, n: int) -> str:
+    def in_tile(self, n: int) -> ir.At:
+        """Where a transposed load is staged."""
+        assert self.tile_axis is not None and self.vector is not None
+        t, v = self.tile_axis.sym.name, self.vector.sym.name
+        return ir.Name(f"tile{self.staged[n]}")[(ir.Name(t) - "r0") * TILE_STRIDE + v - "v0"]
+
+    def value(self, n: int) -> ir.Value:
         """The right-hand side of row `n`."""
         row = self.plan.rows[n]
         args = [self.ref(a) for a in row.args]
         if n in self.staged:
-            assert self.tile_axis is not None and self.vector is not None
-            t, v = self.tile_axis.sym.name, self.vector.sym.name
-            return f"tile{self.staged[n]}[({t} - r0) * {TILE_STRIDE} + {v} - v0]"
+            return self.in_tile(n)
         if n in self.pieces:
             return self.pieces[n]
         if row.op == "load":
-            text = self.loaded(n)
+            loaded = self.loaded(n)
             if n in self.parts:
-                return text
+                return loaded
             if n in self.guarded:
-                args = [f"(!empty & {args[0]})" if args else "!empty"]
+                some = ir.Unary("!", ir.Name("empty"))
+                args = [some & args[0] if args else some]
             if args and row.dtype is torch.bool:  # g++ makes vectors of a choice between numbers, not between bools
-                return f"({args[0]} ? (u8){text} : (u8)0) != 0"
-            zero = f"({self.kind(n)})0" if n in self.moved else cpp_constant(0, row.dtype)
-            return f"{args[0]} ? {text} : {zero}" if args else text
+                return ir.Select(args[0], ir.Cast("u8", loaded), ir.Cast("u8", ir.Number(0))).differs(0)
+            zero = ir.Cast(self.kind(n), ir.Number(0)) if n in self.moved else ir.Number(0, row.dtype)
+            return ir.Select(args[0], loaded, zero) if args else loaded
         if n in self.moved:
             args = [self._bits(a, self.moved[n]) for a in row.args]
-            return f"{args[0]} ? {args[1]} : {args[2]}" if row.traits.chooses else args[0]
+            return ir.Select(*args) if row.traits.chooses else args[0]
         if row.traits.chooses and self._is_zero_already(row):
             return args[1]
         if row.op == "scalar":
-            return f"f[{self.bindings.floats[row.attr]}]"
+            return ir.Slot("f", self.bindings.floats[row.attr])
         if row.op == "index":
             return self.index(row.attr, "floor")
         if row.op == "to_dtype":
-            text = cpp_convert(row.attr, row.dtype, args[0])
-            return f"{args[0]} == 0 ? 0 : {text}" if self._drops_fraction(row) else text
+            converted = ir.Convert(row.attr, row.dtype, args[0])
+            return ir.Select(args[0].same(0), ir.Number(0), converted) if self._drops_fraction(row) else converted
         if row.op == "round_to":
             tame = row.args[0] in self.tame
-            return args[0] if self.is_exact(row.args[0], row.attr) else cpp_round(row.attr, args[0], tame)
+            return args[0] if self.is_exact(row.args[0], row.attr) else ir.Round(row.attr, args[0], tame)
         if row.traits.wins and row.dtype.is_floating_point and not self.is_full(row.args[0]):
-            return f"FUSER_BOUND({args[0]}, {row.traits.wins}, {args[1]})"
+            return ir.Bound(row.traits.wins, *args)
         if row.traits.sign == "/" and row.dtype is torch.float32 and self.is_full(n):
             return self._quotient(row, *args)
-        return cpp_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, *args)
+        return ir.Op("op", row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
 
-    def _quotient(self, row: Row, dividend: str, divisor: str) -> str:
+    def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:
         """A division in a loop: by a constant it is two products, if the machine adds one of them without rounding."""
         by = self.plan.rows[row.args[1]]
         found = factors(float(by.attr)) if by.op == "const" and self.machine.fma else None
         if found is None:
-            return f"{dividend} / {divisor}"
-        high, low = (cpp_constant(f, torch.float32) for f in found)
-        return f"FUSER_FMAF({dividend}, {high}, {dividend} * {low})"
+            return ir.Binary("/", dividend, divisor)
+        high, low = (ir.Number(f, torch.float32) for f in found)
+        return ir.call("FUSER_FMAF", dividend, high, dividend * low)
 
     def _is_zero_already(self, row: Row) -> bool:
         """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""
@@ -261,18 +270,18 @@ class Nest:
             pending += now.args
         return False
 
-    def _bits(self, n: int, dtype: torch.dtype) -> str:
+    def _bits(self, n: int, dtype: torch.dtype) -> ir.Value:
         row = self.plan.rows[n]
         if row.op != "const" or row.dtype is torch.bool:  # a number; or a condition
             return self.ref(n)
-        return f"(u16){bits_of(float(row.attr), dtype)}"
+        return ir.Cast("u16", ir.Number(bits_of(float(row.attr), dtype)))
 
-    def _element(self, buffer: str, address: Expr) -> str:
+    def _element(self, buffer: str, address: Expr) -> ir.Value:
         """An element in memory. One of less than a word that lanes look up is gathered."""
         at, dtype = self.index(address), self.dtypes[buffer]
         if self.checked or not self._is_narrow_gather(buffer, address) or self._narrow_gathers > MOST_GATHERED:
-            return f"{buffer}[{at}]"
-        return f"fuser_gather_{storage_type(dtype)}({buffer}, {at})"
+            return ir.Name(buffer)[at]
+        return ir.call(f"fuser_gather_{storage_type(dtype)}", buffer, at)
 
     def _is_narrow_gather(self, buffer: str, address: Expr) -> bool:
         return self.dtypes[buffer].itemsize < 4 and any(self.is_full(m) for m in address_rows(address))
@@ -283,36 +292,41 @@ class Nest:
         loads = (r.attr for r in self.plan.rows if r.op == "load")
         return sum(self._is_narrow_gather(buffer, address) for buffer, (address,) in loads)
 
-    def declare(self, n: int, target: str | None = None) -> None:
+    def declare(self, n: int, target: ir.Value | None = None) -> None:
         """Statements that compute row `n` into `t<n>` (or assign to `target`)."""
         row = self.plan.rows[n]
         if row.op in ("const", "pair"):
             return
-        left = target or f"const {self.kind(n)} t{n}"
-        if row.op == "indirect":
-            self._declare_indirect(n, row, left)
-            return
-        self.out.add(f"{left} = {self.value(n)};")
+        value = self._wrapped(n, row) if row.op == "indirect" else self.value(n)
+        if target is not None:
+            self.out.set(target, value)
+        else:
+            self.out.let(self.kind(n), f"t{n}", value)
 
-    def _declare_indirect(self, n: int, row: Row, left: str) -> None:
+    def _wrapped(self, n: int, row: Row) -> ir.Value:
+        """An index that a tensor holds: negative ones count from the end, those outside become 0 and are reported."""
         size, checked = row.attr
-        source, bound = self.ref(row.args[0]), self.index(size, "floor")
-        self.out.add(f"const i64 w{n} = {source} + ({source} < 0 ? (i64)({bound}) : (i64)0);")
-        self.out.add(f"const bool o{n} = (w{n} < 0) | (w{n} >= (i64)({bound}));")
+        source, zero = self.ref(row.args[0]), ir.Cast("i64", ir.Number(0))
+        bound, wrapped, outside = ir.Cast("i64", self.index(size, "floor")), ir.Name(f"w{n}"), ir.Name(f"o{n}")
+        self.out.let("i64", wrapped.name, source + ir.Select(source < 0, bound, zero))
+        self.out.let("bool", outside.name, (wrapped < 0) | (wrapped >= bound))
         if checked:
-            masked = f" & {self.ref(row.args[1])}" if len(row.args) > 1 else ""
-            self.out.add(f"bad |= (int)(o{n}{masked});")
-        self.out.add(f"{left} = o{n} ? (i64)0 : w{n};")
+            masked = outside & self.ref(row.args[1]) if len(row.args) > 1 else outside
+            self.out.set("bad", ir.Cast("int", masked), "|")
+        return ir.Select(outside, zero, wrapped)
+
+    def target(self, s: Store) -> ir.At:
+        """Where a store goes: to memory, or to a tile from which memory is written."""
+        return self.streamed.get(s) or ir.Name(s.buffer)[self.index(s.address)]
 
     def store(self, s: Store) -> None:
         """The statement of a store."""
-        place = self.streamed.get(s) or f"{s.buffer}[{self.index(s.address)}]"
         dtype, n = self.dtypes[s.buffer], s.row if s.row in self.moved else self.unrounded(s)
         if s in self.results:
-            self.out.add(f"{self.results[s]} = {self.ref(n)};")
+            self.out.set(self.results[s], self.ref(n))
             return
-        value = self.ref(n) if n in self.moved else cpp_store(dtype, self.ref(n), self.is_exact(n, dtype))
-        self.out.add(f"{place} = {value};")
+        value = self.ref(n) if n in self.moved else ir.Encode(dtype, self.ref(n), self.is_exact(n, dtype))
+        self.out.set(self.target(s), value)
 
     def unrounded(self, s: Store) -> int:
         """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
@@ -321,39 +335,37 @@ class Nest:
             return s.row
         return row.args[0] if row.args[0] not in self.kept_rows and s.row not in self.kept_rows else s.row
 
-    def open_function(self, suffix: str = "") -> str:
+    def open_function(self, suffix: str = "") -> None:
         """The function's head: pointers, sizes, what depends on no axis."""
-        self.out = Lines()
-        self.emitted, self.arrays = set(), set()
-        name = self.name + suffix
-        if self.checked:
-            self.out.add(f'extern "C" {{ i64 {name}_bounds[3] = {{}}; }}')
-        self.out.open(f'extern "C" void {name}({SIGNATURE})')
-        self.hidden, self.head = set(), len(self.out.lines)
+        self.out, self.function_name = Builder(), self.name + suffix
+        self.emitted, self.hidden = set(), set()
+        self.arrays = arrays = set[int]()
+        self.scope = ir.Scope(lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}"), self.extents)
         stored = {s.buffer for s in self.plan.stores} | {p.name for p in self.partials}
         names = [(b, d) for b, d in self.plan.buffers] + [(p.name, p.dtype) for p in self.partials]
         for buffer, dtype in names:
             kind = storage_type(dtype)
-            const = "" if buffer in stored else "const "
-            at = self.bindings.pointers[buffer]
+            checked = None
             if self.bindings.counts is not None:
                 count = self.bindings.counts.get(buffer) or next(p.size for p in self.partials if p.name == buffer)
-                self.out.add(checked_pointer(const + kind, buffer, at, count, self.bindings.slots, name))
-                continue
-            self.out.add(f"{const}{kind}* __restrict {buffer} = ({const}{kind}*)ptrs[{at}];")
+                scope = ir.Scope(_no_row, NO_LOOPS, self.bindings.slots)
+                checked = (ir.Offset(count, "floor", scope), self.function_name)
+            at = ir.Slot("ptrs", self.bindings.pointers[buffer])
+            self.out.add(ir.Pointer(kind, buffer, at, buffer not in stored, checked))
         for sym in sorted(self._symbols()):
-            self.out.add(f"const i64 {cpp_name(sym)} = s[{self.bindings.slots[sym]}];")
+            self.out.let("i64", cpp_name(sym), ir.Slot("s", self.bindings.slots[sym]))
         for a in self.plan.axes:
-            self.out.add(f"const i64 n_{a.sym.name} = {cpp_expr(a.size)};")
+            self.out.let("i64", f"n_{a.sym.name}", size(a.size))
         if self.guarded:
-            none = " | ".join(f"(n_{a.sym.name} == 0)" for a in self.red_axes)
-            self.out.add(f"const bool empty = {none};")
+            none = [ir.Name(f"n_{a.sym.name}").same(0) for a in self.red_axes]
+            self.out.let("bool", "empty", functools.reduce(ir.Value.__or__, none))
         if self.has_checks:
-            self.out.add("int bad = 0;")
+            self.out.var("int", "bad", 0)
             for row in self.plan.rows:
                 if is_checked(row) and len(row.args) == 1:
-                    self.out.add(f"if (({self.index(row.attr[0], 'floor')}) <= 0) {{ *status = 1; return; }}")
-        return name
+                    with self.out.block(ir.If(self.index(row.attr[0], "floor") <= 0)):
+                        self.out.set(STATUS, 1)
+                        self.out.add(ir.Return())
 
     def _symbols(self) -> set[Sym]:
         own = {a.sym for a in self.plan.axes}
@@ -361,32 +373,19 @@ class Nest:
         exprs += [a.size for a in self.plan.axes] + [p.size for p in self.partials]
         return {s for e in exprs for s in symbols(e) if s.kind != INDIRECT and s not in own}
 
-    def close_function(self) -> str:
-        """The function's tail; returns the text."""
+    def close_function(self) -> ir.Kernel:
+        """The function's tail; returns the function."""
         if self.has_checks:
-            first = f" && *status != {OUT_OF_BOUNDS}" if self.checked else ""
-            self.out.add(f"if (bad{first}) *status = 1;")
-        self.out.close()
-        self.out.lines[self.head : self.head] = [f"  const i64 far{n} = hidden({n});" for n in sorted(self.hidden)]
-        return self.out.text()
+            bad: ir.Value = ir.Name("bad")
+            bad = ir.Binary("&&", bad, STATUS.differs(OUT_OF_BOUNDS)) if self.checked else bad
+            with self.out.block(ir.If(bad)):
+                self.out.set(STATUS, 1)
+        far = (ir.Let("i64", f"far{n}", ir.call("hidden", n)) for n in sorted(self.hidden))
+        return ir.Kernel(self.function_name, (*far, *self.out.statements), self.checked)
 
-    def open_units(self, digits: Sequence[tuple[str, str]]) -> None:
+    def open_units(self, digits: Iterable[tuple[str, ir.Value]]) -> None:
         """The loop over units: `digits` are (variable, size), the last running fastest."""
-        self.out.add("i64 unit = begin;")
-        for at, (variable, size) in reversed(list(enumerate(digits))):
-            last = at == 0
-            text = f"i64 {variable} = unit;" if last else f"i64 {variable} = unit % ({size}); unit /= {size};"
-            self.out.add(text)
-        self.out.open("for (i64 u = begin; u < end; ++u)")
-
-    def close_units(self, digits: Sequence[tuple[str, str]]) -> None:
-        """Step to the next unit."""
-        text = ""
-        for at, (variable, size) in enumerate(digits):
-            text = f"++{variable};" if at == 0 else f"if (++{variable} == ({size})) {{ {variable} = 0; {text} }}"
-        if text:
-            self.out.add(text)
-        self.out.close()
+        self.out.open(ir.Units(tuple(digits)))
 
     def emit_unit_rows(self, roots: Iterable[int], phase: int) -> None:
         """Rows outside the innermost loops that `roots` need: scalars of the unit, lane arrays of a column nest."""
@@ -413,17 +412,44 @@ class Nest:
     def _lane_rows(self, rows: Sequence[int]) -> None:
         """Rows with a value for each lane, all in one loop: the compiler takes its time over every loop."""
         for n in rows:
-            self.out.add(f"{CPP_TYPES[self.plan.rows[n].dtype]} t{n}[{self.lanes}];")
+            self.out.scratch(CPP_TYPES[self.plan.rows[n].dtype], f"t{n}", self.lanes)
         if rows:
             self.arrays.update(rows)
             self.open_lanes()
             for n in rows:
-                self.declare(n, f"t{n}[l]")
+                self.declare(n, ir.Name(f"t{n}")["l"])
             self.out.close()
 
-    def pragma(self) -> str:
-        """The vectorisation pragma. To reduce what the loop leaves alone would cost more than a short row."""
-        return "#pragma omp simd reduction(|:bad)" if self.checks_inside else "#pragma omp simd"
+    def digits(self, axes: Iterable[Axis]) -> list[tuple[str, ir.Value]]:
+        """The digits of a unit's number along some axes."""
+        return [(a.sym.name, ir.Name(f"n_{a.sym.name}")) for a in axes]
+
+    def open_range(self, name: str, low: ir.Value, count: int, size: str) -> None:
+        """Declares the first of at most `count` places of an axis, and the one after the last."""
+        first = ir.Name(f"{name}0")
+        self.out.let("i64", first.name, low)
+        self.out.let("i64", f"{name}1", ir.least(first + count, size))
+
+    def open_chunks(self, chunks: Expr, axis: Axis) -> None:
+        """Declares how many chunks an axis is cut into, and how many places each has."""
+        self.out.let("i64", "chunks", size(chunks))
+        count, length = ir.Name("chunks"), ir.Name(f"n_{axis.sym.name}")
+        self.out.let("i64", "each", ir.Select(count, (length + count - 1) // count, ir.Number(0)))
+
+    def open_chunk(self, axis: Axis) -> None:
+        """Declares from where to where a chunk goes."""
+        self.out.let("i64", "from", ir.Name("chunk") * "each")
+        self.out.let("i64", "to", ir.least(ir.Name("from") + "each", f"n_{axis.sym.name}"))
+
+    def prefetch(self, buffer: str, address: ir.Value, count: ir.Like, *how: int) -> ir.Block:
+        """A loop that asks for each line of `count` elements of a buffer; of element `q`, that is at `address`."""
+        step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
+        head = ir.For("q", ir.Number(0), ir.value(count), ir.Number(step))
+        return ir.Block(head, (ir.Prefetch(address, how),))
+
+    def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
+        """A loop in vectors. To reduce what the loop leaves alone would cost more than a short row."""
+        return ir.For(name, ir.value(low), ir.value(high), simd=True, joins="|:bad" if self.checks_inside else "")
 
     @property
     def checks_inside(self) -> bool:
@@ -431,12 +457,11 @@ class Nest:
         rows = enumerate(self.plan.rows)
         return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
 
-    def open_lanes(self, count: str = "count") -> None:
+    def open_lanes(self, count: ir.Like = "count") -> None:
         """A loop over the lanes of a column nest's block, or as many."""
         assert self.vector is not None
-        self.out.add(self.pragma())
-        self.out.open(f"for (i64 l = 0; l < {count}; ++l)")
-        self.out.add(f"const i64 {self.vector.sym.name} = v0 + l;")
+        self.out.open(self.simd("l", 0, count))
+        self.out.let("i64", self.vector.sym.name, ir.Name("v0") + "l")
 
     def work(self) -> Expr:
         """Operations of the whole nest."""
@@ -463,12 +488,11 @@ class Nest:
         available = self._available(phase)
         for n in self.closure(self.roots(phase), available):
             if n in available:
-                kept = self.hoisted.get(n) or f"kept{self.kept_rows[n]}[{self.kept_at()}]"
-                self.out.add(f"const {self.kind(n)} t{n} = {kept};")
+                self.out.let(self.kind(n), f"t{n}", self.hoisted.get(n) or self._kept(n))
                 continue
             self.declare(n)
             if n in self.kept_rows and self.first_pass(n) == phase:
-                self.out.add(f"kept{self.kept_rows[n]}[{self.kept_at()}] = t{n};")
+                self.out.set(self._kept(n), f"t{n}")
         for s in self.plan.stores:
             if s.phase == phase and self.store_is_full(s):
                 self.store(s)
@@ -493,12 +517,12 @@ class Nest:
         """The first pass whose loops compute row `n`."""
         return self.passes.first(n)
 
-    def kept_at(self) -> str:
-        """The place of the current point in a row buffer."""
+    def _kept(self, n: int) -> ir.At:
+        """The current point in a row buffer."""
         e = expr(0)
         for a in self.red_axes:
             e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
-        return cpp_expr(e) if self.is_row else f"({cpp_expr(e)}) * {self.lanes} + l"
+        return ir.Name(f"kept{self.kept_rows[n]}")[size(e) if self.is_row else size(e) * self.lanes + "l"]
 
     def emit_outer_stores(self, phase: int) -> None:
         """Stores outside the innermost loops."""
@@ -531,9 +555,22 @@ def storage_type(dtype: torch.dtype) -> str:
     return "u8" if dtype is torch.bool else CPP_TYPES[dtype]
 
 
-def constant_text(row: Row) -> str:
-    """The C++ constant of a `const` row."""
+def constant(row: Row) -> ir.Number:
+    """The constant of a `const` row."""
     text: str = row.attr
     if row.dtype is torch.bool:
-        return cpp_constant(text == "True", row.dtype)
-    return cpp_constant(float(text) if row.dtype.is_floating_point else int(text), row.dtype)
+        return ir.Number(text == "True", row.dtype)
+    return ir.Number(float(text) if row.dtype.is_floating_point else int(text), row.dtype)
+
+
+def size(e: Expr) -> ir.Value:
+    """An integer expression over sizes alone."""
+    return ir.Offset(e, "floor", _SIZES)
+
+
+def _no_row(n: int) -> ir.Value:
+    raise AssertionError(f"a size depends on the computed index t{n}")
+
+
+_SIZES = ir.Scope(_no_row, NO_LOOPS)
+STATUS = ir.Unary("*", ir.Name("status"))

@@ -6,24 +6,28 @@ axis in the lanes of a block. Everything else is in the order of the plan's axes
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from fuser.cpu.records import Function
 from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir import rewrite
 from fuser.ir.sizes import INDIRECT, Expr, expr, minimum, product, symbols
-from fuser.ops import (
-    CPP_TYPES,
-    SCANS,
-    compute_dtype,
-    cpp_combine,
-    cpp_constant,
-    cpp_convert,
-    cpp_load,
-    cpp_step,
-    cpp_store,
-)
+from fuser.ops import CPP_TYPES, SCANS, compute_dtype
 from fuser.scheduler.nodes import Ordered
 from fuser.scheduler.plan import Store
+
+
+def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
+    """`kernel` with the conversions of float16 that fit a chain."""
+
+    def lone(v: ir.Value) -> ir.Value:
+        return dataclasses.replace(v, lone=True) if isinstance(v, ir.Decode | ir.Encode) else v
+
+    changed: ir.Kernel = rewrite.values(kernel, lone)
+    return changed
 
 
 class OrderedNest(ReductionNest):
@@ -41,7 +45,7 @@ class OrderedNest(ReductionNest):
 
     def function(self) -> Function:
         """The whole function."""
-        name = self.open_function()
+        self.open_function()
         digits, units = self._digits()
         self.emit_constants()
         self.open_units(digits)
@@ -52,7 +56,7 @@ class OrderedNest(ReductionNest):
         self.emit_unit_rows([*wanted, *(d for n in inner for d in self.deps(n))], 0)
         self.before()
         for a in self.red_axes:
-            self.out.open(f"for (i64 {a.sym.name} = 0; {a.sym.name} < n_{a.sym.name}; ++{a.sym.name})")
+            self.out.open(ir.For(a.sym.name, *self._range(a, {})))
         if self.vector is not None:
             self.before_lanes()
             self.open_lanes()
@@ -64,19 +68,19 @@ class OrderedNest(ReductionNest):
             self.after_lanes()
         for _ in self.red_axes:
             self.out.close()
-        self.close_units(digits)
+        self.out.close()
         units = units * minimum(product(a.size for a in self.red_axes), 1)
-        return Function(name, self.close_function(), units, self.work(), expr(0))
+        return Function(self.close_function(), units, self.work(), expr(0))
 
     def _wanted(self) -> list[int]:
         """The rows that the stores need: values and places."""
         wanted = [s.row for s in self.plan.stores]
         return wanted + [int(x.name[1:]) for s in self.plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
 
-    def _digits(self) -> tuple[list[tuple[str, str]], Expr]:
+    def _digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
         if self.vector is not None:
             return self._column_digits()
-        return [(a.sym.name, f"n_{a.sym.name}") for a in self.kept], product(a.size for a in self.kept)
+        return self.digits(self.kept), product(a.size for a in self.kept)
 
     def before(self) -> None:
         """What a unit needs before its loops."""
@@ -99,28 +103,31 @@ class Scatter(OrderedNest):
         """Combine the value with what is in its place."""
         (s,) = self.plan.stores
         dtype, value = self.dtypes[s.buffer], self.ref(s.row)
-        self.out.add(f"const i64 place = {self.index(s.address)};")
+        self.out.let("i64", "place", self.index(s.address))
+        target = ir.Name(s.buffer)["place"]
         if self.ordered.how:
-            old = cpp_load(dtype, f"{s.buffer}[place]")
-            self.out.add(f"const {CPP_TYPES[compute_dtype(dtype)]} old = {old};")
-            value = cpp_combine(self.ordered.how, compute_dtype(dtype), "old", value)
-        self.out.add(f"{s.buffer}[place] = {cpp_store(dtype, value)};")
+            self.out.let(CPP_TYPES[compute_dtype(dtype)], "old", ir.Decode(dtype, target))
+            value = ir.Op("combine", self.ordered.how, compute_dtype(dtype), (ir.Name("old"), value))
+        self.out.set(target, ir.Encode(dtype, value))
 
 
 class Scan(OrderedNest):
     """Each point stores what the values up to it make."""
 
     def before(self) -> None:
-        spec, acc = SCANS[self.ordered.how], CPP_TYPES[self.accumulator()]
-        start = cpp_constant(spec.identity(self.accumulator()), self.accumulator())
+        spec, kind = SCANS[self.ordered.how], self.accumulator()
+        start = ir.Number(spec.identity(kind), kind)
         if self.vector is None:
-            self.out.add(f"{acc} acc = {start};")
-            self.out.add("i64 at = 0;") if spec.index else None
+            self.out.var(CPP_TYPES[kind], "acc", start)
+            if spec.index:
+                self.out.var("i64", "at", 0)
             return
-        self.out.add(f"{acc} accs[{self.lanes}];")
-        self.out.add(f"i64 ats[{self.lanes}];") if spec.index else None
-        also = " ats[l] = 0;" if spec.index else ""
-        self.out.add(f"for (i64 l = 0; l < {self.lanes}; ++l) {{ accs[l] = {start};{also} }}")
+        starts: list[ir.Statement] = [ir.Set(ir.Name("accs")["l"], start)]
+        self.out.scratch(CPP_TYPES[kind], "accs", self.lanes)
+        if spec.index:
+            self.out.scratch("i64", "ats", self.lanes)
+            starts.append(ir.Set(ir.Name("ats")["l"], ir.Number(0)))
+        self.out.each(self.lanes, *starts)
 
     def before_lanes(self) -> None:
         """What a line reads backwards or under a condition, and floats of the float16 that it reads and writes."""
@@ -130,21 +137,14 @@ class Scan(OrderedNest):
         """Floats become float16."""
         self.close_pieces(0, "v0", "count")
 
-    def loaded(self, n: int) -> str:
-        """What the load `n` reads, as a value."""
-        return self._alone(super().loaded(n))
+    def close_function(self) -> ir.Kernel:
+        """The function's tail; returns the function. Of a chain g++ makes no vectors."""
+        kernel = super().close_function()
+        return lone_halves(kernel) if self.vector is None else kernel
 
-    def _stored(self, dtype: torch.dtype, acc: str) -> str:
+    def _stored(self, dtype: torch.dtype, acc: ir.Value) -> ir.Value:
         """What to store for an accumulator: storing rounds, so its conversion to a half need not."""
-        return self._alone(cpp_store(dtype, cpp_convert(self.accumulator(), compute_dtype(dtype), acc)))
-
-    def _alone(self, text: str) -> str:
-        """The conversions of float16 in `text` as fits a chain, of which g++ makes no vectors."""
-        if self.vector is not None:
-            return text
-        for way in ("load", "store"):
-            text = text.replace(f"fuser_{way}_half(", f"fuser_lone_{way}_half(")
-        return text
+        return ir.Encode(dtype, ir.Convert(self.accumulator(), compute_dtype(dtype), acc))
 
     def value_row(self) -> int:
         """The row whose values are scanned."""
@@ -162,38 +162,41 @@ class Scan(OrderedNest):
     def put(self, stores: bool = True, given: bool = False) -> None:
         """The next step of the scan, of `x` if that is given. Results are stored but where the last one is all."""
         spec, kind = SCANS[self.ordered.how], self.accumulator()
-        acc, at = ("acc", "at") if self.vector is None else ("accs[l]", "ats[l]")
-        value = self.value_row()
+        acc: ir.Value = ir.Name("acc") if self.vector is None else ir.Name("accs")["l"]
+        at: ir.Value = ir.Name("at") if self.vector is None else ir.Name("ats")["l"]
+        value, x = self.value_row(), ir.Name("x")
         if not given:
-            x = cpp_convert(self.plan.rows[value].dtype, kind, self.ref(value))
-            self.out.add(f"const {CPP_TYPES[kind]} x = {x};")
-        step = cpp_step(self.ordered.how, kind, acc, "x")
+            self.out.let(CPP_TYPES[kind], "x", ir.Convert(self.plan.rows[value].dtype, kind, self.ref(value)))
+        step = ir.Op("step", self.ordered.how, kind, (acc, x))
         if self.vector is None and spec.extreme:
             self._take_extreme()
         elif spec.index:
-            self.out.add(f"const bool better = {step};")
-            self.out.add(f"{acc} = better ? x : {acc};")
-            self.out.add(f"{at} = better ? {self._here()} : {at};")
+            self.out.let("bool", "better", step)
+            self.out.set(acc, ir.Select(ir.Name("better"), x, acc))
+            self.out.set(at, ir.Select(ir.Name("better"), self._here(), at))
         else:
-            self.out.add(f"{acc} = {step};")
+            self.out.set(acc, step)
         for s in self.plan.stores if stores else ():
             if s in self.results:
-                self.out.add(f"{self.results[s]} = {cpp_convert(kind, torch.float32, acc)};")
+                self.out.set(self.results[s], ir.Convert(kind, torch.float32, acc))
                 continue
             result = at if self.is_place(s) else self._stored(self.dtypes[s.buffer], acc)
-            self.out.add(f"{s.buffer}[{self.index(s.address)}] = {result};")
+            self.out.set(ir.Name(s.buffer)[self.index(s.address)], result)
 
-    def _here(self) -> str:
+    def _here(self) -> ir.Value:
         (pair,) = {self.plan.rows[s.row] for s in self.plan.stores if self.is_place(s)}
         return self.ref(pair.args[1])
 
     def _take_extreme(self) -> None:
         """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
-        better = f"!(x {_LOSES[SCANS[self.ordered.how].extreme]} acc)"
+        x, acc = ir.Name("x"), ir.Name("acc")
+        better: ir.Value = ir.Unary("!", ir.Binary(_LOSES[SCANS[self.ordered.how].extreme], x, acc))
         if self.accumulator().is_floating_point:  # NaN stays but for another NaN
-            better += " && (acc == acc || x != x)"
-        also = f" at = {self._here()};" if SCANS[self.ordered.how].index else ""
-        self.out.add(f"if (__builtin_expect({better}, 0)) {{ acc = x;{also} }}")
+            better = ir.Binary("&&", better, ir.Binary("||", acc.same(acc), x.differs(x)))
+        with self.out.block(ir.If(better, rare=True)):
+            self.out.set(acc, x)
+            if SCANS[self.ordered.how].index:
+                self.out.set("at", self._here())
 
 
 _LOSES = {">": "<", "<": ">"}  # how a value loses, by how it wins

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from fuser.cpu.nest import Nest, storage_type
-from fuser.ir.sizes import LOOP, ONE, expr, substitute, symbol
+from fuser.cpu.vir import nodes as ir
+from fuser.ir.sizes import LOOP, ONE, Expr, expr, substitute, symbol
 
 LONGEST = 1024  # elements of a loop: of as many is the page of zeros
 ZEROS = f"""\
@@ -18,7 +19,7 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 class PartsNest(Nest):
     """A nest whose loops of at most `LONGEST` turns look at such conditions once."""
 
-    def _open_parts(self, phase: int, start: str, place: str, count: str) -> None:
+    def _open_parts(self, phase: int, start: str, place: ir.Value, count: ir.Value) -> None:
         """Before a loop of `count` elements from `start` on; it finds element `place` of a part."""
         assert self.vector is not None
         if self.checked:
@@ -26,19 +27,18 @@ class PartsNest(Nest):
         for n in filter(self._runs_back, self.rows_of(phase)):
             buffer, (address,) = self.plan.rows[n].attr
             at = self.index(substitute(address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"{storage_type(self.dtypes[buffer])} part{n}[{LONGEST}] {self.aligned};")
-            self.out.add("#pragma omp simd")
-            self.out.add(f"for (i64 k = 0; k < {count}; ++k) part{n}[k] = {buffer}[{at} - k];")
-            self.parts[n] = f"part{n}[{place}]"
+            part = ir.Name(f"part{n}")
+            self.out.scratch(storage_type(self.dtypes[buffer]), part.name, LONGEST, aligned=self.line)
+            with self.out.block(ir.For("k", ir.Number(0), count, simd=True)):
+                self.out.set(part["k"], ir.Name(buffer)[at - "k"])
+            self.parts[n] = part[place]
         loads = [n for n in self.rows_of(phase) if self._hangs_together(n)]
         for n in self.closure(self.plan.rows[n].args[0] for n in loads):
             self.declare(n)
         for n in loads:
             row = self.plan.rows[n]
-            at = self.index(substitute(row.attr[1][0], {self.vector.sym: symbol(start, LOOP)}))
-            text = f"{self.ref(row.args[0])} ? (const void*)({row.attr[0]} + ({at})) : fuser_zeros"
-            self.out.add(f"const auto* const part{n} = (decltype({row.attr[0]}))({text});")
-            self.parts[n] = f"part{n}[{place}]"
+            open_part(self, n, substitute(row.attr[1][0], {self.vector.sym: symbol(start, LOOP)}))
+            self.parts[n] = ir.Name(f"part{n}")[place]
 
     def _close_parts(self, phase: int) -> None:
         """After that loop."""
@@ -72,4 +72,13 @@ class PartsNest(Nest):
         return len(widths) > 1 and self.step(row.attr[1][0]) == expr(-1)
 
 
-__all__ = ["LONGEST", "ZEROS", "PartsNest"]
+def open_part(nest: Nest, n: int, address: Expr) -> None:
+    """What the masked load `n` reads: memory, or where its condition does not hold the page of zeros."""
+    row = nest.plan.rows[n]
+    memory = ir.Cast("const void*", nest.address(row.attr[0], address))
+    source = ir.Select(nest.ref(row.args[0]), memory, ir.Name("fuser_zeros"))
+    kind = f"{storage_type(nest.dtypes[row.attr[0]])}*"
+    nest.out.let(f"{kind} const", f"part{n}", ir.Cast(f"const {kind}", source))
+
+
+__all__ = ["LONGEST", "ZEROS", "PartsNest", "open_part"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ import torch
 from fuser.cpu.bits import BitsLoop
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
-from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, storage_type
+from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, size, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.segments import Segments, find_segments, open_segments
-from fuser.cpu.streams import STREAM_TILE, StreamingNest
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
 from fuser.cpu.transposes import EDGES, WORDS
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import LOOP, ONE, coefficient, expr, floordiv, product, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, floordiv, product, substitute, symbol, symbols
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis
 
@@ -68,36 +69,35 @@ class PointwiseNest(StreamingNest):
         outer = [a for a in self.kept if a is not self.vector and a is not tiled]
         self.choice = self._choose(outer if tiled is None else [*outer, tiled])
         hoisted = self.choice.hoisted
-        name = self.open_function()
+        self.open_function()
         self.emitted |= self.constant
-        digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer]
+        digits = self.digits(outer)
         units = product(a.size for a in outer)
         if tiled is not None:
-            digits.append(("band", f"(n_{tiled.sym.name} + {TILE_ROWS - 1}) / {TILE_ROWS}"))
+            digits.append(("band", (ir.Name(f"n_{tiled.sym.name}") + (TILE_ROWS - 1)) // TILE_ROWS))
             units = units * floordiv(tiled.size + (TILE_ROWS - 1), expr(TILE_ROWS))
         block = TILE_COLUMNS if tiled is not None else BLOCK
         if self.vector is not None:
-            digits.append(("block", f"(n_{self.vector.sym.name} + {block - 1}) / {block}"))
+            digits.append(("block", (ir.Name(f"n_{self.vector.sym.name}") + (block - 1)) // block))
             units = units * floordiv(self.vector.size + (block - 1), expr(block))
         self.emit_constants()
         for n in hoisted:
-            self.out.add(f"{self.kind(n)} lane{n}[{block}];")
-        self.out.add("i64 ready = -1;") if hoisted else None
+            self.out.scratch(self.kind(n), f"lane{n}", block)
+        if hoisted:
+            self.out.var("i64", "ready", -1)
         self.open_units(digits)
         if self.vector is not None:
-            v = self.vector.sym.name
-            self.out.add(f"const i64 v0 = block * {block}, v1 = v0 + {block} < n_{v} ? v0 + {block} : n_{v};")
+            self.open_range("v", ir.Name("block") * block, block, f"n_{self.vector.sym.name}")
             self._compute_hoisted(hoisted)
         if tiled is not None:
             self._fill_tiles(tiled)
-            t = tiled.sym.name
-            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
+            self.out.open(ir.For(tiled.sym.name, ir.Name("r0"), ir.Name("r1")))
             self._prefetch_rows(tiled)
         self._pointwise_unit()
         if tiled is not None:
             self.out.close()
-        self.close_units(digits)
-        return Function(name, self.close_function(), units, self.work(), expr(0))
+        self.out.close()
+        return Function(self.close_function(), units, self.work(), expr(0))
 
     def _choose_hoisted(self, outer: Sequence[Axis]) -> list[int]:
         """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every turn."""
@@ -122,15 +122,15 @@ class PointwiseNest(StreamingNest):
         v = self.vector.sym.name
         rows = self.closure(hoisted)
         self.emit_unit_rows([d for n in rows for d in self.deps(n)], 0)
-        self.out.open("if (block != ready)")
-        self.out.add("ready = block;")
-        self.out.add("#pragma omp simd")
-        self.out.open(f"for (i64 {v} = v0; {v} < v1; ++{v})")
+        self.out.open(ir.If(ir.Name("block").differs("ready")))
+        self.out.set("ready", "block")
+        self.out.open(ir.For(v, ir.Name("v0"), ir.Name("v1"), simd=True))
         for n in rows:
             self.declare(n)
         for n in hoisted:
-            self.out.add(f"lane{n}[{v} - v0] = {self.ref(n)};")
-            self.hoisted[n] = f"lane{n}[{v} - v0]"
+            place = ir.Name(f"lane{n}")[ir.Name(v) - "v0"]
+            self.out.set(place, self.ref(n))
+            self.hoisted[n] = place
         self.out.close()
         self.out.close()
 
@@ -143,9 +143,8 @@ class PointwiseNest(StreamingNest):
         ahead = {v: symbol("v0", LOOP) + symbol("q", LOOP), t: expr(t) + ROWS_AHEAD}
         for buffer, address in self.lines_read([n for n in range(len(self.plan.rows)) if n not in self.staged]):
             if t in symbols(address):
-                step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
-                at = self.index(substitute(address, ahead))
-                self.out.add(f"for (i64 q = 0; q < v1 - v0; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
+                at = self.address(buffer, substitute(address, ahead))
+                self.out.add(self.prefetch(buffer, at, ir.Name("v1") - "v0", 0, 2))
 
     def _pointwise_unit(self) -> None:
         self.emit_unit_rows([*self.closure_deps(0), *self.outer_roots(0)], 0)
@@ -159,41 +158,40 @@ class PointwiseNest(StreamingNest):
         pieces = vectors is None and self.has_halves(0)
         low, high = ("w0", "w1") if streams or pieces else ("v0", "v1")
         if streams or pieces:
-            self.out.open(f"for (i64 w0 = v0; w0 < v1; w0 += {STREAM_TILE})")
-            self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < v1 ? w0 + {STREAM_TILE} : v1;")
-            self.open_streams(0, "w0", f"{v} - w0", STREAM_TILE)
+            self.open_tiles("v0", "v1")
+            self.open_streams(0, "w0", ir.Name(v) - "w0", STREAM_TILE)
             if vectors is None:
-                self.open_pieces(0, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
+                self.open_pieces(0, "w0", ir.Name(v) - "w0", STREAM_TILE, OF_TILE)
         if segments is not None:
             open_segments(self, segments, low, high)
             low, high = "from", "to"
         if vectors is not None:
-            self.out.add(f"#if {vectors[0]}")
-            vectors[1](self).emit(low, high)
-            self.out.add("#else")
+            with self.out.block(ir.Only(vectors[0])):
+                vectors[1](self).emit(low, high)
+            self.out.open(ir.Otherwise())
         held = segments.conditions(self) if segments is not None else []
         if held:  # g++ vectorises loads with steps where conditions are no matter
-            self.out.open(f"if ({' & '.join(held)})")
-            self.out.add(f"const bool {', '.join(f'{c} = true' for c in held)};")
-            self._plain_loop(v, low, high)
-            self.out.close()
-            self.out.open("else")
+            tests: list[ir.Value] = [*held]
+            with self.out.block(ir.If(functools.reduce(ir.Value.__and__, tests))):
+                for c in held:
+                    self.out.let("bool", c.name, ir.Number(True, torch.bool))
+                self._plain_loop(v, low, high)
+            self.out.open(ir.Else())
         self._plain_loop(v, low, high)
         if held:
             self.out.close()
         if vectors is not None:
-            self.out.add("#endif")
+            self.out.close()
         if segments is not None:
             self.out.close()
         if streams or pieces:
             if vectors is None:
-                self.close_pieces(0, "w0", "w1 - w0")
-            self.close_streams(0, "w1 - w0")
+                self.close_pieces(0, "w0", OF_TILE)
+            self.close_streams(0, OF_TILE)
             self.out.close()
 
     def _plain_loop(self, v: str, low: str, high: str) -> None:
-        self.out.add(self.pragma())
-        self.out.open(f"for (i64 {v} = {low}; {v} < {high}; ++{v})")
+        self.out.open(self.simd(v, low, high))
         self.emit_inner(0)
         self.out.close()
 
@@ -221,27 +219,32 @@ class PointwiseNest(StreamingNest):
         """Read a band of each transposed operand along its own rows."""
         assert self.vector is not None
         t, v = tiled.sym.name, self.vector.sym.name
-        self.out.add(f"const i64 r0 = band * {TILE_ROWS}, r1 = r0 + {TILE_ROWS} < n_{t} ? r0 + {TILE_ROWS} : n_{t};")
+        r0, r1, v0, v1 = map(ir.Name, ("r0", "r1", "v0", "v1"))
+        self.open_range("r", ir.Name("band") * TILE_ROWS, TILE_ROWS, f"n_{t}")
         for n, k in self.staged.items():
             buffer, (address,) = self.plan.rows[n].attr
-            kind, size = self.kind(n), self.dtypes[buffer].itemsize
-            self.out.add(f"{kind} tile{k}[{TILE_ROWS * TILE_STRIDE}] {self.aligned};")
-            begin = "v0"
+            kind, width = self.kind(n), self.dtypes[buffer].itemsize
+            begin: ir.Value = v0
+            self.out.scratch(kind, f"tile{k}", TILE_ROWS * TILE_STRIDE, aligned=self.line)
             if storage_type(self.dtypes[buffer]) == kind:
-                edge = EDGES[size]
-                step = cpp_expr(coefficient(address, self.vector.sym) or expr(0))
-                # Rows are rounded up to whole blocks where what is read past them lies before the last element.
-                self.out.add(f"const i64 step{k} = {step}, rows{k} = (r1 - r0 + {edge - 1}) / {edge} * {edge};")
-                past = f"step{k} > 0 ? (rows{k} - (r1 - r0) + step{k} - 1) / step{k} : n_{v}"
-                self.out.add(f"const i64 last{k} = n_{v} - ({past}), end{k} = last{k} < v1 ? last{k} : v1;")
-                self.out.add(f"const i64 columns{k} = end{k} > v0 ? (end{k} - v0) / {edge} * {edge} : 0;")
-                origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
-                corner = self.index(substitute(address, origin))
-                to = f"tile{k}, rows{k}, columns{k}"
-                self.out.add(f"transpose_{WORDS[size]}({buffer} + ({corner}), step{k}, {to});")
-                begin = f"v0 + columns{k}"
-            self.out.open(f"for (i64 {v} = {begin}; {v} < v1; ++{v})")
-            self.out.open(f"for (i64 {t} = r0; {t} < r1; ++{t})")
-            self.out.add(f"tile{k}[({t} - r0) * {TILE_STRIDE} + {v} - v0] = {self.loaded(n)};")
-            self.out.close()
-            self.out.close()
+                begin = self._fill_blocks(tiled, k, buffer, address, width)
+            with self.out.block(ir.For(v, begin, v1)), self.out.block(ir.For(t, r0, r1)):
+                self.out.set(self.in_tile(n), self.loaded(n))
+
+    def _fill_blocks(self, tiled: Axis, k: int, buffer: str, address: Expr, width: int) -> ir.Value:
+        """Read what makes whole blocks of tile `k` by registers; returns where the vector axis goes on from."""
+        assert self.vector is not None
+        r0, r1, v0, v1 = map(ir.Name, ("r0", "r1", "v0", "v1"))
+        rows, step, last, end = (ir.Name(f"{name}{k}") for name in ("rows", "step", "last", "end"))
+        edge, length = EDGES[width], ir.Name(f"n_{self.vector.sym.name}")
+        self.out.let("i64", step.name, size(coefficient(address, self.vector.sym) or expr(0)))
+        # Rows are rounded up to whole blocks where what is read past them lies before the last element.
+        self.out.let("i64", rows.name, (r1 - r0 + (edge - 1)) // edge * edge)
+        past = ir.Select(step > 0, (rows - (r1 - r0) + step - 1) // step, length)
+        self.out.let("i64", last.name, length - past)
+        self.out.let("i64", end.name, ir.least(last, v1))
+        self.out.let("i64", f"columns{k}", ir.Select(end > v0, (end - v0) // edge * edge, ir.Number(0)))
+        origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
+        corner = self.address(buffer, substitute(address, origin))
+        self.out.do(f"transpose_{WORDS[width]}", corner, step, f"tile{k}", rows, f"columns{k}")
+        return v0 + f"columns{k}"

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from fuser.cpu.vir.nodes import Kernel
+from fuser.cpu.vir.printer import Text, printed
 from fuser.ir.sizes import Expr, Sym
 from fuser.machines import Machine
-
-# The parameters of each function: pointers, int64 and float64 slots, units, memory of its own, what it reports.
-SIGNATURE = (
-    "char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Function:
     """One C++ function and how to launch it: `units`, `work`, `scratch` as `kernel_spec.Step` has them."""
 
-    name: str
-    text: str
+    code: Kernel
     units: Expr
     work: Expr
     scratch: Expr
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.code.name
+
+    @functools.cached_property
+    def printed(self) -> Text:
+        """Its C++."""
+        return printed(self.code)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from fuser.cpu.accumulators import SHORT_FLUSH, AccumulatingNest
-from fuser.cpu.nest import ROWS_AHEAD, storage_type
+from fuser.cpu.nest import ROWS_AHEAD, size, storage_type
 from fuser.cpu.records import Function
-from fuser.cpu.streams import STREAM_TILE, StreamingNest
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import (
     INDIRECT,
     LOOP,
@@ -31,10 +31,11 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )
-from fuser.ops import CPP_TYPES, REDUCTIONS, cpp_convert
+from fuser.ops import CPP_TYPES, REDUCTIONS
 from fuser.scheduler.nodes import row_cost
 from fuser.scheduler.plan import Axis
 
+Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # of reduced axes that a pass takes in part: from where to where
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
 ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
 TOGETHER_COST = 16  # operations of a row up to which they are
@@ -76,56 +77,55 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def emit_results(self, phase: int) -> None:
         """Declare the `reduced` rows of a finished pass."""
-        of_lanes: list[str] = []
+        of_lanes: list[ir.Statement] = []
         for n, row in enumerate(self.plan.rows):
             if row.op != "reduced" or self.plan.reductions[row.attr].phase != phase:
                 continue
             r = self.plan.reductions[row.attr]
             index = REDUCTIONS[r.kind].index
-            lane = "l" if self.is_column else "0"
-            value = f"at{r.number}[{lane}]" if index else self.total(r, lane)
-            text = cpp_convert(torch.int32 if index else self.total_dtype(r), row.dtype, value)
+            lane = "l" if self.is_column else 0
+            value = ir.Name(f"at{r.number}")[lane] if index else self.total(r, lane)
+            result = ir.Convert(torch.int32 if index else self.total_dtype(r), row.dtype, value)
             self.emitted.add(n)
             if self.is_column:
-                self.out.add(f"{CPP_TYPES[row.dtype]} t{n}[{self.lanes}];")
-                of_lanes.append(f"t{n}[l] = {text};")
+                self.out.scratch(CPP_TYPES[row.dtype], f"t{n}", self.lanes)
+                of_lanes.append(ir.Set(ir.Name(f"t{n}")["l"], result))
                 self.arrays.add(n)
             else:
-                self.out.add(f"const {CPP_TYPES[row.dtype]} t{n} = {text};")
+                self.out.let(CPP_TYPES[row.dtype], f"t{n}", result)
         if of_lanes:
-            self.out.add(f"for (i64 l = 0; l < count; ++l) {{ {' '.join(of_lanes)} }}")
+            self.out.each("count", *of_lanes)
 
     def declare_kept(self) -> Expr:
         """Pointers to the row buffers in scratch memory; returns the bytes of all."""
         offset = expr(0)
-        size = product(a.size for a in self.red_axes) * (self.lanes if self.is_column else 1) * 8 + 64
+        each = product(a.size for a in self.red_axes) * (self.lanes if self.is_column else 1) * 8 + 64
         for n, k in self.kept_rows.items():
-            kind = CPP_TYPES[self.plan.rows[n].dtype]
-            at = f"{k} * (({cpp_expr(size)} + 63) / 64 * 64)"
-            self.out.add(f"{kind}* __restrict kept{k} = ({kind}*)(scratch + {at});")
-            offset = offset + size + 64
+            at = ir.Number(k) * ((size(each) + 63) // 64 * 64)
+            self.out.add(ir.Pointer(CPP_TYPES[self.plan.rows[n].dtype], f"kept{k}", ir.Name("scratch") + at, False))
+            offset = offset + each + 64
         return offset
 
-    def emit_pass(self, phase: int, bounds: dict[Sym, tuple[str, str]] | None = None) -> None:
+    def emit_pass(self, phase: int, bounds: Bounds | None = None) -> None:
         """One pass over the reduced axes (or the part of them that `bounds` gives)."""
         reductions = [r for r in self.plan.reductions if r.phase == phase]
         self.emit_unit_rows(self.closure_deps(phase), phase)
         if not reductions and not self.roots(phase):
             return
         bounds = bounds or {}
-        low = bounds.get(self.red_axes[0].sym, ("0", ""))[0] if len(self.red_axes) == 1 else "0"
+        low = self._range(self.red_axes[0], bounds)[0] if len(self.red_axes) == 1 else ir.Number(0)
         self.declare_accumulators(phase, low)
         flush = any(self.flushes(r) for r in reductions)
         if flush:
-            counters = "turns = 0;" if self.is_column else "turns = 0, groups = 0;"
-            self.out.add(counters if self._turns_declared() else f"i64 {counters}")
+            declared = self._turns_declared()
+            for counter in ("turns",) if self.is_column else ("turns", "groups"):
+                self.out.set(counter, 0) if declared else self.out.var("i64", counter, 0)
         loops = [a for a in self.red_axes if a is not self.vector]
         each_row = self.is_column and self._takes_rows_together(phase, loops)
         for a in loops[:-1] if each_row else loops:
-            lo, hi = bounds.get(a.sym, ("0", f"n_{a.sym.name}"))
-            self.out.open(f"for (i64 {a.sym.name} = {lo}; {a.sym.name} < {hi}; ++{a.sym.name})")
+            self.out.open(ir.For(a.sym.name, *self._range(a, bounds)))
         if each_row:
-            self._rows_together(phase, loops, bounds.get(loops[-1].sym, ("0", f"n_{loops[-1].sym.name}")))
+            self._rows_together(phase, loops, self._range(loops[-1], bounds))
         elif self.is_column:
             self._column_pass(phase, loops, flush)
         else:
@@ -135,6 +135,9 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if flush:
             self.emit_flush(phase)
 
+    def _range(self, a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
+        return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
+
     def _column_pass(self, phase: int, loops: Sequence[Axis], flush: bool) -> None:
         """One row of a block of columns."""
         streams = bool(self.streams(phase))
@@ -142,14 +145,22 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_pieces(phase, "v0", "l", self.lanes, "count")
-        self.open_lanes("(count + 15) / 16 * 16" if self._reads_pieces_only(phase) else "count")
+        count = ir.Name("count")
+        self.open_lanes((count + 15) // 16 * 16 if self._reads_pieces_only(phase) else count)
         self.emit_inner(phase)
         self.out.close()
         self.close_pieces(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
         if flush:
-            self.emit_flush(phase, f"++turns == {self.column_flush()}")
+            self._count_turns(phase, 1, self.column_flush())
+
+    def _count_turns(self, phase: int, turns: ir.Like, most: int, exactly: bool = True) -> None:
+        """Count turns of a loop, after `most` of which partial sums move on; or more, if not `exactly`."""
+        count = ir.Name("turns")
+        if any(self.flushes(r) for r in self.accumulators(phase)):
+            self.out.set(count, turns, "+")
+            self.emit_flush(phase, count.same(most) if exactly else count >= most)
 
     def _reads_pieces_only(self, phase: int) -> bool:
         """Whether a pass may go on to whole vectors: it reads and writes nothing but pieces, which have room."""
@@ -173,26 +184,22 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         keeps = any(n in self.kept_rows and self.first_pass(n) == phase for n in rows)
         return self._cost_of(phase) <= TOGETHER_COST and not keeps
 
-    def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[str, str]) -> None:
+    def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[ir.Value, ir.Value]) -> None:
         assert self.vector is not None
-        a = loops[-1].sym.name
-        self.out.open(f"auto point{phase} = [&](const i64 l, const i64 {a}) __attribute__((always_inline))")
-        self.out.add(f"const i64 {self.vector.sym.name} = v0 + l;")
-        self.emit_inner(phase)
-        self.out.close("};")
-        self.out.add(f"i64 r{phase} = {bounds[0]};")
+        a, row = loops[-1].sym.name, ir.Name(f"r{phase}")
+        with self.out.block(ir.Routine(f"point{phase}", (("const i64", "l"), ("const i64", a)))):
+            self.out.let("i64", self.vector.sym.name, ir.Name("v0") + "l")
+            self.emit_inner(phase)
+        self.out.var("i64", row.name, bounds[0])
         for rows in (ROWS_TOGETHER, 1):
-            self.out.open(f"for (; r{phase} + {rows} <= {bounds[1]}; r{phase} += {rows})")
+            self.out.open(ir.For(row.name, None, bounds[1], ir.Number(rows), whole=True))
             if self._prefetches_columns(phase, loops):
-                self.out.open(f"for (i64 {a} = r{phase}; {a} < r{phase} + {rows}; ++{a})")
-                self._prefetch_columns(phase, loops)
-                self.out.close()
-            self.out.add(self.pragma())
-            self.out.open("for (i64 l = 0; l < count; ++l)")
-            for n in range(rows):
-                self.out.add(f"point{phase}(l, r{phase} + {n});")
-            self.out.close()
-            self.emit_flush(phase, f"(turns += {rows}) >= {self.column_flush()}")
+                with self.out.block(ir.For(a, row, row + rows)):
+                    self._prefetch_columns(phase, loops)
+            with self.out.block(self.simd("l", 0, "count")):
+                for n in range(rows):
+                    self.out.do(f"point{phase}", "l", row + n)
+            self._count_turns(phase, rows, self.column_flush(), exactly=False)
             self.out.close()
 
     def _turns_declared(self) -> bool:
@@ -200,76 +207,85 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._turns = True
         return declared
 
-    def _vector_pass(self, phase: int, reduces: bool, flush: bool, bounds: dict[Sym, tuple[str, str]]) -> None:
+    def _vector_pass(self, phase: int, reduces: bool, flush: bool, bounds: Bounds) -> None:
         assert self.vector is not None
         v = self.vector.sym.name
-        lo, hi = bounds.get(self.vector.sym, ("0", f"n_{v}"))
+        lo, hi = self._range(self.vector, bounds)
         streams = bool(self.streams(phase))
         if not reduces:
             pieces = streams or self.has_halves(phase)
             if pieces:
-                self.out.open(f"for (i64 w0 = {lo}; w0 < {hi}; w0 += {STREAM_TILE})")
-                self.out.add(f"const i64 w1 = w0 + {STREAM_TILE} < {hi} ? w0 + {STREAM_TILE} : {hi};")
-                self.open_streams(phase, "w0", f"{v} - w0", STREAM_TILE)
-                self.open_pieces(phase, "w0", f"{v} - w0", STREAM_TILE, "w1 - w0")
-                lo, hi = "w0", "w1"
-            self.out.add(self.pragma())
-            self.out.open(f"for (i64 {v} = {lo}; {v} < {hi}; ++{v})")
-            self.emit_inner(phase)
-            self.out.close()
+                self.open_tiles(lo, hi)
+                self.open_streams(phase, "w0", ir.Name(v) - "w0", STREAM_TILE)
+                self.open_pieces(phase, "w0", ir.Name(v) - "w0", STREAM_TILE, OF_TILE)
+                lo, hi = ir.Name("w0"), ir.Name("w1")
+            with self.out.block(self.simd(v, lo, hi)):
+                self.emit_inner(phase)
             if pieces:
-                self.close_pieces(phase, "w0", "w1 - w0")
-                self.close_streams(phase, "w1 - w0")
+                self.close_pieces(phase, "w0", OF_TILE)
+                self.close_streams(phase, OF_TILE)
                 self.out.close()
             return
         ahead = self._look_ahead(phase)
         self.overlaps = self._takes_some_twice(phase)
-        skip = ", const i64 skip" if self.overlaps else ""
-        self.out.open(f"auto pass{phase} = [&](const i64 v0, const i64 count{skip}) __attribute__((always_inline))")
-        for k, step in enumerate(ahead):
-            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch(ahead{k} + v0 + q);")
+        skip = ("skip",) if self.overlaps else ()
+        params = tuple(("const i64", name) for name in ("v0", "count", *skip))
+        self.out.open(ir.Routine(f"pass{phase}", params))
+        for k, buffer in enumerate(ahead):
+            self.out.add(self.prefetch(buffer, ir.Name(f"ahead{k}") + "v0" + "q", "count"))
         if any(self.counts_turns(r) for r in self.accumulators(phase)):
-            self.out.add(f"const i32 start{phase} = (i32)(v0 - ({lo}));")
+            self.out.let("i32", f"start{phase}", ir.Cast("i32", ir.Name("v0") - lo))
         self._prefetch(phase)
         if streams:
             self.open_streams(phase, "v0", "l", self.lanes)
         self.open_pieces(phase, "v0", "l", self.lanes, "count")
         if self._unrolls(phase):
-            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll
-            self.out.add(f"#pragma GCC unroll {MOST_VECTORS}")
+            self.out.open(ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS))
         else:
-            self.out.add(self.pragma())
-        self.out.open("for (i64 l = 0; l < count; ++l)")
-        self.out.add(f"const i64 {v} = v0 + l;")
+            self.out.open(self.simd("l", 0, "count"))
+        self.out.let("i64", v, ir.Name("v0") + "l")
         self.emit_inner(phase)
         self.out.close()
         self.close_pieces(phase, "v0", "count")
         if streams:
             self.close_streams(phase, "count")
-        self.out.close("};")
-        self.out.add(f"i64 p{phase} = {lo};")
-        none = ", 0" if skip else ""
-        stop = hi
-        if flush:  # around the loop, not in it: so the accumulators stay in registers
-            stop, turns = f"stop{phase}", "turns" if len(self.red_axes) > 1 else "0"
-            self.out.open(f"while (p{phase} + {self.lanes} <= {hi})")
-            self.out.add(f"const i64 begun = p{phase}, room = begun + ({SHORT_FLUSH} - {turns}) * {self.lanes};")
-            self.out.add(f"const i64 {stop} = room < {hi} ? room : {hi};")
-        self.out.open(f"for (; p{phase} + {self.lanes} <= {stop}; p{phase} += {self.lanes})")
-        self.out.add(f"pass{phase}(p{phase}, {self.lanes}{none});")
         self.out.close()
+        self._call_pass(phase, lo, hi, flush)
+
+    def _call_pass(self, phase: int, lo: ir.Value, hi: ir.Value, flush: bool) -> None:
+        """Full arrays of lanes, then what is left; partial sums move on in between."""
+        routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(self.lanes)
+        none, turns, stop = (0,) if self.overlaps else (), ir.Name("turns"), hi
+        several = len(self.red_axes) > 1
+        self.out.var("i64", p.name, lo)
+        if flush:  # around the loop, not in it: so the accumulators stay in registers
+            stop = ir.Name(f"stop{phase}")
+            self.out.open(ir.While(p + lanes <= hi))
+            self.out.let("i64", "begun", p)
+            taken = turns if several else ir.Number(0)
+            self.out.let("i64", "room", ir.Name("begun") + (ir.Number(SHORT_FLUSH) - taken) * lanes)
+            self.out.let("i64", stop.name, ir.Select(ir.Name("room") < hi, ir.Name("room"), hi))
+        with self.out.block(ir.For(p.name, None, stop, lanes, whole=True)):
+            self.out.do(routine, p, lanes, *none)
         if flush:
-            full = f"(turns += (p{phase} - begun) / {self.lanes}) == {SHORT_FLUSH}"
-            self.emit_flush(phase, full if len(self.red_axes) > 1 else f"p{phase} + {self.lanes} <= {hi}")
+            if several:
+                self._count_turns(phase, (p - "begun") // lanes, SHORT_FLUSH)
+            else:
+                self.emit_flush(phase, p + lanes <= hi)
             self.out.close()
-        rest = f"pass{phase}(p{phase}, {hi} - p{phase}{none});"
-        if skip:
-            last = f"last{phase}"
-            self.out.add(f"const i64 {last} = {hi} - {lo} < {self.lanes} ? p{phase} : {hi} - {self.lanes};")
-            rest = f"{{ if ({last} == p{phase}) {rest} else pass{phase}({last}, {self.lanes}, p{phase} - {last}); }}"
-        self.out.add(f"if (p{phase} < {hi}) {rest}")
-        if flush and len(self.red_axes) > 1:
-            self.emit_flush(phase, f"++turns == {SHORT_FLUSH}")
+        last = ir.Name(f"last{phase}")
+        if self.overlaps:
+            self.out.let("i64", last.name, ir.Select(hi - lo < lanes, p, hi - lanes))
+        with self.out.block(ir.If(p < hi)):
+            if not self.overlaps:
+                self.out.do(routine, p, hi - p)
+            else:
+                with self.out.block(ir.If(last.same(p))):
+                    self.out.do(routine, p, hi - p, 0)
+                with self.out.block(ir.Else()):
+                    self.out.do(routine, last, lanes, p - last)
+        if flush and several:
+            self._count_turns(phase, 1, SHORT_FLUSH)
 
     def _unrolls(self, phase: int) -> bool:
         """Whether the loop over lanes becomes one piece, which keeps accumulators of several registers in these.
@@ -318,12 +334,9 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         for buffer, address, write in dict.fromkeys(wanted):
             if self.step(address) != ONE:
                 continue
-            at = self.index(substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
-            step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
-            unless = "if (!stream) " if write else ""
-            self.out.add(
-                f"{unless}for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), {write});"
-            )
+            at = self.address(buffer, substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
+            loop = self.prefetch(buffer, at, "count", write)
+            self.out.add(ir.Block(ir.If(ir.Unary("!", ir.Name("stream"))), (loop,)) if write else loop)
 
     def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
         wanted = self.machine.prefetches and bool(loops)
@@ -345,21 +358,20 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 at = self.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
             else:
                 turn = coefficient(address, outer) if outer is not None else None
-                other_row = f"{cpp_expr(turn)} - v0" if turn is not None else "0"
-                onward = f"(v0 + {self.lanes} < n_{v.name} ? {self.lanes} : {other_row})"
-                at = f"{self.index(substitute(address, line))} + {onward}"
-            step = max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize)
-            self.out.add(f"for (i64 q = 0; q < count; q += {step}) __builtin_prefetch({buffer} + ({at}), 0, 2);")
+                other_row = size(turn) - "v0" if turn is not None else ir.Number(0)
+                onward = ir.Select(ir.Name("v0") + self.lanes < f"n_{v.name}", ir.Number(self.lanes), other_row)
+                at = self.index(substitute(address, line)) + onward
+            self.out.add(self.prefetch(buffer, ir.Address(ir.Name(buffer), at), "count", 0, 2))
 
-    def _look_ahead(self, phase: int) -> list[int]:
-        """Pointers to the rows that tensors of indices name for the next unit; for each, the elements of a line."""
+    def _look_ahead(self, phase: int) -> list[str]:
+        """Pointers to the rows that tensors of indices name for the next unit; the buffer of each."""
         assert self.vector is not None
         if self.checked or not self.machine.prefetches or self.plan.split or len(self.kept) != 1:
             return []
         if phase == 0 or phase != self._costliest_pass:
             return []
         v = self.vector.sym
-        steps: list[int] = []
+        ahead: list[str] = []
         for n in self.closure(self.roots(0)):
             row = self.plan.rows[n]
             if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
@@ -368,19 +380,19 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             if not found or any(self.is_full(m) for m in found):
                 continue
             buffer, (address,) = row.attr
-            kind, k, unit = storage_type(self.dtypes[buffer]), len(steps), self.kept[0].sym.name
-            self.out.add(f"const {kind}* ahead{k} = {buffer};")
-            self.out.open("if (u + 1 < end)")
-            self.out.add(f"const i64 next = {unit} + 1;")
-            self.out.open("")
-            self.out.add(f"const i64 {unit} = next;")
+            to, unit = ir.Name(f"ahead{len(ahead)}"), self.kept[0].sym.name
+            self.out.var(f"const {storage_type(self.dtypes[buffer])}*", to.name, buffer)
+            self.out.open(ir.If(ir.Name("u") + 1 < "end"))
+            self.out.let("i64", "next", ir.Name(unit) + 1)
+            self.out.open(ir.Plain())
+            self.out.let("i64", unit, "next")
             for m in self._varying_rows(found):
                 self.declare(m)
-            self.out.add(f"ahead{k} = {buffer} + ({self.index(substitute(address, {v: expr(0)}))});")
+            self.out.set(to, self.address(buffer, substitute(address, {v: expr(0)})))
             self.out.close()
             self.out.close()
-            steps.append(max(1, self.machine.line_bytes // self.dtypes[buffer].itemsize))
-        return steps
+            ahead.append(buffer)
+        return ahead
 
     def _varying_rows(self, roots: Sequence[int]) -> list[int]:
         """The rows behind `roots` that vary with the unit, in order."""
@@ -409,15 +421,14 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def _row(self) -> Function:
         self.choose_kept_rows()
-        name = self.open_function()
+        self.open_function()
         scratch = self.declare_kept()
-        digits = [(a.sym.name, f"n_{a.sym.name}") for a in self.kept]
         self.emit_constants()
-        self.open_units(digits)
+        self.open_units(self.digits(self.kept))
         self._turns = False
         self._all_passes()
-        self.close_units(digits)
-        return Function(name, self.close_function(), product(a.size for a in self.kept), self.work(), scratch)
+        self.out.close()
+        return Function(self.close_function(), product(a.size for a in self.kept), self.work(), scratch)
 
     def _all_passes(self) -> None:
         for phase in range(max(self.n_passes, self.plan.n_phases)):
@@ -430,7 +441,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def _column(self) -> Function:
         self.choose_kept_rows()
         assert self.vector is not None
-        name = self.open_function()
+        self.open_function()
         scratch = self.declare_kept()
         digits, units = self._column_digits()
         self.emit_constants()
@@ -438,17 +449,22 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._column_block()
         self._turns = False
         self._all_passes()
-        self.close_units(digits)
-        return Function(name, self.close_function(), units, self.work(), scratch)
+        self.out.close()
+        return Function(self.close_function(), units, self.work(), scratch)
 
-    def _column_digits(self) -> tuple[list[tuple[str, str]], Expr]:
+    def _column_digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
         assert self.vector is not None
         outer = [a for a in self.kept if a is not self.vector]
-        blocks = f"(n_{self.vector.sym.name} + {self.lanes - 1}) / {self.lanes}"
-        digits = [(a.sym.name, f"n_{a.sym.name}") for a in outer] + [("block", blocks)]
+        blocks = (ir.Name(f"n_{self.vector.sym.name}") + (self.lanes - 1)) // self.lanes
+        digits = [*self.digits(outer), ("block", blocks)]
         return digits, product(a.size for a in outer) * floordiv(self.vector.size + (self.lanes - 1), expr(self.lanes))
 
     def _column_block(self) -> None:
         assert self.vector is not None
-        n = f"n_{self.vector.sym.name}"
-        self.out.add(f"const i64 v0 = block * {self.lanes}, count = v0 + {self.lanes} < {n} ? {self.lanes} : {n} - v0;")
+        self.out.let("i64", "v0", ir.Name("block") * self.lanes)
+        self.open_count(self.lanes, ir.Name(f"n_{self.vector.sym.name}"))
+
+    def open_count(self, most: int, high: ir.Value) -> None:
+        """Declares how many places there are from `v0` below `high`, `most` at most."""
+        v0 = ir.Name("v0")
+        self.out.let("i64", "count", ir.Select(v0 + most < high, ir.Number(most), high - v0))

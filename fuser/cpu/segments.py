@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from fuser.cpu.nest import Nest
-from fuser.cpu.parts import LONGEST
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.nest import Nest, size
+from fuser.cpu.parts import LONGEST, open_part
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import Expr, expr
 from fuser.ops import LOGIC
@@ -27,26 +27,26 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are constants in a segment, in order; the places between segments in C++; loads by such conditions."""
+    """Rows that are constants in a segment, in order; the places between segments; loads by such conditions."""
 
     rows: tuple[int, ...]
-    places: tuple[str, ...]
+    places: tuple[ir.Value, ...]
     loads: tuple[int, ...]
     longest: int = LONGEST
 
-    def parts(self, nest: Nest) -> dict[int, str]:
+    def parts(self, nest: Nest) -> dict[int, ir.Value]:
         """What the loads read."""
         assert nest.vector is not None
-        at = f"{nest.vector.sym.name} - from"
+        at = ir.Name(nest.vector.sym.name) - "from"
         steps = {n: _step(nest, nest.plan.rows[n].attr[1][0]) for n in self.loads}
-        return {n: f"part{n}[{at}]" if step == 1 else f"part{n}[{step} * ({at})]" for n, step in steps.items()}
+        return {n: ir.Name(f"part{n}")[at if step == 1 else ir.Number(step) * at] for n, step in steps.items()}
 
-    def conditions(self, nest: Nest) -> list[str]:
-        """The names of all conditions of loads with steps; none where all are neighbours."""
+    def conditions(self, nest: Nest) -> list[ir.Name]:
+        """All conditions of loads with steps; none where all are neighbours."""
         if self.longest == LONGEST:
             return []
         found = dict.fromkeys(nest.plan.rows[n].args[0] for n in self.loads)
-        return [nest.ref(n) for n in found if nest.plan.rows[n].op != "const"]
+        return [ir.Name(f"t{n}") for n in found if nest.plan.rows[n].op != "const"]
 
 
 def find_segments(nest: Nest) -> Segments | None:
@@ -88,13 +88,13 @@ def _reads_a_part(nest: Nest, row: Row, known: Set[int], most: int) -> bool:
     return 1 <= _step(nest, row.attr[1][0]) <= most
 
 
-def find_edges(nest: Nest, most: int = 1) -> dict[int, tuple[bool, str]]:
+def find_edges(nest: Nest, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
     """The rows that are such comparisons, of indices with steps of at most `most`, each with its edge."""
     full = (n for n in range(len(nest.plan.rows)) if nest.vector is not None and nest.is_full(n))
     return {n: e for n in full if (e := find_edge(nest, nest.plan.rows[n], most)) is not None}
 
 
-def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, str] | None:
+def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
     """Whether a comparison of an index holds before the place along the vector axis where it changes; the place."""
     sign = row.traits.sign
     if sign not in _AFTER:
@@ -109,39 +109,32 @@ def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, str] | None:
         if not 1 <= step <= most:
             continue
         sign = sign if at == 0 else _SWAPPED[sign]
-        first = f"{_bound(nest, other)} - ({cpp_expr(e - expr(v) * step)}) + {_AFTER[sign] + step - 1}"
-        return sign in ("<", "<="), first if step == 1 else f"({first}) / {step}"
+        first = _bound(nest, other) - size(e - expr(v) * step) + (_AFTER[sign] + step - 1)
+        return sign in ("<", "<="), first if step == 1 else first // step
     return None
 
 
-def _bound(nest: Nest, n: int) -> str:
+def _bound(nest: Nest, n: int) -> ir.Value:
     """What an index is compared with, cut to what is beyond all indices: sums with the largest integer overflow."""
     row = nest.plan.rows[n]
     if row.op == "index":
         return nest.ref(n)
     if row.op == "const":
-        return str(max(-FARTHEST, min(int(row.attr), FARTHEST)))
-    text = nest.ref(n)
-    return f"({text} < -{FARTHEST} ? -{FARTHEST} : {text} > {FARTHEST} ? {FARTHEST} : {text})"
+        return ir.Number(max(-FARTHEST, min(int(row.attr), FARTHEST)))
+    bound, low, high = nest.ref(n), ir.Number(-FARTHEST), ir.Number(FARTHEST)
+    return ir.Select(bound < low, low, ir.Select(bound > high, high, bound))
 
 
 def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
     """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
     assert nest.vector is not None
-    v, out = nest.vector.sym.name, nest.out
-    out.open(f"for (i64 from = {low}, to; from < {high}; from = to)")
-    out.add(f"to = from + {segments.longest} < {high} ? from + {segments.longest} : {high};")
-    for place in segments.places:
-        out.add(f"{{ const i64 cut = {place}; to = cut > from && cut < to ? cut : to; }}")
-    out.add(f"const i64 {v} = from;")
+    nest.out.open(ir.Segments(ir.Name(low), ir.Name(high), segments.longest, segments.places))
+    nest.out.let("i64", nest.vector.sym.name, "from")
     indices = {a for n in segments.rows for a in nest.plan.rows[n].args if nest.is_full(a)}
     for n in sorted({*indices, *segments.rows}):
         nest.declare(n)
     for n in segments.loads:
-        buffer, (address,) = nest.plan.rows[n].attr
-        held = nest.ref(nest.plan.rows[n].args[0])
-        text = f"{held} ? (const void*)({buffer} + ({nest.index(address)})) : fuser_zeros"
-        out.add(f"const auto* const part{n} = (decltype({buffer}))({text});")
+        open_part(nest, n, nest.plan.rows[n].attr[1][0])
 
 
 __all__ = ["Segments", "find_edge", "find_edges", "find_segments", "open_segments"]

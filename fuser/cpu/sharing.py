@@ -6,99 +6,116 @@ sees its body once; each function calls it with what it would have taken itself.
 
 from __future__ import annotations
 
-import re
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fuser.cpu.records import SIGNATURE, Function
+import torch
+
+from fuser.cpu.records import Function
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.printer import SIGNATURE, Printer, Text
+from fuser.cpu.vir.rewrite import walk
+from fuser.ops import OPS, atom, cpp_constant
 
 LEAST = 1000  # characters of a function that pay for a call
-_EXTERN, _END = 'extern "C" void ', f"({SIGNATURE}) {{"
-_TAKEN = re.compile(r"\b(ptrs|s|f)\[(\d+)\]")
-_BUFFER = re.compile(r"__restrict (\w+) = \(.*\)ptrs\[")
-_SIZE = re.compile(r"const i64 (\w+) = s\[")
-# A factor or a summand: the same operation of a number that is known and of one that is not.
-_CONSTANT = re.compile(r"^( *const float t\d+ = \w+ [-+*] )(\d[\w.+-]*f|\(-?\d[\w.+-]*f\))(;)$", re.MULTILINE)
-_WORD = re.compile(r"[A-Za-z_]\w*")
-_OTHERWISE = re.compile(r"\b(?:ptrs|s|f)\b(?!\[\d+\])")
+_LINEAR = ("+", "-", "*")
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A function's text without what it takes; and that, in the order of first use."""
+    """A function's text without what it takes; and that: names, arguments in the order of first use, constants."""
 
     text: str
-    pointers: tuple[str, ...]
-    slots: tuple[str, ...]
-    scalars: tuple[str, ...]
-    constants: tuple[str, ...]
+    names: dict[str, str]
+    slots: dict[ir.Slot, str]
+    constants: dict[int, str]
+
+    def taken(self, kind: str) -> list[str]:
+        """The arguments of one kind."""
+        return [f"{slot.kind}[{slot.at}]" for slot in self.slots if slot.kind == kind]
 
 
-def _form_of(function: Function) -> _Form | None:
-    """The form of a function that may share its body; None for others."""
-    head, _, body = function.text.partition("\n")
-    if len(function.text) < LEAST or head != f"{_EXTERN}{function.name}{_END}":
+def _form_of(function: Function) -> _Form:
+    """The form of a function."""
+    names: dict[str, str] = {}
+    for s in function.code.body:
+        source = s.source if isinstance(s, ir.Pointer) else s.value if isinstance(s, ir.Let) else None
+        if isinstance(s, ir.Pointer | ir.Let) and isinstance(source, ir.Slot) and source.kind in ("ptrs", "s"):
+            names[s.name] = f"arg{len(names)}"
+    slots: dict[ir.Slot, str] = {}
+    taken = {"ptrs": 0, "s": 0, "f": 0}
+    constants: dict[int, str] = {}
+    for node in walk(function.code):
+        if type(node) is ir.Slot and node not in slots:
+            slots[node] = f"{node.kind}[{taken[node.kind]}]"
+            taken[node.kind] += 1
+        elif type(node) is ir.Let and (constant := _constant(node)) is not None:
+            constants[id(node)] = constant
+    printer = Printer(names, slots, dict.fromkeys(constants, "?"))
+    return _Form(printer.function("", function.code).text, names, slots, constants)
+
+
+def _constant(s: ir.Let) -> str | None:
+    """A factor or a summand: the same operation of a number that is known and of one that is not."""
+    v = s.value
+    if type(v) is not ir.Op or v.table != "op" or v.dtype is not torch.float32 or OPS[v.name].sign not in _LINEAR:
         return None
-    if function.name in body or _OTHERWISE.search(body):  # it has data of its own, or takes more than is seen here
+    if len(v.args) != 2 or type(v.args[0]) is not ir.Name or type(v.args[1]) is not ir.Number:
         return None
-    names = dict.fromkeys([*_BUFFER.findall(body), *_SIZE.findall(body)])
-    number = {name: f"arg{n}" for n, name in enumerate(names)}
-    taken: dict[str, dict[str, int]] = {"ptrs": {}, "s": {}, "f": {}}
-
-    def renumbered(found: re.Match[str]) -> str:
-        kind, at = found.groups()
-        return f"{kind}[{taken[kind].setdefault(at, len(taken[kind]))}]"
-
-    text = _TAKEN.sub(renumbered, _WORD.sub(lambda w: number.get(w[0], w[0]), body))
-    constants = tuple(value for _, value, _ in _CONSTANT.findall(text))
-    text = _CONSTANT.sub(r"\1?\3", text)
-    return _Form(text, tuple(taken["ptrs"]), tuple(taken["s"]), tuple(taken["f"]), constants)
+    number = v.args[1].number
+    return atom(cpp_constant(number, torch.float32)) if math.isfinite(number) else None
 
 
-def shared(functions: Sequence[Function]) -> list[list[str]]:
+def _outline(function: Function) -> tuple[object, ...]:
+    """What is equal of functions whose forms are, found at once."""
+    return (function.printed.text.count("\n"), *map(type, function.code.body))
+
+
+def shared(functions: Sequence[Function]) -> list[list[Text]]:
     """The texts of `functions`; those of one list belong into one source, since they share a body."""
-    by_form: dict[str, list[tuple[Function, _Form | None]]] = {}
-    for function in functions:
-        form = _form_of(function)
-        by_form.setdefault(form.text if form is not None else f"\0{function.name}", []).append((function, form))
-    return [_texts(group) for group in by_form.values()]
+    # Checked functions have data of their own.
+    long = [f for f in functions if not f.code.checked and len(f.printed.text) >= LEAST]
+    alike = Counter(map(_outline, long))
+    forms = {id(f): _form_of(f) for f in long if alike[_outline(f)] > 1}
+    groups: dict[str, list[Function]] = {}
+    for f in functions:
+        groups.setdefault(forms[id(f)].text if id(f) in forms else f"\0{f.name}", []).append(f)
+    return [_texts([(f, forms[id(f)]) for f in g]) if len(g) > 1 else [g[0].printed] for g in groups.values()]
 
 
-def _texts(group: Sequence[tuple[Function, _Form | None]]) -> list[str]:
+def _texts(group: Sequence[tuple[Function, _Form]]) -> list[Text]:
+    """One body, and a call of it for each function."""
     first, form = group[0]
-    if len(group) == 1 or form is None:
-        return [f.text for f, _ in group]
-    forms = [other for _, other in group if other is not None]
-    columns = list(zip(*(other.constants for other in forms), strict=True))
+    columns = list(zip(*(other.constants.values() for _, other in group), strict=True))
     varying = [n for n, column in enumerate(columns) if len(set(column)) > 1]
-    name, n_scalars = f"{first.name}_body", len(form.scalars)
-    values = iter(range(len(columns)))
-
-    def constant(found: re.Match[str]) -> str:
-        n = next(values)
-        return f"own{varying.index(n)};" if n in varying else f"{columns[n][0]};"
-
-    head = "".join(f"  const float own{k} = (float)f[{n_scalars + k}];\n" for k in range(len(varying)))
-    body = re.sub(r"\?;$", constant, form.text, flags=re.MULTILINE)
-    texts = [f"static __attribute__((noinline)) void {name}{_END}\n{head}{body}"]
-    for (function, _), own in zip(group, forms, strict=True):
-        scalars = [*(f"f[{n}]" for n in own.scalars), *(f"(double){own.constants[n]}" for n in varying)]
-        lists = [f"ptrs[{n}]" for n in own.pointers], [f"s[{n}]" for n in own.slots], scalars
-        texts.append(_caller(function, name, *lists))
-    return texts
+    n_scalars = len(form.taken("f"))
+    own = {n: f"own{k}" for k, n in enumerate(varying)}
+    constants = {at: own.get(n, columns[n][0]) for n, at in enumerate(form.constants)}
+    takes = tuple(
+        ir.Let("float", name, ir.Cast("float", ir.Slot("f", n_scalars + k))) for k, name in enumerate(own.values())
+    )
+    body = ir.Kernel(f"{first.name}_body", (*takes, *first.code.body))
+    printer = Printer(form.names, form.slots, constants)
+    made = printer.function(f"static __attribute__((noinline)) void {body.name}", body)
+    return [made, *(_caller(f, body.name, its, varying) for f, its in group)]
 
 
-def _caller(function: Function, body: str, *taken: Iterable[str]) -> str:
+def _caller(function: Function, body: str, form: _Form, varying: Iterable[int]) -> Text:
     """The function that calls a body with what it takes itself."""
-    pointers, slots, scalars = (", ".join(t) or "0" for t in taken)
-    return (
-        f"{_EXTERN}{function.name}{_END}\n"
+    values = list(form.constants.values())
+    scalars = [*form.taken("f"), *(f"(double){values[n]}" for n in varying)]
+    pointers, slots, floats = (", ".join(t) or "0" for t in (form.taken("ptrs"), form.taken("s"), scalars))
+    text = (
+        f'extern "C" void {function.name}({SIGNATURE}) {{\n'
         f"  char* const own_ptrs[] = {{{pointers}}};\n"
         f"  const i64 own_s[] = {{{slots}}};\n"
-        f"  const double own_f[] = {{{scalars}}};\n"
+        f"  const double own_f[] = {{{floats}}};\n"
         f"  {body}(own_ptrs, own_s, own_f, begin, end, scratch, status);\n"
         "}\n"
     )
+    return Text(text, frozenset())
 
 
 __all__ = ["LEAST", "shared"]

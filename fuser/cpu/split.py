@@ -6,16 +6,18 @@ any number of threads gives the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from fuser.cpu.accumulators import NO_PLACE
+from fuser.cpu.nest import size
 from fuser.cpu.records import Function, Generated, Partial
 from fuser.cpu.reduction import ReductionNest
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
-from fuser.ops import CPP_TYPES, REDUCTIONS, cpp_constant
+from fuser.ops import CPP_TYPES, REDUCTIONS
 from fuser.scheduler.plan import Axis, Reduce
 
 CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
@@ -41,39 +43,37 @@ class SplitNest(ReductionNest):
         second = self._combine_function(chunks)
         return Generated((first, second), tuple(self.partials))
 
-    def _result_at(self) -> str:
+    def _result_at(self) -> ir.Value:
         e = expr(0)
         for a in self.kept:
             e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
-        return cpp_expr(e)
+        return size(e)
 
-    def _partial_at(self, chunk: str) -> str:
+    def _partial_at(self, chunk: ir.Value) -> ir.Value:
         """Where a partial result lies: those of one chunk side by side."""
         results = product(symbol(f"n_{a.sym.name}") for a in self.kept)
-        return f"{chunk} * ({cpp_expr(results)}) + {self._result_at()}"
+        return chunk * size(results) + self._result_at()
 
     def _partial_function(self, axis: Axis, chunks: Expr) -> Function:
-        name = self.open_function("_partial")
-        self.out.add(f"const i64 chunks = {cpp_expr(chunks)};")
-        self.out.add(f"const i64 each = chunks ? (n_{axis.sym.name} + chunks - 1) / chunks : 0;")
+        self.open_function("_partial")
+        self.open_chunks(chunks, axis)
         digits, units = self._split_digits()
-        digits = [*digits, ("chunk", "chunks")]
+        digits = [*digits, ("chunk", ir.Name("chunks"))]
         self.emit_constants()
         self.open_units(digits)
         if self.is_column:
             self._column_block()
         decided = self._open_undecided()
-        self.out.add("const i64 from = chunk * each;")
-        self.out.add(f"const i64 to = from + each < n_{axis.sym.name} ? from + each : n_{axis.sym.name};")
+        self.open_chunk(axis)
         self._turns = False
-        self.emit_pass(0, {axis.sym: ("from", "to")})
+        self.emit_pass(0, {axis.sym: (ir.Name("from"), ir.Name("to"))})
         if not self.is_column:
-            self.emit_fold(0, "from" if axis is self.vector else "0")
+            self.emit_fold(0, "from" if axis is self.vector else 0)
         self._store_partials()
         if decided:
             self.out.close()
-        self.close_units(digits)
-        return Function(name, self.close_function(), units * chunks, self.work(), expr(0))
+        self.out.close()
+        return Function(self.close_function(), units * chunks, self.work(), expr(0))
 
     def _open_undecided(self) -> bool:
         """Whether a chunk is left out after one with a NaN, which is the extreme of all: eager looks no further either.
@@ -85,36 +85,36 @@ class SplitNest(ReductionNest):
             return False
         if not all(REDUCTIONS[r.kind].index and self.total_dtype(r).is_floating_point for r in found):
             return False
-        before, here = self._partial_at("(chunk - 1)"), self._partial_at("chunk")
-        values = [f"{self.name}_p{r.number}" for r in found]
-        nan = " & ".join(f"({p}[{before}] != {p}[{before}])" for p in values)
-        self.out.open(f"if ((u > begin) & (chunk > 0) && ({nan}))")
-        for p in (*values, *(f"{self.name}_i{r.number}" for r in found)):
-            self.out.add(f"{p}[{here}] = {p}[{before}];")
-        self.out.close()
-        self.out.open("else")
+        chunk = ir.Name("chunk")
+        before, here = self._partial_at(chunk - 1), self._partial_at(chunk)
+        values = [ir.Name(f"{self.name}_p{r.number}") for r in found]
+        nan = functools.reduce(ir.Value.__and__, (p[before].differs(p[before]) for p in values))
+        with self.out.block(ir.If(ir.Binary("&&", (ir.Name("u") > "begin") & (chunk > 0), nan))):
+            for p in (*values, *(ir.Name(f"{self.name}_i{r.number}") for r in found)):
+                self.out.set(p[here], p[before])
+        self.out.open(ir.Else())
         return True
 
-    def _split_digits(self) -> tuple[list[tuple[str, str]], Expr]:
+    def _split_digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
         if self.is_column:
             return self._column_digits()
-        return [(a.sym.name, f"n_{a.sym.name}") for a in self.kept], product(a.size for a in self.kept)
+        return self.digits(self.kept), product(a.size for a in self.kept)
 
     def _store_partials(self) -> None:
         if self.is_column:
             self.open_lanes()
-        lane = "l" if self.is_column else "0"
-        at = self._partial_at("chunk")
+        lane = ir.value("l" if self.is_column else 0)
+        at = self._partial_at(ir.Name("chunk"))
         for r in self.accumulators(0):
-            self.out.add(f"{self.name}_p{r.number}[{at}] = {self.total(r, lane)};")
+            self.out.set(ir.Name(f"{self.name}_p{r.number}")[at], self.total(r, lane))
             if REDUCTIONS[r.kind].index:
-                self.out.add(f"{self.name}_i{r.number}[{at}] = at{r.number}[{lane}];")
+                self.out.set(ir.Name(f"{self.name}_i{r.number}")[at], ir.Name(f"at{r.number}")[lane])
         if self.is_column:
             self.out.close()
 
     def _combine_function(self, chunks: Expr) -> Function:
-        name = self.open_function("_combine")
-        self.out.add(f"const i64 chunks = {cpp_expr(chunks)};")
+        self.open_function("_combine")
+        self.out.let("i64", "chunks", size(chunks))
         digits, units = self._split_digits()
         self.emit_constants()
         self.open_units(digits)
@@ -123,19 +123,20 @@ class SplitNest(ReductionNest):
         lanes = self.lanes if self.is_column else 1
         for r in self.accumulators(0):
             dtype, k = self.total_dtype(r), r.number
-            array = "tot" if self.flushes(r) else "acc"
-            size = "" if array == "tot" and not self.is_column else f"[{lanes}]"
-            self.out.add(f"{CPP_TYPES[dtype]} {array}{k}{size};")
+            if self.flushes(r) and not self.is_column:
+                self.out.var(CPP_TYPES[dtype], f"tot{k}")
+            else:
+                self.out.scratch(CPP_TYPES[dtype], f"tot{k}" if self.flushes(r) else f"acc{k}", lanes)
             if REDUCTIONS[r.kind].index:
-                self.out.add(f"i32 at{k}[{lanes}];")
+                self.out.scratch("i32", f"at{k}", lanes)
         for start in (True, False):
             if not start:
-                self.out.open("for (i64 c = 0; c < chunks; ++c)")
+                self.out.open(ir.For("c", ir.Number(0), ir.Name("chunks")))
             if self.is_column:
                 self.open_lanes()
             else:
-                self.out.open("")
-                self.out.add("const i64 l = 0;")
+                self.out.open(ir.Plain())
+                self.out.let("i64", "l", 0)
             for r in self.accumulators(0):
                 self._combine_one(r, start)
             self.out.close()
@@ -143,20 +144,21 @@ class SplitNest(ReductionNest):
         self.emit_results(0)
         for phase in range(1, self.plan.n_phases):
             self.emit_outer_stores(phase)
-        self.close_units(digits)
-        return Function(name, self.close_function(), units, results_work(self.kept, chunks), expr(0))
+        self.out.close()
+        return Function(self.close_function(), units, results_work(self.kept, chunks), expr(0))
 
     def _combine_one(self, r: Reduce, start: bool) -> None:
         dtype, k = self.total_dtype(r), r.number
         spec = REDUCTIONS[r.kind]
-        total = self.total(r, "l")
+        total, place = self.total(r, "l"), ir.Name(f"at{k}")["l"]
         if start:
-            self.out.add(f"{total} = {cpp_constant(spec.identity(dtype), dtype)};")
+            self.out.set(total, ir.Number(spec.identity(dtype), dtype))
             if spec.index:
-                self.out.add(f"at{k}[l] = {NO_PLACE};")
+                self.out.set(place, NO_PLACE)
             return
-        at = self._partial_at("c")
-        self.out.add(self.join(r, dtype, total, f"{self.name}_p{k}[{at}]", f"at{k}[l]", f"{self.name}_i{k}[{at}]"))
+        at = self._partial_at(ir.Name("c"))
+        one, its = (ir.Name(f"{self.name}_{kind}{k}")[at] for kind in "pi")
+        self.out.add(self.join(r, dtype, total, one, place, its))
 
 
 def results_work(kept: Sequence[Axis], chunks: Expr) -> Expr:

@@ -6,9 +6,11 @@ known at run time alone: `stream` in the function says so, and else the loops wr
 
 from __future__ import annotations
 
+import torch
+
 from fuser.cpu.halves import HalvesNest
-from fuser.cpu.nest import storage_type
-from fuser.cpu.text import cpp_expr
+from fuser.cpu.nest import size, storage_type
+from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, product, substitute, symbol
 from fuser.machines import Machine
 from fuser.scheduler.plan import Store
@@ -17,6 +19,7 @@ STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past 
 STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
 STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
 MOST_STREAMS = 6  # more would not fit there
+OF_TILE = ir.Name("w1") - "w0"  # elements in a tile
 
 # Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
 _STREAM_HELPER = """\
@@ -59,21 +62,32 @@ def stream_helper(machine: Machine) -> str:
 class StreamingNest(HalvesNest):
     """A nest whose results may be written past the cache."""
 
-    def open_function(self, suffix: str = "") -> str:
+    may_stream = False  # in the function that is being written
+
+    def open_function(self, suffix: str = "") -> None:
         """The function's head, with the decision whether its results are that large."""
-        name = super().open_function(suffix)
+        super().open_function(suffix)
         streams = self.streams() if not suffix else []
+        self.may_stream = bool(streams)
         if streams:
             width = sum(self.dtypes[s.buffer].itemsize for s in streams)
             total = product(symbol(f"n_{a.sym.name}") for a in self.plan.axes)
-            self.out.add(f"const bool stream = {cpp_expr(total)} >= {STREAM_BYTES // width}LL;")
-        return name
+            self.out.let("bool", "stream", size(total) >= ir.Number(STREAM_BYTES // width, torch.int64))
 
-    def close_function(self) -> str:
-        """The function's tail; returns the text."""
-        if any("bool stream" in line for line in self.out.lines):
-            self.out.add("if (stream) fuser_stream_end();")
+    def close_function(self) -> ir.Kernel:
+        """The function's tail; returns the function."""
+        if self.may_stream:
+            self._if_stream("fuser_stream_end")
         return super().close_function()
+
+    def _if_stream(self, function: str, *args: ir.Like) -> None:
+        with self.out.block(ir.If(ir.Name("stream"))):
+            self.out.do(function, *args)
+
+    def open_tiles(self, low: ir.Like, high: ir.Like) -> None:
+        """A loop over tiles of a range."""
+        self.out.open(ir.For("w0", ir.value(low), ir.value(high), ir.Number(STREAM_TILE)))
+        self.out.let("i64", "w1", ir.least(ir.Name("w0") + STREAM_TILE, high))
 
     def streams(self, phase: int | None = None) -> list[Store]:
         """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
@@ -93,20 +107,21 @@ class StreamingNest(HalvesNest):
             return []
         return [s for s in out if phase is None or s.phase == phase]
 
-    def open_streams(self, phase: int, start: str, place: str, length: int) -> None:
+    def open_streams(self, phase: int, start: str, place: ir.Like, length: int) -> None:
         """Before a loop of at most `length` elements from `start` on: its results go to memory or to a tile."""
         assert self.vector is not None
         for k, s in enumerate(self.streams(phase)):
             kind = storage_type(self.dtypes[s.buffer])
-            at = self.index(substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.add(f"{kind} staged{phase}_{k}[{length}] {self.aligned};")
-            self.out.add(f"{kind}* const past{phase}_{k} = {s.buffer} + ({at});")
-            self.out.add(f"{kind}* __restrict to{phase}_{k} = stream ? staged{phase}_{k} : past{phase}_{k};")
-            self.streamed[s] = f"to{phase}_{k}[{place}]"
+            staged, past, to = (f"{name}{phase}_{k}" for name in ("staged", "past", "to"))
+            self.out.scratch(kind, staged, length, aligned=self.line)
+            memory = self.address(s.buffer, substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
+            self.out.var(f"{kind}* const", past, memory)
+            self.out.var(f"{kind}* __restrict", to, ir.Select(ir.Name("stream"), ir.Name(staged), ir.Name(past)))
+            self.streamed[s] = ir.Name(to)[place]
 
-    def close_streams(self, phase: int, count: str) -> None:
+    def close_streams(self, phase: int, count: ir.Like) -> None:
         """After that loop: tiles are written past the cache."""
         for k, s in enumerate(self.streams(phase)):
-            size = self.dtypes[s.buffer].itemsize
-            self.out.add(f"if (stream) fuser_stream(past{phase}_{k}, staged{phase}_{k}, ({count}) * {size});")
+            count_bytes = ir.value(count) * self.dtypes[s.buffer].itemsize
+            self._if_stream("fuser_stream", f"past{phase}_{k}", f"staged{phase}_{k}", count_bytes)
             del self.streamed[s]

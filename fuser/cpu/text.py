@@ -34,31 +34,38 @@ def cpp_name(s: Sym) -> str:
 
 
 def cpp_expr(
-    e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor", extents: Extents = NO_LOOPS
+    e: Expr, name: Callable[[Sym], str] = cpp_name, of: str = "floor", extents: Extents = NO_LOOPS,
+    uses: set[str] | None = None,
 ) -> str:  # fmt: skip
-    """An integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are below 2**52."""
+    """An integer expression inside the loops `extents`; `of` is "place" for an offset, whose terms are below 2**52.
+
+    The helpers that it calls are added to `uses`.
+    """
     if not e.terms:
         return "0"
     parts: list[str] = []
     for monomial, c in e.terms:
-        factors = [name(a) if isinstance(a, Sym) else _call(a, name, of, extents) for a in monomial]
+        factors = [name(a) if isinstance(a, Sym) else _call(a, name, of, extents, uses) for a in monomial]
         if c != 1 or not factors:
             factors.insert(0, str(c) if c >= 0 else f"({c})")
         parts.append(" * ".join(factors))
     return " + ".join(parts)
 
 
-def _call(c: Call, name: Callable[[Sym], str], of: str, extents: Extents) -> str:
-    a, b = (cpp_expr(x, name, of, extents) for x in c.args)
+def _call(c: Call, name: Callable[[Sym], str], of: str, extents: Extents, uses: set[str] | None) -> str:
+    a, b = (cpp_expr(x, name, of, extents, uses) for x in c.args)
     if c.fn in ("min", "max"):
         sign = "<" if c.fn == "min" else ">"
         return f"(({a}) {sign} ({b}) ? ({a}) : ({b}))"
     divisor = c.args[1].as_int()
     plain = divisor is not None and divisor > 0 and is_nonnegative(c.args[0], extents)  # C's `/` and `%` truncate
     of = of if is_nonnegative(c.args[1], extents) else "floor"
-    if c.fn == "floordiv":
-        return f"(({a}) / {b})" if plain else f"{of}_div({a}, {b})"
-    return f"(({a}) % {b})" if plain else f"{of}_mod({a}, {b})"
+    sign, helper = ("/", f"{of}_div") if c.fn == "floordiv" else ("%", f"{of}_mod")
+    if plain:
+        return f"(({a}) {sign} {b})"
+    if uses is not None:
+        uses.add(helper)
+    return f"{helper}({a}, {b})"
 
 
 class Lines:

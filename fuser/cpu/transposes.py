@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from fuser.cpu.nest import TILE_STRIDE
 from fuser.machines import Machine
 
@@ -50,9 +52,9 @@ def edge_of(size: int, machine: Machine) -> int:
     return max(LEAST_BYTES // size, fits)
 
 
-def helpers(body: str, machine: Machine) -> str:
-    """The functions `transpose_u8` … `transpose_u64` that `body` calls."""
-    out = "".join(_function(size, machine) for size, word in WORDS.items() if f"transpose_{word}(" in body)
+def helpers(uses: Set[str], machine: Machine) -> str:
+    """The functions `transpose_u8` … `transpose_u64` that are used."""
+    out = "".join(_function(size, machine) for size, word in WORDS.items() if f"transpose_{word}" in uses)
     return _SHUFFLE + out if out else ""
 
 

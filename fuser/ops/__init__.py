@@ -11,6 +11,7 @@ from fuser.ops.cells import (
     CPP_TYPES,
     FLOAT8,
     LOW,
+    atom,
     compute_dtype,
     cpp_constant,
     cpp_convert,
@@ -21,7 +22,7 @@ from fuser.ops.cells import (
     template,
     wrap_int,
 )
-from fuser.ops.prelude import PRELUDE, helpers_in, load, prelude_for
+from fuser.ops.prelude import PRELUDE, cell_helpers, helpers_in, known_helpers, load, prelude_for
 from fuser.ops.table import (
     ALL,
     BOOL,
@@ -79,6 +80,12 @@ def cpp_lanes(name: str, dtype: torch.dtype, *args: str) -> str | None:
     row = OPS.get(name)
     cell = row.lanes(dtype) if row is not None and callable(row.lanes) else None
     return cpp_cell(name, dtype, *args) if cell == SAME else cell.format(*args) if cell is not None else None
+
+
+def has_lanes(name: str, dtype: torch.dtype) -> bool:
+    """Whether op `name` has a cell for explicit vectors (see `cpp_lanes`)."""
+    row = OPS.get(name)
+    return row is not None and callable(row.lanes) and row.lanes(dtype) is not None
 
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
@@ -140,6 +147,7 @@ __all__ = [
     "REDUCTIONS",
     "SCANS",
     "TURNING",
+    "atom",
     "OpRow",
     "ReductionRow",
     "ScanRow",
@@ -154,7 +162,10 @@ __all__ = [
     "cpp_round",
     "cpp_step",
     "cpp_store",
+    "has_lanes",
     "helpers_in",
+    "cell_helpers",
+    "known_helpers",
     "prelude_for",
     "wrap_int",
     "TRITON_POINTERS",

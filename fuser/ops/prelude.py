@@ -133,7 +133,17 @@ def _alias(word: str) -> str:
 
 def helpers_in(source: str) -> tuple[str, ...]:
     """Names of the helpers that a kernel's `source` calls, in order of first use."""
-    return tuple(dict.fromkeys(w for w in map(_alias, _CELL_WORD.findall(source)) if w in PRELUDE))
+    return known_helpers(_CELL_WORD.findall(source))
+
+
+def cell_helpers(cell: str) -> list[str]:
+    """The helpers that the text of a cell calls."""
+    return _CELL_WORD.findall(cell)
+
+
+def known_helpers(words: Iterable[str]) -> tuple[str, ...]:
+    """Those of the helpers that are in this prelude."""
+    return tuple(dict.fromkeys(w for w in map(_alias, words) if w in PRELUDE))
 
 
 def _text(name: str, machine: Machine) -> str:

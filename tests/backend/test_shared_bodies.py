@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import torch
@@ -10,7 +11,10 @@ from torch import fx
 from fuser import compiler, config, interface, pipeline
 from fuser.canonical import canonicalize
 from fuser.cpu import passes, sharing
-from fuser.cpu.records import SIGNATURE, Function
+from fuser.cpu.records import Function
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
+from fuser.cpu.vir.printer import SIGNATURE
 from fuser.ir.sizes import ONE
 from fuser.kernel_cache import Registry
 from tests.backend.fused import fuse
@@ -62,37 +66,45 @@ def test_results_are_those_of_functions_of_their_own(monkeypatch):
     assert not callers and torch.equal(shared, apart)
 
 
-def function(name: str, body: str, least: int = sharing.LEAST) -> Function:
-    text = f'extern "C" void {name}({SIGNATURE}) {{\n{body}  // {"." * least}\n}}\n'
-    return Function(name, text, ONE, ONE, ONE)
+def function(name: str, at: int, factor: float, *more: ir.Statement, buffer: str = "in0", lines: int = 40) -> Function:
+    """It takes a pointer, a size and a scalar, multiplies by a number, and has so many lines of no meaning."""
+    b = Builder()
+    b.add(ir.Pointer("float", buffer, ir.Slot("ptrs", at), True))
+    b.let("i64", f"n{at}", ir.Slot("s", at))
+    b.let("float", "t1", ir.Op("op", "mul", torch.float32, (ir.Name("t0"), ir.Number(factor, torch.float32))))
+    b.do("use", buffer, f"n{at}", ir.Slot("f", 3))
+    for _ in range(lines):
+        b.do("some_function_of_its_own")
+    return Function(ir.Kernel(name, (*b.statements, *more)), ONE, ONE, ONE)
 
 
-def plain(at: int, factor: str, buffer: str = "in0") -> str:
-    return (
-        f"  const float* __restrict {buffer} = (const float*)ptrs[{at}];\n  const i64 n{at} = s[{at}];\n"
-        f"  const float t1 = t0 * {factor};\n  use({buffer}, n{at}, f[3]);\n"
-    )
+def texts_of(*functions: Function) -> list[list[str]]:
+    return [[t.text for t in texts] for texts in sharing.shared(functions)]
 
 
 def test_what_is_taken_may_differ_and_nothing_else():
-    one, two = function("k0", plain(4, "2.0f")), function("k1", plain(7, "(-0x1.8p-10f)", "buf3"))
-    (texts,) = sharing.shared([one, two])
-    body, first, second = texts
+    one, two = function("k0", 4, 2.0), function("k1", 7, -(1 + 2**-20), buffer="buf3")
+    ((body, first, second),) = texts_of(one, two)
     assert body.startswith(f"static __attribute__((noinline)) void k0_body({SIGNATURE}) {{\n")
     assert "own0 = (float)f[1];" in body and "t0 * own0;" in body and "use(arg0, arg1, f[0])" in body
     assert "{ptrs[4]}" in first and "{s[4]}" in first and "{f[3], (double)2.0f}" in first
-    assert "{ptrs[7]}" in second and "{s[7]}" in second and "{f[3], (double)(-0x1.8p-10f)}" in second
-    for other in ("  const float t1 = fuser_x(2.0f);\n", "  if (t0 > 2.0f) return;\n", "  i64 n = 3;\n"):
-        texts = sharing.shared([one, function("k1", plain(7, "2.0f") + other)])
-        assert texts == [[one.text], [function("k1", plain(7, "2.0f") + other).text]]
+    assert "{ptrs[7]}" in second and "{s[7]}" in second and "{f[3], (double)(-0x1.00001" in second
+    for other in (
+        ir.Do(ir.call("x", 2)),
+        ir.Block(ir.If(ir.Name("t0") > 2), ()),
+        ir.Let("i64", "n", ir.Number(3), False),
+    ):
+        more = function("k1", 7, 2.0, other)
+        assert texts_of(one, more) == [[one.printed.text], [more.printed.text]]
 
 
-def test_functions_with_more_of_their_own_share_nothing():
-    for body in ("  static i64 k0_count;\n", "  float s[4];\n  other(s);\n", "  call(ptrs);\n"):
-        one, two = function("k0", body), function("k0", body)
-        assert [len(texts) for texts in sharing.shared([one, two])] != [3]
-    short = [function(name, plain(1, "2.0f"), 1) for name in ("k0", "k1")]
-    assert sharing.shared(short) == [[f.text] for f in short]
+def test_functions_with_data_of_their_own_and_short_ones_share_nothing():
+    long = [function(name, 1, 2.0) for name in ("k0", "k1")]
+    assert [len(texts) for texts in texts_of(*long)] == [3]
+    checked = [Function(dataclasses.replace(f.code, checked=True), ONE, ONE, ONE) for f in long]
+    short = [function(name, 1, 2.0, lines=1) for name in ("k0", "k1")]
+    for functions in (checked, short):
+        assert texts_of(*functions) == [[f.printed.text] for f in functions]
 
 
 def test_what_a_nest_asks_of_its_passes_grows_with_their_number(monkeypatch):

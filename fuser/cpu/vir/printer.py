@@ -1,0 +1,371 @@
+"""C++ of vector IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.cpu.text import Lines, cpp_expr
+from fuser.cpu.vir import nodes as ir
+from fuser.ir.sizes import INDIRECT, Sym
+from fuser.ops import (
+    CPP_TYPES,
+    LOW,
+    cell_helpers,
+    compute_dtype,
+    cpp_cell,
+    cpp_combine,
+    cpp_constant,
+    cpp_convert,
+    cpp_lanes,
+    cpp_load,
+    cpp_overtakes,
+    cpp_round,
+    cpp_step,
+    cpp_store,
+)
+
+# The parameters of each function: pointers, int64 and float64 slots, units, memory of its own, what it reports.
+SIGNATURE = (
+    "char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status"
+)  # fmt: skip
+_BINDS = {"*": 10, "/": 10, "%": 10, "+": 9, "-": 9, "<<": 8, "<": 7, "<=": 7, ">": 7, ">=": 7, "==": 6, "!=": 6,
+          "&": 5, "^": 4, "|": 3, "&&": 2, "||": 1}  # fmt: skip
+_ATOM, _UNARY, _SUM, _CHOICE, _LOOSE = 12, 11, 9, 0, -1
+_TABLES: dict[str, Callable[..., str | None]] = {
+    "op": cpp_cell, "lanes": cpp_lanes, "combine": cpp_combine, "overtakes": cpp_overtakes, "step": cpp_step,
+}  # fmt: skip
+_ARRAYS = ("fuser_zeros",)  # of the generator's helpers
+INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
+
+
+class Printer:
+    """Writes nodes; with other names for variables and arguments where `names` and `slots` have them.
+
+    `uses`: the helpers that they call.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str] | None = None, slots: Mapping[ir.Slot, str] | None = None,
+        constants: Mapping[int, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`constants`: by the id of a `Let`, what it has in place of the last argument of its value."""
+        self.names, self.slots, self.constants = names or {}, slots or {}, constants or {}
+        self.out = Lines()
+        self.uses: set[str] = set()
+
+    def _calls(self, text: str) -> str:
+        """A cell of a table, the helpers of which are used."""
+        self.uses.update(cell_helpers(text))
+        return text
+
+    def function(self, opening: str, kernel: ir.Kernel) -> Text:
+        """The function that begins so, with a kernel's body."""
+        self._braces(f"{opening}({SIGNATURE})", kernel.body)
+        return Text(self.out.text(), frozenset(self.uses))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+    def value(self, v: ir.Value) -> str:
+        """The text of a value."""
+        return _VALUES[type(v)](self, v)
+
+    def _in(self, v: ir.Value, binds: int) -> str:
+        """The text of a value where operators bind as closely as `binds`."""
+        text = _VALUES[type(v)](self, v)
+        return text if _binds(v) >= binds else f"({text})"
+
+    def _name(self, v: ir.Name) -> str:
+        if v.name in _ARRAYS:
+            self.uses.add(v.name)
+        return self.names.get(v.name, v.name)
+
+    def _number(self, v: ir.Number) -> str:
+        return str(v.number) if v.dtype is None else cpp_constant(v.number, v.dtype)
+
+    def _slot(self, v: ir.Slot) -> str:
+        return self.slots.get(v) or f"{v.kind}[{v.at}]"
+
+    def _offset(self, v: ir.Offset) -> str:
+        def name(s: Sym) -> str:
+            if s.kind == INDIRECT:
+                return self.value(v.scope.ref(int(s.name[1:])))
+            if v.scope.slots is not None:
+                return self._slot(ir.Slot("s", v.scope.slots[s]))
+            return self.names.get(s.name, s.name)
+
+        return cpp_expr(v.e, name, v.of, v.scope.extents, self.uses)
+
+    def _at(self, v: ir.At) -> str:
+        return f"{self._in(v.array, _ATOM)}[{self.value(v.place)}]"
+
+    def _address(self, v: ir.Address) -> str:
+        return f"{self.value(v.buffer)} + ({self.value(v.place)})"
+
+    def _unary(self, v: ir.Unary) -> str:
+        return f"{v.sign}{self._in(v.a, _UNARY)}"
+
+    def _binary(self, v: ir.Binary) -> str:
+        binds = _BINDS[v.sign]
+        return f"{self._in(v.a, binds)} {v.sign} {self._in(v.b, binds + 1)}"
+
+    def _select(self, v: ir.Select) -> str:
+        return f"{self._in(v.test, 1)} ? {self._in(v.a, 1)} : {self.value(v.b)}"
+
+    def _cast(self, v: ir.Cast) -> str:
+        return f"({v.kind}){self._in(v.a, _UNARY)}"
+
+    def _op(self, v: ir.Op) -> str:
+        return self._cell(v, *map(self.value, v.args))
+
+    def _cell(self, v: ir.Op, *args: str) -> str:
+        return self._calls(_TABLES[v.table](v.name, v.dtype, *args) or "")
+
+    def _convert(self, v: ir.Convert) -> str:
+        return self._calls(cpp_convert(v.source, v.target, self.value(v.a)))
+
+    def _round(self, v: ir.Round) -> str:
+        return self._calls(cpp_round(v.dtype, self.value(v.a), v.tame))
+
+    def _decode(self, v: ir.Decode) -> str:
+        if v.lone and v.dtype is torch.float16:
+            return self._helper("fuser_lone_load_half", v.a)
+        return self._calls(cpp_load(v.dtype, self.value(v.a)))
+
+    def _encode(self, v: ir.Encode) -> str:
+        if v.lone and v.dtype is torch.float16:
+            return self._helper("fuser_lone_store_half", v.a)
+        return self._calls(cpp_store(v.dtype, self.value(v.a), v.exact))
+
+    def _splat(self, v: ir.Splat) -> str:
+        return f"(({v.kind}){{}} + {self._in(v.a, 10)})"
+
+    def _bound(self, v: ir.Bound) -> str:
+        self.uses.add("FUSER_BOUND")
+        return f"FUSER_BOUND({self.value(v.a)}, {v.sign}, {self.value(v.b)})"
+
+    def _call(self, v: ir.Call) -> str:
+        return self._helper(v.function, *v.args)
+
+    def _helper(self, function: str, *args: ir.Value) -> str:
+        self.uses.add(function)
+        return f"{function}({', '.join(map(self.value, args))})"
+
+    # -- statements ----------------------------------------------------------------------------------------------------
+    def body(self, statements: tuple[ir.Statement, ...]) -> None:
+        """Statements in order."""
+        for s in statements:
+            if type(s) is ir.Block:
+                self._block(s)
+            else:
+                self.out.add(_STATEMENTS[type(s)](self, s)) if type(s) is not ir.Fold else self._fold(s)
+
+    def _let(self, s: ir.Let) -> str:
+        const, name = "const " if s.const else "", self.names.get(s.name, s.name)
+        if s.value is None:
+            return f"{s.kind} {name};"
+        if id(s) in self.constants:
+            assert isinstance(s.value, ir.Op)
+            texts = (*map(self.value, s.value.args[:-1]), self.constants[id(s)])
+            return f"{const}{s.kind} {name} = {self._cell(s.value, *texts)};"
+        return f"{const}{s.kind} {name} = {self.value(s.value)};"
+
+    def _scratch(self, s: ir.Scratch) -> str:
+        sizes = "".join(f"[{n}]" for n in s.sizes)
+        aligned = f" __attribute__((aligned({s.aligned})))" if s.aligned else ""
+        return f"{s.kind} {s.name}{sizes}{aligned}{' = {}' if s.zero else ''};"
+
+    def _pointer(self, s: ir.Pointer) -> str:
+        kind, name = f"{'const ' if s.const else ''}{s.kind}", self.names.get(s.name, s.name)
+        if s.checked:
+            elements, function = s.checked
+            self.uses.add("fuser_checked")
+            values = f'({kind}*){self.value(s.source)}, {self.value(elements)}, "{s.name}", {function}_bounds, status'
+            return f"const fuser_checked<{kind}> {name} = {{{values}}};"
+        return f"{kind}* __restrict {name} = ({kind}*){self._in(s.source, _UNARY)};"
+
+    def _set(self, s: ir.Set) -> str:
+        return f"{self.value(s.target)} {s.sign}= {self.value(s.value)};"
+
+    def _do(self, s: ir.Do) -> str:
+        return f"{self._call(s.call)};"
+
+    def _return(self, s: ir.Return) -> str:
+        return "return;"
+
+    def _prefetch(self, s: ir.Prefetch) -> str:
+        return f"__builtin_prefetch({', '.join((self.value(s.address), *map(str, s.how)))});"
+
+    def _fold(self, s: ir.Fold) -> None:
+        size = min(s.vector_bytes, s.lanes * s.dtype.itemsize)
+        width = lanes = size // s.dtype.itemsize
+        names = [f"a{i}" for i in range(s.lanes // width)]
+        element = "u8" if s.dtype is torch.bool else CPP_TYPES[s.dtype]
+        if s.table == "sign":
+            element = _UNSIGNED.get(element, element)
+        self.uses.add("FUSER_SHUFFLE")
+        out = self.out
+        out.open("")
+        out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({s.dtype.itemsize}), may_alias));")
+        out.add(f"typedef {INTEGERS[s.dtype.itemsize]} indices __attribute__((vector_size({size})));")
+        out.add("vec " + ", ".join(f"{n} = ((const vec*){s.array})[{i}]" for i, n in enumerate(names)) + ";")
+        while len(names) > 1:
+            half = len(names) // 2
+            for i in range(half):
+                out.add(f"{names[i]} = {self._joined(s, names[i], names[i + half])};")
+            names = names[:half]
+        while width > 1:
+            width //= 2
+            rotated = ", ".join(str((i + width) % lanes) for i in range(lanes))
+            out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
+            out.add(f"  a0 = {self._joined(s, 'a0', 'b')}; }}")
+        out.add(f"{s.array}[0] = a0[0];")
+        out.close()
+
+    def _joined(self, s: ir.Fold, a: str, b: str) -> str:
+        if s.table == "wins":
+            return f"{b} {s.name} {a} ? {b} : {a}"
+        return f"{a} {s.name} {b}" if s.table == "sign" else self._calls(cpp_combine(s.name, s.dtype, a, b))
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+    def _block(self, b: ir.Block) -> None:
+        _HEADS[type(b.head)](self, b.head, b.body)
+
+    def _plain(self, head: ir.Plain, body: tuple[ir.Statement, ...]) -> None:
+        self._braces("", body)
+
+    def _braces(self, opening: str, body: tuple[ir.Statement, ...], closing: str = "}") -> None:
+        self.out.open(opening)
+        self.body(body)
+        self.out.close(closing)
+
+    def _for(self, head: ir.For, body: tuple[ir.Statement, ...]) -> None:
+        if head.unroll:
+            self.out.add("#pragma GCC ivdep")  # g++ takes no simd beside unroll
+            self.out.add(f"#pragma GCC unroll {head.unroll}")
+        elif head.simd:
+            self.out.add(f"#pragma omp simd reduction({head.joins})" if head.joins else "#pragma omp simd")
+        name, high, step = head.name, self._in(head.high, 7), self.value(head.step)
+        start = f"i64 {name} = {self.value(head.low)}" if head.low is not None else ""
+        test = f"{name} + {step} <= {high}" if head.whole else f"{name} < {high}"
+        text = f"for ({start}; {test}; {f'++{name}' if step == '1' else f'{name} += {step}'})"
+        if len(body) == 1 and not head.simd and type(body[0]) in (ir.Set, ir.Prefetch):
+            self.out.add(f"{text} {_STATEMENTS[type(body[0])](self, body[0])}")
+        else:
+            self._braces(text, body)
+
+    def _units(self, head: ir.Units, body: tuple[ir.Statement, ...]) -> None:
+        digits = [(name, self.value(size)) for name, size in head.digits]
+        self.out.add("i64 unit = begin;")
+        for at, (name, size) in reversed(list(enumerate(digits))):
+            self.out.add(f"i64 {name} = unit % ({size}); unit /= {size};" if at else f"i64 {name} = unit;")
+        self.out.open("for (i64 u = begin; u < end; ++u)")
+        self.body(body)
+        text = ""
+        for at, (name, size) in enumerate(digits):
+            text = f"if (++{name} == ({size})) {{ {name} = 0; {text} }}" if at else f"++{name};"
+        if text:
+            self.out.add(text)
+        self.out.close()
+
+    def _segments(self, head: ir.Segments, body: tuple[ir.Statement, ...]) -> None:
+        low, high = self.value(head.low), self.value(head.high)
+        self.out.open(f"for (i64 from = {low}, to; from < {high}; from = to)")
+        self.out.add(f"to = from + {head.longest} < {high} ? from + {head.longest} : {high};")
+        for cut in head.cuts:
+            self.out.add(f"{{ const i64 cut = {self.value(cut)}; to = cut > from && cut < to ? cut : to; }}")
+        self.body(body)
+        self.out.close()
+
+    def _while(self, head: ir.While, body: tuple[ir.Statement, ...]) -> None:
+        self._braces(f"while ({self.value(head.test)})", body)
+
+    def _if(self, head: ir.If, body: tuple[ir.Statement, ...]) -> None:
+        test = self.value(head.test)
+        text = f"if (__builtin_expect({test}, 0))" if head.rare else f"if ({test})"
+        if len(body) == 1 and type(body[0]) is ir.Do:
+            self.out.add(f"{text} {self._do(body[0])}")
+        else:
+            self._braces(text, body)
+
+    def _else(self, head: ir.Else, body: tuple[ir.Statement, ...]) -> None:
+        self._braces("else", body)
+
+    def _only(self, head: ir.Only, body: tuple[ir.Statement, ...]) -> None:
+        self.uses.add(head.macro)
+        self.out.add(f"#if {head.macro}")
+        self.body(body)
+
+    def _otherwise(self, head: ir.Otherwise, body: tuple[ir.Statement, ...]) -> None:
+        self.out.add("#else")
+        self.body(body)
+        self.out.add("#endif")
+
+    def _routine(self, head: ir.Routine, body: tuple[ir.Statement, ...]) -> None:
+        params = ", ".join(f"{kind} {name}" for kind, name in head.params)
+        inline = " __attribute__((always_inline))" if head.inline else ""
+        self._braces(f"auto {head.name} = [&]({params}){inline}", body, "};")
+
+
+def _binds(v: ir.Value) -> int:
+    """How closely the outermost operator of a value's text binds."""
+    binds = _KINDS.get(type(v))
+    if binds is not None:
+        return binds
+    match v:
+        case ir.Binary():
+            return _BINDS[v.sign]
+        case ir.Number():
+            return _ATOM if v.dtype is None and v.number >= 0 else _UNARY
+        case ir.Convert():
+            changes = compute_dtype(v.source) is not compute_dtype(v.target) or v.target in LOW
+            return _UNARY if changes else _binds(v.a)
+        case ir.Decode() | ir.Encode():
+            return _ATOM if v.dtype in LOW or v.dtype is torch.bool else _binds(v.a)
+        case ir.Offset():
+            if len(v.e.terms) > 1:
+                return _SUM
+            return _ATOM if all(len(m) + (c != 1) <= 1 and c >= 0 for m, c in v.e.terms) else 10
+    return _ATOM
+
+
+_KINDS: dict[type, int] = {
+    ir.Name: _ATOM, ir.Slot: _ATOM, ir.At: _ATOM, ir.Call: _ATOM, ir.Bound: _ATOM, ir.Splat: _ATOM, ir.Round: _ATOM,
+    ir.Select: _CHOICE, ir.Op: _LOOSE, ir.Address: _SUM, ir.Unary: _UNARY, ir.Cast: _UNARY,
+}  # fmt: skip
+# Integers wrap in unsigned vectors: their scalar cells have casts that vectors do not take.
+_UNSIGNED = {"i8": "u8", "i16": "u16", "i32": "u32", "i64": "u64"}
+_VALUES: dict[type, Callable[[Printer, Any], str]] = {
+    ir.Name: Printer._name, ir.Number: Printer._number, ir.Slot: Printer._slot, ir.Offset: Printer._offset,
+    ir.At: Printer._at, ir.Address: Printer._address, ir.Unary: Printer._unary, ir.Binary: Printer._binary,
+    ir.Select: Printer._select, ir.Cast: Printer._cast, ir.Op: Printer._op, ir.Convert: Printer._convert,
+    ir.Round: Printer._round, ir.Decode: Printer._decode, ir.Encode: Printer._encode, ir.Bound: Printer._bound,
+    ir.Splat: Printer._splat,    ir.Call: Printer._call,
+}  # fmt: skip
+_STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
+    ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
+    ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch,
+}  # fmt: skip
+_HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
+    ir.Plain: Printer._plain, ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments,
+    ir.While: Printer._while, ir.If: Printer._if, ir.Else: Printer._else, ir.Only: Printer._only,
+    ir.Otherwise: Printer._otherwise, ir.Routine: Printer._routine,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """C++ of a function, and the helpers that it uses."""
+
+    text: str
+    uses: frozenset[str]
+
+
+def printed(kernel: ir.Kernel) -> Text:
+    """The C++ function."""
+    printer = Printer()
+    if kernel.checked:
+        printer.out.add(f'extern "C" {{ i64 {kernel.name}_bounds[3] = {{}}; }}')
+    return printer.function(f'extern "C" void {kernel.name}', kernel)

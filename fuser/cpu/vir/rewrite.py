@@ -1,0 +1,49 @@
+"""Passes over vector IR: `walk` visits values, `values` makes a kernel with others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fuser.cpu.vir import nodes as ir
+
+
+def parts(node: Any) -> Iterator[Any]:
+    """The nodes that a node holds, in order."""
+    for name in node.__slots__:
+        held = getattr(node, name)
+        if isinstance(held, tuple):
+            for one in held:
+                yield from one if isinstance(one, tuple) else (one,)
+        else:
+            yield held
+
+
+def walk(node: Any) -> Iterator[Any]:
+    """A node and all that it holds: blocks, heads, statements and values, each before its own."""
+    pending = [node]
+    while pending:
+        now = pending.pop()
+        if type(now) in _NODES:
+            yield now
+            pending += reversed(list(parts(now)))
+
+
+def values(node: Any, change: Callable[[ir.Value], ir.Value]) -> Any:
+    """`node` with each value replaced by what `change` makes of it, once its own values have been."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(changed, x))
+        return values(x, change) if type(x) in _NODES else x
+
+    new = {name: changed(getattr(node, name)) for name in node.__slots__}
+    if any(new[name] is not getattr(node, name) for name in new):
+        node = dataclasses.replace(node, **new)
+    return change(node) if isinstance(node, ir.Value) else node
+
+
+_NODES = frozenset(
+    x for x in vars(ir).values() if isinstance(x, type) and dataclasses.is_dataclass(x) and x is not ir.Scope
+)
