@@ -140,7 +140,10 @@ class Recompilation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What became of a function, or of all that this process compiled. `others` are groups that no graph has."""
+    """What became of a function, or of all that this process compiled. `others` are groups that no graph has.
+
+    It holds the groups that it tells of, with their kernels.
+    """
 
     graphs: tuple[Graph, ...]
     breaks: tuple[Break, ...] = ()

@@ -91,12 +91,12 @@ def _of_spec(
         number, found.key, ops, inputs, outputs, size,
         tuple(k for s in specs for k in _kernels(s)), getattr(handle, "hits", 0), getattr(handle, "misses", 0),
         _missed(spec), fallbacks, sum(s.store.compile_seconds for s in specs), stages, apart,
-        code_of(reason) if reason is not None else "", reason or "", functools.partial(_plan, found.key),
+        code_of(reason) if reason is not None else "", reason or "", functools.partial(_plan, found),
     )  # fmt: skip
 
 
-def _plan(key: int) -> str:
-    spec = REGISTRY.find(key).spec
+def _plan(found: Registration) -> str:
+    spec = found.spec  # held by the explanation, with its kernels
     examples = [entry.example for entry in spec.store.entries if entry.example]
     return "\n".join(explaining.ir_text(spec, example) for example in examples[:1])
 

@@ -65,7 +65,7 @@ def _inside(function: Function) -> Function:
 
 # -- a call ------------------------------------------------------------------------------------------------------------
 def _of_call(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
-    import torch._dynamo
+    import torch._dynamo.convert_frame
 
     from fuser.frontends.dynamo import fuser_backend
 
@@ -77,13 +77,42 @@ def _of_call(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
     limits: dict[str, Any] = {
         n: 1 << 16 for n in ("recompile_limit", "accumulated_recompile_limit") if hasattr(torch._dynamo.config, n)
     }
-    with collected() as records, _as_before(function), torch._dynamo.config.patch(limits):
-        result = torch.compile(function, backend=explained)(*args, **kwargs)
-        _compile_backward(result)
-    interface.wait()
-    own = {r.compile_id for r in records}
-    again = [r for r in recompilations(failures) if r.failed in own]
-    return explanation_of(records, graph_breaks(breaks), again)
+    codes: list[CodeType] = []
+    hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: codes.append(code))
+    try:
+        with collected() as records, _as_before(function), torch._dynamo.config.patch(limits):
+            result = torch.compile(function, backend=explained)(*args, **kwargs)
+            _compile_backward(result)
+        interface.wait()
+        own = {r.compile_id for r in records}
+        again = [r for r in recompilations(failures) if r.failed in own]
+        return explanation_of(records, graph_breaks(breaks), again)
+    finally:
+        hook.remove()
+        _forget(codes, explained)
+
+
+def _forget(codes: Sequence[CodeType], backend: Function) -> None:
+    """Empty what Dynamo keeps of frames that were compiled for `backend`: their code goes, and no call looks there."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        for code in codes:
+            for entry in _debug_get_cache_entry_list(code):
+                if _innermost(entry.backend) is backend:
+                    state: Any = entry.guard_manager.extra_state
+                    state.invalidate(entry, DeletedGuardManagerWrapper("it was compiled to be explained"))
+    except (AttributeError, ImportError, TypeError, RuntimeError):  # another version of torch: the entries stay
+        return
+
+
+def _innermost(backend: Any) -> Any:
+    """The function that was given to `torch.compile`, inside of what Dynamo makes of it."""
+    for _ in range(8):
+        inside = [getattr(backend, name, None) for name in ("compiler_fn", "_torchdynamo_orig_backend")]
+        backend = next(filter(callable, inside), backend)
+    return backend
 
 
 @contextlib.contextmanager

@@ -98,6 +98,9 @@ def test_what_was_compiled_before_stays(model):
     assert not fuser.explain(compiled, a).recompilations, "of this call alone"
     assert torch.equal(compiled(a), want[0]) and torch.equal(compiled(b), want[1])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames + 1, "that of explain alone"
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(compiled._torchdynamo_orig_callable.__code__)
+    left = [e for e in entries if "Deleted" not in type(e.guard_manager).__name__]
+    assert len(entries) - len(left) == 1, "what was compiled to be explained is emptied"
 
 
 def test_a_split_group_names_the_line(model):
