@@ -22,6 +22,7 @@ from fuser.passes.layouts import Relayout, copy_of, fake_mode_of, is_static
 
 aten = torch.ops.aten
 _MOST_COPIED = 0.6  # of the bytes that convolutions read and write: the copies of what no kernel stores
+_LEAST = 32 << 20  # bytes that each convolution reads and writes on average: with fewer, launches of copies weigh more
 
 
 def _takes_tf32() -> bool:
@@ -91,7 +92,7 @@ def tensor_cores_channels_last(module: fx.GraphModule) -> int:
             walk.replace(node, new)
     except (Unsupported, RuntimeError, ValueError):
         return 0
-    if walk.copied > _MOST_COPIED * moved:
+    if walk.copied > _MOST_COPIED * moved or moved < _LEAST * len(convolutions):
         return 0
     module.graph = walk.graph
     return len(convolutions)

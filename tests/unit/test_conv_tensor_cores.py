@@ -31,6 +31,7 @@ def cudnn(monkeypatch):
         return new
 
     monkeypatch.setattr(conv_tensor_cores, "_called", called)
+    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 0)
 
 
 def conv(x, w, b, v=None):
@@ -102,3 +103,10 @@ def test_left_alone(name):
     module = traced(f, *SHAPES, **options)
     with config.override(numerics=numerics), tf32(allowed):
         assert tensor_cores_channels_last(module) == 0
+
+
+def test_small_convolutions_stay(monkeypatch):
+    monkeypatch.setattr(conv_tensor_cores, "_LEAST", 1 << 20)
+    for size, expected in ((12, 0), (256, 1)):
+        shapes = (2, 8, size, size), *SHAPES[1:]
+        assert tensor_cores_channels_last(traced(epilogue, *shapes)) == expected
