@@ -68,6 +68,8 @@ class Memory:
 
     def _find_silent(self, nodes: list[Node]) -> None:
         pairs = [[*n.inputs(), *n.outputs()] for n in nodes if n.kind() in SILENT]
+        # A loop that makes no turn gives what it was given; torch's analysis takes its results for those of a turn.
+        pairs += [list(p) for n in nodes if n.kind() == "prim::Loop" for p in zip([*n.inputs()][2:], n.outputs())]
         pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
         more = pairs
         while more:

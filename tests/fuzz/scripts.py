@@ -201,12 +201,12 @@ def outcome(function: Any, args: tuple[Any, ...]) -> Any:
     return [t.clone() for t in (*results, *given[:2])], shared
 
 
-def differs(got: Any, want: Any) -> str:
+def differs(got: Any, want: Any, near: float = 1e-9) -> str:
     """What differs between two outcomes; "" if nothing does."""
     if isinstance(got, str) or isinstance(want, str):
         return "" if got == want else f"{_kind(got)}, where the script has {_kind(want)}"
     for n, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
-        near = 1e-9 if a.dtype is torch.float64 else 1e-4
+        near = near if a.dtype is torch.float64 else 1e-4
         if (a.dtype, a.shape) != (b.dtype, b.shape) or not torch.allclose(a, b, near, near, equal_nan=True):
             return f"value {n} differs"
     return "" if got[1] == want[1] else "other results share memory"
@@ -229,7 +229,7 @@ def problem(text: str, seed: int = 0, kernels: bool = False) -> str | None:
                 return None
             fused = fused or fuser.fuse_script(script)
             for turn in ("first", "second"):
-                wrong = differs(outcome(fused, args), want)
+                wrong = differs(outcome(fused, args), want, 1e-9 if args[1].dtype is torch.float64 else 1e-4)
                 if wrong:
                     return f"{turn} call with n={args[2]}, flag={args[3]}: {wrong}"
         reasons = [u.reason for u in fused.fusion.unfused] if fused is not None else []

@@ -60,7 +60,20 @@ def written_cast(x: Tensor, y: Tensor, flag: bool):
     return a, z * 2 + 1
 
 
-PROGRAMS = (written_cast, written_input, written_result, written_dropout, written_through_two, written_in_a_loop)
+def written_after_no_turn(x: Tensor, y: Tensor, flag: bool):
+    v = torch.relu(x) + 1
+    w = v * 2
+    z = v.to(torch.float64)
+    for _ in range(0 if flag else 2):
+        v = torch.cat([w[:1], x[1:]])
+    v.neg_()
+    return z.float() * 3 + 1, v, w + v
+
+
+PROGRAMS = (
+    written_after_no_turn, written_cast, written_input, written_result, written_dropout, written_through_two,
+    written_in_a_loop,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
@@ -139,6 +152,7 @@ def pairwise(graph):
     values += [v for n in nodes for b in n.blocks() for v in b.inputs()]
     found = {v for v in values if aliases.has_writers(v)}
     pairs = [(*n.inputs(), *n.outputs()) for n in nodes if n.kind() in SILENT]
+    pairs += [p for n in nodes if n.kind() == "prim::Loop" for p in zip([*n.inputs()][2:], n.outputs())]
     pairs = [[v for v in pair if "Tensor" in v.type().str()] for pair in pairs]
     silent = []
     while True:
