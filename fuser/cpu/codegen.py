@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fuser import config
 from fuser.cpu import bits, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import BlockedScan
@@ -25,6 +26,7 @@ from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
 from fuser.cpu.vir.printer import Text
+from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
 from fuser.scheduler.plan import KernelPlan
@@ -86,6 +88,9 @@ def source_parts(functions: Sequence[Function], comment: str, machine: Machine) 
 
     Those that are equal up to their arguments share a body, and a source with it.
     """
+    if config.check_ir:
+        for function in functions:
+            verify_kernel(function.code)
     parts: list[list[Text]] = [[]]
     length = 0
     for texts in shared(functions):
