@@ -35,8 +35,9 @@ def _in_place(node: Any) -> bool:
 
 
 def written_copy(graph: fx.Graph, before: Any, result: Any) -> Any:
-    """What a write of `result` leaves of `before`."""
-    return graph.call_function(torch.ops.aten.copy.default, (before, result))
+    """What a write of `result` leaves of `before`: its dtype and size. `aten.copy` has no gradient."""
+    cast = graph.call_function(torch.ops.aten.type_as.default, (result, before))
+    return graph.call_function(torch.ops.aten.expand_as.default, (cast, before))
 
 
 def write_again(graph: Any, written: Writes) -> None:

@@ -142,3 +142,17 @@ def test_some_need_gradients_and_twice():
     x = rand(3, 4).requires_grad_()
     with torch.no_grad():
         assert not fused(x, x).requires_grad
+
+
+@pytest.mark.parametrize("name", ["add_", "mul_", "sub_", "div_"])
+def test_writes_in_place_have_gradients(name):
+    """A residual block, as torchvision writes it: the write becomes an operator of the group."""
+    text = f"def f(x, y):\n    z = torch.relu(x * 2) + 1\n    z.{name}(torch.sigmoid(y))\n    return torch.tanh(z)\n"
+    script = torch.jit.CompilationUnit(text).f
+    fused = fuser.fuse_script(script)
+    found = []
+    for function in (fused, script):
+        x, y = (torch.linspace(-1, 2, 12).view(3, 4).requires_grad_() for _ in range(2))
+        found.append(torch.autograd.grad(function(x, y).square().sum(), (x, y)))
+    assert fused.fusion.groups and not any("gradient" in str(u) for u in fused.fusion.unfused)
+    torch.testing.assert_close(*found)
