@@ -119,7 +119,6 @@ class Executor:
         self.spec = spec
         self.registry = registry  # of the pieces into which it may be split
         self._local = threading.local()
-        self._added: dict[int, FusedKernel] = {}
         self.admitted: list[FusedKernel] = []  # to the handle, by their numbers there
         self._handle: Callable[[], Function | None] = lambda: None
         self._lock = forks.lock()

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from fuser import cache
+from fuser.debug.units import bytes_text
 from fuser.errors import FuserError
 
 _DAY = 86400.0
@@ -60,19 +61,10 @@ def _list(asked: argparse.Namespace) -> int:
             print(json.dumps(dataclasses.asdict(entry)))
         return 0
     for e in found:
-        numbers = f"{_bytes(e.bytes):>9}  {_age(e.age):>6}  {_age(e.unused):>6}"
+        numbers = f"{bytes_text(e.bytes):>9}  {_age(e.age):>6}  {_age(e.unused):>6}"
         print(f"{e.kind:10}  {numbers}  {e.name}  {e.serves}".rstrip())
-    print(f"{len(found)} entries, {_bytes(sum(e.bytes for e in found))}; kind, size, age, unused for, name, what for")
+    print(f"{len(found)} entries, {bytes_text(sum(e.bytes for e in found))}; kind, size, age, unused for, name, what for")
     return 0
-
-
-def _bytes(number: int) -> str:
-    value, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _age(seconds: float) -> str:
@@ -91,7 +83,7 @@ def _verify(asked: argparse.Namespace) -> int:
 
 
 def _clear(asked: argparse.Namespace) -> int:
-    print(f"{_bytes(cache.clear(asked.kind, asked.unused_days * _DAY))} removed")
+    print(f"{bytes_text(cache.clear(asked.kind, asked.unused_days * _DAY))} removed")
     return 0
 
 
@@ -112,7 +104,7 @@ def _import(asked: argparse.Namespace) -> int:
 
 
 def _said(made: cache.Bundle) -> str:
-    return f"{made.kernels['cpu']} kernels of the CPU, {made.kernels['cuda']} of GPUs, {_bytes(made.bytes)}"
+    return f"{made.kernels['cpu']} kernels of the CPU, {made.kernels['cuda']} of GPUs, {bytes_text(made.bytes)}"
 
 
 def _explain(asked: argparse.Namespace) -> int:

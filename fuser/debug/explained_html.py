@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fuser.debug import explained_text
-from fuser.debug.explained_text import bytes_text, short
+from fuser.debug.explained_text import short
+from fuser.debug.units import bytes_text
 from fuser.reasons import BY_CODE
 
 if TYPE_CHECKING:

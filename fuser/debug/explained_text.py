@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from fuser.debug.units import bytes_text
 from fuser.passes.sources import Source
 from fuser.reasons import BY_CODE
 
@@ -141,14 +142,4 @@ def lines_of(sources: Sequence[Source | None]) -> str:
     )
 
 
-def bytes_text(n: int) -> str:
-    """A number of bytes for people."""
-    value, unit = float(n), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-__all__ = ["bytes_text", "lines_of", "overview", "short"]
+__all__ = ["lines_of", "overview", "short"]
