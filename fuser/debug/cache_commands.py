@@ -63,7 +63,8 @@ def _list(asked: argparse.Namespace) -> int:
     for e in found:
         numbers = f"{bytes_text(e.bytes):>9}  {_age(e.age):>6}  {_age(e.unused):>6}"
         print(f"{e.kind:10}  {numbers}  {e.name}  {e.serves}".rstrip())
-    print(f"{len(found)} entries, {bytes_text(sum(e.bytes for e in found))}; kind, size, age, unused for, name, what for")
+    size = bytes_text(sum(e.bytes for e in found))
+    print(f"{len(found)} entries, {size}; kind, size, age, unused for, name, what for")
     return 0
 
 

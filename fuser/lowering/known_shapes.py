@@ -159,7 +159,7 @@ def _to_reduced(
 
 
 _REDUCED = (torch.float16, torch.bfloat16)
-# The casts that TorchScript writes under autocast: the result depends on the device, and a meta tensor does not have one.
+# Autocast's casts, as TorchScript writes them: the result depends on a device, and a meta tensor does not have one.
 AUTOCASTS: dict[str, Callable[..., torch.Tensor]] = {
     "aten._autocast_to_full_precision": _to_full, "aten._autocast_to_reduced_precision": _to_reduced,
 }  # fmt: skip
