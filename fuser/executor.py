@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser import compiled_calls, compiler, config, examples, forks, notices, preparing, targets
 from fuser.arguments import arg_spec, broadcasts, home_of, is_acceptable, why_unfit
@@ -182,6 +183,9 @@ class Executor:
             return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}")
         if getattr(self._local, "probing", False):
             return _MISS
+        if torch_abi.is_inspected():
+            with _disable_current_modes():
+                return self.handle(*args)
         form = form_of(args) if self._refused else None
         refused = self._refused.get(form) if form is not None else None
         if refused is not None:

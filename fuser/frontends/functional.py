@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser import config, interface
 from fuser.cuda.graphs import Recorded
@@ -31,10 +31,11 @@ from fuser.passes.registry import run_stage
 from fuser.passes.reinplacing import reinplace
 from fuser.passes.rounding import round_decided
 from fuser.passes.runner import PassRecord
+from fuser.runtime import torch_abi
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
-_BUILTIN = ("aten", "prims", "mkldnn", "fuser")
+_BUILTIN = ("aten", "prims", "mkldnn", "onednn", "fuser", "c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,9 @@ def _past_first_check(function: Function) -> Function:
         if seen:
             return function(inputs)
         seen = True
-        modes = _python_dispatch._get_current_dispatch_mode_stack()
-        if [type(m).__name__ for m in modes] != ["_AnalyzeCustomOpInputOutputMode"]:
+        if not torch_abi.is_inspected():
             return function(inputs)
-        with _python_dispatch._disable_current_modes():
+        with _disable_current_modes():
             return function(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]

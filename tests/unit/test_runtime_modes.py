@@ -1,11 +1,16 @@
-"""What the launcher learns about torch is the same under the modes that are on while dynamo compiles."""
+"""Modes of torch: what the launcher learns under those of Dynamo, and the one around the first call of a graph."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch._functorch.config as functorch_config
+
+import fuser
 
 FACTS = """
 import contextlib, torch
@@ -37,3 +42,32 @@ def expected() -> str:
 def test_first_asked_under_a_mode(expected, context):
     assert expected.startswith("True False ")
     assert facts(context) == expected
+
+
+LIBRARY = torch.library.Library("fuser_test_modes", "DEF")
+for name, implementation in (("twice", lambda x: x * 2), ("itself", lambda x: x)):
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, implementation, "CPU")
+    LIBRARY.impl(name, torch.empty_like, "Meta")
+
+
+@pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("operator", ["twice", "itself"])
+def test_the_first_call_of_a_graph_with_custom_operators(operator, monkeypatch):
+    """Kernels run, though torch's mode looks for a custom operator that returns its input, and warns of one."""
+    monkeypatch.setattr(functorch_config, "error_on_custom_op_aliasing", False, raising=False)  # as it is outside of CI
+    call = getattr(torch.ops.fuser_test_modes, operator)
+
+    def fn(x):
+        y = call(torch.sin(x) * 3 + 0.5)
+        return torch.cos(y) - y * 0.25, x.t()  # a view of an input: AOTAutograd's wrapper stays
+
+    torch._dynamo.reset()
+    before, x = fuser.stats(), torch.randn(6, 7)
+    told = pytest.warns(UserWarning, match="fuser_test_modes") if operator == "itself" else contextlib.nullcontext()
+    with told:
+        found = torch.compile(fn, backend="fuser")(x)
+    torch.testing.assert_close(found, fn(x))
+    after = fuser.stats()
+    assert after["hits"] - before["hits"] == 2
+    assert after["fallbacks"] == before["fallbacks"]
