@@ -27,7 +27,7 @@ from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product
 from fuser.kernel_spec import LaunchProgram
 from fuser.lowering.graph import Lowered
 from fuser.ops import REDUCTIONS
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 from fuser.targets import Target
 

@@ -15,7 +15,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import INTEGERS
 from fuser.ir.sizes import expr
 from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow
-from fuser.scheduler.plan import Reduce
+from fuser.scheduler.kernel_plan import Reduce
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
 COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows

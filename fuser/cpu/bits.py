@@ -18,7 +18,7 @@ from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, expr
 from fuser.machines import Machine
 from fuser.ops import JOINING, LOGIC, TURNING
-from fuser.scheduler.plan import Store
+from fuser.scheduler.kernel_plan import Store
 
 SHORTEST, LONGEST = 4, 256  # bytes of a row
 _OF_MASKS = (*JOINING, "!")

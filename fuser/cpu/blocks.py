@@ -15,7 +15,7 @@ from fuser.cpu.records import Bindings, Function
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol, symbols
 from fuser.ops import CPP_TYPES, SCANS
-from fuser.scheduler.plan import Axis, KernelPlan, Store
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store
 
 BLOCK = 512  # elements of a row: what is computed of them lies in the first level cache
 LONG = 1 << 18  # elements of a row that is cut: what comes before each chunk is added up first
@@ -61,15 +61,14 @@ class BlockedScan(ChainedScan):
             self.open_chunks(chunks, axis)
             digits.append(("chunk", ir.Name("chunks")))
         self.open_units(digits)
-        inner = self.closure(self._wanted())
-        self.emit_unit_rows([*self._wanted(), *(d for n in inner for d in self.deps(n))], 0)
+        self.emit_unit_rows(self.passes[0].before)
         self._start(cut and stores)
         low, high = self._range(axis, {axis.sym: (ir.Name("from"), ir.Name("to"))} if cut else {})
         if cut:
             self.open_chunk(axis)
         with self.out.block(ir.For("v0", low, high, ir.Number(BLOCK))):
             self.open_count(BLOCK, high)
-            self._block(inner, stores)
+            self._block(stores)
         if not stores:
             self.out.set(ir.Name(f"{self.name}_p")["u"], "acc")
         self.out.close()
@@ -91,7 +90,7 @@ class BlockedScan(ChainedScan):
     def _is_extreme(self) -> bool:
         return bool(SCANS[self.ordered.how].extreme)
 
-    def _block(self, inner: list[int], stores: bool) -> None:
+    def _block(self, stores: bool) -> None:
         """Compute, scan and store one block."""
         element = self.element()
         assert element is not None
@@ -106,7 +105,7 @@ class BlockedScan(ChainedScan):
             source = ir.Name("xs")
             self.out.scratch(kind, "xs", BLOCK, aligned=self.line)
             self._open_block()
-            for n in inner:
+            for n in self.passes[0].inner:
                 self.declare(n)
             self.out.set(source["l"], ir.Convert(self.plan.rows[value].dtype, element, self.ref(value)))
             self.out.close()

@@ -18,8 +18,8 @@ from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
 from fuser.ops import CPP_TYPES, SCANS
+from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis, KernelPlan
 
 ACCS, ATS = ir.Name("accs"), ir.Name("ats")
 SIDE_BY_SIDE = 4  # chains of a unit

@@ -29,7 +29,7 @@ from fuser.cpu.vir.printer import Text
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from fuser.ir.loop_body import Row
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 
 SMALL = frozenset({torch.bool, torch.int8, torch.uint8})  # whole numbers of at most eight bits
 WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}

@@ -12,7 +12,7 @@ from fuser.cpu.parts import PartsNest
 from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, Expr, substitute, symbol
-from fuser.scheduler.plan import Store
+from fuser.scheduler.kernel_plan import Store
 
 _FAR = ir.Number(4 * FARTHEST, torch.int64)
 MOST_PIECES = 6  # more would not fit into the first level cache
@@ -70,8 +70,7 @@ class HalvesNest(PartsNest):
 
     def half_stores(self, phase: int) -> list[Store]:
         """The same of stores."""
-        full = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
-        mine = [s for s in full if s.row not in self.moved and not self.checked]
+        mine = [s for s in self.passes[phase].stores if s.row not in self.moved and not self.checked]
         return [s for s in mine if self._is_line(s.buffer, s.address)]
 
     def has_halves(self, phase: int) -> bool:

@@ -19,7 +19,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, has_lanes
-from fuser.scheduler.plan import Store
+from fuser.scheduler.kernel_plan import Store
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.ir.loop_body import indirect_rows
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 
 _OTHER = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 HALVES = tuple(_OTHER)

@@ -10,7 +10,6 @@ import torch
 
 from fuser.cpu.exact import exact_rows, tame_rows
 from fuser.cpu.moves import bits_of
-from fuser.cpu.passes import Passes, address_rows
 from fuser.cpu.quotients import factors
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.text import cpp_name
@@ -21,8 +20,8 @@ from fuser.ir.ranges import NO_LOOPS
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, Sym, coefficient, expr, product, symbol, symbols
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.ops import CPP_TYPES
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Reduce, Store, address_rows
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store
 
 _ZEROS = ("0.0", "0", "False")
 TILE_COLUMNS = 128
@@ -53,9 +52,8 @@ class Nest:
         self.vector = next((a for a in plan.axes if a.sym == plan.vector), None)
         self.is_row = bool(self.reduced) and self.vector is not None and self.vector.reduced
         self.is_column = bool(self.reduced) and not self.is_row
-        self.inside = self.reduced | ({plan.vector} if plan.vector is not None and not self.is_column else set())
         self.constant: frozenset[int] = frozenset()  # rows that do not change in a segment of the loop (segments.py)
-        self.passes = Passes(plan, self.inside, self.constant)
+        self.passes = plan.passes
         self.parts: dict[int, ir.Value] = {}  # masked loads of such a segment -> what they read
         self.lanes = self._choose_lanes()
         self.out = Builder()
@@ -81,7 +79,7 @@ class Nest:
         if self.vector is None:
             return 1
         if self.is_column:  # later passes find the block of the first in cache
-            most = 256 if self.n_passes == 1 or self.plan.split else 128
+            most = 256 if self.passes.loops == 1 or self.plan.split else 128
             return next((n for n in (256, 128) if n <= min(most, self.vector.hint)), 64)
         return 64 if self.vector.hint >= 64 else 16
 
@@ -99,7 +97,7 @@ class Nest:
     def hold(self, rows: frozenset[int]) -> None:
         """Take `rows` for constant in the innermost loops."""
         self.constant = rows
-        self.passes = Passes(self.plan, self.inside, rows)
+        self.passes = Passes(self.plan, rows)
 
     def is_full(self, n: int) -> bool:
         """Whether row `n` lives inside the innermost loops."""
@@ -127,26 +125,15 @@ class Nest:
         """Rows inside the innermost loops that `roots` need, in order; not looking behind `stop`."""
         return self.passes.closure(roots, stop)
 
-    def roots(self, phase: int) -> list[int]:
-        """Rows that the pass of `phase` must produce inside the loops."""
-        return self.passes.roots(phase)
-
-    @property
-    def n_passes(self) -> int:
-        """Passes over the innermost loops."""
-        return self.passes.count
-
     def _only_inside(self) -> set[int]:
-        """Loads before the reduced loops that serve nothing outside: without a turn there may be no element."""
-        pending = [m for s in self.plan.stores if not self.store_is_full(s) for m in (s.row, *address_rows(s.address))]
-        outside: set[int] = set()
-        while pending:
-            n = pending.pop()
-            if n not in outside:
-                outside.add(n)
-                pending += self.deps(n)
+        """Loads before the reduced loops that serve nothing outside: without a turn there may be no element.
+
+        An ordered nest has no units then.
+        """
+        if not self.reduced or self.plan.ordered is not None:
+            return set()
         loads = {n for n, row in enumerate(self.plan.rows) if row.op == "load" and not self.is_full(n)}
-        return loads - outside if self.reduced else set()
+        return loads.difference(*(p.outer for p in self.passes))
 
     def ref(self, n: int) -> ir.Value:
         """A row's value where it is used."""
@@ -387,23 +374,14 @@ class Nest:
         """The loop over units: `digits` are (variable, size), the last running fastest."""
         self.out.open(ir.Units(tuple(digits)))
 
-    def emit_unit_rows(self, roots: Iterable[int], phase: int) -> None:
-        """Rows outside the innermost loops that `roots` need: scalars of the unit, lane arrays of a column nest."""
-        wanted: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n in wanted:
-                continue
-            wanted.add(n)
-            pending += self.deps(n)
+    def emit_unit_rows(self, rows: Iterable[int]) -> None:
+        """Rows outside the innermost loops, if not there yet: scalars of the unit, lane arrays of a column nest."""
         lanes = []
-        for n in sorted(wanted):
-            row = self.plan.rows[n]
-            if n in self.emitted or self.is_full(n) or self.plan.phases[n] > phase or row.op == "reduced":
+        for n in rows:
+            if n in self.emitted:
                 continue
             self.emitted.add(n)
-            if self.is_lane(n) and row.op not in ("const", "pair"):
+            if self.is_lane(n) and self.plan.rows[n].op not in ("const", "pair"):
                 lanes.append(n)
             else:
                 self.declare(n)
@@ -468,14 +446,6 @@ class Nest:
         cost = max(1, sum(max(1, row_cost(r)) for r in self.plan.rows) // 4)
         return product(a.size for a in self.plan.axes) * cost
 
-    def outer_roots(self, phase: int) -> list[int]:
-        """Rows that stores outside the innermost loops need in this phase."""
-        out = []
-        for s in self.plan.stores:
-            if s.phase == phase and not self.store_is_full(s):
-                out += [s.row, *address_rows(s.address)]
-        return out
-
     def emit_constants(self) -> None:
         """Rows that vary along no axis."""
         for n, row in enumerate(self.plan.rows):
@@ -485,20 +455,18 @@ class Nest:
 
     def emit_inner(self, phase: int, loads_kept: bool = True) -> None:
         """The body of the innermost loops of a pass: rows, row buffers, stores, accumulation."""
-        available = self._available(phase)
-        for n in self.closure(self.roots(phase), available):
+        available, described = self._available(phase), self.passes[phase]
+        for n in self.closure(described.roots, available):
             if n in available:
                 self.out.let(self.kind(n), f"t{n}", self.hoisted.get(n) or self._kept(n))
                 continue
             self.declare(n)
-            if n in self.kept_rows and self.first_pass(n) == phase:
+            if n in self.kept_rows and self.passes.first(n) == phase:
                 self.out.set(self._kept(n), f"t{n}")
-        for s in self.plan.stores:
-            if s.phase == phase and self.store_is_full(s):
-                self.store(s)
-        for r in self.plan.reductions:
-            if r.phase == phase:
-                self.accumulate(r)
+        for s in described.stores:
+            self.store(s)
+        for r in described.folds:
+            self.accumulate(r)
 
     def accumulate(self, r: Reduce) -> None:
         """Fold the current value of a reduction into its accumulator; reducing nests say how."""
@@ -513,10 +481,6 @@ class Nest:
                 out[(row.attr[0], row.attr[1][0])] = None
         return list(out)
 
-    def first_pass(self, n: int) -> int:
-        """The first pass whose loops compute row `n`."""
-        return self.passes.first(n)
-
     def _kept(self, n: int) -> ir.At:
         """The current point in a row buffer."""
         e = expr(0)
@@ -526,10 +490,10 @@ class Nest:
 
     def emit_outer_stores(self, phase: int) -> None:
         """Stores outside the innermost loops."""
-        stores = [s for s in self.plan.stores if s.phase == phase and not self.store_is_full(s)]
+        stores = self.passes[phase].after
         if not stores:
             return
-        self.emit_unit_rows(self.outer_roots(phase), phase)
+        self.emit_unit_rows(self.passes[phase].outer)
         if self.is_column:
             self.open_lanes()
         for s in stores:
@@ -539,15 +503,7 @@ class Nest:
 
     def _available(self, phase: int) -> set[int]:
         """Rows inside the loops of a pass that are in memory by then."""
-        return {n for n in self.kept_rows if self.first_pass(n) < phase} | set(self.hoisted)
-
-    def closure_deps(self, phase: int) -> list[int]:
-        """Rows outside the loops that the pass needs."""
-        available = self._available(phase)
-        inner = self.closure(self.roots(phase), available)
-        stores = [s for s in self.plan.stores if s.phase == phase and self.store_is_full(s)]
-        direct = [n for s in stores for n in address_rows(s.address)]
-        return [d for n in inner if n not in available for d in self.deps(n)] + self.roots(phase) + direct
+        return {n for n in self.kept_rows if self.passes.first(n) < phase} | set(self.hoisted)
 
 
 def storage_type(dtype: torch.dtype) -> str:

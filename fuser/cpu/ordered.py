@@ -16,8 +16,8 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
 from fuser.ir.sizes import INDIRECT, Expr, expr, minimum, product, symbols
 from fuser.ops import CPP_TYPES, SCANS, compute_dtype
+from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import Ordered
-from fuser.scheduler.plan import Store
 
 
 def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
@@ -51,16 +51,14 @@ class OrderedNest(ReductionNest):
         self.open_units(digits)
         if self.vector is not None:
             self._column_block()
-        wanted = self._wanted()
-        inner = self.closure(wanted)
-        self.emit_unit_rows([*wanted, *(d for n in inner for d in self.deps(n))], 0)
+        self.emit_unit_rows(self.passes[0].before)
         self.before()
         for a in self.red_axes:
             self.out.open(ir.For(a.sym.name, *self._range(a, {})))
         if self.vector is not None:
             self.before_lanes()
             self.open_lanes()
-        for n in inner:
+        for n in self.passes[0].inner:
             self.declare(n)
         self.put()
         if self.vector is not None:

@@ -53,7 +53,7 @@ class PartsNest(Nest):
     def rows_of(self, phase: int) -> list[int]:
         """Rows that a pass computes in its loops."""
         available = self._available(phase)
-        return [n for n in self.closure(self.roots(phase), available) if n not in available]
+        return [n for n in self.closure(self.passes[phase].roots, available) if n not in available]
 
     def _hangs_together(self, n: int) -> bool:
         row = self.plan.rows[n]

@@ -20,8 +20,8 @@ from fuser.cpu.transposes import EDGES, WORDS
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, floordiv, product, substitute, symbol, symbols
+from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis
 
 HOIST_COST = 4  # operations from which a row is computed before the loops
 LEAST_TURNS, MOST_HOISTED = 8, 4  # of these loops; and rows, each of which takes a block of stack
@@ -121,7 +121,7 @@ class PointwiseNest(StreamingNest):
         assert self.vector is not None
         v = self.vector.sym.name
         rows = self.closure(hoisted)
-        self.emit_unit_rows([d for n in rows for d in self.deps(n)], 0)
+        self.emit_unit_rows(self.passes.outside(d for n in rows for d in self.deps(n)))
         self.out.open(ir.If(ir.Name("block").differs("ready")))
         self.out.set("ready", "block")
         self.out.open(ir.For(v, ir.Name("v0"), ir.Name("v1"), simd=True))
@@ -147,7 +147,7 @@ class PointwiseNest(StreamingNest):
                 self.out.add(self.prefetch(buffer, at, ir.Name("v1") - "v0", 0, 2))
 
     def _pointwise_unit(self) -> None:
-        self.emit_unit_rows([*self.closure_deps(0), *self.outer_roots(0)], 0)
+        self.emit_unit_rows(sorted({*self.passes[0].before, *self.passes[0].outer}))
         if self.vector is not None:
             self._vector_loop(self.vector.sym.name)
         self.emit_outer_stores(0)

@@ -32,8 +32,8 @@ from fuser.ir.sizes import (
     symbols,
 )
 from fuser.ops import CPP_TYPES, REDUCTIONS
+from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
-from fuser.scheduler.plan import Axis
 
 Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # of reduced axes that a pass takes in part: from where to where
 KEEP_COST = 8  # operations from which a value is kept for a later pass rather than computed again
@@ -53,12 +53,12 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             hint *= a.hint
         per_unit = 8 * hint * (self.lanes if self.is_column else 1)
         earlier: set[int] = set()
-        for phase in range(self.n_passes):
-            mine = set(self.closure(self.roots(phase)))
+        for p in self.passes:
+            mine = set(p.inner)
             again = mine & earlier
             fresh = mine - earlier
             frontier = {d for n in fresh for d in self.deps(n) if d in again}
-            frontier |= {r for r in self.roots(phase) if r in again}
+            frontier |= {r for r in p.roots if r in again}
             for n in sorted(frontier):
                 costly = sum(row_cost(self.plan.rows[m]) for m in self.closure([n])) >= KEEP_COST
                 plain = self.plan.rows[n].op in ("load", "indirect", "pair")
@@ -78,9 +78,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def emit_results(self, phase: int) -> None:
         """Declare the `reduced` rows of a finished pass."""
         of_lanes: list[ir.Statement] = []
-        for n, row in enumerate(self.plan.rows):
-            if row.op != "reduced" or self.plan.reductions[row.attr].phase != phase:
-                continue
+        for n in self.passes[phase].results:
+            row = self.plan.rows[n]
             r = self.plan.reductions[row.attr]
             index = REDUCTIONS[r.kind].index
             lane = "l" if self.is_column else 0
@@ -108,9 +107,9 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def emit_pass(self, phase: int, bounds: Bounds | None = None) -> None:
         """One pass over the reduced axes (or the part of them that `bounds` gives)."""
-        reductions = [r for r in self.plan.reductions if r.phase == phase]
-        self.emit_unit_rows(self.closure_deps(phase), phase)
-        if not reductions and not self.roots(phase):
+        reductions = self.passes[phase].folds
+        self.emit_unit_rows(self.passes[phase].before)
+        if not self.passes[phase].roots:
             return
         bounds = bounds or {}
         low = self._range(self.red_axes[0], bounds)[0] if len(self.red_axes) == 1 else ir.Number(0)
@@ -166,8 +165,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         """Whether a pass may go on to whole vectors: it reads and writes nothing but pieces, which have room."""
         rows = self.rows_of(phase)
         loads = {n for n in rows if self.plan.rows[n].op == "load"}
-        stores = any(s.phase == phase and self.store_is_full(s) for s in self.plan.stores)
-        plain = not (self.has_checks or stores or self.kept_rows) and all(r.op != "indirect" for r in self.plan.rows)
+        looks_up = any(r.op == "indirect" for r in self.plan.rows)
+        plain = not (self.has_checks or self.passes[phase].stores or self.kept_rows or looks_up)
         return plain and phase == 0 and bool(loads) and loads == set(self.half_loads(phase))
 
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
@@ -178,10 +177,10 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         reductions = self.accumulators(phase)
         if not loops or not reductions or not all(REDUCTIONS[r.kind].adds for r in reductions) or self.checks_inside:
             return False
-        if any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase) or self.half_loads(phase):
+        if self.passes[phase].stores or self.half_loads(phase):
             return False
-        rows = self.closure(self.roots(phase), self._available(phase))
-        keeps = any(n in self.kept_rows and self.first_pass(n) == phase for n in rows)
+        rows = self.closure(self.passes[phase].roots, self._available(phase))
+        keeps = any(n in self.kept_rows and self.passes.first(n) == phase for n in rows)
         return self._cost_of(phase) <= TOGETHER_COST and not keeps
 
     def _rows_together(self, phase: int, loops: Sequence[Axis], bounds: tuple[ir.Value, ir.Value]) -> None:
@@ -300,7 +299,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def _cost_of(self, phase: int) -> int:
         """Operations of the rows that a pass computes."""
-        rows = self.closure(self.roots(phase), self._available(phase))
+        rows = self.closure(self.passes[phase].roots, self._available(phase))
         return sum(row_cost(self.plan.rows[n]) for n in rows)
 
     def _takes_some_twice(self, phase: int) -> bool:
@@ -310,7 +309,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         """
         assert self.vector is not None
         whole = self.vector.hint % self.lanes == 0 or self.vector.hint < self.lanes
-        return not whole and not any(self.store_is_full(s) for s in self.plan.stores if s.phase == phase)
+        return not whole and not self.passes[phase].stores
 
     def _prefetch(self, phase: int) -> None:
         """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
@@ -327,7 +326,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
                 wanted.append((s.buffer, s.address, 1))
         if self.kept and phase > 0:
             unit = self.kept[-1].sym
-            for n in self.closure(self.roots(0)):
+            for n in self.passes[0].inner:
                 row = self.plan.rows[n]
                 if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
                     wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
@@ -340,7 +339,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
         wanted = self.machine.prefetches and bool(loops)
-        return wanted and phase == (0 if self.n_passes == 1 else max(1, self._costliest_pass))
+        return wanted and phase == (0 if self.passes.loops == 1 else max(1, self._costliest_pass))
 
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
         """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
@@ -352,9 +351,9 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         assert self.vector is not None
         v, a = self.vector.sym, loops[-1].sym
         outer = next((a.sym for a in reversed(self.kept) if a is not self.vector), None)
-        for buffer, address in self.lines_read(self.closure(self.roots(0))):
+        for buffer, address in self.lines_read(self.passes[0].inner):
             line = {v: symbol("v0", LOOP) + symbol("q", LOOP)}
-            if self.n_passes == 1:
+            if self.passes.loops == 1:
                 at = self.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
             else:
                 turn = coefficient(address, outer) if outer is not None else None
@@ -372,7 +371,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             return []
         v = self.vector.sym
         ahead: list[str] = []
-        for n in self.closure(self.roots(0)):
+        for n in self.passes[0].inner:
             row = self.plan.rows[n]
             if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
                 continue
@@ -410,7 +409,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         """The pass with the most operations for each element among those that reduce."""
 
         def cost(phase: int) -> int:
-            mine = [n for n in self.closure(self.roots(phase)) if self.first_pass(n) == phase]
+            mine = [n for n in self.passes[phase].inner if self.passes.first(n) == phase]
             return sum(row_cost(self.plan.rows[n]) for n in mine)
 
         return max((r.phase for r in self.plan.reductions), key=lambda p: (cost(p), -p))
@@ -431,7 +430,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         return Function(self.close_function(), product(a.size for a in self.kept), self.work(), scratch)
 
     def _all_passes(self) -> None:
-        for phase in range(max(self.n_passes, self.plan.n_phases)):
+        for phase in range(len(self.passes)):
             self.emit_pass(phase)
             if not self.is_column:
                 self.emit_fold(phase)

@@ -18,7 +18,7 @@ from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
 from fuser.ops import CPP_TYPES, REDUCTIONS
-from fuser.scheduler.plan import Axis, Reduce
+from fuser.scheduler.kernel_plan import Axis, Reduce
 
 CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
 
@@ -142,7 +142,7 @@ class SplitNest(ReductionNest):
             self.out.close()
         self.out.close()
         self.emit_results(0)
-        for phase in range(1, self.plan.n_phases):
+        for phase in range(1, len(self.passes)):
             self.emit_outer_stores(phase)
         self.out.close()
         return Function(self.close_function(), units, results_work(self.kept, chunks), expr(0))

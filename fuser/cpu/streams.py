@@ -13,7 +13,7 @@ from fuser.cpu.nest import size, storage_type
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, product, substitute, symbol
 from fuser.machines import Machine
-from fuser.scheduler.plan import Store
+from fuser.scheduler.kernel_plan import Store
 
 STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past the cache
 STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong

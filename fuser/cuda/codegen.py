@@ -25,7 +25,7 @@ from fuser.cuda.scatter import write_scatter
 from fuser.cuda.split import Partial, cut, split, unsplit
 from fuser.cuda.text import Guard
 from fuser.ops import triton_prelude
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.together import Joined
 
 HEAD = "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n\n\n"

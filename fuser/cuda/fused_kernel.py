@@ -24,7 +24,7 @@ from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.ops import SCANS
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 _log = logging.getLogger(__name__)

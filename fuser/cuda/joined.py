@@ -21,7 +21,7 @@ from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, minimum, product
 from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_combine, triton_number
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce
 from fuser.scheduler.together import Joined
 
 ROWS, COLUMNS = 0, 1  # the tile's dims

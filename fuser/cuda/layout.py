@@ -12,7 +12,7 @@ from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.ops import REDUCTIONS
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,7 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
 
 def _passes(plan: KernelPlan, online: bool) -> int:
     """Loops over the reduced axes."""
-    reduced = {a.sym for a in plan.reduced_axes}
-    phases = {r.phase for r in plan.reductions}
-    phases |= {s.phase for s in plan.stores if (plan.varies[s.row] | symbols(s.address)) & reduced}
-    return len(phases) - (len(online_phases(plan)) if online else 0)
+    return sum(bool(p.roots) for p in plan.passes) - (len(online_phases(plan)) if online else 0)
 
 
 def adds_floats(plan: KernelPlan) -> bool:

@@ -12,7 +12,7 @@ from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import VECTOR
 from fuser.ir.loop_body import indirect_rows
 from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_cell, triton_combine, triton_number
-from fuser.scheduler.plan import Reduce
+from fuser.scheduler.kernel_plan import Reduce
 
 
 def write_function(nest: Nest) -> Function:
@@ -59,7 +59,7 @@ class Looped:
     def all_phases(self) -> None:
         """A loop for each phase, with what comes between."""
         done: set[int] = set()
-        for phase in range(self.plan.n_phases):
+        for phase, described in enumerate(self.plan.passes):
             if phase - 1 in self.online:
                 continue
             self.phase(phase)
@@ -67,53 +67,33 @@ class Looped:
             if online is not None:
                 self.finish_online(online)
                 done.update((online.maximum.number, online.sum.number))
-            for n, row in enumerate(self.plan.rows):
-                if row.op == "reduced" and row.attr not in done and self.plan.reductions[row.attr].phase == phase:
-                    r = self.plan.reductions[row.attr]
+            for n in described.results:
+                r = self.plan.reductions[self.plan.rows[n].attr]
+                if r.number not in done:
                     self.nest.result(n, r, f"acc{r.number}", f"at{r.number}")
         self.outer_rows(self.plan.n_phases)
-        for s in self.plan.stores:
-            if not self.nest.store_is_full(s):
+        for described in self.plan.passes:
+            for s in described.after:
                 self.nest.store(s)
 
     def outer_rows(self, phase: int) -> None:
         """Rows that do not vary along the reduced axes, as far as they are known in `phase`."""
-        for n, row in enumerate(self.plan.rows):
-            ready = n not in self.nest.emitted and self.plan.phases[n] <= phase and row.op != "reduced"
-            if ready and not self.nest.is_full(n):
+        for n in self.plan.passes.known(phase):
+            if n not in self.nest.emitted:
                 self.nest.emit(n)
-
-    def roots(self, phase: int) -> list[int]:
-        """Rows that the loop of `phase` has to compute."""
-        out = [r.row for r in self.plan.reductions if r.phase == phase]
-        for s in self.plan.stores:
-            if s.phase == phase and self.nest.store_is_full(s):
-                out += [s.row, *self.nest.indirect(s)]
-        return out
 
     def passes(self) -> list[int]:
         """The phases that have a loop."""
-        return [p for p in range(self.plan.n_phases) if p - 1 not in self.online and self.roots(p)]
-
-    def closure(self, roots: Iterable[int]) -> list[int]:
-        """The rows along the reduced axes that `roots` need, in order."""
-        seen: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n not in seen and self.nest.is_full(n):
-                seen.add(n)
-                pending += [*self.plan.rows[n].args, *indirect_rows(self.plan.rows[n])]
-        return sorted(seen)
+        return [p for p, d in enumerate(self.plan.passes) if p - 1 not in self.online and d.roots]
 
     def phase(self, phase: int) -> None:
         """The loop of one phase, if it has anything to do."""
         self.outer_rows(phase)
-        roots = self.roots(phase)
-        if not roots:
+        described = self.plan.passes[phase]
+        if not described.roots:
             return
         online = self.online.get(phase)
-        mine = [r for r in self.plan.reductions if r.phase == phase and (online is None or r != online.maximum)]
+        mine = [r for r in described.folds if online is None or r != online.maximum]
         for r in mine:
             self.start(r)
         if online is not None:
@@ -124,26 +104,25 @@ class Looped:
             policy = "evict_first" if phase == passes[-1] else "evict_last"
             self.nest.eviction = f", eviction_policy='{policy}'"
         backwards = self.bounds is None and passes.index(phase) % 2 == 1
-        ahead = self.load_first(roots, backwards) if self.by_hand else []
+        ahead = self.load_first(described.inner, backwards) if self.by_hand else []
         self.open_loop(backwards)
         if ahead:
             self.load_next(ahead, backwards)
-        for n in self.closure(roots):
+        for n in described.inner:
             if n not in ahead:
                 self.nest.emit(n)
         self.nest.eviction = ""
-        for s in self.plan.stores:
-            if s.phase == phase and self.nest.store_is_full(s):
-                self.nest.store(s)
+        for s in described.stores:
+            self.nest.store(s)
         for r in mine:
             self.accumulate(r)
         if online is not None:
             self.accumulate_online(online)
         self.out.close()
 
-    def load_first(self, roots: list[int], backwards: bool) -> list[int]:
+    def load_first(self, inner: Iterable[int], backwards: bool) -> list[int]:
         """Load the first tiles of what the loop reads, and say by which rows of the plan."""
-        rows = [(n, self.plan.rows[n]) for n in self.closure(roots)]
+        rows = [(n, self.plan.rows[n]) for n in inner]
         found = [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r)]
         low, high, _ = self.range()
         self.nest.open_dim(self.dim, f"{self.last_block(high) if backwards else low} + ")

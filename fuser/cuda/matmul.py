@@ -20,7 +20,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, mod, product
 from fuser.lowering.graph import Lowered, TensorInput
-from fuser.scheduler.plan import Axis, KernelPlan
+from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -33,7 +33,7 @@ from fuser.ops import (
     triton_number,
     triton_store,
 )  # fmt: skip
-from fuser.scheduler.plan import KernelPlan, Reduce, Store
+from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,6 @@ class Nest:
             if s.kind == INDIRECT:
                 out |= self.row_dims(int(s.name[1:]))
         return out
-
-    def is_full(self, n: int) -> bool:
-        """Whether row `n` varies along the reduced axes."""
-        return bool(self.plan.varies[n] & self.reduced)
-
-    def store_is_full(self, s: Store) -> bool:
-        """Whether a store varies along the reduced axes."""
-        return self.is_full(s.row) or bool(symbols(s.address) & self.reduced)
-
-    def indirect(self, s: Store) -> list[int]:
-        """The rows that a store's address takes as indices."""
-        return [int(x.name[1:]) for x in symbols(s.address) if x.kind == INDIRECT]
 
     def shape(self, dims: Iterable[int] | None = None) -> str:
         """The shape of a value that varies along `dims` (all by default)."""

@@ -12,7 +12,7 @@ from fuser.cuda.layout import Layout
 from fuser.cuda.text import VECTOR, fixed_factors
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, Expr, coefficient, expr
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 
 NEIGHBOURS = 4
 EACH = (2, "{0}")  # of `OpRow.draw`: each element has a word of its own

@@ -17,7 +17,7 @@ from fuser.cuda.text import Guard
 from fuser.ir.loop_body import compute_dtype
 from fuser.ir.sizes import LOOP, ONE, Expr, Sym, expr, floordiv, maximum, minimum, product, substitute
 from fuser.ops import SCANS, TRITON_TYPES, triton_convert, triton_number, triton_store
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan, address_rows
 
 EARLIER = Sym("earlier", LOOP)
 Written = tuple[tuple[Function, ...], tuple[Partial, ...], tuple[Guard, ...]]
@@ -170,10 +170,10 @@ class Scan(Nest):
         stages = tiles.PLACED_STAGES if len(self.parts) > 1 and not self.axis else tiles.SCAN_STAGES
         chunk = (*bounds, str(self.layout.dims[-1].block)) if bounds else None
         looped = Looped(self, chunk, stages=tiles.COLUMN_SCAN_STAGES if long else stages)
-        roots = [*self.scanned, *self.indirect(self.goal)]
+        roots = [*self.scanned, *address_rows(self.goal.address)]
         looped.outer_rows(0)
         looped.open_loop(False)
-        for n in looped.closure(roots):
+        for n in self.plan.passes.closure(roots):
             self.emit(n)
         self.read_tile()
         if stores:

@@ -14,7 +14,7 @@ from fuser.cuda.text import Guard
 from fuser.errors import Unsupported
 from fuser.ir.sizes import ONE, Sym, coefficient
 from fuser.ops import REDUCTIONS, triton_store
-from fuser.scheduler.plan import KernelPlan, Store
+from fuser.scheduler.kernel_plan import KernelPlan, Store
 
 Written = tuple[tuple[Function, ...], tuple[()], tuple[Guard, ...]]
 

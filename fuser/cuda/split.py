@@ -34,7 +34,8 @@ from fuser.ir.sizes import (
     symbols,
 )  # fmt: skip
 from fuser.ops import REDUCTIONS
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store, passes
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
+from fuser.scheduler.plan import phases_of
 from fuser.scheduler.together import reduces_in_one_pass
 
 CHUNK = Sym("chunk", LOOP)
@@ -137,10 +138,7 @@ def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead
 
 def _takes_registers(plan: KernelPlan) -> bool:
     """Whether a loop has more than one running result for an element."""
-    return any(
-        sum(1 + REDUCTIONS[r.kind].index for r in plan.reductions if r.phase == phase) > 1
-        for phase in range(plan.n_phases)
-    )
+    return any(sum(1 + REDUCTIONS[r.kind].index for r in p.folds) > 1 for p in plan.passes)
 
 
 def _loading(plan: KernelPlan, ctx: Context) -> Cut:
@@ -332,7 +330,7 @@ def combine_plan(
     axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
     buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
     known = {**dict(plan.buffers), **dtypes}
-    phases, varies = passes(axes, rows, [r.row for r in reductions])
+    phases, varies = phases_of(axes, rows, [r.row for r in reductions])
     vector = plan.vector if is_column(plan) else CHUNK
     return dataclasses.replace(
         plan, axes=axes, vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=tuple(stores),

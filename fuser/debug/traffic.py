@@ -15,7 +15,7 @@ import torch
 from fuser.codegen.program import ProgramBuilder
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.lowering.graph import Lowered, NumberInput
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 # Bytes of a copy, whose source is as large again, and copies to a sample: a launch on a GPU costs as much as 20 MB.

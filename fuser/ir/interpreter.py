@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Union
 
 import torch
 
@@ -19,6 +20,7 @@ from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
 from fuser.ops import NO_INDEX, OPS, REDUCTIONS, SCANS
 
 Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]
+Values = Union[Sequence[torch.Tensor], Mapping[int, torch.Tensor]]  # by the number of a row
 
 
 class OutOfRange(VerifyError):
@@ -48,7 +50,7 @@ class Evaluator:
             values.append(self.row(row, values) if value is None else value)
         return values
 
-    def row(self, row: Row, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def row(self, row: Row, values: Values) -> torch.Tensor:
         """The value of one row, from the values of earlier ones."""
         args = [values[a] for a in row.args]
         if row.op == "load":
@@ -71,7 +73,7 @@ class Evaluator:
             raise VerifyError(f"row {row.op!r} is no loop-level op: expected a row of fuser.ops.OPS")
         return found.eval(*broadcast(*args))
 
-    def _indirect(self, row: Row, args: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _indirect(self, row: Row, args: Sequence[torch.Tensor], values: Values) -> torch.Tensor:
         size, checked = row.attr
         bound = self.expr(size, values)
         index = torch.where(args[0] < 0, args[0] + bound, args[0])
@@ -80,7 +82,7 @@ class Evaluator:
             raise OutOfRange("an index of the graph is out of range")
         return torch.where(outside, 0, index)
 
-    def expr(self, e: Expr, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def expr(self, e: Expr, values: Values) -> torch.Tensor:
         """An index expression at every point, int64."""
         total = torch.zeros((), dtype=torch.int64)
         for monomial, coefficient in e.terms:
@@ -93,7 +95,7 @@ class Evaluator:
             total = total + term
         return total
 
-    def _symbol(self, s: Sym, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _symbol(self, s: Sym, values: Values) -> torch.Tensor:
         if s.kind == INDIRECT:
             return values[int(s.name[1:])]
         point = self.points.get(s)

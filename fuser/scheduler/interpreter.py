@@ -1,18 +1,22 @@
-"""Kernel plans, run by torch: the reference between the scheduler and a code generator."""
+"""Kernel plans, run by torch: the reference between the scheduler and a code generator.
+
+It walks `KernelPlan.passes` like the generators: a row that no pass names has no value here either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fuser.errors import VerifyError
 from fuser.ir.interpreter import Evaluator, OutOfRange, broadcast, put_in_order, reduce, scanned
-from fuser.ir.loop_body import Row, compute_dtype, indirect_rows
+from fuser.ir.loop_body import compute_dtype
 from fuser.ir.nodes import Buffer
-from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
+from fuser.ir.sizes import Expr, Sym, evaluate
 from fuser.ops import REDUCTIONS, SCANS
-from fuser.scheduler.plan import KernelPlan, Reduce
+from fuser.scheduler.kernel_plan import KernelPlan, Pass, Reduce, Store
+from fuser.scheduler.nodes import Ordered
 
 
 class FlatMemory:
@@ -72,88 +76,75 @@ def _run_plan(
     points = {}
     for d, (a, n) in enumerate(zip(plan.axes, domain)):
         points[a.sym] = torch.arange(n).reshape([n if k == d else 1 for k in range(len(domain))])
-    evaluator = Evaluator(env, floats, points, memory.load)
-    dims = tuple(d for d, a in enumerate(plan.axes) if a.reduced)
-    served = _rows_outside(plan) if 0 in domain else None
-
-    def special(n: int, row: Row, values: list[torch.Tensor]) -> torch.Tensor | None:
-        if served is not None and n not in served and row.op in ("load", "indirect"):
-            return torch.zeros((), dtype=row.dtype)  # for loops without a turn: there may be nothing to read
-        if row.op == "pair":
-            return values[row.args[0]]
-        if row.op != "reduced":
-            return None
-        return _reduced(plan.reductions[row.attr], plan.rows, values, domain, dims, row.dtype)
-
-    kept = [1 if a.reduced else n for a, n in zip(plan.axes, domain)]
-    values = evaluator.rows(plan.rows, special)
-    if plan.ordered is not None:
-        _put_ordered(plan, memory, evaluator, values, domain)
-        return
-    for s in plan.stores:
-        address = evaluator.expr(s.address, values)
-        shape = kept if _is_narrow(values[s.row], dims) and _is_narrow(address, dims) else domain
-        target = memory.flat(s.buffer)
-        address = address.expand(shape)
-        memory.check(s.buffer, address, target)
-        target[address] = values[s.row].expand(shape).to(target.dtype)
+    walk = _Walk(plan, memory, Evaluator(env, floats, points, memory.load), domain)
+    for p in plan.passes:
+        walk.run(p)
 
 
-def _rows_outside(plan: KernelPlan) -> set[int]:
-    """The rows that the stores outside of the reduced axes need, but for what is reduced."""
-    reduced = {a.sym for a in plan.axes if a.reduced}
-    pending: list[int] = []
-    for s in plan.stores:
-        if not reduced & (plan.varies[s.row] | symbols(s.address)):
-            pending += (s.row, *_indirects(s.address))
-    found: set[int] = set()
-    while pending:
-        n = pending.pop()
-        if n not in found:
-            found.add(n)
-            row = plan.rows[n]
-            pending += (*row.args, *indirect_rows(row))
-    return found
+class _Walk:
+    """Runs the passes of a plan in order. Rows of the loops are gone after each; those outside keep their values."""
 
+    def __init__(self, plan: KernelPlan, memory: FlatMemory, evaluator: Evaluator, domain: list[int]) -> None:
+        self.plan, self.memory, self.evaluator, self.domain = plan, memory, evaluator, domain
+        self.dims = tuple(d for d, a in enumerate(plan.axes) if a.reduced)
+        self.turns = 0 not in domain
+        self.outside: dict[int, torch.Tensor] = {}
 
-def _indirects(e: Expr) -> list[int]:
-    return [int(s.name[1:]) for s in symbols(e) if s.kind == INDIRECT]
+    def run(self, p: Pass) -> None:
+        """One pass. Where its loops have no turn, nothing is computed for them: there may be nothing to read."""
+        values = dict(self.outside)
+        if self.turns:
+            self._compute(p.before, values)
+            self.outside |= values
+            self._compute(p.inner, values)
+            if self.plan.ordered is not None:
+                self._put_ordered(self.plan.ordered, p.stores, values)
+                return
+            self._store(p.stores, values, self.domain)
+        for n in p.results:
+            self.outside[n] = self._reduced(self.plan.reductions[self.plan.rows[n].attr], values, n)
+        self._compute(p.outer, self.outside)
+        kept = [1 if a.reduced else n for a, n in zip(self.plan.axes, self.domain)]
+        self._store(p.after, self.outside, kept)
 
+    def _compute(self, rows: Iterable[int], values: dict[int, torch.Tensor]) -> None:
+        for n in rows:
+            row = self.plan.rows[n]
+            if n not in values:
+                values[n] = values[row.args[0]] if row.op == "pair" else self.evaluator.row(row, values)
 
-def _put_ordered(
-    plan: KernelPlan, memory: FlatMemory, evaluator: Evaluator, values: Sequence[torch.Tensor], domain: list[int]
-) -> None:
-    assert plan.ordered is not None
-    kept = [n for n, a in zip(domain, plan.axes) if not a.reduced]
-    for s in plan.stores:
-        address, value = evaluator.expr(s.address, values).expand(domain), values[s.row].expand(domain)
-        target = memory.flat(s.buffer)
-        memory.check(s.buffer, address, target)
-        if plan.ordered.kind == "scatter":
-            put_in_order(target, [address], value, plan.ordered.how)
-            continue
-        how = plan.ordered.how
-        if plan.rows[s.row].op != "pair":
-            how = SCANS[how].value or how
-        along = scanned(how, value.reshape(*kept, -1), len(kept))
-        target[address] = along.reshape(domain).to(target.dtype)
+    def _store(self, stores: Iterable[Store], values: Mapping[int, torch.Tensor], shape: list[int]) -> None:
+        for s in stores:
+            address = self.evaluator.expr(s.address, values).expand(shape)
+            target = self.memory.flat(s.buffer)
+            self.memory.check(s.buffer, address, target)
+            target[address] = values[s.row].expand(shape).to(target.dtype)
 
+    def _reduced(self, r: Reduce, values: Mapping[int, torch.Tensor], result: int) -> torch.Tensor:
+        row, dtype = self.plan.rows[r.row], self.plan.rows[result].dtype
+        pair = row.op == "pair"
+        if REDUCTIONS[r.kind].index and not pair:
+            raise VerifyError(f"{r.kind} reduces {row.op}: expected a pair")
+        if not self.turns:
+            value = torch.empty(self.domain, dtype=self.plan.rows[row.args[0]].dtype if pair else row.dtype)
+            return reduce(r.kind, value, None, self.dims, keepdim=True).to(dtype)
+        index = values[row.args[1]].expand(self.domain) if pair else None
+        return reduce(r.kind, values[r.row].expand(self.domain), index, self.dims, keepdim=True).to(dtype)
 
-def _is_narrow(t: torch.Tensor, dims: tuple[int, ...]) -> bool:
-    """Whether `t`, which broadcasts to the domain, does not vary along the reduced `dims`."""
-    return t.dim() == 0 or all(t.shape[d] == 1 for d in dims)
-
-
-def _reduced(
-    r: Reduce, rows: Sequence[Row], values: Sequence[torch.Tensor], domain: Sequence[int], dims: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    row = rows[r.row]
-    index = values[row.args[1]].expand(domain) if row.op == "pair" else None
-    value = values[r.row].expand(domain)
-    if REDUCTIONS[r.kind].index and index is None:
-        raise VerifyError(f"{r.kind} reduces {row.op}: expected a pair")
-    return reduce(r.kind, value, index, dims, keepdim=True).to(dtype)
+    def _put_ordered(self, ordered: Ordered, stores: Iterable[Store], values: Mapping[int, torch.Tensor]) -> None:
+        kept = [n for n, a in zip(self.domain, self.plan.axes) if not a.reduced]
+        for s in stores:
+            address = self.evaluator.expr(s.address, values).expand(self.domain)
+            value, target = values[s.row].expand(self.domain), self.memory.flat(s.buffer)
+            self.memory.check(s.buffer, address, target)
+            if ordered.kind == "scatter":
+                put_in_order(target, [address], value, ordered.how)
+                continue
+            how = ordered.how
+            if self.plan.rows[s.row].op != "pair":
+                how = SCANS[how].value or how
+            along = scanned(how, value.reshape(*kept, -1), len(kept))
+            target[address] = along.reshape(self.domain).to(target.dtype)
 
 
 __all__ = ["FlatMemory", "run_plans"]

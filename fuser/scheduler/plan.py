@@ -1,18 +1,10 @@
-"""Kernel plans: what the scheduler hands to a code generator.
-
-A plan is one loop nest with everything decided: axes in order, which of them are reduced, which one runs over vector
-lanes, the fused rows with flat addresses, the stores and the reductions with their phases. It holds no code and no
-device, and hashes by its text.
-
-Phases: a row that needs the result of a reduction of the same nest belongs to a later pass over the reduced axes. A
-pass recomputes what it needs from earlier ones; the generator may keep costly values in a row buffer instead.
-"""
+"""From a fused kernel to its plan: rows, the axis that runs over lanes, phases, stores."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -32,69 +24,9 @@ from fuser.ir.sizes import (
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS
 from fuser.scheduler.fusion import Kernel
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 from fuser.targets import Target
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A loop of the nest. `hint` is its size in the example: it guides choices, never results."""
-
-    sym: Sym
-    size: Expr
-    reduced: bool
-    hint: int
-
-
-@dataclass(frozen=True)
-class Store:
-    """Write row `row` to `buffer` at the flat `address`. `full`: inside the reduced (or vector) loops."""
-
-    buffer: str
-    address: Expr
-    row: int
-    phase: int
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Reduce row `row` by `kind` over the reduced axes; the result is the row `reduced` with attr `number`."""
-
-    number: int
-    kind: str
-    row: int
-    dtype: torch.dtype
-    phase: int
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """One loop nest. `axes` from outermost to innermost; `vector` is the axis that runs over lanes."""
-
-    name: str
-    axes: tuple[Axis, ...]
-    vector: Sym | None
-    rows: tuple[Row, ...]
-    phases: tuple[int, ...]  # per row: the first pass in which it can be computed
-    varies: tuple[frozenset[Sym], ...]  # per row: the axes along which its value varies
-    stores: tuple[Store, ...]
-    reductions: tuple[Reduce, ...]
-    buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
-    split: bool  # few outputs, much to reduce: partial results per chunk, then combined
-    comments: tuple[str, ...] = ()
-    # A scatter or scan: the reduced axes run in order, and `stores` has one entry, or of a scan for places two: that of
-    # the row `pair` is the place, that of its value the extreme there.
-    ordered: Ordered | None = None
-
-    @property
-    def reduced_axes(self) -> tuple[Axis, ...]:
-        """The axes that are reduced."""
-        return tuple(a for a in self.axes if a.reduced)
-
-    @property
-    def n_phases(self) -> int:
-        """Passes over the reduced axes."""
-        return 1 + max((s.phase for s in self.stores), default=0)
 
 
 class _Builder:
@@ -346,7 +278,7 @@ def _finish(
     kernel: Kernel, axes: list[Axis], vector: Sym | None, rows: list[Row], stores: list[tuple[str, Expr, int]],
     reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype], target: Target,
 ) -> KernelPlan:  # fmt: skip
-    phases, varies = passes(axes, rows, [r for _, r, _ in reductions])
+    phases, varies = phases_of(axes, rows, [r for _, r, _ in reductions])
     # Two parts of a result that are both empty, or the same, may come to be one store.
     final = tuple(dict.fromkeys(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores))
     done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
@@ -362,7 +294,7 @@ def _finish(
     )  # fmt: skip
 
 
-def passes(
+def phases_of(
     axes: Sequence[Axis], rows: Sequence[Row], reduced: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[frozenset[Sym], ...]]:
     """For each row the first pass over the reduced axes in which it is known, and the axes along which it varies.
@@ -386,8 +318,7 @@ def passes(
 
 
 def _store_phase(phases: Sequence[int], rows: list[Row], row: int, address: Expr) -> int:
-    used = [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
-    return max([phases[row], *(phases[u] for u in used)])
+    return max([phases[row], *(phases[u] for u in address_rows(address))])
 
 
 COSTLY = 40  # operations that are worth a thought about where they are done

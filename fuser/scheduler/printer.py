@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.ir.printer import dtype_text, row_text
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 
 
 def print_plan(plan: KernelPlan) -> str:

@@ -14,8 +14,9 @@ from fuser.ir.sizes import Expr
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.nodes import Node, make_nodes
-from fuser.scheduler.plan import KernelPlan, build_plan
+from fuser.scheduler.plan import build_plan
 from fuser.scheduler.recompute import recompute
 from fuser.scheduler.together import Joined, join_plans
 from fuser.scheduler.unroll import unroll_short

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
-from fuser.ir.sizes import ZERO, Expr, Sym, expr, product, substitute, symbols
-from fuser.scheduler.plan import Axis, KernelPlan, Reduce, Store, passes
+from fuser.ir.sizes import ZERO, Expr, Sym, expr, product, substitute
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
+from fuser.scheduler.plan import phases_of
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,7 @@ def reduces_in_one_pass(plan: KernelPlan) -> bool:
     """Whether a plan's reductions need no other's result, and nothing along the reduced axes needs theirs."""
     if not plan.reductions or any(r.phase for r in plan.reductions):
         return False
-    return not any(_is_full(plan, s) for s in plan.stores if s.phase > 0)
-
-
-def _is_full(plan: KernelPlan, s: Store) -> bool:
-    return bool((plan.varies[s.row] | symbols(s.address)) & {a.sym for a in plan.reduced_axes})
+    return not any(p.stores for p in plan.passes[1:])
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ def _join(first: KernelPlan, second: KernelPlan) -> Joined | None:
     reductions = [dataclasses.replace(r, row=merged.numbers[id(along)][r.row]) for r in along.reductions]
     columns = tuple(dataclasses.replace(r, row=merged.numbers[id(down)][r.row]) for r in down.reductions)
     rows = merged.out.rows
-    phases, varies = passes(axes, rows, [r.row for r in reductions])
+    phases, varies = phases_of(axes, rows, [r.row for r in reductions])
     stores = tuple(dataclasses.replace(s, phase=phases[s.row]) for s in merged.stores)
     reductions = [dataclasses.replace(r, phase=phases[r.row]) for r in reductions]
     used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [s.buffer for s in stores])
@@ -226,7 +223,7 @@ class _Merged:
             self.shared += row.op == "load" and len(plan.varies[n]) == len(plan.axes) and number[n] < before
         for s in plan.stores:
             self.written.add(s.buffer)
-            if not is_down or s.phase == 0 and _is_full(plan, s):
+            if not is_down or s in plan.passes[0].stores:
                 address = moved(s.address)
                 self.stores.append(Store(s.buffer, address, number[s.row], 0))
                 self.known[s.buffer, address] = number[s.row]

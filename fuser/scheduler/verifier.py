@@ -11,7 +11,7 @@ from fuser.ir.loop_body import compute_dtype
 from fuser.ir.sizes import Sym
 from fuser.ir.verifier import verify_buffers, verify_row, verify_symbols
 from fuser.lowering.graph import Lowered, TensorInput
-from fuser.scheduler.plan import KernelPlan
+from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
 

@@ -18,8 +18,9 @@ from fuser.ir.nodes import Buffer, Pointwise
 from fuser.ir.sizes import Expr
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.fusion import start_kernel
+from fuser.scheduler.kernel_plan import KernelPlan, Store
 from fuser.scheduler.nodes import make_nodes
-from fuser.scheduler.plan import KernelPlan, Store, build_plan
+from fuser.scheduler.plan import build_plan
 
 Strides = dict[str, tuple[Expr, ...]]
 Dtypes = dict[str, torch.dtype]

@@ -40,7 +40,8 @@ from fuser.ops.triton_helpers import TRITON_HELPERS
 from fuser.runtime import launcher
 from fuser.scheduler.align import Axes, Matching, digits_of
 from fuser.scheduler.inline import _solve
-from fuser.scheduler.plan import Axis, _mergeable
+from fuser.scheduler.kernel_plan import Axis
+from fuser.scheduler.plan import _mergeable
 from tests.unit.index_expressions import (
     CONSTANT,
     EXTENTS,

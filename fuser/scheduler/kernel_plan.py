@@ -1,0 +1,205 @@
+"""Kernel plans: what the scheduler hands to a code generator.
+
+A plan is one loop nest with everything decided: axes in order, which of them are reduced, which one runs over vector
+lanes, the fused rows with flat addresses, the stores and the reductions with their phases. It holds no code and no
+device, and hashes by its text.
+
+Phases: a row that needs the result of a reduction of the same nest belongs to a later pass over the reduced axes. A
+pass recomputes what it needs from earlier ones; the generator may keep costly values in a row buffer instead.
+`KernelPlan.passes` says of each pass what comes before its loops, in them and after them. Generators and the
+interpreter read it, so they agree on what a pass is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.sizes import INDIRECT, Expr, Sym, symbols
+from fuser.scheduler.nodes import Ordered
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A loop of the nest. `hint` is its size in the example: it guides choices, never results."""
+
+    sym: Sym
+    size: Expr
+    reduced: bool
+    hint: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write row `row` to `buffer` at the flat `address`, in the pass `phase` or after it."""
+
+    buffer: str
+    address: Expr
+    row: int
+    phase: int
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Reduce row `row` by `kind` over the reduced axes; the result is the row `reduced` with attr `number`."""
+
+    number: int
+    kind: str
+    row: int
+    dtype: torch.dtype
+    phase: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the inner loops, in the order of its fields; rows are in order, each after those that it needs.
+
+    `before` and `outer` are rows outside the loops. Several passes may name one of them: its value stays.
+    """
+
+    before: tuple[int, ...]  # what the loops need
+    inner: tuple[int, ...]  # rows of the loops: computed at each point, and again in each pass
+    stores: tuple[Store, ...]  # of the loops
+    folds: tuple[Reduce, ...]  # of the loops
+    results: tuple[int, ...]  # rows that are the results of `folds`
+    outer: tuple[int, ...]  # what `after` needs
+    after: tuple[Store, ...]  # stores outside the loops
+
+    @property
+    def roots(self) -> list[int]:
+        """Rows that the loops compute for a store or a reduction; some of them may be known before."""
+        out = [s.row for s in self.stores] + [n for s in self.stores for n in address_rows(s.address)]
+        return out + [r.row for r in self.folds]
+
+    @property
+    def outer_roots(self) -> list[int]:
+        """Rows that the stores outside the loops take."""
+        return [n for s in self.after for n in (s.row, *address_rows(s.address))]
+
+
+class Passes(Sequence[Pass]):
+    """The passes of `plan`. Rows `constant` count as known before the inner loops, although they vary in them."""
+
+    def __init__(self, plan: KernelPlan, constant: Set[int] = frozenset()) -> None:
+        self._plan = plan
+        self.deps = tuple((*row.args, *sorted(indirect_rows(row))) for row in plan.rows)
+        varying = (n for n, along in enumerate(plan.varies) if along & plan.inside)
+        self.full = frozenset(n for n in varying if n not in constant)  # rows of the inner loops
+        self.full_stores = frozenset(s for s in plan.stores if self._is_full(s))
+        count = max([s.phase for s in plan.stores] + [r.phase for r in plan.reductions], default=0) + 1
+        self._each = tuple(map(self._pass, range(count)))
+        self.loops = 1 + max((at for at, p in enumerate(self._each) if p.stores or p.folds), default=-1)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def __getitem__(self, at):  # type: ignore[no-untyped-def]
+        return self._each[at]
+
+    def _is_full(self, s: Store) -> bool:
+        inner = symbols(s.address) & self._plan.inside or not self.full.isdisjoint(address_rows(s.address))
+        return bool(inner) or s.row in self.full or self._plan.ordered is not None
+
+    def _pass(self, phase: int) -> Pass:
+        stores = [s for s in self._plan.stores if s.phase == phase]
+        folds = tuple(r for r in self._plan.reductions if r.phase == phase)
+        numbers = {r.number for r in folds}
+        rows = enumerate(self._plan.rows)
+        results = tuple(n for n, row in rows if row.op == "reduced" and row.attr in numbers)
+        within, after = (tuple(s for s in stores if (s in self.full_stores) is full) for full in (True, False))
+        made = Pass((), (), within, folds, results, (), after)
+        inner = self.closure(made.roots)
+        before = self.outside([*made.roots, *(d for n in inner for d in self.deps[n])])
+        outer = self.outside(made.outer_roots)
+        return Pass(tuple(before), tuple(inner), within, folds, results, tuple(outer), after)
+
+    def closure(self, roots: Iterable[int], stop: Set[int] = frozenset()) -> list[int]:
+        """Rows of the inner loops that `roots` need, in order; not looking behind `stop`."""
+        return self._behind(roots, lambda n: n in self.full, stop)
+
+    def outside(self, roots: Iterable[int]) -> list[int]:
+        """Rows outside the inner loops that `roots` need, in order, but for results of reductions."""
+        return self._behind(roots, lambda n: n not in self.full and self._plan.rows[n].op != "reduced")
+
+    def _behind(
+        self, roots: Iterable[int], belongs: Callable[[int], bool], stop: Set[int] = frozenset()
+    ) -> list[int]:  # fmt: skip
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n not in seen and belongs(n):
+                seen.add(n)
+                if n not in stop:
+                    pending += self.deps[n]
+        return sorted(seen)
+
+    def known(self, phase: int) -> list[int]:
+        """All rows outside the loops that can be computed before the loops of pass `phase`, results apart."""
+        rows = enumerate(self._plan.rows)
+        return [n for n, r in rows if n not in self.full and r.op != "reduced" and self._plan.phases[n] <= phase]
+
+    @functools.cached_property
+    def _first(self) -> dict[int, int]:
+        first: dict[int, int] = {}
+        for phase, p in enumerate(self._each):
+            for n in p.inner:
+                first.setdefault(n, phase)
+        return first
+
+    def first(self, n: int) -> int:
+        """The first pass whose loops compute row `n`. KeyError if none does."""
+        return self._first[n]
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One loop nest. `axes` from outermost to innermost; `vector` is the axis that runs over lanes."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    vector: Sym | None
+    rows: tuple[Row, ...]
+    phases: tuple[int, ...]  # per row: the first pass in which it can be computed
+    varies: tuple[frozenset[Sym], ...]  # per row: the axes along which its value varies
+    stores: tuple[Store, ...]
+    reductions: tuple[Reduce, ...]
+    buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
+    split: bool  # few outputs, much to reduce: partial results per chunk, then combined
+    comments: tuple[str, ...] = ()
+    # A scatter or scan: the reduced axes run in order, and `stores` has one entry, or of a scan for places two: that of
+    # the row `pair` is the place, that of its value the extreme there.
+    ordered: Ordered | None = None
+
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """The axes that are reduced."""
+        return tuple(a for a in self.axes if a.reduced)
+
+    @functools.cached_property
+    def inside(self) -> frozenset[Sym]:
+        """The axes of the inner loops, over which passes run: the reduced ones, or if there are none the lanes'."""
+        reduced = frozenset(a.sym for a in self.axes if a.reduced)
+        return reduced or frozenset({self.vector} if self.vector is not None else ())
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """The passes over the inner loops, in order."""
+        return Passes(self)
+
+    @property
+    def n_phases(self) -> int:
+        """Passes over the reduced axes."""
+        return len(self.passes)
+
+
+def address_rows(address: Expr) -> list[int]:
+    """The rows whose values an address uses."""
+    return [int(s.name[1:]) for s in symbols(address) if s.kind == INDIRECT]
+
+
+__all__ = ["Axis", "KernelPlan", "Pass", "Passes", "Reduce", "Store", "address_rows"]
