@@ -79,5 +79,6 @@ def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:
 
 def compile_source(source: Source) -> FusedKernel:
     """Run the compiler, or take its earlier result from disk. Raises CompileError."""
-    library = toolchain.compile_library(source.parts, source.machine)
+    entries = [step.entry for step in source.program.steps]
+    library = toolchain.compile_library(source.parts, source.machine, entries)
     return FusedKernel(source.name, source.program, source.text, library, source.n_kernels, source.reasons)

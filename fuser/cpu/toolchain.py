@@ -7,9 +7,8 @@ import functools
 import hashlib
 import os
 import pathlib
-import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fuser import config, forks, machines
 from fuser.errors import CompileError
@@ -206,24 +205,24 @@ def _instead_of(folder: pathlib.Path, why: str) -> pathlib.Path:
     return files.private_folder()
 
 
-def compile_library(parts: tuple[str, ...], machine: Machine | None = None) -> str:
+def compile_library(parts: tuple[str, ...], machine: Machine | None = None, entries: Sequence[str] = ()) -> str:
     """The path of a shared library made from the sources `parts`; from disk if it was made before. Raises CompileError.
 
-    It is for `machine`, by default `config.isa`'s, whose kernels have to run here. Several parts are compiled at the
-    same time, then linked. What another process is making is waited for.
+    It is for `machine`, by default `config.isa`'s, whose kernels have to run here; a new one has to define `entries`.
+    Several parts are compiled at the same time, then linked. What another process is making is waited for.
     """
     machine = machine or machines.find(config.isa)
     why = _why_not_run(machine)
     if why is not None:
         raise CompileError(why)
     try:
-        return _library_of(parts, machine)
+        return _library_of(parts, machine, entries)
     except OSError as e:  # not even a temporary folder
         why = _refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
         raise CompileError(f"no kernel can be written: {why}") from None
 
 
-def _library_of(parts: tuple[str, ...], machine: Machine) -> str:
+def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> str:
     compiler = find_compiler()
     flags, libraries = flags_for(compiler, machine)
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
@@ -234,7 +233,7 @@ def _library_of(parts: tuple[str, ...], machine: Machine) -> str:
         with files.claim(folder / library.name, config.compile_timeout_seconds):
             kept = _kept(folder / library.name) or _fetched(folder / library.name)
             if kept is None:
-                made = _make(folder / library.name, parts, machine)
+                made = _make(folder / library.name, parts, machine, entries)
                 COUNTS.add("binaries_made")
                 return str(made)
     COUNTS.add("binaries_found")
@@ -312,19 +311,21 @@ def _fetched(library: pathlib.Path) -> pathlib.Path | None:
     return _kept(library)
 
 
-def _elsewhere(library: pathlib.Path, data: bytes, problem: str) -> pathlib.Path | None:
+def _elsewhere(
+    library: pathlib.Path, data: bytes, problem: str, entries: Sequence[str] = ()
+) -> pathlib.Path | None:  # fmt: skip
     """A copy of a whole library in this process's own folder, if that loads: the other may be mounted with noexec."""
     own = files.private_folder()
     if own == library.parent:
         return None
     with contextlib.suppress(OSError):
         files.write(own / library.name, data)
-        if _loads(own / library.name) is None:
+        if _loads(own / library.name, entries) is None:
             return _instead_of(library.parent, f"no library loads from there: {problem}") / library.name
     return None
 
 
-def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine) -> pathlib.Path:
+def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> pathlib.Path:
     """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
     compiler = find_compiler()
     flags, libraries = flags_for(compiler, machine)
@@ -339,8 +340,8 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine) -> pa
             problem: str | None = "it wrote no library"
             found: pathlib.Path | None = None
             if made.exists():
-                problem, data = _problem(made, _entries(parts)), made.read_bytes()
-                found = library if problem is None else _elsewhere(library, data, problem)
+                problem, data = _problem(made, entries), made.read_bytes()
+                found = library if problem is None else _elsewhere(library, data, problem, entries)
             if found is None:
                 raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
             files.put(made, library)
@@ -350,7 +351,7 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine) -> pa
         if str(library.parent) == str(files.private_folder()):
             raise
         # or it says that there is no place at all
-        elsewhere = _make(files.private_folder() / library.name, parts, machine)
+        elsewhere = _make(files.private_folder() / library.name, parts, machine, entries)
         _instead_of(library.parent, _refused(str(e)) or e.strerror or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
@@ -372,11 +373,6 @@ def _loads(library: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
 def _problem(made: pathlib.Path, entries: Sequence[str]) -> str | None:
     """Why what a compiler wrote is no library with `entries`; None if it is."""
     return "what it wrote is cut" if is_cut(made) else _loads(made, entries)
-
-
-def _entries(parts: Iterable[str]) -> list[str]:
-    """The kernels of some sources."""
-    return [name for part in parts for name in re.findall(r'^extern "C" void (\w+)\(', part, re.MULTILINE)]
 
 
 def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:

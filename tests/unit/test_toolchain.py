@@ -56,6 +56,12 @@ def test_a_folder_that_can_only_be_read_gives_what_it_has(folder, monkeypatch):
         assert toolchain.compile_library((SOURCE.replace("42", "43"),)) == other
 
 
+def test_a_new_library_has_to_define_its_kernels(folder):
+    assert toolchain.compile_library((SOURCE,), None, ["answer"])
+    with pytest.raises(CompileError, match="ended without an error, but .*missing"):
+        toolchain.compile_library((SOURCE + "// another\n",), None, ["answer", "missing"])
+
+
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with config.override(cache_dir=str(tmp_path / "file")):
