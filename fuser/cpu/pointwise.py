@@ -16,7 +16,7 @@ from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, size, storage_
 from fuser.cpu.records import Function
 from fuser.cpu.segments import Segments, find_segments, open_segments
 from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
-from fuser.cpu.transposes import EDGES, WORDS
+from fuser.cpu.transposes import EDGES, MOST_APART, WORDS
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, floordiv, product, substitute, symbol, symbols
@@ -243,8 +243,14 @@ class PointwiseNest(StreamingNest):
         past = ir.Select(step > 0, (rows - (r1 - r0) + step - 1) // step, length)
         self.out.let("i64", last.name, length - past)
         self.out.let("i64", end.name, ir.least(last, v1))
-        self.out.let("i64", f"columns{k}", ir.Select(end > v0, (end - v0) // edge * edge, ir.Number(0)))
+        blocks = ir.Select(end > v0, (end - v0) // edge * edge, ir.Number(0))
+        apart = ir.Name(f"apart{k}")
+        self.out.let("bool", apart.name, step.same(r1 - r0) & (step > 1) & (step <= MOST_APART))
+        self.out.let("i64", f"columns{k}", ir.Select(apart, v1 - v0, blocks))
         origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
         corner = self.address(buffer, substitute(address, origin))
-        self.out.do(f"transpose_{WORDS[width]}", corner, step, f"tile{k}", rows, f"columns{k}")
+        with self.out.block(ir.If(apart)):
+            self.out.do(f"apart_{WORDS[width]}", corner, step, f"tile{k}", f"columns{k}")
+        with self.out.block(ir.Else()):
+            self.out.do(f"transpose_{WORDS[width]}", corner, step, f"tile{k}", rows, f"columns{k}")
         return v0 + f"columns{k}"

@@ -1,4 +1,4 @@
-"""Square blocks of elements, transposed in registers."""
+"""Transposed reads: square blocks of elements in registers, and narrow rows that are taken apart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fuser.machines import Machine
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
 LEAST_BYTES = 16  # of a row of what is transposed at once
+MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
 
 _SHUFFLE = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -33,6 +34,15 @@ ROUNDS
 }
 """
 
+# A constant number of elements to a row, which the compiler vectorises as a group of interleaved loads.
+_APART = """\
+static void apart_WORD(const void* from, i64 count, void* to, i64 columns) {
+  const WORD* __restrict in = (const WORD*)from;
+  WORD* __restrict tile = (WORD*)to;
+CASES}
+"""
+
+
 _ROUND = """\
     for (int i = 0; i < HALF; ++i) {
       TO[2 * i] = FUSER_INTERLEAVE(lines_WORD, OF[i], OF[i + HALF], LOW);
@@ -53,9 +63,18 @@ def edge_of(size: int, machine: Machine) -> int:
 
 
 def helpers(uses: Set[str], machine: Machine) -> str:
-    """The functions `transpose_u8` … `transpose_u64` that are used."""
-    out = "".join(_function(size, machine) for size, word in WORDS.items() if f"transpose_{word}" in uses)
+    """The functions `transpose_u8` … `transpose_u64` that are used, each with its `apart_u8` …."""
+    out = "".join(_function(size, machine) + _apart(size) for size, w in WORDS.items() if f"transpose_{w}" in uses)
     return _SHUFFLE + out if out else ""
+
+
+def _apart(size: int) -> str:
+    """The function `apart_u8` … `apart_u64`: rows of 2 to MOST_APART elements, each element into a row of the tile."""
+    cases = []
+    for count in range(2, MOST_APART + 1):
+        stores = " ".join(f"tile[{i * TILE_STRIDE} + c] = in[{count} * c + {i}];" for i in range(count))
+        cases.append(f"  if (count == {count}) for (i64 c = 0; c < columns; ++c) {{ {stores} }}\n")
+    return _APART.replace("CASES", "".join(cases)).replace("WORD", WORDS[size])
 
 
 def _function(size: int, machine: Machine) -> str:
@@ -73,4 +92,4 @@ def _function(size: int, machine: Machine) -> str:
     return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
 
 
-__all__ = ["EDGES", "WORDS", "edge_of", "helpers"]
+__all__ = ["EDGES", "MOST_APART", "WORDS", "edge_of", "helpers"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import debug, register_fusion
+from fuser import debug, debug_get_fused_kernel_code, register_fusion
 from tests.backend.support import check_all, fused, graph_of
 
 # name: (size, how a contiguous tensor of that size becomes what is tested)
@@ -99,3 +99,19 @@ def test_the_order_of_dims_in_memory_is_part_of_the_class():
     graph = graph_of([lambda a: a * 2], 1)
     for a in (torch.randn(9, 40)[::2, ::2], torch.randn(40, 9)[::2, ::2].t(), torch.randn(9, 9, 40).diagonal()):
         assert fused(graph, [a])[0].stride() == (a * 2).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64], ids=str)
+def test_pixels_become_planes(dtype):
+    """Rows of a few channels are taken apart, whole ones and parts of them, up to the last element of memory."""
+
+    def planes(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 1).contiguous().float() / 255 - b[:, None]
+
+    graph = graph_of([planes], 2)
+    for channels, pixels in [(2, 300), (3, 129), (4, 128), (5, 131), (3, 1), (16, 40)]:
+        x, b = (torch.rand(2, pixels, channels) * 255).to(dtype), torch.randn(channels)
+        assert torch.equal(fused(graph, [x, b])[0], planes(x, b))
+        part = (torch.rand(2, pixels, channels + 1) * 255).to(dtype)[:, :, 1:]
+        assert torch.equal(fused(graph, [part, b])[0], planes(part, b))
+    assert "apart_u" in debug_get_fused_kernel_code(graph, [torch.ones(2, 300, 3, dtype=dtype), torch.ones(3)])

@@ -24,6 +24,7 @@ def library(tmp_path_factory):
         for edge, row in {transposes.edge_of(size, row): row for row in machines.ROWS}.items():
             made = transposes._function(size, row).replace(f"lines_{word}", f"lines_{size}_{edge}")
             text.append(made.replace(f"static void transpose_{word}", f'extern "C" void t{size}_{edge}'))
+        text.append(transposes._apart(size).replace(f"static void apart_{word}", f'extern "C" void a{size}'))
     folder = tmp_path_factory.mktemp("transposes")
     (folder / "t.cpp").write_text("\n".join(text))
     compiler = toolchain.find_compiler()
@@ -44,6 +45,18 @@ def test_blocks_are_transposed(library, size, machine):
     numbers = [ctypes.c_int64(n) for n in (step, rows, columns)]
     getattr(library, f"t{size}_{transposes.edge_of(size, machine)}")(of, numbers[0], to, *numbers[1:])
     assert torch.equal(tile[:, :columns], x[:, :rows].t())
+
+
+@pytest.mark.parametrize("count", range(2, transposes.MOST_APART + 1))
+@pytest.mark.parametrize("size", DTYPES)
+def test_narrow_rows_are_taken_apart(library, size, count):
+    for columns in (0, 1, 15, 128):
+        x = torch.arange(columns * count).to(DTYPES[size]).reshape(columns, count)
+        tile = torch.zeros(count, TILE_STRIDE, dtype=x.dtype)
+        of, to = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(tile.data_ptr())
+        getattr(library, f"a{size}")(of, ctypes.c_int64(count), to, ctypes.c_int64(columns))
+        assert torch.equal(tile[:, :columns], x.t())
+        assert not tile[:, columns:].any()
 
 
 @pytest.mark.parametrize("size", DTYPES)
