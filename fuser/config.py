@@ -134,7 +134,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("verify", 0, "run the first n calls of each kernel beside the fallback: 3 or 'first_3'", read=_calls),
     Setting(
         "slowest", 1.05,
-        "CPU: calls for which a kernel takes more than this times ATen's time go to ATen; 0 measures none", read=_ratio,
+        "CPU: calls for which a kernel takes more than this times ATen's time go to ATen, those of a single operator "
+        "where it takes more than 0.97 times; 0 measures none",
+        read=_ratio,
     ),
     Setting(
         "random",

@@ -129,8 +129,8 @@ class Executor:
         def admit(kernel: FusedKernel, magnitudes: int, number: int | None) -> int:
             return cast(Executor, me())._admit(kernel, magnitudes, number)
 
-        def leave(args: tuple[Any, ...], reason: str) -> bool:
-            return cast(Executor, me())._refuse(args, reason, first=True)
+        def leave(args: tuple[Any, ...], reason: str, function: Function | None) -> bool:
+            return cast(Executor, me())._refuse(args, reason, first=True, function=function)
 
         def make(key: ArgSpec | None, args: tuple[Any, ...], have: int) -> str | None:
             return preparing.make(cast(Executor, me()), key, args, have)

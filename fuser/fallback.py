@@ -6,6 +6,7 @@ The group's calls, as they were written, become the lines of one Python function
 from __future__ import annotations
 
 import keyword
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -45,14 +46,52 @@ class Fallback:
             self._make()
         return self._source
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the group is one operator, but for views."""
+        return len([row for row in self._registered.rows if _computes(row)]) == 1
+
+    @property
+    def direct(self) -> Callable[..., Any] | None:
+        """The function with torch's own functions in place of the overloads of a single operator, as eager code calls
+        them: they read arguments in 0.5 to 2 µs less. None where there are none. Whether they mean the same for some
+        arguments is not known."""
+        if not self.is_single or any(_computes(row) and _torch_function(row.target) is None for row in self._rows()):
+            return None
+        source, names = _Writer(self._registered, lambda target: _torch_function(target) or target).write()
+        return self._compiled(source, names)
+
+    def _rows(self) -> list[Row]:
+        return [row for row in self._registered.rows if row.op == "call_function"]
+
+    def _compiled(self, source: str, names: dict[str, Any]) -> Callable[..., Any]:
+        exec(compile(source, f"<fallback {self._registered.graph.hash[:12]}>", "exec"), names)
+        made: Callable[..., Any] = names.pop("fallback")  # no cycle: what it holds leaves with it
+        return made
+
     def _make(self) -> Callable[..., Any]:
         with self._lock:
             if self._function is None:
                 source, names = _Writer(self._registered).write()
-                code = compile(source, f"<fallback {self._registered.graph.hash[:12]}>", "exec")
-                exec(code, names)
-                self._source, self._function = source, names.pop("fallback")  # no cycle: what it holds leaves with it
+                self._source, self._function = source, self._compiled(source, names)
             return self._function
+
+
+def _computes(row: Row) -> bool:
+    """Whether a row is a call of anything but a view."""
+    if row.op not in ("call_function", "call_method") or row.target is operator.getitem:
+        return False
+    schema = getattr(row.target, "_schema", None)
+    return schema is None or not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _torch_function(target: Any) -> Callable[..., Any] | None:
+    """torch's own Python function of an operator's overload, if it goes by the same name."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    homes = (torch._C._VariableFunctions, torch._C._nn)
+    return next((getattr(home, name) for home in homes if hasattr(home, name)), None)
 
 
 def is_plain_name(text: Any) -> bool:
@@ -65,8 +104,8 @@ def is_plain_name(text: Any) -> bool:
 class _Writer:
     """Spells the rows. Objects that have no literal become globals of the function."""
 
-    def __init__(self, registered: Registered) -> None:
-        self.registered = registered
+    def __init__(self, registered: Registered, called: Callable[[Any], Any] = lambda target: target) -> None:
+        self.registered, self.called = registered, called
         self.globals: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
         self.known: dict[int, str] = {}
         self.last_use = self._last_uses()
@@ -113,7 +152,7 @@ class _Writer:
         if row.op == "call_method":
             method = f"{args[0]}.{row.target}" if is_plain_name(row.target) else f"getattr({args[0]}, {row.target!r})"
             return f"{method}({', '.join(args[1:] + named)})"
-        return f"{self.name_of(row.target)}({', '.join(args + named)})"
+        return f"{self.name_of(self.called(row.target))}({', '.join(args + named)})"
 
     def value(self, value: Any) -> str:
         if isinstance(value, Ref):

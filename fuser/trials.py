@@ -8,7 +8,9 @@ With `config.slowest = r` a kernel for the CPU is timed in the first call of eac
 largest tensor's elements) from `LEAST` elements on: below, a call costs more than what it computes. From `MOST` on
 ATen's temporaries might not fit into memory beside what a program holds. If it surely takes more than r times as long
 as ATen (`contest`), calls of this form (dtypes, sizes, strides) go to ATen, with a reason, and the next form of that
-magnitude is timed in turn; if not, all later calls of the magnitude run the kernel.
+magnitude is timed in turn; if not, all later calls of the magnitude run the kernel. A kernel of a single operator has
+no fusion to its credit: it has to take less than `ALONE` of ATen's time, or else eager's own function of the operator
+runs (`fallback.direct`).
 
 The decision is made before the first result of a form is returned and never changed in a process, and that result is
 of the contestant that stays: the same inputs give the same bits in every call. Another process decides anew. Under
@@ -39,6 +41,7 @@ from fuser.verify import difference
 MISS = object()
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 LEAST, MOST = 4096, 1 << 25  # elements of the largest tensor: timed from the one to below the other
+ALONE = 0.97  # of ATen's time, at most, for a kernel of a single operator
 _UNTIMED = ALL_MAGNITUDES & ~((1 << MOST.bit_length()) - (1 << LEAST.bit_length()))
 
 
@@ -71,15 +74,15 @@ class Trials:
     """The kernels of one specification on trial.
 
     `admit` adds a kernel that takes calls of some magnitudes to the fusion's handle and returns its number, or widens
-    one that has a number. `leave` leaves calls of the form of some arguments to the fallback, for a reason; whether it
-    can.
+    one that has a number. `leave` leaves calls of the form of some arguments to the fallback, for a reason, or to a
+    function that does the same; whether it can.
     """
 
     def __init__(
         self,
         spec: KernelSpec,
         admit: Callable[[FusedKernel, int, int | None], int],
-        leave: Callable[[tuple[Any, ...], str], bool],
+        leave: Callable[[tuple[Any, ...], str, Callable[..., Any] | None], bool],
     ) -> None:
         self._spec, self._admit, self._leave = spec, admit, leave
         self._trials: list[_Trial] = []
@@ -140,30 +143,47 @@ class Trials:
                 return None
             if form in trial.refused:
                 return trial.refused[form]
-            reason = self._time(trial, args)
-            if reason is not None and form is not None and self._leave(args, reason):
+            direct = self._direct(args)
+            reason = self._time(trial, args, direct)
+            if reason is not None and form is not None and self._leave(args, reason, direct):
                 trial.refused[form] = reason
                 return reason
             self._settle(trial, 3 << (b & ~1))
         return None
 
-    def _time(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
-        """Why the kernel is too slow for these arguments; None if it is not, or nobody can tell."""
+    def _time(self, trial: _Trial, args: tuple[Any, ...], direct: Callable[..., Any] | None) -> str | None:
+        """Why the kernel is too slow for these arguments; None if it is not, or nobody can tell.
+
+        `direct` does what the fallback does, in less time.
+        """
         if torch.are_deterministic_algorithms_enabled():
             return None
         if not launcher.wait(0):  # the launcher in Python, which it may begin with, takes longer than many kernels
             return None
         try:
-            found = contest.compete(trial.handle, self._spec.fallback, args, trial.slowest, contest.clock)
+            limit = min(trial.slowest, ALONE) if self._spec.fallback.is_single else trial.slowest
+            found = contest.compete(trial.handle, direct or self._spec.fallback, args, limit, contest.clock)
         except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
             return None
         sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
         took = f"{found.ratio:.2f} times as long as ATen for sizes {sizes}"
+        took += f"; a single operator has to take less than {limit}" if limit < 1 else ""
         winner = "aten" if found.slower else "kernel"
         what = f"kernel {trial.kernel.name}"
         logs.say("fuser_perf", lambda: f"{what} took {took}: {winner} stays")
         records.remember(f"{what} {took}", records.Choice(winner, f"on trial: it took {took}", (), what))
         return f"{what} took {took}" if found.slower else None
+
+    def _direct(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """What does the same as the fallback in less time between Python and the operator, if anything does."""
+        function = self._spec.fallback.direct
+        if function is None:
+            return None
+        try:
+            found, known = function(*args), self._spec.fallback(*args)
+        except Exception:
+            return None
+        return function if _is_equal(found, known) else None
 
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)
@@ -188,6 +208,16 @@ class Trials:
         except (OSError, RuntimeError, TypeError) as e:
             hint = f"no reproducer could be written ({type(e).__name__}: {e})"
         notices.warn(f"{reason}; the fusion goes on by ATen; {hint}")
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether results are alike to the bit, in dtypes and strides, too."""
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_is_equal, a, b))
+    if not isinstance(a, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    alike = isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return alike and torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
 def _wide(a: Any) -> Any:

@@ -5,11 +5,17 @@ differ where the thread waited for a processor. A kernel is slower if the least 
 of the other's calls took on the clock, by a margin, and if calls of equal length would show this order in fewer than
 one of `1 / _CHANCE` contests (a rank test, which knows nothing of how noise is distributed). Noise therefore makes
 contests end without a verdict; it does not make a kernel lose.
+
+With a limit below 1 the kernel has to prove itself: it also loses if its least or its median time is above the limit
+times the other's. That is meant for single operators, where nothing is gained but what the loops themselves are
+better by, and the other is the very code that eager runs.
 """
 
 from __future__ import annotations
 
 import math
+import resource
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +29,20 @@ _CHANCE = 0.005
 _SAMPLE_SECONDS = 2e-4  # short calls are made several times for one sample
 _FEWEST, _MOST = 5, 15  # rounds: so many where a call takes long, and at most
 _SECONDS = 0.02  # no round begins after so much CPU time, but for the fewest
-_CLEARLY = 0.9  # a kernel that takes less than this of the other's time is timed no longer
+_CLEARLY, _CLEAR_ROUNDS = 0.9, 3  # a kernel that takes less than this of the other's time is timed no longer
+# A call with more page faults wrote into new pages, as the first few calls do wherever malloc puts their results.
+_FAULTS = 16
+_COLD_SECONDS = 0.04  # CPU time after which they may
 
 
 def clock() -> tuple[float, float]:
     """Now: seconds on the clock, and CPU seconds of this thread."""
     return time.perf_counter(), time.thread_time()
+
+
+def _page_faults() -> int:
+    """How many pages this process has begun to use."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @dataclass
@@ -66,20 +80,37 @@ def compete(
 ) -> Outcome:
     """Time two functions of `args` beside each other, until it is known whether the kernel is `limit` times slower.
 
-    2 rounds where the kernel is clearly faster; else up to 15 within 20 ms of CPU time, and at least 5.
+    3 rounds (5 with a limit below 1, 2 of long calls) where the kernel is clearly faster; else up to 15 within 20 ms of
+    CPU time, and at least 5. Calls before these are not timed (`_warm_up`).
     """
+    _warm_up(kernel, other, args, now)
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     end = now()[1] + _SECONDS
-    slower = False
+    slower, enough = False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
     for n in range(_MOST):
         for samples, function in turns if n % 2 == 0 else turns[::-1]:
             samples.take(function, args, now)
-        slower = is_slower(mine.least, theirs.most, limit)
-        faster = n > 0 and min(mine.most) < _CLEARLY * min(theirs.least)
-        if slower or faster or n + 1 >= _FEWEST and now()[1] > end:
+        late = now()[1] > end
+        slower = is_slower(mine.least, theirs.most, max(limit, 1.0))
+        faster = min(mine.most) < min(_CLEARLY, limit) * min(theirs.least)
+        if slower or faster and n + 1 >= (2 if late else enough) or late and n + 1 >= _FEWEST:
             break
-    return Outcome(min(mine.most) / min(theirs.most), slower)
+    ratio = min(mine.most) / min(theirs.most)
+    usual = statistics.median(mine.most) / statistics.median(theirs.most)
+    return Outcome(ratio, slower or limit < 1 and max(ratio, usual) > limit)
+
+
+def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> None:
+    """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long."""
+    end = now()[1] + _COLD_SECONDS
+    for n in range(_MOST):
+        faults = _page_faults()
+        kernel(*args)
+        other(*args)
+        settled = n > 0 and _page_faults() - faults <= _FAULTS
+        if settled or now()[1] > end:
+            break
 
 
 def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.fx
 
-from fuser import config, debug, fusion_handle, register_fusion, trials
+from fuser import config, debug, fallback, fusion_handle, register_fusion, trials
 from fuser.contests import trial as contest
 from fuser.contests.trial import Outcome
 from fuser.kernel_cache import REGISTRY
@@ -140,6 +140,55 @@ def test_what_only_a_kernel_can_compute_is_not_timed(monkeypatch):
     monkeypatch.setattr(contest, "compete", refusing)
     torch.testing.assert_close(handle(x), torch.sin(x) + 2.25)
     assert handle.kernel_count == 1 and not spec.store.fallbacks
+
+
+# -- single operators --------------------------------------------------------------------------------------------------
+def _decided(monkeypatch) -> list[tuple[float, Any]]:
+    """Every kernel loses; the limit of each contest, and what the kernel was timed beside."""
+    held: list[tuple[float, Any]] = []
+
+    def compete(kernel, other, args, limit, now):
+        held.append((limit, other))
+        return Outcome(1.0, True)
+
+    monkeypatch.setattr(contest, "compete", compete)
+    return held
+
+
+@pytest.mark.parametrize(
+    "fn, limit",
+    [
+        (lambda x: torch.ops.aten.sinh.default(x), trials.ALONE),
+        (lambda x: torch.ops.aten.t.default(torch.ops.aten.acosh.default(x)), trials.ALONE),
+        (lambda x: torch.ops.aten.neg.default(torch.ops.aten.sinh.default(x)), 1.05),
+    ],
+)
+def test_a_kernel_of_a_single_operator_has_to_be_faster(monkeypatch, fn, limit):
+    held = _decided(monkeypatch)
+    handle, x = fusion_handle(register(fn)), torch.rand(70, 80) + 1
+    for _ in range(3):
+        assert torch.equal(handle(x), fn(x))
+    assert [found for found, _ in held] == [limit] and handle.hits == 0
+
+
+def test_a_single_operator_that_is_left_to_eager_is_called_as_eager_calls_it(monkeypatch):
+    held = _decided(monkeypatch)
+    key = register(lambda x: torch.ops.aten.sum.dim_IntList(x, [1], True))
+    x = torch.rand(70, 80)
+    assert torch.equal(fusion_handle(key)(x), x.sum(1, True))
+    ((_, other),) = held
+    assert torch.sum in other.__globals__.values()
+    assert other is not REGISTRY.find(key).spec.fallback
+
+
+def test_another_meaning_of_torchs_own_function_is_noticed(monkeypatch):
+    """The direct function is used only if its result is the fallback's to the bit, with dtype and strides."""
+    held = _decided(monkeypatch)
+    monkeypatch.setattr(fallback, "_torch_function", lambda target: torch.cosh)
+    key = register(lambda x: torch.ops.aten.asinh.default(x))
+    x = torch.rand(70, 80)
+    assert torch.equal(fusion_handle(key)(x), x.asinh())
+    assert [other for _, other in held] == [REGISTRY.find(key).spec.fallback]
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------

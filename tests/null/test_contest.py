@@ -88,14 +88,51 @@ def test_a_slow_kernel_loses_where_anyone_can_tell(noise, seconds):
 
 
 def test_a_contest_costs_few_calls():
-    """A kernel that is clearly faster is called twice, another one 5 times where calls are long."""
-    for ratio, rounds in ((0.5, 2), (1.0, 5), (2.0, 5)):
+    """A kernel that is clearly faster is called thrice, another one 6 times where calls are long."""
+    for ratio, rounds in ((0.5, 3), (1.0, 6), (2.0, 6)):
         machine = Machine(quiet, 0)
         contest.compete(machine.work(ratio * 0.1), machine.work(0.1), (), 1.05, machine.now)
         assert machine.calls == 2 * rounds
     machine = Machine(quiet, 0)
     contest.compete(machine.work(1e-5), machine.work(1e-5), (), 1.05, machine.now)
     assert machine.wall < 2 * 15 * 6e-4
+
+
+@pytest.mark.parametrize("seconds", [2e-5, 4e-4])
+@pytest.mark.parametrize("noise", [quiet, jitter])
+def test_new_pages_of_the_first_calls_decide_nothing(monkeypatch, noise, seconds):
+    """Both contestants write into new pages at first, the other one more often: the kernel is slower all the same."""
+    for seed in range(20):
+        machine, faults = Machine(noise, seed), [0]
+
+        def cold(calls: int, seconds: float, machine: Machine = machine, faults: list[int] = faults):
+            warm, left = machine.work(seconds), [calls]
+
+            def call() -> None:
+                if left[0] > 0:
+                    left[0] -= 1
+                    faults[0] += 1000
+                    machine.work(8 * seconds)()
+                else:
+                    warm()
+
+            return call
+
+        monkeypatch.setattr(contest, "_page_faults", lambda faults=faults: faults[0])
+        found = contest.compete(cold(1, seconds * 1.3), cold(5, seconds), (), 1.05, machine.now)
+        assert found.slower or noise is jitter and 1.0 < found.ratio
+
+
+@pytest.mark.parametrize("noise", [quiet, jitter, slowing])
+def test_with_a_limit_below_1_a_kernel_has_to_be_faster(noise):
+    for seconds in (5e-6, 4e-4, 2e-2):
+        for ratio, slower in ((0.8, False), (1.0, True), (1.3, True)):
+            found = []
+            for seed in range(20):
+                machine = Machine(noise, seed)
+                kernel, other = machine.work(seconds * ratio), machine.work(seconds)
+                found.append(contest.compete(kernel, other, (), 0.97, machine.now).slower)
+            assert found.count(slower) >= (20 if noise is quiet else 14), (seconds, ratio)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
