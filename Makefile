@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo spellings scripts nnsmith vision stress lint types imports bench clean
+.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo spellings scripts nnsmith vision stress lint types imports bench report-page clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make report-page (with npm), make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -87,6 +87,10 @@ imports: $(VENV)/.has-dev
 
 bench: $(VENV)/.has-bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# The script of `python -m fuser report`'s page, from tools/report_page and the packages that its lock file pins.
+report-page:
+	cd tools/report_page && npm ci --silent && node build.mjs
 
 # Setuptools comes first, and the builds are not isolated: an isolated one would fetch its own copy of everything.
 $(VENV)/.made:

@@ -64,7 +64,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["fuser", "fuser.*"]),
     py_modules=["fuser_code", "fuser_perf", "fuser_why"],  # names for TORCH_LOGS: see fuser/logs.py
-    package_data={"": ["py.typed", "*.cpp", "*.h", "native/*.h"]},
+    package_data={"": ["py.typed", "*.cpp", "*.h", "native/*.h"], "fuser.debug": ["page_files/*"]},
     ext_modules=extensions(),
     install_requires=["torch>=2.11", "numpy", "sympy", "cachetools"],
     extras_require={

@@ -1,4 +1,4 @@
-"""An explanation as HTML: one page without references to others, light or dark as the reader's system."""
+"""An explanation in a notebook: tables and folds, light or dark as the reader's system. `page.py` makes the report."""
 
 from __future__ import annotations
 
@@ -20,27 +20,20 @@ _STYLE = """
 .fuser table { border-collapse: collapse; margin: .5rem 0; }
 .fuser td, .fuser th { border-bottom: 1px solid #8885; padding: .15rem .6rem; text-align: left; vertical-align: top; }
 .fuser td.n { text-align: right; white-space: nowrap; }
-.fuser pre { background: #8881; padding: .6rem; overflow: auto; max-height: 30rem; font-size: 12px; }
 .fuser details { margin: .2rem 0 .2rem 1rem; } .fuser summary { cursor: pointer; }
 .fuser .off { color: #c60; }
 """
 
 
-def page(e: Explanation) -> str:
-    """A whole document."""
-    head = f'<meta charset="utf-8"><title>fuser: what happened</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{_body(e, True)}</body></html>\n'
-
-
 def fragment(e: Explanation) -> str:
     """A part of a document, without code: what a notebook shows."""
-    return f"<style>{_STYLE}</style>{_body(e, False)}"
+    return f"<style>{_STYLE}</style>{_body(e)}"
 
 
-def _body(e: Explanation, code: bool) -> str:
+def _body(e: Explanation) -> str:
     parts = [f"<p><b>{_text(explained_text.overview(e).splitlines()[0])}</b></p>"]
-    parts += [_graph(g, code) for g in e.graphs]
-    parts += [_group(g, code) for g in e.others]
+    parts += [_graph(g) for g in e.graphs]
+    parts += [_group(g) for g in e.others]
     if e.breaks:
         rows = ((b.count, short(str(b.source)) if b.source else "", b.reason) for b in e.breaks)
         parts.append("<h3>Graph breaks</h3>" + _table(("times", "at", "reason"), rows))
@@ -54,19 +47,17 @@ def _body(e: Explanation, code: bool) -> str:
     return f'<div class="fuser">{"".join(parts)}{"".join(f"<p>{_text(n)}</p>" for n in e.notes)}</div>'
 
 
-def _graph(g: Graph, code: bool) -> str:
+def _graph(g: Graph) -> str:
     title = f"Graph {g.number}: {g.stage} {g.function} {short(g.at) if g.at else ''}"
     why = f" ({g.reason})" if g.reason else ""
     told = [f"<h3>{_text(title)}</h3><p>{_text(g.route + why)}, {g.seconds:.3f} s</p>"]
-    told += [_group(group, code) for group in g.groups]
+    told += [_group(group) for group in g.groups]
     if g.not_fused:
         told.append(_operators("On ATen", sorted(g.not_fused, key=lambda o: -o.bytes), True))
-    if code and g.program:
-        told.append(_folded("the outer program", _code(g.program)))
     return "".join(told)
 
 
-def _group(g: Group, code: bool) -> str:
+def _group(g: Group) -> str:
     names = " ".join(o.op.removeprefix("aten.") for o in g.operators if o.op != "getitem")
     state = "" if g.fused else f' <span class="off">[{g.code}]</span>'
     facts = [
@@ -78,7 +69,7 @@ def _group(g: Group, code: bool) -> str:
     told = _table((), facts) + _operators("operators", g.operators, not g.fused)
     for k in g.kernels:
         rows = [("library", k.library), *(("takes", t) for t in k.takes), *(("apart", " ".join(a)) for a in k.apart)]
-        told += _folded(f"kernel {k.name}", _table((), rows) + (_code(k.source) if code else ""))
+        told += _folded(f"kernel {k.name}", _table((), rows))
     return f"<details><summary>group {g.number}: {_text(names[:160])}{state}</summary>{told}</details>"
 
 
@@ -106,12 +97,8 @@ def _cell(value: Any) -> str:
     return f"<td{' class=n' if isinstance(value, int) else ''}>{_text(value)}</td>"
 
 
-def _code(text: str) -> str:
-    return f"<pre>{_text(text)}</pre>"
-
-
 def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
-__all__ = ["fragment", "page"]
+__all__ = ["fragment"]

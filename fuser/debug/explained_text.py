@@ -23,25 +23,26 @@ _LEAST_WIDTH, _WIDTH = 60, 120
 def overview(e: Explanation) -> str:
     """The whole in some dozens of lines."""
     width = max(_LEAST_WIDTH, min(shutil.get_terminal_size((_WIDTH, 0)).columns, 160))
-    lines = [*_head(e), *(line for g in e.graphs for line in _graph(g))]
+    lines = [headline(e), *(line for g in e.graphs for line in _graph(g))]
     if e.others:
         lines += ["groups registered by hand", *_cut([_group(g, 1) for g in e.others])]
     lines += [*_breaks(e), *_recompilations(e), *_reasons(e), *(f"note: {n}" for n in e.notes)]
     return "\n".join(_fit(line, width) for line in lines)
 
 
-def _head(e: Explanation) -> list[str]:
+def headline(e: Explanation) -> str:
+    """What there is, in numbers."""
     groups, kernels = e.groups, e.kernels
     fused, left = len(e.fused), len(e.not_fused)
     compiling = sum({g.key: g.seconds for g in groups}.values())
     traced = sum({(g.compile_id, g.at): g.traced for g in e.graphs}.values())
     kinds = len({g.key for g in groups})
-    return [
+    return (
         f"{_count(len(e.graphs), 'graph')}, {_count(sum(b.count for b in e.breaks), 'graph break')}, "
         f"{_count(len(e.recompilations), 'recompilation')}; {fused} of {fused + left} operators in "
         f"{_count(len(groups), 'group')} of {kinds} kinds with {_count(len(kernels), 'kernel')}; "
         f"{traced:.2f} s tracing, {compiling:.2f} s making kernels"
-    ]
+    )
 
 
 def _count(n: int, what: str) -> str:
@@ -142,4 +143,4 @@ def lines_of(sources: Sequence[Source | None]) -> str:
     )
 
 
-__all__ = ["lines_of", "overview", "short"]
+__all__ = ["headline", "lines_of", "overview", "short"]

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fuser.debug import explained_html, explained_text
+from fuser.debug import explained_html, explained_text, page
+from fuser.debug.opening import Trace
 from fuser.passes.sources import Source
 
 SCHEMA = 1  # of `to_json`; grows when a field changes its meaning or leaves
@@ -77,7 +78,7 @@ class Group:
     apart: tuple[tuple[int, str], ...]
     code: str = ""
     reason: str = ""
-    read_plan: Callable[[], str] = field(repr=False, compare=False, default=str)
+    read_traces: Callable[[], tuple[Trace, ...]] = field(repr=False, compare=False, default=tuple)
 
     @property
     def fused(self) -> bool:
@@ -90,7 +91,11 @@ class Group:
 
     def plan(self) -> str:
         """Its loops before and after scheduling, lowered anew for the arguments of its first call."""
-        return self.read_plan()
+        return "\n".join("\n".join((t.ir, *t.plans)) for t in self.traces())
+
+    def traces(self) -> tuple[Trace, ...]:
+        """The stages of its way to a kernel, lowered anew; one `Trace` for each part of a group that was split."""
+        return self.read_traces()
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ class Graph:
 
     `function` and `at` name the user's function, `compile_id` Dynamo's compilation ("0/1" is frame 0, the second time),
     `traced` the seconds of the whole compilation of that frame, all its graphs together, and `seconds` of those what
-    passes, grouping and registration of this graph took. `passes` are those that changed something.
+    passes, grouping and registration of this graph took. `passes` are those that changed something. `flows` are the
+    values that pass between groups ("group 0") and operators on ATen (the names of their nodes): from, to, bytes.
     """
 
     number: int
@@ -117,6 +123,7 @@ class Graph:
     not_fused: tuple[Operator, ...]
     by_eager: dict[str, int]
     program: str = field(repr=False, default="")
+    flows: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
 
 
 @dataclass(frozen=True)
@@ -186,9 +193,9 @@ class Explanation:
         return json.dumps(self.as_dict(source), indent=indent)
 
     def to_html(self, path: str | pathlib.Path) -> pathlib.Path:
-        """Write one page without references to others, with the code of kernels; its path."""
+        """Write the page of docs/report.md, one file without references to others; its path."""
         path = pathlib.Path(path)
-        path.write_text(explained_html.page(self), encoding="utf-8")
+        path.write_text(page.page(self), encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
@@ -198,7 +205,7 @@ class Explanation:
 
 def _plain_fields(record: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
     code = left_out if isinstance(record, (Kernel, Graph)) else ()  # the source of others is a line of the user's
-    names = [f.name for f in dataclasses.fields(record) if f.name not in ("read_plan", *code)]
+    names = [f.name for f in dataclasses.fields(record) if f.name not in ("read_traces", *code)]
     return {name: _plain(getattr(record, name), left_out) for name in names}
 
 

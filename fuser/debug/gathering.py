@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fuser.debug import explaining
 from fuser.debug.explanation import Break, Explanation, Graph, Group, Kernel, Operator, Recompilation
 from fuser.debug.guarding import guards_of, refusal_of
+from fuser.debug.opening import Trace, trace_of
 from fuser.debug.reporting import why_unfused
 from fuser.errors import UnknownKeyError
 from fuser.frontends.records import CompiledGraph, GroupRecord
@@ -45,7 +45,7 @@ def _graph(number: int, r: CompiledGraph, frame: Any) -> Graph:
         tuple(
             Operator(u.op, u.source, u.code, u.reason, u.bytes, u.node, u.reads, u.read_by) for u in r.unfused
         ),
-        dict(r.by_eager), r.source,
+        dict(r.by_eager), r.source, r.flows,
     )  # fmt: skip
 
 
@@ -91,14 +91,18 @@ def _of_spec(
         number, found.key, ops, inputs, outputs, size,
         tuple(k for s in specs for k in _kernels(s)), getattr(handle, "hits", 0), getattr(handle, "misses", 0),
         _missed(spec), fallbacks, sum(s.store.compile_seconds for s in specs), stages, apart,
-        code_of(reason) if reason is not None else "", reason or "", functools.partial(_plan, found),
+        code_of(reason) if reason is not None else "", reason or "", functools.partial(_traces, found),
     )  # fmt: skip
 
 
-def _plan(found: Registration) -> str:
-    spec = found.spec  # held by the explanation, with its kernels
-    examples = [entry.example for entry in spec.store.entries if entry.example]
-    return "\n".join(explaining.ir_text(spec, example) for example in examples[:1])
+def _traces(found: Registration) -> tuple[Trace, ...]:
+    """The stages of a group's first class of arguments, or of its pieces'; the explanation holds the specifications."""
+    made = []
+    for spec in _with_pieces(found.spec):
+        entry = next((e for e in spec.store.entries if e.example and e.kernels), None)
+        if entry is not None:
+            made.append(trace_of(spec.key, spec, entry))
+    return tuple(made)
 
 
 def _with_pieces(spec: KernelSpec) -> Iterable[KernelSpec]:

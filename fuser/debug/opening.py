@@ -13,7 +13,7 @@ from fuser.debug.relowering import entry_of, lowered_of
 from fuser.errors import FuserError, GraphError
 from fuser.ir.fx import Builder, body_to_fx
 from fuser.ir.sizes import STRIDE, Sym
-from fuser.kernel_cache import REGISTRY
+from fuser.kernel_cache import KernelEntry, KernelSpec
 from fuser.lowering.graph import Lowered, NumberInput
 from fuser.scheduler.printer import print_plan
 
@@ -95,14 +95,18 @@ def trace(key: int, class_number: int = 0) -> Trace:
     UnknownKeyError if there is no such fusion, GraphError if it has no such class. A class that was not lowered has
     the reason in place of its IR.
     """
-    spec, entry = entry_of(key, class_number)
+    return trace_of(key, *entry_of(key, class_number))
+
+
+def trace_of(key: int, spec: KernelSpec, entry: KernelEntry) -> Trace:
+    """The same of a specification and one of its classes, which may have left the registry."""
+    sources = tuple((k.name, k.source) for k in entry.kernels)
     try:
         lowered, schedule = lowered_of(spec, entry.example)
     except FuserError as e:
-        return Trace(key, spec.graph.text, f"not lowered: {e}\n", (), ())
+        return Trace(key, spec.graph.text, f"not lowered: {e}\n", (), sources)
     plans = tuple(print_plan(p) for p in schedule.plans)
-    sources = tuple((k.name, k.source) for k in entry.kernels)
-    return Trace(key, REGISTRY.find(key).spec.graph.text, print_lowered(lowered), plans, sources)
+    return Trace(key, spec.graph.text, print_lowered(lowered), plans, sources)
 
 
-__all__ = ["Trace", "loop_to_fx", "lowered_to_fx", "to_fx", "trace"]
+__all__ = ["Trace", "loop_to_fx", "lowered_to_fx", "to_fx", "trace", "trace_of"]

@@ -19,7 +19,8 @@ class KernelRow:
     """One step of a kernel: `seconds` in all events, median and interquartile range of single ones.
 
     `bytes`: to and from memory in one call by the plan, each element once; None if calls had several sizes, ran
-    together, or the plan is not known. `keys`: the fusions whose kernels have this name.
+    together, or the plan is not known; `operations` are scalar ones of a call, each of the op table counted as one.
+    `keys`: the fusions whose kernels have this name.
     """
 
     name: str
@@ -29,6 +30,7 @@ class KernelRow:
     median: float
     apart: float
     bytes: int | None
+    operations: int | None = None
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -69,8 +71,22 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True)
+class Event:
+    """One event of a step: `begin` in seconds after the step's, `kind` as in `parts`, `thread` "GPU" for a GPU's."""
+
+    name: str
+    kind: str
+    begin: float
+    seconds: float
+    thread: str
+
+
+@dataclass(frozen=True)
 class ProfileReport:
     """`parts` are seconds of this thread by kind; they add up to `seconds`, the block's own time on the clock.
+
+    `timeline` holds the events of the step that took the median time, of the block where there are no steps; at most
+    5,000.
 
     The part "recording" is the profiler's own: an event costs up to a microsecond, which is not spent unwatched.
     """
@@ -86,6 +102,7 @@ class ProfileReport:
     threads: int
     device: str = "cpu"
     memory: tuple[MemoryPoint, ...] = ()
+    timeline: tuple[Event, ...] = ()
 
     @property
     def noise(self) -> str:
@@ -198,4 +215,4 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [line(head), line(tuple("-" * w for w in widths)), *map(line, rows)]
 
 
-__all__ = ["NOISY", "Beside", "KernelRow", "MemoryPoint", "OtherRow", "ProfileReport"]
+__all__ = ["NOISY", "Beside", "Event", "KernelRow", "MemoryPoint", "OtherRow", "ProfileReport"]

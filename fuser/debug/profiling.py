@@ -7,6 +7,7 @@ that its plan reads and writes at the sizes of the calls, and the machine's own 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import pathlib
@@ -20,10 +21,10 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from fuser.debug.profile_report import Beside, KernelRow, MemoryPoint, OtherRow, ProfileReport
+from fuser.debug.profile_report import Beside, Event, KernelRow, MemoryPoint, OtherRow, ProfileReport
 from fuser.debug.relowering import lowered_of
 from fuser.debug.timing import measure
-from fuser.debug.traffic import copy_rate, plan_bytes, spread
+from fuser.debug.traffic import copy_rate, plan_bytes, plan_operations, spread
 from fuser.errors import FuserError, GraphError
 from fuser.kernel_cache import REGISTRY, Registration
 from fuser.runtime import pool, warm
@@ -35,6 +36,11 @@ _LIBRARIES = ("aten::", "mkldnn::", "onednn::", "prims::", "cu")
 AUTOGRAD, COMPILED, LIBRARY, PYTHON = "autograd", "torch.compile", "ATen and libraries", "Python and the rest"
 KERNELS, RECORDING = "kernels", "recording"
 _PROBES = 500
+_MOST_EVENTS = 5000
+
+
+_running: list[profile] = []
+finished: list[ProfileReport] = []  # the last one
 
 
 class profile:
@@ -44,9 +50,10 @@ class profile:
     spread. `beside_aten` times each group that ran beside ATen on arguments like those it was compiled for, 0.1 s each.
     `memory` notes what is held at the end of each step, and of the block.
     Calls of this thread are recorded, and those of autograd's threads for it. Kernels should be compiled before.
+    One that `gives_way` ends without a report where another begins.
     """
 
-    def __init__(self, beside_aten: bool = False, memory: bool = False) -> None:
+    def __init__(self, beside_aten: bool = False, memory: bool = False, *, gives_way: bool = False) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._beside_aten, self._memory = beside_aten, memory
@@ -54,12 +61,14 @@ class profile:
         self._open: list[Any] = []
         self._before: dict[int, tuple[int, ...]] = {}
         self._report: ProfileReport | None = None
-        self._stepped = False
+        self._stepped, self._gives_way = False, gives_way
         self._event_seconds = self._began = 0.0
 
     def __enter__(self) -> profile:
         if self._report is not None or self._open:
             raise GraphError("a profile records one block: make another by fuser.profile()")
+        for other in [p for p in _running if p._gives_way]:
+            other.stop()
         for registration in _alive():
             handle: Any = registration.runner.handle
             with contextlib.suppress(AttributeError):
@@ -71,17 +80,31 @@ class profile:
         self._began = time.perf_counter()
         for name in (_ROOT, _STEP):
             self._begin(name)
+        _running.append(self)
         return self
+
+    def stop(self) -> None:
+        """End the block without a report."""
+        self.__exit__(KeyboardInterrupt)
+
+    @property
+    def running(self) -> bool:
+        """Whether the block began and did not end."""
+        return bool(self._open)
 
     def __exit__(self, *error: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        if not self._open:  # it gave way to another profile
+            return
         self._note_memory()
         while self._open:
             self._open.pop().__exit__(None, None, None)
         self._profiler.stop()
+        _running[:] = [p for p in _running if p is not self]
         if error[0] is None:
             self._report = self._made()
+            finished[:] = [self._report]
 
     def _begin(self, name: str) -> None:
         event: Any = torch.profiler.record_function(name)
@@ -161,7 +184,23 @@ class profile:
             threads=torch.get_num_threads(),
             device=device,
             memory=tuple(self._held),
+            timeline=_timeline(found, root, names, self._stepped),
         )
+
+
+def _timeline(found: list[Any], root: Any, names: set[str], stepped: bool) -> tuple[Event, ...]:
+    """The events of the step with the median time; of the whole block where nobody called `step()`."""
+    steps = sorted((e for e in found if e.name == _STEP), key=lambda e: e.time_range.start)
+    steps = sorted(steps[:-1] if stepped else [], key=lambda e: e.cpu_time_total)
+    whole = steps[len(steps) // 2].time_range if steps else root.time_range
+    inside = (e for e in found if whole.start <= e.time_range.start <= whole.end and e.name not in (_ROOT, _STEP))
+    return tuple(
+        Event(
+            e.name, KERNELS if e.name in names else _kind(e.name), (e.time_range.start - whole.start) / 1e6,
+            e.time_range.elapsed_us() / 1e6, f"thread {e.thread}" if e.device_type == DeviceType.CPU else "GPU",
+        )
+        for e in itertools.islice(inside, _MOST_EVENTS)
+    )  # fmt: skip
 
 
 def _cost_of_a_call(plain: float) -> float:
@@ -213,20 +252,25 @@ class _Source:
 
     def __init__(self, registration: Registration, kernel: Any, calls: int, seen: Any) -> None:
         self.registration, self.kernel, self.calls, self.seen = registration, kernel, calls, seen
-        self._bytes: list[int] | None = None
+        self._counts: list[tuple[int, int]] | None = None
 
-    def bytes(self, number: int) -> int | None:
-        """Bytes of plan `number` in a call; None where calls had several sizes, or the plan is not known."""
+    def counts(self, number: int) -> tuple[int | None, int | None]:
+        """Bytes and operations of plan `number` in a call; None where calls had several sizes, or no plan is known."""
         if self.seen is None or self.seen[1]:
-            return None
-        if self._bytes is None:
+            return None, None
+        if self._counts is None:
             spec = self.registration.spec
             entry = next((e for e in spec.store.entries if any(k is self.kernel for k in e.kernels)), None)
-            try:
-                self._bytes = plan_bytes(*lowered_of(spec, entry.example), self.seen[0]) if entry is not None else []
-            except (FuserError, KeyError, IndexError):
-                self._bytes = []
-        return self._bytes[number] if number < len(self._bytes) else None
+            self._counts = self._counted(entry.example) if entry is not None else []
+        return self._counts[number] if number < len(self._counts) else (None, None)
+
+    def _counted(self, example: tuple[Any, ...]) -> list[tuple[int, int]]:
+        try:
+            lowered, plans = lowered_of(self.registration.spec, example)
+            sizes = self.seen[0]
+            return list(zip(plan_bytes(lowered, plans, sizes), plan_operations(lowered, plans, sizes)))
+        except (FuserError, KeyError, IndexError):
+            return []
 
 
 def _alive() -> list[Registration]:
@@ -264,9 +308,9 @@ def _kernel_rows(sources: dict[str, list[_Source]], found: list[Any]) -> Iterato
         first, number = own[0], int(match[1]) if (match := _NUMBER.match(name)) else 0
         is_first = next(s.entry for s in first.kernel.program.steps if _same_plan(s.entry, number)) == name
         together = sum(s.calls for s in own) > len(seconds)  # calls that ran together, of several sizes perhaps
-        known = first.bytes(number) if len(own) == 1 and is_first and not together else None
-        middle, apart = spread(seconds)
-        yield KernelRow(name, tuple(s.registration.key for s in own), len(seconds), sum(seconds), middle, apart, known)
+        known = first.counts(number) if len(own) == 1 and is_first and not together else (None, None)
+        keys = tuple(s.registration.key for s in own)
+        yield KernelRow(name, keys, len(seconds), sum(seconds), *spread(seconds), *known)
 
 
 def _same_plan(name: str, number: int) -> bool:
@@ -284,14 +328,14 @@ def _beside(sources: dict[str, list[_Source]]) -> Iterator[Beside]:
             continue
         given = entry.example[len(registration.bound) :]
         try:
-            timing = measure(registration.key, [_example(a) for a in given])
+            timing = measure(registration.key, [example_of(a) for a in given])
         except (FuserError, RuntimeError) as e:
             yield Beside(registration.key, None, None, str(e))
         else:
             yield Beside(registration.key, timing.seconds, timing.aten_seconds, "")
 
 
-def _example(described: Any) -> Any:
+def example_of(described: Any) -> Any:
     """An argument like the one described; whole numbers are 0, which is an index of anything."""
     if not isinstance(described, tuple):
         return described
@@ -300,4 +344,4 @@ def _example(described: Any) -> Any:
     return t.normal_() if dtype.is_floating_point else t.zero_()
 
 
-__all__ = ["profile"]
+__all__ = ["example_of", "finished", "profile"]

@@ -15,6 +15,7 @@ import torch
 from fuser.codegen.program import ProgramBuilder
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.lowering.graph import Lowered, NumberInput
+from fuser.ops import OPS
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
@@ -35,6 +36,19 @@ def plan_bytes(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None 
         if not isinstance(record, NumberInput):
             elements[f"in{n}"] = _product(value, record.size)
     return [_bytes_of(plan, elements, value) for plan in plans.plans]
+
+
+def plan_operations(lowered: Lowered, plans: Schedule, sizes: tuple[int, ...] | None = None) -> list[int]:
+    """Scalar operations of each plan: each of the op table, and each step of a reduction, counts as one."""
+    value = _value_of(lowered, sizes)
+    return [_operations_of(plan, value) for plan in plans.plans]
+
+
+def _operations_of(plan: KernelPlan, value: Callable[[Expr], int]) -> int:
+    extents = {a.sym: value(a.size) for a in plan.axes}
+    counted = [v for row, v in zip(plan.rows, plan.varies) if row.op in OPS]
+    counted += [plan.varies[r.row] | {a.sym for a in plan.reduced_axes} for r in plan.reductions]
+    return sum(math.prod(extents[s] for s in found if s in extents) for found in counted)
 
 
 def _value_of(lowered: Lowered, sizes: tuple[int, ...] | None) -> Callable[[Expr], int]:
@@ -73,6 +87,24 @@ def _bytes_of(plan: KernelPlan, elements: Mapping[str, int], value: Callable[[Ex
     return sum(
         min(n, elements.get(name, n)) * dtypes[name].itemsize for found in (reads, writes) for name, n in found.items()
     )
+
+
+@functools.cache
+def product_rate(device: str, threads: int) -> float:
+    """Operations a second of a product of large matrices in float32, two for each product of two numbers.
+
+    A roof for kernels that compute much; torch's setting for TF32 counts. `threads` are those that torch uses now.
+    """
+    n = 1024 if device == "cpu" else 8192
+    a, b = torch.ones(n, n, device=device), torch.ones(n, n, device=device)
+    best = math.inf
+    for _ in range(4):
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
 
 
 @dataclass(frozen=True)
@@ -129,4 +161,4 @@ def spread(values: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-__all__ = ["CopyRate", "cache_bytes", "copy_rate", "plan_bytes", "spread"]
+__all__ = ["CopyRate", "cache_bytes", "copy_rate", "plan_bytes", "plan_operations", "product_rate", "spread"]

@@ -20,7 +20,7 @@ from fuser import config, interface
 from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import guarantees, matmuls
-from fuser.frontends.noting import group_records, log_graph, unfused_ops
+from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
 from fuser.passes import sources
@@ -104,6 +104,7 @@ class Compiled:
                 options=options,
                 stage=stage,
                 by_eager=Counter() if by_eager is None else by_eager,
+                flows=flows(self.plan, self.grouping),
             )
         remember(record)
         log_graph(record)

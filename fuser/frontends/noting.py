@@ -58,6 +58,33 @@ def unfused_ops(plan: Plan, grouping: Grouping) -> tuple[UnfusedOp, ...]:
     )  # fmt: skip
 
 
+def flows(plan: Plan, grouping: Grouping) -> tuple[tuple[str, str, int], ...]:
+    """What passes between the groups of a plan and the operators outside: from, to, bytes; see `CompiledGraph`."""
+    maker = {o: group_name(i) for i, g in enumerate(plan.groups) for o in g.outputs}
+    maker.update({n: n.name for n in plan.outside if n.name in grouping.reasons})
+    readers: list[tuple[str, Sequence[fx.Node]]] = [(group_name(i), g.inputs) for i, g in enumerate(plan.groups)]
+    readers += [(n.name, n.all_input_nodes) for n in plan.outside if n.name in grouping.reasons]
+    found: dict[tuple[str, str], int] = {}
+    for reader, given in readers:
+        for n in dict.fromkeys(s for a in given for s in ((a,) if a in maker else _behind(a, grouping))):
+            if n in maker:
+                found[maker[n], reader] = found.get((maker[n], reader), 0) + _bytes_of(n, given)
+    return tuple((a, b, size) for (a, b), size in found.items())
+
+
+def group_name(number: int) -> str:
+    """What `flows` call a group."""
+    return f"group {number}"
+
+
+def _bytes_of(node: fx.Node, given: Sequence[fx.Node]) -> int:
+    """Bytes of a value; of a tuple those of the parts that are read."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return sum(bytes_hint(n.meta.get("val")) for n in given if n in node.users) or bytes_hint(value)
+    return bytes_hint(value)
+
+
 def _record(
     node: fx.Node, reason: str, grouping: Grouping, made_by: dict[fx.Node, int], readers: dict[fx.Node, dict[int, None]]
 ) -> UnfusedOp:  # fmt: skip
@@ -128,4 +155,4 @@ def _groups(r: CompiledGraph) -> list[str]:
     return said
 
 
-__all__ = ["group_records", "log_graph", "unfused_ops"]
+__all__ = ["flows", "group_name", "group_records", "log_graph", "unfused_ops"]

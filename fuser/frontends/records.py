@@ -70,7 +70,8 @@ class CompiledGraph:
     `route` is "direct" (the program is called as is), "wrapped" (inside AOTAutograd's runtime wrapper) or "eager" (not
     compiled: `reason` says why). `seconds` leaves out tracing. `stage` is "inference", "forward" or "backward".
     `by_eager` counts later calls that ran by eager nevertheless, by reason. `compile_id` is Dynamo's name of the
-    compilation, such as "0/1": frame 0, compiled for the second time.
+    compilation, such as "0/1": frame 0, compiled for the second time. `flows` are the values that pass between groups
+    ("group 0") and operators on ATen (their nodes' names): from, to, and bytes.
     """
 
     route: str
@@ -83,6 +84,7 @@ class CompiledGraph:
     options: dict[str, Any] = field(default_factory=dict)
     stage: str = "inference"
     by_eager: collections.Counter[str] = field(default_factory=collections.Counter)
+    flows: tuple[tuple[str, str, int], ...] = ()
     compile_id: str = field(default_factory=lambda: _compile_id())
 
     @property
@@ -116,9 +118,9 @@ def remember(record: CompiledGraph) -> None:
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[CompiledGraph]]:
-    """The records that are added in a block, by whichever thread."""
-    found: list[CompiledGraph] = []
+def collected(found: list[CompiledGraph] | None = None) -> Iterator[list[CompiledGraph]]:
+    """The records that are added in a block, by whichever thread; appended to `found`, if given."""
+    found = [] if found is None else found
     _listeners.append(found)
     try:
         yield found

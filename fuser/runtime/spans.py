@@ -11,11 +11,37 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 _API = "opentelemetry.trace"
 _timed = threading.local()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a compilation that ended: seconds on the clock of `time.perf_counter`."""
+
+    name: str
+    label: str
+    begin: float
+    seconds: float
+    thread: str
+
+
+_collecting: list[list[Stage]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Stage]]:
+    """The stages that end in this block, in whichever thread."""
+    found: list[Stage] = []
+    _collecting.append(found)
+    try:
+        yield found
+    finally:
+        _collecting[:] = [other for other in _collecting if other is not found]
 
 
 @contextlib.contextmanager
@@ -71,8 +97,8 @@ class span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         stages = getattr(_timed, "stages", None)
-        if stages is not None:
-            stages[self._name] = stages.get(self._name, 0.0) + time.perf_counter() - self._began
+        if stages is not None or _collecting:
+            self._add(stages, time.perf_counter() - self._began)
         inner, self._inner = self._inner, None
         if inner is not None:
             try:
@@ -82,4 +108,12 @@ class span:
                     raise
 
 
-__all__ = ["span", "timed"]
+    def _add(self, stages: dict[str, float] | None, seconds: float) -> None:
+        if stages is not None:
+            stages[self._name] = stages.get(self._name, 0.0) + seconds
+        label = ", ".join(f"{k} {v}" for k, v in self._attributes.items())
+        for found in _collecting:
+            found.append(Stage(self._name, label, self._began, seconds, threading.current_thread().name))
+
+
+__all__ = ["Stage", "collected", "span", "timed"]

@@ -72,7 +72,7 @@ def test_json_has_the_documented_fields(explained):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "explain.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
     for record in ("Explanation", "Graph", "Group", "Operator", "Kernel", "Break", "Recompilation"):
-        fields = {f.name for f in dataclasses.fields(getattr(explanation, record))} - {"read_plan"}
+        fields = {f.name for f in dataclasses.fields(getattr(explanation, record))} - {"read_traces"}
         assert fields <= named, f"docs/explain.md lacks {fields - named} of {record}"
     assert found["schema"] == explanation.SCHEMA and len(found["graphs"]) == 4
     assert "void" in found["graphs"][0]["groups"][0]["kernels"][0]["source"]
