@@ -41,6 +41,27 @@ def grouped(x, w, b, groups):
     return aten.convolution.default(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
 
 
+def transposed(x, w, b):
+    return aten.convolution.default(x, w.transpose(0, 1), b, [1, 1], [0, 0], [1, 1], True, [0, 0], 1)
+
+
+def block(x, w, b, v):
+    """What stands between the convolutions of a network."""
+    y = aten.max_pool2d_with_indices.default(conv(x, w, b).relu(), [2, 2], [2, 2])[0]
+    wide = aten.convolution.default(y, v, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    each = aten.slice.Tensor(v, 1, 0, 1)
+    depthwise = aten.convolution.default(wide, each, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 16)
+    return torch.cat([depthwise.sigmoid() + y, y], 1).mean([2, 3])
+
+
+def gradients(x, w, b, v):
+    y = aten.convolution.default(x.relu(), w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    grad = y.sigmoid() * 2
+    into = aten.convolution_backward.default
+    found = into(grad, x.relu(), w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+    return found[0] * 2, found[1]
+
+
 def traced(f, *shapes, dtype=torch.bfloat16, device="cuda"):
     with FakeTensorMode():
         return make_fx(f)(*(torch.empty(s, device=device, dtype=dtype) for s in shapes))
@@ -61,18 +82,23 @@ def two(x, w, b, v):
     return wide.sigmoid(), y
 
 
-@pytest.mark.parametrize("f", [epilogue, two], ids=lambda f: f.__name__)
+CONVERTED = {epilogue: 1, two: 2, block: 2, gradients: 2}
+
+
+@pytest.mark.parametrize("f", CONVERTED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_converted_graphs_give_eagers_results_and_strides(f, dtype):
     module = traced(f, *SHAPES, dtype=dtype)
     before = copy.deepcopy([n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes])
     with tf32(True):
         n = tensor_cores_channels_last(module)
-    assert n == (1 if f is epilogue else 2)
+    assert n == CONVERTED[f]
     module.graph.lint()
     assert [n.meta["val"].stride() for n in module.graph.output_node().all_input_nodes] == before
     for node in module.graph.nodes:
-        if node.target is aten.convolution.default:
+        if node.target is aten.convolution_backward.default:
+            assert all(a.meta["val"].is_contiguous(memory_format=torch.channels_last) for a in node.args[:2])
+        if node.target is aten.convolution.default and node.args[8] == 1:
             assert node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
             assert node.meta["val"].is_contiguous(memory_format=torch.channels_last)
     args = [torch.randn(s) for s in SHAPES]
@@ -86,7 +112,7 @@ CASES = {
     "double": (epilogue, {"dtype": torch.float64}, "fast", True),
     "cpu": (epilogue, {"device": "cpu"}, "fast", True),
     "eager": (epilogue, {}, "eager", True),
-    "pooling": (lambda x, w, b, v: aten.max_pool2d_with_indices(conv(x, w, b).relu(), [2, 2])[0], {}, "fast", True),
+    "transposed": (lambda x, w, b, v: transposed(x, w, b).relu(), {}, "fast", True),
     "groups": (lambda x, w, b, v: grouped(x, aten.slice.Tensor(w, 1, 0, 4), b, 2).relu(), {}, "fast", True),
 }
 
