@@ -49,6 +49,7 @@ class Target:
     most_buffers: that a kernel may touch.
     scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
       together with the scan for its places.
+    sums_by_dims: whether windows of many elements are summed along one dim after the other.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
     joins: whether plans along rows and along columns are looked at as one.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
@@ -72,6 +73,7 @@ class Target:
     long_row: int = 1 << 18
     most_buffers: int = 48
     scans_alone: bool = False
+    sums_by_dims: bool = True
     unrolls: bool = False
     joins: bool = False
     recompute_cost: int = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fuser.cuda.layout import (
 )  # fmt: skip
 from fuser.cuda.random import EACH, NEIGHBOURS, find_quads, least_word
 from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
+from fuser.cuda.windows import Windows, find_windows
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, is_checked
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, symbols
@@ -34,6 +36,8 @@ from fuser.ops import (
     triton_store,
 )  # fmt: skip
 from fuser.scheduler.kernel_plan import KernelPlan, Reduce, Store
+
+_EXPONENTS = 100  # of powers of two whose reciprocals are normal numbers
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class Nest:
     def __init__(self, plan: KernelPlan, name: str, ctx: Context, layout: Layout | None = None) -> None:
         self.plan, self.name, self.ctx = plan, name, ctx
         self.dtypes = dict(plan.buffers)
-        self.params = Params(ctx.hint, ctx.aligned, self.dtypes, {a.sym: a.size for a in plan.axes})
+        self.windows = find_windows(plan) if layout is None else Windows()
+        aligned = (lambda buffer: False) if self.windows.apart else ctx.aligned
+        self.params = Params(ctx.hint, aligned, self.dtypes, {a.sym: a.size for a in plan.axes})
         self.bits = 64 if ctx.wide else 32
         self.reduced = {a.sym for a in plan.axes if a.reduced}
         if layout is None:
@@ -78,7 +84,8 @@ class Nest:
     @property
     def guards(self) -> list[Guard]:
         """What the kernel relies on."""
-        return [*self.layout.guards, *self.params.guards]
+        own = self.windows.guards if self.bits == 32 else ()
+        return [*self.layout.guards, *self.params.guards, *own]
 
     def _is_fast(self) -> bool:
         """Whether approximations drown in the rounding of every result."""
@@ -141,15 +148,15 @@ class Nest:
         text = triton_expr(e, self.params, 64, wide, matters)
         return text if any(s.kind in (INDIRECT, LOOP) for s in symbols(e)) else f"tl.cast({text}, tl.int64)"
 
-    def load(self, row: Row) -> str:
-        """The right-hand side of a load."""
-        return self.loaded(row, self.load_stored(row))
+    def load(self, row: Row, other: str = "0") -> str:
+        """The right-hand side of a load; `other`: what it gives where its condition does not hold."""
+        return self.loaded(row, self.load_stored(row, other))
 
     def loaded(self, row: Row, text: str) -> str:
         """The value of what a load found in memory."""
         return triton_load(self.dtypes[row.attr[0]], text)
 
-    def load_stored(self, row: Row) -> str:
+    def load_stored(self, row: Row, other: str = "0") -> str:
         """A load of what is in memory, not yet converted to the dtype that it is computed in."""
         buffer, (address,) = row.attr
         dims, text = self.expr_dims(address), self.address(address)
@@ -157,7 +164,7 @@ class Nest:
         if missing:
             text = f"({text} + tl.zeros({self.shape(missing | dims)}, tl.int{self.bits}))"
         mask = self.mask(dims | missing, *(f"t{a}" for a in row.args))
-        options = f", {mask}, other=0" if mask else ""
+        options = f", {mask}, other={other}" if mask else ""
         evict = self.eviction if dims else ""
         pointer = self.params.pointer(buffer)
         return f"tl.load({pointer} + ({text}){options}{evict})"
@@ -166,9 +173,15 @@ class Nest:
         """The right-hand side of row `n`."""
         row = self.plan.rows[n]
         args = [f"t{a}" for a in row.args]
+        if n in self.windows.given:
+            return f"t{self.windows.given[n]}"
+        if n in self.windows.compared and self.bits == 32:
+            a, b = (triton_expr(e, self.params, 32, self.symbol_text) for e in self.windows.compared[n])
+            return f"({a} {row.traits.sign} {b})"
         match row.op:
             case "load":
-                return self.load(row)
+                filled = self.windows.filled.get(n)
+                return self.load(row, "0" if filled is None else triton_number(filled, self.dtypes[row.attr[0]]))
             case "const":
                 return triton_constant(_constant(row), row.dtype)
             case "scalar":
@@ -179,6 +192,8 @@ class Nest:
                 return triton_convert(row.attr, row.dtype, args[0])
             case "round_to":
                 return triton_convert(torch.float32, row.attr, args[0])
+        if row.traits.sign == "/" and (factor := self.reciprocal(row)) is not None:
+            return f"(t{row.args[0]} * {factor})"
         if row.traits.draw is not None:
             return f"fuser_unit_float(w{n})"
         if row.traits.sign in (">=", "<") and self.plan.rows[row.args[0]].traits.draw == EACH:
@@ -186,6 +201,14 @@ class Nest:
             if least is not None:
                 return f"w{row.args[0]} {row.traits.sign} tl.full([], {least}, tl.uint32)"
         return triton_cell(row.op, self.plan.rows[row.args[row.traits.typed]].dtype, self.fast, *args)
+
+    def reciprocal(self, row: Row) -> str | None:
+        """The factor that gives the same bits as the division by a constant does: of a power of two."""
+        divisor = self.plan.rows[row.args[1]]
+        if divisor.op != "const" or divisor.dtype not in (torch.float32, torch.float64):
+            return None
+        mantissa, exponent = math.frexp(float(divisor.attr))
+        return repr(1 / float(divisor.attr)) if mantissa == 0.5 and abs(exponent) < _EXPONENTS else None
 
     def random_words(self, n: int) -> str:
         """The 32-bit words that the random numbers of row `n` are made of."""
@@ -211,7 +234,7 @@ class Nest:
         """The statements of row `n`."""
         row = self.plan.rows[n]
         self.emitted.add(n)
-        if row.op == "pair":
+        if row.op == "pair" or n in self.windows.unused and self.bits == 32:
             return
         if row.traits.draw is not None:
             self.out.add(f"w{n} = {self.random_words(n)}")

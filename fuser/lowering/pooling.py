@@ -139,7 +139,7 @@ def lower_avg_pool(
     if not dtype.is_floating_point:
         raise Unsupported("an average of integers")
     n, wide = _n_dims(ctx), compute_dtype(dtype)
-    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=True)
+    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
     if math.prod(w.kernel) > MOST_PLACES:
         for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
             x = _sums_along(ctx, x, w, d, wide)

@@ -392,6 +392,32 @@ def signed_pairs(inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     return tuple(t.contiguous() for t in torch.meshgrid(some, some, indexing="ij"))
 
 
+def largest(dims: int, *how: Any) -> Callable[..., Any]:
+    pool = (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.max_pool3d_with_indices)[dims - 2]
+
+    def pooled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = pool(x, *how)
+        return found[0], found[1]
+
+    return pooled
+
+
+# Windows: of the first three neighbours in memory, of the last in channels-last memory.
+POOLS = (
+    Case("pool/average", lambda x: F.avg_pool1d(x, 8, 1, 4), lambda i: (i.normal(2, 3, 64),)),
+    Case("pool/average/3d", lambda x: F.avg_pool3d(x, 2, 2, 1, count_include_pad=False),
+         lambda i: (i.normal(2, 2, 4, 5, 6),)),
+    Case("exact/pool/dilated", largest(2, [1, 5], [1, 1], [0, 2], [1, 3]),
+         lambda i: (with_nan(i.normal(3, 2, 1, 48)),)),
+    Case("exact/pool/bf16", largest(2, [3, 3], [2, 2], [1, 1]),
+         lambda i: (with_nan(i.normal(2, 2, 9, 16, dtype=BF16)),)),
+    Case("exact/pool/int", largest(2, [2, 3], [1, 2], [1, 1]), lambda i: (i.below(50, 2, 2, 9, 16) - 25,)),
+    Case("exact/pool/3d", largest(3, [2, 2, 2], [2, 2, 2], [1, 0, 1]), lambda i: (with_nan(i.normal(2, 2, 4, 5, 6)),)),
+    Case("exact/pool/last", largest(2, [3, 3], [2, 2], [1, 1]),
+         lambda i: (with_nan(i.normal(2, 16, 6, 7)).contiguous(memory_format=torch.channels_last),)),
+    Case("exact/quotient", lambda x: (x / 8.0, x.double() / 0.25, x / -2.0),
+         lambda i: (signed_pairs(i, torch.float32)[0],)),
+)  # fmt: skip
 SIGNS = tuple(
     Case(f"exact/signs/{str(d).removeprefix('torch.')}", signs_of_zeros, lambda i, d=d: signed_pairs(i, d))
     for d in (torch.float32, torch.float64)
@@ -436,7 +462,7 @@ def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *EXACT)}
+CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *EXACT)}
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
@@ -453,7 +479,7 @@ INTERPRETED = (
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
     "gather/along", "gather/outer", "index_select", "padded_search",
-    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *EXACT)), "column_sum/many/passing",
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *EXACT)), "column_sum/many/passing",
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.
 TUNED = (

@@ -1,0 +1,149 @@
+"""Reads of windows in elementwise kernels: neighbours of each element, and what stands for those outside of the tensor.
+
+Loads that lie apart by less than a vector access are made element by element: with four neighbours a thread, each of
+them would touch four times as many lines of the cache (seen on an H200: pools of eight took four times as long). The
+value outside goes into the load, and what is compared with an edge is compared in 32 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.cuda.text import VECTOR, Guard
+from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.scheduler.kernel_plan import KernelPlan
+
+FEWEST = 3  # loads of one tensor that are a window
+_COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+_INT32 = 1 << 31
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a kernel makes of its windows, by rows of the plan.
+
+    `apart`: accesses are made element by element. `filled`: loads with what they give where their condition does not
+    hold; `given`: the choices that these loads then are. `compared`: comparisons of numbers that fit in 32 bits, under
+    `guards`. `unused`: rows that then nobody reads.
+    """
+
+    apart: bool = False
+    filled: dict[int, bool | int | float] = field(default_factory=dict)
+    given: dict[int, int] = field(default_factory=dict)
+    compared: dict[int, tuple[Expr, Expr]] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
+    unused: frozenset[int] = frozenset()
+
+
+def find_windows(plan: KernelPlan) -> Windows:
+    """The windows of a plan; nothing for one that reduces."""
+    if plan.reductions or plan.ordered is not None or not any(row.op == "load" and row.args for row in plan.rows):
+        return Windows()
+    filled, given = _filled(plan)
+    compared, guards = _compared(plan)
+    unused = _unused(plan, given, compared)
+    return Windows(_is_apart(plan), filled, given, compared, guards, unused)
+
+
+def _is_apart(plan: KernelPlan) -> bool:
+    """Whether loads of one tensor run along memory at places that no vector access fits."""
+    places: dict[str, list[Expr]] = {}
+    for row in plan.rows:
+        if row.op == "load" and not indirect_rows(row):
+            places.setdefault(row.attr[0], []).append(row.attr[1][0])
+    itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
+    for name, found in places.items():
+        if plan.vector is None or len(found) < FEWEST or coefficient(found[0], plan.vector) != ONE:
+            continue
+        steps = [(p - found[0]).as_int() for p in found[1:]]
+        if any(s is not None and s * itemsize[name] % VECTOR for s in steps):
+            return True
+    return False
+
+
+def _filled(plan: KernelPlan) -> tuple[dict[int, bool | int | float], dict[int, int]]:
+    """Loads under a condition whose only reader chooses a constant where the condition does not hold."""
+    readers: dict[int, list[int]] = {}
+    for n, row in enumerate(plan.rows):
+        for a in (*row.args, *indirect_rows(row)):
+            readers.setdefault(a, []).append(n)
+    stored = {s.row for s in plan.stores}
+    dtypes = dict(plan.buffers)
+    filled: dict[int, bool | int | float] = {}
+    given: dict[int, int] = {}
+    for n, row in enumerate(plan.rows):
+        if row.op != "where":
+            continue
+        condition, load, other = row.args
+        source, constant = plan.rows[load], plan.rows[other]
+        if source.op != "load" or source.args != (condition,) or constant.op != "const":
+            continue
+        value = _constant_for(constant, dtypes[source.attr[0]])
+        if value is not None and readers[load] == [n] and load not in stored:
+            filled[load], given[n] = value, load
+    return filled, given
+
+
+def _constant_for(row: Row, dtype: torch.dtype) -> bool | int | float | None:
+    """The value of a constant that every dtype of its kind has, or that `dtype` has; None for others."""
+    if row.dtype is torch.bool or dtype.itemsize == 1:
+        return None
+    if row.dtype.is_floating_point and dtype.is_floating_point:
+        number = float(row.attr)
+        return number if math.isinf(number) or number == 0 and math.copysign(1, number) > 0 else None
+    if row.dtype is dtype and not dtype.is_floating_point:
+        return int(row.attr)
+    return None
+
+
+def _compared(plan: KernelPlan) -> tuple[dict[int, tuple[Expr, Expr]], tuple[Guard, ...]]:
+    """Comparisons of indices with edges, and what their fitting in 32 bits rests on."""
+    found: dict[int, tuple[Expr, Expr]] = {}
+    guards: dict[Guard, None] = {}
+    sizes = {a.sym: a.size for a in plan.axes}
+    for n, row in enumerate(plan.rows):
+        if row.traits.sign not in _COMPARISONS or len(row.args) != 2:
+            continue
+        sides = [_index(plan.rows[a]) for a in row.args]
+        if any(s is None for s in sides) or not any(symbols(s) & sizes.keys() for s in sides if s is not None):
+            continue
+        bounds = [_most(s, sizes) for s in sides if s is not None]
+        if all(b is not None and (b.as_int() or 0) < _INT32 for b in bounds):
+            found[n] = (sides[0], sides[1])  # type: ignore[assignment]
+            open_bounds = (b for b in bounds if b is not None and b.as_int() is None)
+            guards.update(dict.fromkeys(("lt", b, expr(_INT32)) for b in open_bounds))
+    return found, tuple(guards)
+
+
+def _index(row: Row) -> Expr | None:
+    if row.op == "index":
+        return row.attr  # type: ignore[no-any-return]
+    return expr(int(row.attr)) if row.op == "const" and row.dtype is torch.int64 else None
+
+
+def _most(e: Expr, sizes: dict[Sym, Expr]) -> Expr | None:
+    """A bound of the size of an expression of loop variables and sizes, and of what it is computed from."""
+    if any(not isinstance(a, Sym) or a.kind not in (LOOP, SIZE) for m, _ in e.terms for a in m):
+        return None
+    return substitute(Expr({m: abs(c) for m, c in e.terms}), {s: sizes[s] for s in symbols(e) if s.kind == LOOP})
+
+
+def _unused(plan: KernelPlan, given: dict[int, int], compared: dict[int, tuple[Expr, Expr]]) -> frozenset[int]:
+    """Rows that nobody reads once choices are loads and comparisons are their own."""
+    pending = [s.row for s in plan.stores]
+    pending += [int(x.name[1:]) for s in plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
+    needed: set[int] = set()
+    while pending:
+        n = pending.pop()
+        if n in needed:
+            continue
+        needed.add(n)
+        if n in given:
+            pending.append(given[n])
+        elif n not in compared:
+            pending += [*plan.rows[n].args, *indirect_rows(plan.rows[n])]
+    return frozenset(range(len(plan.rows))) - needed
