@@ -278,10 +278,14 @@ class Config(types.ModuleType):
         _warn_of_unknown()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _BY_NAME:
-            raise AttributeError(_unknown(name))
-        here = self.overridden(name)
-        return self._values[name] if here is None else here
+        if getattr(self._local, "layers", None):
+            here = self.overridden(name)
+            if here is not None:
+                return here
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(_unknown(name)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """`config.numerics = "eager"` is `config.set(numerics="eager")`."""

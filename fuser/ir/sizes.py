@@ -351,7 +351,7 @@ def relation_program(relation: str, a: IntLike, b: IntLike, slots: Mapping[Sym, 
     return (*program(a, slots), *program(b, slots), _RELATIONS[relation])
 
 
-def run_program(code: Program, slots: list[int]) -> int:
+def run_program(code: Program, slots: list[int] | tuple[int, ...]) -> int:
     """What the native stack machine computes, in Python."""
     stack: list[int] = []
     binary: dict[int, Callable[[int, int], int]] = {

@@ -58,7 +58,7 @@ class Kernel:
     encoded: Any
     code: Any
 
-    def run(self, slots: list[int], floats: list[float], args: Sequence[Any]) -> tuple[int, Any]:
+    def run(self, slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]) -> tuple[int, Any]:
         """Status and result of one call whose arguments matched."""
         given = [a for a in args if isinstance(a, torch.Tensor)]
         made = [self._buffer(i, slots, given[0].device) for i in range(len(self.program.buffers))]
@@ -72,7 +72,7 @@ class Kernel:
         named = [args[i] if kind == "input" else made[i] for kind, i in self.program.outputs]
         return 0, named[0] if self.program.single else tuple(named)
 
-    def _buffer(self, i: int, slots: list[int], device: torch.device) -> torch.Tensor:
+    def _buffer(self, i: int, slots: tuple[int, ...], device: torch.device) -> torch.Tensor:
         pattern = self.program.buffers[i]
         size, stride = ([run_program(code, slots) for code in codes] for codes in (pattern.sizes, pattern.strides))
         return self.runtime.allocate(size, stride, pattern.dtype, device)

@@ -53,6 +53,7 @@ class _Shared:
 _lock = forks.rlock()
 _shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
 _recent: cachetools.LRUCache[str, None] = cachetools.LRUCache(math.inf)  # paths of what is loaded
+_newest = [""]  # the path that comes last in it
 
 
 class Code:
@@ -77,7 +78,9 @@ class Code:
                     raise OSError(f"kernel library {shared.path} has changed since it was loaded first")
                 library = Library(shared.path)
             shared.library = library
-            _recent[shared.path] = None  # the most recent now
+            if _newest[0] != shared.path:
+                _newest[0] = shared.path
+                _recent[shared.path] = None  # the most recent now
             if len(_recent) > settings.library_limit:
                 _make_room()
             if self._loaded is None or self._loaded() is not library:
@@ -88,6 +91,7 @@ class Code:
 
 def _make_room() -> None:
     """Unload the libraries that were called longest ago, as far as there are too many. Under the lock."""
+    _newest[0] = ""
     for path in [p for p in _recent if p not in _shared]:
         del _recent[path]
     while len(_recent) > settings.library_limit:

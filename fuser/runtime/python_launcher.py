@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +21,10 @@ import torch
 
 from fuser import config
 from fuser.ir.sizes import run_program
-from fuser.kernel_spec import ALIGNMENT, Bind, Check, GpuLaunch, InputPattern, LaunchProgram
+from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.runtime import events, libraries, python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
+from fuser.runtime.python_programs import Bound, counter, matcher
 
 settings: Any = config  # its attributes are made from a table
 
@@ -39,76 +42,37 @@ def set_enabled(device_type: str, on: bool) -> None:
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({float, bool})
+
+
 def _readable(args: Sequence[Any]) -> bool:
     """Whether every argument is of a kind that a kernel may take, on an enabled device."""
     if not settings.enabled or not torch_abi.plain_context():
         return False
-    grad = torch.is_grad_enabled()
-    devices = set()
-    cards: set[int] = set()
+    grad, cards = torch.is_grad_enabled(), set()
     for a in args:
-        if isinstance(a, torch.Tensor):
-            if not torch_abi.plain_tensor(a) or (grad and a.requires_grad):
+        kind = type(a)
+        if kind in _TENSORS:
+            if (grad and a.requires_grad) or not torch_abi.plain_tensor(a):
                 return False
-            devices.add(a.device.type)
-            cards.update([a.device.index] if a.is_cuda else [])
-        elif type(a) is int:
+            if a.is_cuda:
+                cards.add(a.device.index)
+        elif kind is int:
             if not -(1 << 63) <= a < 1 << 63:
                 return False
         elif not isinstance(a, (bool, float)):
             return False
-    return len(cards) < 2 and not (devices or {"cpu"}) & _disabled
+    return len(cards) < 2 and not (_disabled and _disabled & _devices(args))
 
 
-def _numbers_match(found: Sequence[int], items: Sequence[Bind | Check], slots: list[int], checked: list[bool]) -> bool:
-    for number, item, needed in zip(found, items, checked, strict=True):
-        if isinstance(item, Bind):
-            slots[item.slot] = number
-        elif needed and run_program(item.code, slots) != number:
-            return False
-    return True
+def _devices(args: Sequence[Any]) -> set[str]:
+    return {a.device.type for a in args if isinstance(a, torch.Tensor)} or {"cpu"}
 
 
-def _tensor_matches(a: Any, pattern: InputPattern, slots: list[int]) -> bool:
-    if not isinstance(a, torch.Tensor) or a.dtype != pattern.dtype or a.device.type != pattern.device_type:
-        return False
-    if pattern.aligned and a.data_ptr() % ALIGNMENT:
-        return False
-    sizes = a.shape
-    if len(sizes) != len(pattern.sizes):
-        return False
-    strides_count = [a.numel() > 0 and s > 1 for s in sizes]
-    return _numbers_match(sizes, pattern.sizes, slots, [True] * len(sizes)) and _numbers_match(
-        a.stride(), pattern.strides, slots, strides_count
-    )
-
-
-def _scalar_matches(a: Any, pattern: InputPattern, slots: list[int], floats: list[float]) -> bool:
-    if pattern.kind == "float":
-        if isinstance(a, float) or type(a) is int:
-            floats[pattern.slot] = float(a)
-            return True
-        return False
-    if type(a) is not (int if pattern.kind == "int" else bool):
-        return False
-    slots[pattern.slot] = int(a)
-    return True
-
-
-def match(program: LaunchProgram, args: Sequence[Any]) -> tuple[list[int], list[float]] | None:
+def match(program: LaunchProgram, args: Sequence[Any]) -> Bound | None:
     """The slots and floats that `args` bind if they are what `program` takes, else None."""
-    if len(args) != len(program.inputs):
-        return None
-    slots, floats = [0] * program.n_slots, [0.0] * program.n_floats
-    for a, pattern in zip(args, program.inputs, strict=True):
-        if pattern.kind == "tensor":
-            if not _tensor_matches(a, pattern, slots):
-                return None
-        elif not _scalar_matches(a, pattern, slots, floats):
-            return None
-    if not all(run_program(guard, slots) for guard in program.guards):
-        return None
-    return slots, floats
+    return matcher(program)(args)
 
 
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool})
@@ -138,34 +102,37 @@ _STEP = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTE
 
 def thread_count(units: int, work: int) -> int:
     """Threads that a step is split over."""
+    if work < 2 * PARALLEL_WORK or units < 2:
+        return 1
     openmp = _openmp()
-    if work < 2 * PARALLEL_WORK or units < 2 or openmp is None or openmp[3]():
+    if openmp is None or openmp[3]():
         return 1
     return min(torch.get_num_threads(), work // PARALLEL_WORK, units)
 
 
-@dataclass
 class _Run:
     """One call's memory: kept alive while its steps run."""
 
-    slots: Any
-    floats: Any
-    pointers: Any
-    scratch: int = 0
-    scratch_size: int = 0
+    __slots__ = ("floats", "pointers", "scratch", "scratch_size", "slots")
+
+    def __init__(self, slots: Any, floats: Any, pointers: Any, scratch: int = 0, scratch_size: int = 0) -> None:
+        self.slots, self.floats, self.pointers = slots, floats, pointers
+        self.scratch, self.scratch_size = scratch, scratch_size
 
     def part(self, entry: Any, begin: int, end: int, thread: int) -> int:
         """Run `entry` over [begin, end) with thread `thread`'s scratch; its status."""
-        status = ctypes.c_int32(0)
+        status = ctypes.c_int32()
         scratch = self.scratch + thread * self.scratch_size
-        entry(self.pointers, self.slots, self.floats, begin, end, scratch, ctypes.addressof(status))
+        entry(self.pointers, self.slots, self.floats, begin, end, scratch, ctypes.byref(status))
         return status.value
 
     def step(self, entry: Any, units: int, work: int) -> int:
         """Run one step over all its units; its status."""
-        openmp, threads = _openmp(), thread_count(units, work)
-        if threads <= 1 or openmp is None:
+        threads = thread_count(units, work)
+        if threads <= 1:
             return self.part(entry, 0, units, 0)
+        openmp = _openmp()
+        assert openmp is not None
         statuses: list[int] = []
 
         def body(_: Any) -> None:
@@ -198,12 +165,12 @@ def _memory(nbytes: int) -> Iterator[int]:
         yield base
 
 
+_NOTHING = contextlib.nullcontext(0)
 Seen = tuple[tuple[int, ...], bool] | None  # slots of the last call that a profiler watched; whether others differed
 
 
-def _seen(before: Seen, slots: list[int]) -> Seen:
-    found = tuple(slots)
-    return found, before is not None and (before[1] or before[0] != found)
+def _seen(before: Seen, slots: tuple[int, ...]) -> Seen:
+    return slots, before is not None and (before[1] or before[0] != slots)
 
 
 @dataclass(eq=False)
@@ -216,20 +183,22 @@ class Kernel:
     magnitudes: int = ALL_MAGNITUDES  # bit b: takes calls with a `magnitude_of` of b
     seen: Seen = None
 
-    def _buffers(self, slots: list[int]) -> tuple[dict[int, torch.Tensor], dict[int, int], int]:
-        """Output tensors, offsets of the temporaries, and the bytes of all temporaries."""
-        outputs: dict[int, torch.Tensor] = {}
-        offsets: dict[int, int] = {}
-        total = 0
-        for i, b in enumerate(self.program.buffers):
-            sizes = [run_program(code, slots) for code in b.sizes]
-            if b.output:
-                strides = [run_program(code, slots) for code in b.strides]
-                outputs[i] = warm.empty_strided(sizes, strides, b.dtype)
-            else:
-                offsets[i] = total
-                total += _round64(math.prod(sizes) * b.dtype.itemsize)
-        return outputs, offsets, total
+    def __post_init__(self) -> None:
+        p = self.program
+        self.match, self.count = matcher(p), counter(p)
+        self.tensors = tuple(i for i, pattern in enumerate(p.inputs) if pattern.kind == "tensor")
+        self.dtypes = tuple(b.dtype for b in p.buffers if b.output)
+        kinds = [b.output for b in p.buffers]
+        self.places = tuple((kept, kinds[:i].count(kept)) for i, kept in enumerate(kinds))  # of each among its kind
+        self.pack = tuple(struct.Struct(f"{n}{kind}").pack for n, kind in (
+            (p.n_slots, "q"), (p.n_floats, "d"), (len(self.tensors) + len(p.buffers), "N")))  # fmt: skip
+        self.entries: tuple[tuple[int, ...], list[Any]] = (), []
+
+    def takes(self, args: Sequence[Any]) -> bool:
+        """Whether calls of this magnitude are meant for it."""
+        if self.magnitudes == ALL_MAGNITUDES:
+            return True
+        return bool(self.magnitudes >> max([args[i].numel() for i in self.tensors], default=0).bit_length() & 1)
 
     def begin_call(self) -> tuple[Any, ...] | None:
         """What the call needs of the library, which stays loaded for so long; None if it cannot be loaded again."""
@@ -238,32 +207,52 @@ class Kernel:
         except OSError:
             return None
 
+    def _functions(self, addresses: tuple[int, ...]) -> list[Any]:
+        """The steps' functions: made anew where the library was loaded again."""
+        known, functions = self.entries
+        if known != addresses:
+            functions = [_STEP(address) for address in addresses]
+            self.entries = addresses, functions
+        return functions
+
     def run(
-        self, held: tuple[Any, ...], slots: list[int], floats: list[float], args: Sequence[Any]
+        self, held: tuple[Any, ...], slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]
     ) -> tuple[int, Any]:  # fmt: skip
         """Status and result of one call whose arguments matched."""
-        entries = [_STEP(address) for address in held[1]]
-        outputs, offsets, temporary = self._buffers(slots)
-        sizes = [[run_program(c, slots) for c in (s.units, s.work, s.scratch)] for s in self.program.steps]
-        scratch = max((s for _, _, s in sizes), default=0)
-        scratch = _round64(scratch) + 64 if scratch else 0
-        threads = max((thread_count(u, w) for u, w, s in sizes if s), default=1)
-        with _memory(temporary + scratch * threads) as base:
-            pointers = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
-            pointers += [
-                outputs[i].data_ptr() if i in outputs else base + offsets[i] for i in range(len(self.program.buffers))
-            ]
-            run = _Run(_c_array(ctypes.c_int64, slots), _c_array(ctypes.c_double, floats),
-                       _c_array(ctypes.c_void_p, pointers), base + temporary, scratch)  # fmt: skip
-            watched = events.is_watched()
-            self.seen = _seen(self.seen, slots) if watched else self.seen
-            for n, (entry, (units, work, _)) in enumerate(zip(entries, sizes, strict=True)):
-                with events.event(self.program.steps[n].entry, watched):
-                    status = run.step(entry, units, work) if units > 0 else 0
-                if status:
-                    return status, None
-        named = [args[i] if kind == "input" else outputs[i] for kind, i in self.program.outputs]
+        outputs_of, temporaries, steps = self.count(slots)
+        outputs = [warm.empty_strided(*form, dtype) for form, dtype in zip(outputs_of, self.dtypes)]
+        offsets = list(itertools.accumulate(map(_round64, temporaries), initial=0))
+        scratch = max([s for _, _, s in steps], default=0)
+        nbytes, scratch = offsets.pop(), _round64(scratch) + 64 if scratch else 0
+        shared, nbytes = nbytes, nbytes + scratch * max([thread_count(u, w) for u, w, s in steps if s], default=1)
+        with _memory(nbytes) if nbytes else _NOTHING as base:
+            pointers = [args[i].data_ptr() for i in self.tensors]
+            pointers += [outputs[at].data_ptr() if kept else base + offsets[at] for kept, at in self.places]
+            pack_slots, pack_floats, pack_pointers = self.pack
+            run = _Run(pack_slots(*slots), pack_floats(*floats), pack_pointers(*pointers), base + shared, scratch)
+            status = self._run_steps(run, self._functions(held[1]), slots, steps)
+        if status:
+            return status, None
+        named = [args[i] if kind == "input" else outputs[self.places[i][1]] for kind, i in self.program.outputs]
         return 0, named[0] if self.program.single else tuple(named)
+
+    def _run_steps(
+        self, run: _Run, functions: list[Any], slots: tuple[int, ...], steps: Sequence[tuple[int, int, int]]
+    ) -> int:  # fmt: skip
+        """The first status that is not 0."""
+        if events.is_watched():
+            self.seen = _seen(self.seen, slots)
+            for n, (function, (units, work, _)) in enumerate(zip(functions, steps, strict=True)):
+                with events.event(self.program.steps[n].entry, True):
+                    status = run.step(function, units, work) if units > 0 else 0
+                if status:
+                    return status
+            return 0
+        for function, (units, work, _) in zip(functions, steps, strict=True):
+            status = run.step(function, units, work) if units > 0 else 0
+            if status:
+                return status
+        return 0
 
 
 @dataclass(eq=False)
@@ -276,12 +265,19 @@ class GpuKernel:
     magnitudes: int = ALL_MAGNITUDES
     seen: Seen = None
 
+    def __post_init__(self) -> None:
+        self.match = matcher(self.program)
+
+    def takes(self, args: Sequence[Any]) -> bool:
+        """Whether calls of this magnitude are meant for it."""
+        return bool(self.magnitudes >> magnitude_of(args) & 1)
+
     def begin_call(self) -> tuple[Any, ...]:
         """Nothing: the driver keeps what it has loaded."""
         return ()
 
     def run(
-        self, held: tuple[Any, ...], slots: list[int], floats: list[float], args: Sequence[Any]
+        self, held: tuple[Any, ...], slots: tuple[int, ...], floats: tuple[float, ...], args: Sequence[Any]
     ) -> tuple[int, Any]:  # fmt: skip
         """Status and result of one call whose arguments matched. RuntimeError if a launch fails."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -303,7 +299,7 @@ class GpuKernel:
         named = [args[i] if kind == "input" else made[i] for kind, i in self.program.outputs]
         return 0, named[0] if self.program.single else tuple(named)
 
-    def _buffer(self, i: int, slots: list[int], device: torch.device) -> torch.Tensor:
+    def _buffer(self, i: int, slots: tuple[int, ...], device: torch.device) -> torch.Tensor:
         b = self.program.buffers[i]
         sizes = [run_program(code, slots) for code in b.sizes]
         if not b.output:
@@ -314,17 +310,13 @@ class GpuKernel:
 
 
 def _param_values(
-    gpu: GpuLaunch, pointers: list[int], slots: list[int], floats: list[float]
+    gpu: GpuLaunch, pointers: list[int], slots: tuple[int, ...], floats: tuple[float, ...]
 ) -> list[tuple[str, int | float]]:
     find: dict[str, Callable[[Any], int | float]] = {
         "pointer": pointers.__getitem__, "float64": floats.__getitem__, "null": int,
         "int32": lambda code: run_program(code, slots), "int64": lambda code: run_program(code, slots),
     }  # fmt: skip
     return [(kind, find[kind](value)) for kind, value in gpu.params]
-
-
-def _c_array(kind: Any, values: Sequence[Any]) -> Any:
-    return (kind * max(len(values), 1))(*values)
 
 
 def _load(program: LaunchProgram, library_path: Any) -> Kernel | GpuKernel:
@@ -345,7 +337,7 @@ class Handle:
     misses: int = 0
     all: tuple[Callable[..., Any], str, int] | None = None  # what calls run while there is no kernel; why; arity
     _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
-    _last: int = 0
+    _last: Kernel | GpuKernel | None = None  # the kernel that took the latest call
     _refused: Counter[str] = field(default_factory=Counter)
 
     def __copy__(self) -> Handle:
@@ -398,8 +390,8 @@ class Handle:
         kernel = _load(program, library)
         kernel.magnitudes = magnitudes
         self._kernels.append(kernel)
-        self._last = len(self._kernels) - 1
-        return self._last
+        self._last = kernel
+        return len(self._kernels) - 1
 
     def widen(self, number: int, magnitudes: int) -> None:
         """Have that kernel also take calls of these magnitudes."""
@@ -415,23 +407,28 @@ class Handle:
             self.misses += 1
             return refusal[0](*args)
         if self._kernels and _readable(args):
-            last, kernels = self._last, tuple(self._kernels)
-            for i in (last, *(i for i in range(len(kernels)) if i != last)):
-                bound = match(kernels[i].program, args)
-                if bound is None or not kernels[i].magnitudes >> magnitude_of(args) & 1:
+            for kernel in self._latest_first():
+                bound = kernel.match(args)
+                if bound is None or not kernel.takes(args):
                     continue
-                held = kernels[i].begin_call()
+                held = kernel.begin_call()
                 if held is None:
                     break
-                self._last = i
-                status, out = kernels[i].run(held, *bound, args)
+                self._last = kernel
+                status, out = kernel.run(held, *bound, args)
                 if not status:
-                    kernels[i].hits += 1
+                    kernel.hits += 1
                     self.hits += 1
                     return out
                 break
         self.misses += 1
         return self.slow(args, status)
+
+    def _latest_first(self) -> Iterator[Kernel | GpuKernel]:
+        last = self._last
+        if last is not None:
+            yield last
+        yield from [k for k in self._kernels if k is not last]
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
         """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""

@@ -8,7 +8,6 @@ with the same answers.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -36,15 +35,17 @@ DTYPE_WORDS: dict[torch.dtype, int] = {
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 _C: Any = torch._C
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _INSPECTION = "_AnalyzeCustomOpInputOutputMode"
 _TENSOR_WORDS = 32  # a TensorImpl is about this many words; its dispatch keys are in the first few
 
 
 def plain_tensor(t: torch.Tensor) -> bool:
     """Whether `t` is an ordinary strided tensor: no negative or conjugate bit, no wrapper, no other layout."""
-    with contextlib.suppress(workers.NoThread):
-        return type(t) in (torch.Tensor, torch.nn.Parameter) and _keys(t) in plain_keys()
-    return False
+    try:
+        return type(t) in _TENSORS and _keys(t) in plain_keys()
+    except workers.NoThread:
+        return False
 
 
 def plain_context() -> bool:

@@ -86,13 +86,15 @@ class WarmOutputs:
         `limit`: of the bytes held, in place of `config.output_limit_bytes`. Where none are to be held, what a product
         left is taken: a gradient of logits needs as much as these, and would lie beside it.
         """
-        nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)))
+        nbytes = dtype.itemsize * (1 + sum([(n - 1) * s for n, s in zip(size, stride, strict=True)]))
+        if nbytes < WARM_MIN:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         limit = int(settings.output_limit_bytes) if limit is None else limit
         if limit == 0 and nbytes >= MAPPED:
             found = self.held_already(size, stride, dtype, nbytes)
             if found is not None:
                 return found
-        if min(size, default=1) < 1 or not WARM_MIN <= nbytes <= limit:
+        if min(size, default=1) < 1 or nbytes > limit:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         with self._lock:
             held = self._take(nbytes) or self._make(nbytes, limit)
