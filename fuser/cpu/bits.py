@@ -77,7 +77,7 @@ class BitsLoop:
                 self.masks.add(n)
         self.size = min((nest.dtypes[s.buffer].itemsize for s in self.stores), default=0)
         self.lanes = nest.machine.vector_bytes // max(1, self.size)
-        self.vector = f"fuser_bits{self.size}"  # the type, and the first part of its functions' names
+        self.vector = f"fuser_bits{self.size}"  # the type
 
     def fits(self) -> bool:
         """Whether all rows move elements of that size, and rows in memory are short."""
@@ -134,18 +134,18 @@ class BitsLoop:
             of = storage_type(self.nest.dtypes[s.buffer])
             out.var(f"{of}* const", f"into{at}", ir.Unary("&", self.nest.target(s)))
         with out.block(ir.For("k", ir.Number(0), length, ir.Number(self.lanes))):
-            out.let("u64", "some", ir.call("fuser_first", length - k))
+            out.let("u64", "some", ir.First(self.size, length - k))
             for n in self.rows:
                 out.let("u64" if n in self.masks else self.vector, f"b{n}", self._value(n))
             for at, s in enumerate(self.stores):
-                out.do(f"{self.vector}_store", ir.Name(f"into{at}") + k, self._data(s.row, s.row), "some")
+                out.add(ir.Store(self.size, ir.Name(f"into{at}") + k, (self._data(s.row, s.row),), ir.Name("some")))
         out.close()
 
     def _value(self, n: int) -> ir.Value:
         row, k = self.plan.rows[n], ir.Name("k")
         if n in self.edges:
             before, place = self.edges[n]
-            first = ir.call("fuser_first", place - "start" - k)
+            first = ir.First(self.size, place - "start" - k)
             return first if before else ~first
         if n in self.masks:
             args = [self._mask(a) for a in row.args]
@@ -153,14 +153,14 @@ class BitsLoop:
         if row.op == "load":
             at, length = ir.Name(f"from{n}"), ir.Name("length")
             if self.nest.step(row.attr[1][0]) != ONE:
-                loaded = ir.call(f"{self.vector}_back", at - k, length - k)
+                loaded = ir.Load(self.size, at - k, back=length - k)
             else:
                 some = ir.Name("some")
-                loaded = ir.call(f"{self.vector}_load", at + k, some & self._mask(row.args[0]) if row.args else some)
+                loaded = ir.Load(self.size, at + k, some & self._mask(row.args[0]) if row.args else some)
             return ir.Cast(self.vector, loaded.differs(0)) & 1 if row.dtype is torch.bool else loaded
         if row.traits.chooses:
             _, a, b = row.args
-            return ir.call(f"{self.vector}_pick", self._mask(row.args[0]), self._data(a, n), self._data(b, n))
+            return ir.Blend(self.size, self._mask(row.args[0]), self._data(a, n), self._data(b, n))
         args = [self._data(a, n) for a in row.args]
         if row.traits.sign in JOINING:
             return ir.Binary(row.traits.sign, *args)
@@ -181,7 +181,7 @@ class BitsLoop:
             value: ir.Value = ir.Number(bits_of(float(row.attr), half)) if half is not None else constant(row)
         else:
             value = self.nest.ref(n)
-        return ir.Splat(self.vector, ir.Cast(_WORDS[self.size]["CELL"], value))
+        return ir.Splat(self.size, ir.Cast(_WORDS[self.size]["CELL"], value))
 
 
 __all__ = ["BitsLoop", "helpers"]

@@ -101,9 +101,9 @@ class HalvesNest(PartsNest):
             at = ir.Name(f"part{n}") if n in self.parts else self.address(buffer, substitute(address, origin))
             if self.plan.rows[n].args and n not in self.parts:
                 self._declare_bounds(n, start, count)
-                self.out.do("fuser_piece_between", piece, at, count, f"low{n}", f"high{n}")
+                self.out.add(ir.Widen(piece, at, count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))
             else:
-                self.out.do("fuser_piece_from_half", piece, at, count)
+                self.out.add(ir.Widen(piece, at, count))
             self.pieces[n] = piece[place]
         for k, s in enumerate(self.half_stores(phase)):
             self.out.scratch("float", f"result{phase}_{k}", length, aligned=self.line)
@@ -115,5 +115,5 @@ class HalvesNest(PartsNest):
         for k, s in enumerate(self.half_stores(phase) if self.results else []):
             at = self.address(s.buffer, substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
             to = self.streamed[s].array if s in self.streamed else at
-            self.out.do("fuser_piece_to_half", to, f"result{phase}_{k}", count)
+            self.out.add(ir.Narrow(to, ir.Name(f"result{phase}_{k}"), ir.value(count)))
         self.results.clear()

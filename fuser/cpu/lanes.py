@@ -25,7 +25,7 @@ VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORTEST = 4  # elements of a row: fewer fill no vector
-NAMES = {torch.float32: "float", torch.bool: "bool", **LOW}
+DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 
 
@@ -82,7 +82,7 @@ class LaneLoop:
     def _store_fits(self, s: Store, n: int) -> bool:
         dtype = self.nest.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and dtype in NAMES and self.nest.step(s.address) == ONE
+        return same and self.plan.rows[n].dtype in TYPES and dtype in DTYPES and self.nest.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -92,7 +92,7 @@ class LaneLoop:
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            if n in self.nest.guarded or self.nest.dtypes[buffer] not in NAMES:
+            if n in self.nest.guarded or self.nest.dtypes[buffer] not in DTYPES:
                 return False
             return self.nest.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
@@ -121,15 +121,14 @@ class LaneLoop:
             out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted(needed - set(self.rows)):
-            flags = "_flags" if self.plan.rows[n].dtype is torch.bool else ""
-            kind = TYPES[self.plan.rows[n].dtype]
-            out.let(kind, f"t{n}_all", ir.call(f"fuser_lanes_all{flags}", self.nest.ref(n)))
+            dtype = self.plan.rows[n].dtype
+            out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, self.nest.ref(n)))
         out.var("i64", "k", 0)
         length = ir.Name("length")
         with out.block(ir.For("k", None, length, ir.Number(self.vectors) * LANES, whole=True)):
             self._body(self.vectors, None)
         with out.block(ir.For("k", None, length, LANES)):
-            out.let("lanes_m", "some", ir.call("fuser_lanes_first", length - "k"))
+            out.let("lanes_m", "some", ir.First(torch.float32, length - "k"))
             self._body(1, ir.Name("some"))
         out.close()
 
@@ -164,13 +163,14 @@ class LaneLoop:
             args = tuple(self._name(a, at) for a in row.args)
             if n in self.edges:
                 before, place = self.edges[n]
-                lanes = ir.call("fuser_lanes_before", place - "start" - "k" - ir.Number(at) * LANES)
+                count = place - "start" - "k" - ir.Number(at) * LANES
+                lanes = ir.First(torch.bool, count, flags=True)
                 yield lanes if before else lanes.same(0)
             elif row.op == "load":
                 yield self._load(n, at, args, some)
             elif row.op == "round_to":
                 exact, tame = self.nest.is_exact(row.args[0], row.attr), row.args[0] in self.nest.tame
-                yield args[0] if exact else ir.call(f"fuser_lanes_round_{_rounding(row.attr, tame)}", args[0])
+                yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
             elif row.op == "to_dtype":
                 yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
             else:
@@ -181,45 +181,23 @@ class LaneLoop:
     def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
         start = ir.Name(f"from{n}")
         if self.pairs and some is None:
-            pairs = ir.call("fuser_lanes_load_pairs", start + "k" + ir.Number(at // 2 * 2) * LANES)
-            return ir.call(f"fuser_lanes_{'odd' if at % 2 else 'even'}", pairs)
-        name, place = NAMES[self.nest.dtypes[self.plan.rows[n].attr[0]]], start + "k" + ir.Number(at) * LANES
+            pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * LANES, paired=True)
+            return ir.Half(pairs, odd=bool(at % 2))
+        dtype = self.nest.dtypes[self.plan.rows[n].attr[0]]
         if n in self.backward:
             lanes = LANES if some is None else ir.Name("length") - "k"
-            return ir.call(f"fuser_lanes_back_{name}", start - "k" - ir.Number(at) * LANES, lanes)
-        mask: ir.Value | None = ir.call("FUSER_MASK", args[0]) if n in self.masked else None
+            return ir.Load(dtype, start - "k" - ir.Number(at) * LANES, back=lanes)
+        mask: ir.Value | None = ir.Mask(args[0]) if n in self.masked else None
         if some is not None:
             mask = some if mask is None else some & mask
-        if mask is None:
-            return ir.call(f"fuser_lanes_load_{name}", place)
-        return ir.call(f"fuser_lanes_part_{name}", place, mask)
+        return ir.Load(dtype, start + "k" + ir.Number(at) * LANES, mask)
 
     def _store(self, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None) -> None:
-        values = [self._name(n, at) for at in range(vectors)]
-        if dtype is torch.bfloat16:
-            values = [self._bits(n, dtype, v) for v in values]
-        if self.pairs and some is None:
-            for at in range(0, vectors, 2):
-                self.out.do("fuser_lanes_store_pairs", to + ir.Number(at) * LANES, values[at], values[at + 1])
-            return
-        for at, value in enumerate(values):
-            place = to + ir.Number(at) * LANES
-            if some is not None:
-                self.out.do(f"fuser_lanes_put_{NAMES[dtype]}", place, value, some)
-            else:
-                self.out.do(f"fuser_lanes_store_{NAMES[dtype]}", place, value)
-
-    def _bits(self, n: int, dtype: torch.dtype, value: ir.Value) -> ir.Value:
-        """Row `n` as the bits of a float whose upper half is the bfloat16 to store, or a NaN."""
-        if self.nest.is_exact(n, dtype):
-            return ir.Cast("lanes_u", value)
-        if n in self.nest.tame:
-            return ir.call("fuser_lanes_nearest_bfloat16", value)
-        return ir.Cast("lanes_u", ir.call("fuser_lanes_round_bfloat16", value))
-
-
-def _rounding(dtype: torch.dtype, tame: bool) -> str:
-    return "tame_bfloat16" if tame and dtype is torch.bfloat16 else LOW[dtype]
+        exact, tame = self.nest.is_exact(n, dtype), n in self.nest.tame
+        together = 2 if self.pairs and some is None else 1
+        for at in range(0, vectors, together):
+            values = tuple(self._name(n, at + k) for k in range(together))
+            self.out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))
 
 
 def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:
@@ -227,5 +205,5 @@ def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Va
         return value
     if target is torch.bool:
         return value.differs(ir.Number(0.0, torch.float32))
-    one, zero = (ir.call("fuser_lanes_all", ir.Number(x, torch.float32)) for x in (1.0, 0.0))
+    one, zero = (ir.Splat(torch.float32, ir.Number(x, torch.float32)) for x in (1.0, 0.0))
     return ir.Select(value, one, zero)

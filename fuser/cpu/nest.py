@@ -234,7 +234,7 @@ class Nest:
         if found is None:
             return ir.Binary("/", dividend, divisor)
         high, low = (ir.Number(f, torch.float32) for f in found)
-        return ir.call("FUSER_FMAF", dividend, high, dividend * low)
+        return ir.Fma(dividend, high, dividend * low)
 
     def _is_zero_already(self, row: Row) -> bool:
         """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""
@@ -268,7 +268,7 @@ class Nest:
         at, dtype = self.index(address), self.dtypes[buffer]
         if self.checked or not self._is_narrow_gather(buffer, address) or self._narrow_gathers > MOST_GATHERED:
             return ir.Name(buffer)[at]
-        return ir.call(f"fuser_gather_{storage_type(dtype)}", buffer, at)
+        return ir.Gather(storage_type(dtype), ir.Name(buffer), at)
 
     def _is_narrow_gather(self, buffer: str, address: Expr) -> bool:
         return self.dtypes[buffer].itemsize < 4 and any(self.is_full(m) for m in address_rows(address))

@@ -16,7 +16,7 @@ from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, size, storage_
 from fuser.cpu.records import Function
 from fuser.cpu.segments import Segments, find_segments, open_segments
 from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
-from fuser.cpu.transposes import EDGES, MOST_APART, WORDS
+from fuser.cpu.transposes import EDGES, MOST_APART
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, floordiv, product, substitute, symbol, symbols
@@ -249,8 +249,7 @@ class PointwiseNest(StreamingNest):
         self.out.let("i64", f"columns{k}", ir.Select(apart, v1 - v0, blocks))
         origin = {tiled.sym: symbol("r0", LOOP), self.vector.sym: symbol("v0", LOOP)}
         corner = self.address(buffer, substitute(address, origin))
-        with self.out.block(ir.If(apart)):
-            self.out.do(f"apart_{WORDS[width]}", corner, step, f"tile{k}", f"columns{k}")
-        with self.out.block(ir.Else()):
-            self.out.do(f"transpose_{WORDS[width]}", corner, step, f"tile{k}", rows, f"columns{k}")
+        to, columns = ir.Name(f"tile{k}"), ir.Name(f"columns{k}")
+        self.out.add(ir.Block(ir.If(apart), (ir.Transpose(width, corner, step, to, None, columns),)))
+        self.out.add(ir.Block(ir.Else(), (ir.Transpose(width, corner, step, to, rows, columns),)))
         return v0 + f"columns{k}"

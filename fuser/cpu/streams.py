@@ -77,12 +77,8 @@ class StreamingNest(HalvesNest):
     def close_function(self) -> ir.Kernel:
         """The function's tail; returns the function."""
         if self.may_stream:
-            self._if_stream("fuser_stream_end")
+            self.out.add(ir.Block(ir.If(ir.Name("stream")), (ir.StreamEnd(),)))
         return super().close_function()
-
-    def _if_stream(self, function: str, *args: ir.Like) -> None:
-        with self.out.block(ir.If(ir.Name("stream"))):
-            self.out.do(function, *args)
 
     def open_tiles(self, low: ir.Like, high: ir.Like) -> None:
         """A loop over tiles of a range."""
@@ -123,5 +119,6 @@ class StreamingNest(HalvesNest):
         """After that loop: tiles are written past the cache."""
         for k, s in enumerate(self.streams(phase)):
             count_bytes = ir.value(count) * self.dtypes[s.buffer].itemsize
-            self._if_stream("fuser_stream", f"past{phase}_{k}", f"staged{phase}_{k}", count_bytes)
+            copy = ir.Stream(ir.Name(f"past{phase}_{k}"), ir.Name(f"staged{phase}_{k}"), count_bytes)
+            self.out.add(ir.Block(ir.If(ir.Name("stream")), (copy,)))
             del self.streamed[s]

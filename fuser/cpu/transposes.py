@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 from fuser.cpu.nest import TILE_STRIDE
+from fuser.cpu.vir.printer import WORDS
 from fuser.machines import Machine
 
-WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
 LEAST_BYTES = 16  # of a row of what is transposed at once
 MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
@@ -92,4 +92,4 @@ def _function(size: int, machine: Machine) -> str:
     return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
 
 
-__all__ = ["EDGES", "MOST_APART", "WORDS", "edge_of", "helpers"]
+__all__ = ["EDGES", "MOST_APART", "edge_of", "helpers"]

@@ -8,6 +8,11 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.errors import VerifyError
+from fuser.ir.loop_body import indirect_symbol
+from fuser.ir.ranges import NO_LOOPS
+from fuser.ir.sizes import LOOP, expr, symbol
+
+ROWS = ir.Scope(lambda n: ir.Name(f"t{n}"), NO_LOOPS)
 
 
 def kernel(fill) -> ir.Kernel:
@@ -64,6 +69,16 @@ def loop_that_goes_on(out):
     out.close()
 
 
+def in_an_offset(out):
+    out.add(ir.Pointer("float", "in0", ir.Slot("ptrs", 0), True))
+    out.let("float", "t0", ir.Name("in0")[ir.Offset(expr(symbol("a0", LOOP)) * 4, "place", ROWS)])
+
+
+def in_a_computed_index(out):
+    out.add(ir.Pointer("float", "in0", ir.Slot("ptrs", 0), True))
+    out.let("float", "t0", ir.Name("in0")[ir.Offset(expr(indirect_symbol(7)), "place", ROWS)])
+
+
 def twice(out):
     out.let("i64", "a", 1)
     out.var("i64", "a", 2)
@@ -92,6 +107,7 @@ def stray_otherwise(out):
     [
         (after_its_block, "'a' is not declared"), (before_its_declaration, "'a' is not declared"),
         (of_a_loop_outside, "'c' is not declared"), (unknown_array, "'lanes' is not declared"),
+        (in_an_offset, "'a0' is not declared"), (in_a_computed_index, "'t7' is not declared"),
         (loop_that_goes_on, "'c' is not declared"), (twice, "'a' is declared twice"),
         (constant, "assigns to 'a', a constant"), (stray_else, "Else.* follows no If"),
         (stray_otherwise, "Otherwise.* follows no Only"),

@@ -11,6 +11,7 @@ import torch
 from fuser import config, machines
 from fuser.cpu import toolchain, transposes
 from fuser.cpu.nest import TILE_STRIDE
+from fuser.cpu.vir.printer import WORDS
 
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TYPES = "typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32; typedef unsigned long long u64;"
@@ -20,7 +21,7 @@ TYPES = "typedef unsigned char u8; typedef unsigned short u16; typedef unsigned 
 def library(tmp_path_factory):
     """A function `t<bytes>_<edge>` for each edge that a machine may use."""
     text = [TYPES, "typedef long long i64;", transposes._SHUFFLE]
-    for size, word in transposes.WORDS.items():
+    for size, word in WORDS.items():
         for edge, row in {transposes.edge_of(size, row): row for row in machines.ROWS}.items():
             made = transposes._function(size, row).replace(f"lines_{word}", f"lines_{size}_{edge}")
             text.append(made.replace(f"static void transpose_{word}", f'extern "C" void t{size}_{edge}'))

@@ -1,4 +1,4 @@
-"""Nodes of the vector IR.
+"""Nodes of the vector IR: statements and blocks here, values in `values.py`.
 
 Values have no effect and may be written in place of each other; statements are in order; a block is a head (a loop, a
 test, a routine, a part for some machines) with statements. A function is a kernel. All nodes are frozen: a pass makes
@@ -7,253 +7,15 @@ new ones (`rewrite.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Union
 
 import torch
 
-from fuser.ir.sizes import Expr, Sym
+from fuser.cpu.vir.values import *  # noqa: F403
+from fuser.cpu.vir.values import Call, Number, Of, Value
 
 
-class Value:
-    """Base of what has a value. Python's operators make `Binary` nodes; `same` and `differs` compare for equality."""
-
-    __slots__ = ()
-
-    def __add__(self, other: Like) -> Value:
-        return Binary("+", self, value(other))
-
-    def __sub__(self, other: Like) -> Value:
-        return Binary("-", self, value(other))
-
-    def __mul__(self, other: Like) -> Value:
-        return Binary("*", self, value(other))
-
-    def __floordiv__(self, other: Like) -> Value:
-        return Binary("/", self, value(other))
-
-    def __mod__(self, other: Like) -> Value:
-        return Binary("%", self, value(other))
-
-    def __and__(self, other: Like) -> Value:
-        return Binary("&", self, value(other))
-
-    def __or__(self, other: Like) -> Value:
-        return Binary("|", self, value(other))
-
-    def __lt__(self, other: Like) -> Value:
-        return Binary("<", self, value(other))
-
-    def __le__(self, other: Like) -> Value:
-        return Binary("<=", self, value(other))
-
-    def __gt__(self, other: Like) -> Value:
-        return Binary(">", self, value(other))
-
-    def __ge__(self, other: Like) -> Value:
-        return Binary(">=", self, value(other))
-
-    def __invert__(self) -> Value:
-        return Unary("~", self)
-
-    def same(self, other: Like) -> Value:
-        """Whether both are equal."""
-        return Binary("==", self, value(other))
-
-    def differs(self, other: Like) -> Value:
-        """Whether both are not."""
-        return Binary("!=", self, value(other))
-
-    def __getitem__(self, place: Like) -> At:
-        return At(self, value(place))
-
-
-@dataclass(frozen=True, slots=True)
-class Name(Value):
-    """A variable, array, pointer or macro."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Number(Value):
-    """A constant of a compute dtype; without one, an integer of the nest itself."""
-
-    number: bool | int | float
-    dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Slot(Value):
-    """An argument of the kernel: `kind` is "ptrs", "s" or "f"."""
-
-    kind: str
-    at: int
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What index expressions of one function mean: computed indices, and the loops' extents.
-
-    `slots`: where sizes are among the arguments, for what comes before their names.
-    """
-
-    ref: Callable[[int], Value] = field(compare=False)
-    extents: Mapping[Sym, Expr] = field(compare=False)
-    slots: Mapping[Sym, int] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Offset(Value):
-    """An integer expression over sizes and loops; `of` is "place" for an offset into memory (see `text.cpp_expr`)."""
-
-    e: Expr
-    of: str
-    scope: Scope
-
-
-@dataclass(frozen=True, slots=True)
-class At(Value):
-    """An element of an array or of memory: a load, or where a store goes."""
-
-    array: Value
-    place: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Address(Value):
-    """A pointer to an element of memory."""
-
-    buffer: Value
-    place: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Unary(Value):
-    """`sign` is one of "-" "~" "!" "&" "*"."""
-
-    sign: str
-    a: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Binary(Value):
-    """Arithmetic, comparison and logic of the nest itself, in C's integers."""
-
-    sign: str
-    a: Value
-    b: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Select(Value):
-    """`a` where `test` holds, else `b`; the other one is not evaluated."""
-
-    test: Value
-    a: Value
-    b: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Cast(Value):
-    """C's conversion to a type."""
-
-    kind: str
-    a: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Op(Value):
-    """A cell of a table of `fuser.ops`: "op", "lanes" (an op on explicit vectors), "combine", "overtakes" or "step"."""
-
-    table: str
-    name: str
-    dtype: torch.dtype
-    args: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Convert(Value):
-    """A value of one compute dtype as another dtype."""
-
-    source: torch.dtype
-    target: torch.dtype
-    a: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Round(Value):
-    """A float32 rounded to a 16-bit float; `tame`: its NaNs have zeros in their low 16 bits."""
-
-    dtype: torch.dtype
-    a: Value
-    tame: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Decode(Value):
-    """The compute value of an element in memory; `lone`: in a chain of which no vectors are made."""
-
-    dtype: torch.dtype
-    a: Value
-    lone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Encode(Value):
-    """What to store for a compute value; `exact`: the dtype has that very value."""
-
-    dtype: torch.dtype
-    a: Value
-    exact: bool = False
-    lone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Splat(Value):
-    """A vector with the same element in each lane."""
-
-    kind: str
-    a: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Bound(Value):
-    """`a` where `a sign b` holds or `a` is NaN, else `b`: an extreme whose first argument is fixed in the loop."""
-
-    sign: str
-    a: Value
-    b: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Call(Value):
-    """A helper or routine."""
-
-    function: str
-    args: tuple[Value, ...]
-
-
-Like = Union[Value, str, int]
-
-
-def value(x: Like) -> Value:
-    """A node: strings are names, integers are the nest's own."""
-    return x if isinstance(x, Value) else Name(x) if isinstance(x, str) else Number(x)
-
-
-def least(a: Like, b: Like) -> Value:
-    """The smaller of two integers."""
-    return Select(value(a) < b, value(a), value(b))
-
-
-def call(function: str, *args: Like) -> Call:
-    """A call of a helper."""
-    return Call(function, tuple(map(value, args)))
-
-
-# -- statements -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Let:
     """A new variable, which is assigned to later if it is not `const`; without a value it has none yet."""
@@ -293,6 +55,70 @@ class Set:
     target: Value
     value: Value
     sign: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write a vector's lanes to memory from `address` on, those where `mask` holds; or of two vectors, each in turn.
+
+    `exact`: the values of a vector of float32 are ones of the dtype `of`, a bfloat16; `tame`: see `Round`.
+    """
+
+    of: Of
+    address: Value
+    values: tuple[Value, ...]
+    mask: Value | None = None
+    exact: bool = False
+    tame: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Read `columns` runs of `rows` elements of `size` bytes, `step` apart, as rows of a tile `to`: whole blocks.
+
+    Without `rows` each run is `step` long and is taken apart element by element.
+    """
+
+    size: int
+    source: Value
+    step: Value
+    to: Value
+    rows: Value | None
+    columns: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """Write `count` float16 as float32; zeros for those before the element `low` and from `high` on, if given."""
+
+    to: Value
+    source: Value
+    count: Value
+    low: Value | None = None
+    high: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Write `count` float32 as float16."""
+
+    to: Value
+    source: Value
+    count: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Write `count` bytes past the cache."""
+
+    to: Value
+    source: Value
+    count: Value
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """What was written past the cache is seen by all from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +249,9 @@ class Block:
     body: tuple[Statement, ...]
 
 
-Statement = Union[Let, Scratch, Pointer, Set, Do, Return, Prefetch, Fold, Block]
+Statement = Union[
+    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, Stream, StreamEnd, Do, Return, Prefetch, Fold, Block
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

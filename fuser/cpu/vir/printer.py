@@ -39,6 +39,8 @@ _TABLES: dict[str, Callable[..., str | None]] = {
     "op": cpp_cell, "lanes": cpp_lanes, "combine": cpp_combine, "overtakes": cpp_overtakes, "step": cpp_step,
 }  # fmt: skip
 _ARRAYS = ("fuser_zeros",)  # of the generator's helpers
+WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
+_ELEMENTS = {torch.float32: "float", torch.bool: "bool", **LOW}
 INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 
 
@@ -127,6 +129,9 @@ class Printer:
         return self._calls(cpp_convert(v.source, v.target, self.value(v.a)))
 
     def _round(self, v: ir.Round) -> str:
+        if v.vector:
+            how = "tame_bfloat16" if v.tame and v.dtype is torch.bfloat16 else LOW[v.dtype]
+            return self._helper(f"fuser_lanes_round_{how}", v.a)
         return self._calls(cpp_round(v.dtype, self.value(v.a), v.tame))
 
     def _decode(self, v: ir.Decode) -> str:
@@ -139,8 +144,67 @@ class Printer:
             return self._helper("fuser_lone_store_half", v.a)
         return self._calls(cpp_store(v.dtype, self.value(v.a), v.exact))
 
+    # -- vectors -------------------------------------------------------------------------------------------------------
     def _splat(self, v: ir.Splat) -> str:
-        return f"(({v.kind}){{}} + {self._in(v.a, 10)})"
+        if isinstance(v.of, int):
+            return f"(({_moved(v.of)}){{}} + {self._in(v.a, 10)})"
+        return self._helper(f"fuser_lanes_all{'_flags' if v.of is torch.bool else ''}", v.a)
+
+    def _load(self, v: ir.Load) -> str:
+        if v.paired:
+            return self._helper("fuser_lanes_load_pairs", v.address)
+        more = v.back if v.back is not None else v.mask
+        how = "back" if v.back is not None else "load" if v.mask is None or isinstance(v.of, int) else "part"
+        return self._helper(_spelled(how, v.of), v.address, *(() if more is None else (more,)))
+
+    def _first(self, v: ir.First) -> str:
+        how = "fuser_first" if isinstance(v.of, int) else f"fuser_lanes_{'before' if v.flags else 'first'}"
+        return self._helper(how, v.count)
+
+    def _mask(self, v: ir.Mask) -> str:
+        return self._helper("FUSER_MASK", v.flags)
+
+    def _half(self, v: ir.Half) -> str:
+        return self._helper(f"fuser_lanes_{'odd' if v.odd else 'even'}", v.pairs)
+
+    def _blend(self, v: ir.Blend) -> str:
+        return self._helper(_spelled("pick", v.of), v.mask, v.a, v.b)
+
+    def _gather(self, v: ir.Gather) -> str:
+        return self._helper(f"fuser_gather_{v.kind}", v.buffer, v.place)
+
+    def _fma(self, v: ir.Fma) -> str:
+        return self._helper("FUSER_FMAF", v.a, v.b, v.c)
+
+    def _store(self, s: ir.Store) -> str:
+        values = s.values
+        if s.of is torch.bfloat16:
+            values = tuple(_bfloat16_bits(v, s) for v in values)
+        if len(values) > 1:
+            return f"{self._helper('fuser_lanes_store_pairs', s.address, *values)};"
+        masked = s.mask is not None
+        how = _spelled("put" if masked and not isinstance(s.of, int) else "store", s.of)
+        return f"{self._helper(how, s.address, *values, *((s.mask,) if s.mask is not None else ()))};"
+
+    def _transpose(self, s: ir.Transpose) -> str:
+        word = WORDS[s.size]
+        if s.rows is None:
+            return f"{self._helper(f'apart_{word}', s.source, s.step, s.to, s.columns)};"
+        return f"{self._helper(f'transpose_{word}', s.source, s.step, s.to, s.rows, s.columns)};"
+
+    def _widen(self, s: ir.Widen) -> str:
+        if s.low is None or s.high is None:
+            return f"{self._helper('fuser_piece_from_half', s.to, s.source, s.count)};"
+        return f"{self._helper('fuser_piece_between', s.to, s.source, s.count, s.low, s.high)};"
+
+    def _narrow(self, s: ir.Narrow) -> str:
+        return f"{self._helper('fuser_piece_to_half', s.to, s.source, s.count)};"
+
+    def _stream(self, s: ir.Stream) -> str:
+        return f"{self._helper('fuser_stream', s.to, s.source, s.count)};"
+
+    def _stream_end(self, s: ir.StreamEnd) -> str:
+        return f"{self._helper('fuser_stream_end')};"
 
     def _bound(self, v: ir.Bound) -> str:
         self.uses.add("FUSER_BOUND")
@@ -285,8 +349,8 @@ class Printer:
     def _if(self, head: ir.If, body: tuple[ir.Statement, ...]) -> None:
         test = self.value(head.test)
         text = f"if (__builtin_expect({test}, 0))" if head.rare else f"if ({test})"
-        if len(body) == 1 and type(body[0]) is ir.Do:
-            self.out.add(f"{text} {self._do(body[0])}")
+        if len(body) == 1 and type(body[0]) in _CALLS:
+            self.out.add(f"{text} {_STATEMENTS[type(body[0])](self, body[0])}")
         else:
             self._braces(text, body)
 
@@ -307,6 +371,25 @@ class Printer:
         params = ", ".join(f"{kind} {name}" for kind, name in head.params)
         inline = " __attribute__((always_inline))" if head.inline else ""
         self._braces(f"auto {head.name} = [&]({params}){inline}", body, "};")
+
+
+def _moved(size: int) -> str:
+    """The vector type of elements of so many bytes."""
+    return f"fuser_bits{size}"
+
+
+def _spelled(how: str, of: ir.Of) -> str:
+    """The function of vectors that are made `of` something."""
+    return f"{_moved(of)}_{how}" if isinstance(of, int) else f"fuser_lanes_{how}_{_ELEMENTS[of]}"
+
+
+def _bfloat16_bits(v: ir.Value, s: ir.Store) -> ir.Value:
+    """Floats as the bits whose upper half is the bfloat16 to store, or a NaN."""
+    if s.exact:
+        return ir.Cast("lanes_u", v)
+    if s.tame:
+        return ir.call("fuser_lanes_nearest_bfloat16", v)
+    return ir.Cast("lanes_u", ir.Round(torch.bfloat16, v, False, True))
 
 
 def _binds(v: ir.Value) -> int:
@@ -342,12 +425,17 @@ _VALUES: dict[type, Callable[[Printer, Any], str]] = {
     ir.At: Printer._at, ir.Address: Printer._address, ir.Unary: Printer._unary, ir.Binary: Printer._binary,
     ir.Select: Printer._select, ir.Cast: Printer._cast, ir.Op: Printer._op, ir.Convert: Printer._convert,
     ir.Round: Printer._round, ir.Decode: Printer._decode, ir.Encode: Printer._encode, ir.Bound: Printer._bound,
-    ir.Splat: Printer._splat,    ir.Call: Printer._call,
+    ir.Call: Printer._call, ir.Splat: Printer._splat, ir.Load: Printer._load, ir.First: Printer._first,
+    ir.Mask: Printer._mask, ir.Half: Printer._half, ir.Blend: Printer._blend, ir.Gather: Printer._gather,
+    ir.Fma: Printer._fma,
 }  # fmt: skip
 _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
-    ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch,
+    ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, ir.Store: Printer._store,
+    ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
+    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
 }  # fmt: skip
+_CALLS = (ir.Do, ir.Stream, ir.StreamEnd)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
     ir.Plain: Printer._plain, ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments,
     ir.While: Printer._while, ir.If: Printer._if, ir.Else: Printer._else, ir.Only: Printer._only,

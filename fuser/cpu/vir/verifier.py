@@ -8,6 +8,7 @@ from typing import Any
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.rewrite import walk
 from fuser.errors import VerifyError
+from fuser.ir.sizes import INDIRECT, symbols
 
 # Names of every function: its parameters, a macro of the machine, an array of the generator's helpers.
 GIVEN = frozenset("ptrs s f begin end scratch status FUSER_LANES fuser_zeros".split())
@@ -17,8 +18,8 @@ _FOLLOWS = {ir.Else: ir.If, ir.Otherwise: ir.Only}
 def verify_kernel(kernel: ir.Kernel) -> None:
     """Check one function. VerifyError says which statement breaks which rule.
 
-    Each name is declared before its use, in a block around it, and once in its block; nothing assigns to a constant;
-    an `Else` follows an `If`, and an `Otherwise` an `Only`.
+    Each name is declared before its use, in a block around it, and once in its block: the names of offsets, too, and of
+    the rows that these look up. Nothing assigns to a constant; an `Else` follows an `If`, and an `Otherwise` an `Only`.
     """
     try:
         _Scope(None, dict.fromkeys(GIVEN, True)).verify(kernel.body)
@@ -109,7 +110,19 @@ class _Scope:
 
 def _names(node: Any) -> Iterator[str]:
     for each in node if isinstance(node, tuple) else (node,):
-        yield from (n.name for n in walk(each) if isinstance(n, ir.Name))
+        for n in walk(each):
+            if isinstance(n, ir.Name):
+                yield n.name
+            elif isinstance(n, ir.Offset):
+                yield from _names_of(n)
+
+
+def _names_of(offset: ir.Offset) -> Iterator[str]:
+    for s in sorted(symbols(offset.e)):
+        if s.kind == INDIRECT:
+            yield from _names(offset.scope.ref(int(s.name[1:])))
+        elif offset.scope.slots is None:
+            yield s.name
 
 
 def _short(node: Any) -> str:
