@@ -13,6 +13,7 @@ import torch
 from fuser.cpu.chains import ChainedScan
 from fuser.cpu.records import Bindings, Function
 from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.printer import SCANNED
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol, symbols
 from fuser.ops import CPP_TYPES, SCANS
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store
@@ -21,7 +22,6 @@ BLOCK = 512  # elements of a row: what is computed of them lies in the first lev
 LONG = 1 << 18  # elements of a row that is cut: what comes before each chunk is added up first
 SHORTEST = 16  # elements of a row; several shorter ones are taken side by side
 YS, PLACES = ir.Name("ys"), ir.Name("places")  # a block's results before they are stored
-_SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}
 
 
 class BlockedScan(ChainedScan):
@@ -38,7 +38,7 @@ class BlockedScan(ChainedScan):
         """What blocks consist of; None where the helpers have no such scan, or its order would show."""
         spec, dtype = SCANS[self.ordered.how], self.plan.rows[self.value_row()].dtype
         if spec.extreme:
-            return dtype if dtype in _SUFFIX else torch.int32
+            return dtype if dtype in SCANNED else torch.int32
         if dtype is torch.float32 and spec.helper:
             return None if self.dtypes[self.plan.stores[0].buffer] is torch.float64 else dtype
         return torch.int64 if spec.adds and not dtype.is_floating_point else None
@@ -111,12 +111,12 @@ class BlockedScan(ChainedScan):
             self.out.close()
         goals = {self.is_place(s): s for s in self.plan.stores} if stores else {}
         to = {place: self._target(s, element) for place, s in goals.items()}
-        none = ir.Number(0)
-        arguments: list[ir.Like] = [source, "count", "acc", to.get(False, ir.Cast(f"{kind}*", none))]
+        count, acc, how = ir.Name("count"), ir.Name("acc"), self.ordered.how
+        block = ir.ScanBlock(how, element, source, count, acc, to.get(False), not stores)
         if self._is_extreme():
-            arguments += ["place", "v0", to.get(True, ir.Cast("i64*", none))]
-        name = f"fuser_{'scan' if stores else 'total'}_{SCANS[self.ordered.how].helper}_{_SUFFIX[element]}"
-        self.out.do(name, *arguments)
+            at = ir.Name("place"), ir.Name("v0"), to.get(True)
+            block = dataclasses.replace(block, place=at[0], base=at[1], places=at[2])
+        self.out.add(block)
         for place, s in goals.items():
             if to[place] in (YS, PLACES) and s not in self.results:
                 self._copy(s, torch.int64 if place else element, to[place])

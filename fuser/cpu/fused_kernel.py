@@ -49,6 +49,17 @@ class Source:
 def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") -> Source:
     """C++ for all kernels of a schedule, for the machine that `config.isa` names."""
     machine = machines.find(config.isa)
+    functions, program = functions_for(lowered, plan, single, machine, comment)
+    parts = codegen.source_parts(functions, comment, machine)
+    digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
+    name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
+    return Source(name, parts, program, len(plan.plans), plan.reasons, machine)
+
+
+def functions_for(
+    lowered: Lowered, plan: Schedule, single: bool, machine: Machine, comment: str = ""
+) -> tuple[list[codegen.Function], LaunchProgram]:
+    """The functions of a schedule's kernels as vector IR, and the program that launches them, a step for each."""
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
@@ -60,12 +71,8 @@ def generate(lowered: Lowered, plan: Schedule, single: bool, comment: str = "") 
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions
-    parts = codegen.source_parts(functions, comment, machine)
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
-    program = builder.finish(steps, plan.buffers, single)
-    digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
-    name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
-    return Source(name, parts, program, len(plan.plans), plan.reasons, machine)
+    return functions, builder.finish(steps, plan.buffers, single)
 
 
 def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:

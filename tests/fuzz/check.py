@@ -2,6 +2,7 @@
 
 Ways:
   plans     lowered and scheduled, the kernel plans run by the interpreter: no compiler
+  vectors   the same, then the CPU's vector IR run by its interpreter, explicit vectors included: no compiler
   kernel    registered with `functional=True` and run; then with other sizes
   whole     registered as it is: results that are views must be views
   backend   through the frontend's compiler, without dynamo: writes and aliases
@@ -23,16 +24,19 @@ import torch
 import torch.fx
 from torch._dynamo.backends.debugging import aot_eager
 
-from fuser import config, notices, register_fusion
+from fuser import config, machines, notices, register_fusion
 from fuser.arguments import why_unfit
 from fuser.canonical import canonicalize
+from fuser.cpu.fused_kernel import functions_for
+from fuser.cpu.vir.verifier import verify_kernel
 from fuser.debug.reference import interpret_lowered, interpret_schedule
+from fuser.debug.vector_interpreter import run_functions
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends.dynamo import fuser_backend
 from fuser.interface import prepare
 from fuser.kernel_cache import REGISTRY
-from fuser.lowering.graph import lower_graph
-from fuser.scheduler.schedule import schedule
+from fuser.lowering.graph import Lowered, lower_graph
+from fuser.scheduler.schedule import Schedule, schedule
 from fuser.scheduler.verifier import verify_lowered
 from tests import compare
 from tests.device import test_device
@@ -42,7 +46,7 @@ from tests.fuzz.generate import generate
 from tests.fuzz.judge import is_identical, make_inputs, what_differs, wide_run
 from tests.fuzz.program import Program, graph_of, map_refs, run, run_step
 
-FUNCTIONAL, WRITING = ("plans", "kernel", "whole"), ("backend", "compile", "dynamic")
+FUNCTIONAL, WRITING = ("plans", "vectors", "kernel", "whole"), ("backend", "compile", "dynamic")
 SEQUENCES = ("sequence", "gradient")
 
 
@@ -101,19 +105,44 @@ def _eager(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...] | Excepti
 
 
 # -- functional programs -----------------------------------------------------------------------------------------------
-def _by_plans(program: Program) -> str:
-    inputs = make_inputs(program)
+def _scheduled(program: Program) -> tuple[Lowered, Schedule, tuple[Any, ...]] | None:
+    """The lowered program, its plans and the arguments of a call; None if nothing takes it."""
     registered = canonicalize(graph_of(program), True)
-    args = (*registered.bound, *inputs)
+    args = (*registered.bound, *make_inputs(program))
     if registered.blocked or why_unfit(args):
-        return ""
+        return None
     try:
         lowered = lower_graph(registered.graph, args)
         verify_lowered(lowered)
         plans = schedule(lowered, 256)
     except Unsupported:
-        return ""
+        return None
     verify_lowered(lowered, plans)
+    return lowered, plans, args
+
+
+def _by_vectors(program: Program) -> str:
+    found = _scheduled(program)
+    if found is None:
+        return ""
+    lowered, plans, args = found
+    functions, launch = functions_for(lowered, plans, False, machines.find("avx512"))
+    for function in functions:
+        verify_kernel(function.code)
+    want = run(program, make_inputs(program))
+    problems = []
+    for macros in ((), ("FUSER_LANES", "FUSER_MASKS")):
+        got = run_functions(functions, launch, args, macros)
+        found_wrong = what_differs(program, got, want, None, strides=False, zeros=False)
+        problems += [f"{' '.join(macros) or 'plain'}: {p}" for p in found_wrong]
+    return "; ".join(problems)
+
+
+def _by_plans(program: Program) -> str:
+    found = _scheduled(program)
+    if found is None:
+        return ""
+    lowered, plans, args = found
     want = run(program, make_inputs(program))
     # Which zero an interpreter's maximum gives is torch's affair; kernels have eager's.
     problems = what_differs(program, interpret_schedule(lowered, plans, args), want, None, strides=False, zeros=False)
@@ -321,6 +350,7 @@ def _trained(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> li
 
 _WAYS: dict[str, Callable[[Program], Judge]] = {
     "plans": lambda p: lambda: _by_plans(p),
+    "vectors": lambda p: lambda: _by_vectors(p),
     "kernel": _by_kernel,
     "whole": lambda p: _by_kernel(p, functional=False),
     "backend": _by_backend,

@@ -13,7 +13,7 @@ from typing import Union
 import torch
 
 from fuser.cpu.vir.values import *  # noqa: F403
-from fuser.cpu.vir.values import Call, Number, Of, Value
+from fuser.cpu.vir.values import Call, Name, Number, Of, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,26 @@ class Narrow:
     to: Value
     source: Value
     count: Value
+
+
+@dataclass(frozen=True, slots=True)
+class ScanBlock:
+    """Scan `count` elements by the row `how` of the table, into `to` if that is given; `acc` is the carry.
+
+    Of extremes the variable `place` is the carried index, and `places` gets all of them; the first element's is `base`.
+    `total`: nothing is written but the carry.
+    """
+
+    how: str
+    element: torch.dtype
+    source: Value
+    count: Value
+    acc: Name
+    to: Value | None
+    total: bool
+    place: Name | None = None
+    base: Value | None = None
+    places: Value | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +270,8 @@ class Block:
 
 
 Statement = Union[
-    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, Stream, StreamEnd, Do, Return, Prefetch, Fold, Block
+    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, ScanBlock, Stream, StreamEnd, Do, Return, Prefetch,
+    Fold, Block,
 ]  # fmt: skip
 
 

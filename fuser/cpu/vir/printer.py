@@ -14,6 +14,7 @@ from fuser.ir.sizes import INDIRECT, Sym
 from fuser.ops import (
     CPP_TYPES,
     LOW,
+    SCANS,
     cell_helpers,
     compute_dtype,
     cpp_cell,
@@ -40,6 +41,7 @@ _TABLES: dict[str, Callable[..., str | None]] = {
 }  # fmt: skip
 _ARRAYS = ("fuser_zeros",)  # of the generator's helpers
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
+SCANNED = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}  # by helpers of blocks
 _ELEMENTS = {torch.float32: "float", torch.bool: "bool", **LOW}
 INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 
@@ -199,6 +201,14 @@ class Printer:
 
     def _narrow(self, s: ir.Narrow) -> str:
         return f"{self._helper('fuser_piece_to_half', s.to, s.source, s.count)};"
+
+    def _scan_block(self, s: ir.ScanBlock) -> str:
+        name = f"fuser_{'total' if s.total else 'scan'}_{SCANS[s.how].helper}_{SCANNED[s.element]}"
+        none = ir.Number(0)
+        args = [s.source, s.count, s.acc, s.to or ir.Cast(f"{CPP_TYPES[s.element]}*", none)]
+        if s.place is not None and s.base is not None:
+            args += [s.place, s.base, s.places or ir.Cast("i64*", none)]
+        return f"{self._helper(name, *args)};"
 
     def _stream(self, s: ir.Stream) -> str:
         return f"{self._helper('fuser_stream', s.to, s.source, s.count)};"
@@ -433,7 +443,7 @@ _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
     ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, ir.Store: Printer._store,
     ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
-    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
+    ir.ScanBlock: Printer._scan_block,    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
 }  # fmt: skip
 _CALLS = (ir.Do, ir.Stream, ir.StreamEnd)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
