@@ -174,7 +174,8 @@ class _Machine:
     def _transpose(self, s: ir.Transpose, env: _Env) -> None:
         kind = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[s.size]
         source, to = (self.value(v, env).as_kind(kind) for v in (s.source, s.to))
-        step, rows, columns = (self.value(v, env) for v in (s.step, s.rows, s.columns))
+        step, columns = self.value(s.step, env), self.value(s.columns, env)
+        rows = step if s.rows is None else self.value(s.rows, env)
         for c in range(columns):
             for r in range(rows):
                 to.moved(r * TILE_STRIDE + c).write(source.moved(c * step + r).read())

@@ -137,3 +137,13 @@ def test_a_wrong_kernel_is_seen():
 
     wrong = [dataclasses.replace(f, code=rewrite.values(f.code, twice)) for f in functions]
     assert not torch.allclose(run_functions(wrong, program, args)[0].float(), want[0].float(), atol=1e-2)
+
+
+def test_pixels_become_planes(monkeypatch):
+    """Runs of three elements are taken apart, and others are transposed block by block."""
+    pixels = torch.randint(0, 255, (1, 20, 17, 3), dtype=torch.uint8)
+    monkeypatch.setitem(CASES, "planes", (lambda x: x.permute(0, 3, 1, 2).contiguous(), pixels))
+    monkeypatch.setitem(CASES, "turned", (lambda x, y: x.t() + y, torch.randn(33, 40), torch.randn(40, 33)))
+    for name in ("planes", "turned"):
+        fn, *args = CASES[name]
+        assert_same(run(name), as_list(fn(*args)))

@@ -445,7 +445,7 @@ _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
     ir.ScanBlock: Printer._scan_block,    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
 }  # fmt: skip
-_CALLS = (ir.Do, ir.Stream, ir.StreamEnd)
+_CALLS = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
     ir.Plain: Printer._plain, ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments,
     ir.While: Printer._while, ir.If: Printer._if, ir.Else: Printer._else, ir.Only: Printer._only,
