@@ -1,0 +1,39 @@
+"""Files about the project: each is what its reader's program takes, and says what the package says."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import fuser
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (.+)$", text, re.MULTILINE)[1] == fuser.__version__
+    assert f"\n## {fuser.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^license: (.+)$", text, re.MULTILINE)[1] == "BSD-3-Clause"
+
+
+def test_forms_and_hooks_can_be_read():
+    yaml = pytest.importorskip("yaml", reason="there is no PyYAML")
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    made = [h["entry"].split()[1] for h in hooks if h["entry"].startswith("make ")]
+    assert made == ["lint", "types", "imports"] and set(made) <= set(targets)
+    (form,) = (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    fields = yaml.safe_load(form.read_text())["body"]
+    assert all(f["attributes"]["label"] for f in fields) and len({f["id"] for f in fields}) == len(fields)
+    yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_names_that_the_form_asks_for_exist():
+    import fuser.debug
+
+    (form,) = (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    for name in re.findall(r"fuser\.debug\.(\w+)", form.read_text()):
+        assert hasattr(fuser.debug, name), name
