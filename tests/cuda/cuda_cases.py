@@ -402,6 +402,13 @@ def largest(dims: int, *how: Any) -> Callable[..., Any]:
     return pooled
 
 
+MEETINGS = (
+    Case("meeting/softmax", lambda x: (torch.softmax(x * 2, -1), x.amax(-1)), lambda i: (i.normal(3, 333),)),
+    Case("meeting/instance_norm", lambda x: F.instance_norm(x), lambda i: (i.normal(2, 3, 11, 17) * 3 + 100,)),
+    Case("meeting/group_norm", lambda x, w, b: F.relu(F.group_norm(x, 2, w, b)),
+         lambda i: (i.normal(2, 4, 8, 16, dtype=BF16), i.normal(4, dtype=BF16), i.normal(4, dtype=BF16))),
+    Case("meeting/one", lambda x: F.layer_norm(x, (512,)), lambda i: (i.normal(1, 512),)),
+)  # fmt: skip
 # Windows: of the first three neighbours in memory, of the last in channels-last memory.
 POOLS = (
     Case("pool/average", lambda x: F.avg_pool1d(x, 8, 1, 4), lambda i: (i.normal(2, 3, 64),)),
@@ -462,7 +469,8 @@ def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-CASES: dict[str, Case] = {c.name: c for c in (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *EXACT)}
+_ALL = (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *MEETINGS, *EXACT)
+CASES: dict[str, Case] = {c.name: c for c in _ALL}
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
@@ -479,7 +487,7 @@ INTERPRETED = (
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
     "gather/along", "gather/outer", "index_select", "padded_search",
-    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *EXACT)), "column_sum/many/passing",
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *MEETINGS, *EXACT)), "column_sum/many/passing",
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.
 TUNED = (
