@@ -14,7 +14,7 @@ import torch
 
 from fuser.cuda.text import VECTOR, Guard
 from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
 from fuser.scheduler.kernel_plan import KernelPlan
 
 FEWEST = 3  # loads of one tensor that are a window
@@ -127,9 +127,24 @@ def _index(row: Row) -> Expr | None:
 
 def _most(e: Expr, sizes: dict[Sym, Expr]) -> Expr | None:
     """A bound of the size of an expression of loop variables and sizes, and of what it is computed from."""
-    if any(not isinstance(a, Sym) or a.kind not in (LOOP, SIZE) for m, _ in e.terms for a in m):
+    total = expr(0)
+    for monomial, factor in e.terms:
+        bounds = [_most_of(a, sizes) for a in monomial]
+        if any(b is None for b in bounds):
+            return None
+        total = total + product(b for b in bounds if b is not None) * abs(factor)
+    return total
+
+
+def _most_of(a: Sym | Call, sizes: dict[Sym, Expr]) -> Expr | None:
+    """The same of an atom: a quotient or remainder by a number is no larger than what is divided, or the number."""
+    if isinstance(a, Sym):
+        return sizes[a] if a.kind == LOOP else expr(a) if a.kind == SIZE else None
+    value, by = a.args
+    if a.fn not in ("floordiv", "mod") or (by.as_int() or 0) < 1:
         return None
-    return substitute(Expr({m: abs(c) for m, c in e.terms}), {s: sizes[s] for s in symbols(e) if s.kind == LOOP})
+    most = _most(value, sizes)
+    return None if most is None else most + by
 
 
 def _unused(plan: KernelPlan, given: dict[int, int], compared: dict[int, tuple[Expr, Expr]]) -> frozenset[int]:

@@ -10,6 +10,7 @@ from fuser.lowering import (
     norms,
     pointwise,
     pooling,
+    pooling_gradients,
     random,
     reductions,
     resampling,
@@ -24,7 +25,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "pooling", "random", "reductions", "refuse", "resampling", "scans", "scatter",
-    "searching",
-    "selection", "supports", "views", "writes",
+    "lower", "norms", "pointwise", "pooling", "pooling_gradients", "random", "reductions", "refuse", "resampling",
+    "scans", "scatter", "searching", "selection", "supports", "views", "writes",
 ]  # fmt: skip

@@ -118,7 +118,7 @@ def sliding(
     return Sliding(sizes, steps, pads, gaps, size, tuple(count), tuple(inside), bool(ceil))
 
 
-def _n_dims(ctx: LoweringContext) -> int:
+def n_dims(ctx: LoweringContext) -> int:
     """The n of "aten.avg_pool<n>d"."""
     return int(ctx.op[ctx.op.index("pool") + len("pool")])
 
@@ -138,7 +138,7 @@ def lower_avg_pool(
     dtype = result_dtype(ctx)
     if not dtype.is_floating_point:
         raise Unsupported("an average of integers")
-    n, wide = _n_dims(ctx), compute_dtype(dtype)
+    n, wide = n_dims(ctx), compute_dtype(dtype)
     w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
     if math.prod(w.kernel) > MOST_PLACES:
         for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
@@ -151,7 +151,7 @@ def lower_avg_pool(
     def inner(index: Index) -> Value:
         at = index[-n:]
         total = _sum(w, load, index, along)
-        return ops.div(total, _places(ctx, w, at, bool(include_pad), divisor, wide))
+        return ops.div(total, places(ctx, w, at, bool(include_pad), divisor, wide))
 
     return ctx.pointwise((*lead, *w.count), dtype, inner, ctx.order_of_meta())
 
@@ -185,7 +185,7 @@ def _read(load: Load, index: Index, inside: Value | None, other: float | int | b
     return load(index) if inside is None else ops.masked(inside, lambda: load(index), other)
 
 
-def _places(
+def places(
     ctx: LoweringContext, w: Sliding, at: Sequence[Expr], include_pad: bool, divisor: int | None, wide: torch.dtype
 ) -> Value:
     """What a window's sum is divided by."""
@@ -277,14 +277,14 @@ def _pooled(
     def inner(index: Index) -> Value:
         first, at = index[:-n], index[-n:]
         best = ops.constant(least, x.dtype)
-        place = ops.index_expr(_number(w, [_first_inside(w, d, a) for d, a in enumerate(at)]))
+        place = ops.index_expr(window_number(w, [_first_inside(w, d, a) for d, a in enumerate(at)]))
         for where, inside in w.places(at):
             value = _read(load, (*first, *where), inside(), least)
             if with_place:
                 better = ops.gt(value, best)
                 if x.dtype.is_floating_point:
                     better = ops.logical_or(better, ops.isnan(value))
-                place = ops.where(better, ops.index_expr(_number(w, where)), place)
+                place = ops.where(better, ops.index_expr(window_number(w, where)), place)
             best = ops.maximum(best, value)
         return place if with_place else best
 
@@ -299,7 +299,7 @@ def _first_inside(w: Sliding, d: int, at: Expr) -> Expr:
     return start + floordiv(maximum(-start, 0) + (gap - 1), maximum(gap, gap)) * gap
 
 
-def _number(w: Sliding, where: Sequence[Expr]) -> Expr:
+def window_number(w: Sliding, where: Sequence[Expr]) -> Expr:
     out = ZERO
     for size, p in zip(w.size, where):
         out = out * size + p
@@ -312,7 +312,7 @@ def lower_max_pool(
     ceil: Any = False,
 ) -> TensorBox:  # fmt: skip
     """The largest element of each window."""
-    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    w = sliding(ctx, x, n_dims(ctx), kernel, stride, padding, dilation, ceil)
     return _pooled(ctx, x, w, False, ctx.order_of_meta())
 
 
@@ -322,7 +322,7 @@ def lower_max_pool_with_indices(
     ceil: Any = False,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """The largest element of each window, and where it is."""
-    w = sliding(ctx, x, _n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    w = sliding(ctx, x, n_dims(ctx), kernel, stride, padding, dilation, ceil)
     return _pooled(ctx, x, w, False, ctx.order_of_meta(0)), _pooled(ctx, x, w, True, ctx.order_of_meta(1))
 
 
@@ -357,10 +357,9 @@ refuse(
     "aten.fractional_max_pool2d", "aten.fractional_max_pool3d",
 )  # fmt: skip
 refuse(
-    "each element gathers from many windows: left to ATen", "aten.avg_pool2d_backward", "aten.avg_pool3d_backward",
-    "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward",
+    "each element gathers from many windows: left to ATen",
     "aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", "aten.max_unpool2d",
     "aten.max_unpool3d",
 )  # fmt: skip
 
-__all__ = ["Sliding", "sliding"]
+__all__ = ["Sliding", "n_dims", "places", "sliding", "window_number"]

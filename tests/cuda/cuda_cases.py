@@ -409,6 +409,21 @@ MEETINGS = (
          lambda i: (i.normal(2, 4, 8, 16, dtype=BF16), i.normal(4, dtype=BF16), i.normal(4, dtype=BF16))),
     Case("meeting/one", lambda x: F.layer_norm(x, (512,)), lambda i: (i.normal(1, 512),)),
 )  # fmt: skip
+def largest_gradient(*how: Any) -> tuple[Callable[..., Any], Make]:
+    """The gradient of the maxima of windows that overlap, in channels-last memory and not."""
+
+    def make(inputs: Inputs) -> tuple[Any, ...]:
+        x = inputs.normal(2, 3, 9, 16)
+        values, indices = torch.ops.aten.max_pool2d_with_indices(x, *how)
+        return inputs.normal(*values.shape), x, indices
+
+    return lambda g, x, i: torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, [1, 1], False, i), make
+
+
+def average_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.avg_pool2d_backward(g, x, [3, 2], [2, 2], [1, 0], True, False, None)
+
+
 # Windows: of the first three neighbours in memory, of the last in channels-last memory.
 POOLS = (
     Case("pool/average", lambda x: F.avg_pool1d(x, 8, 1, 4), lambda i: (i.normal(2, 3, 64),)),
@@ -422,6 +437,9 @@ POOLS = (
     Case("exact/pool/3d", largest(3, [2, 2, 2], [2, 2, 2], [1, 0, 1]), lambda i: (with_nan(i.normal(2, 2, 4, 5, 6)),)),
     Case("exact/pool/last", largest(2, [3, 3], [2, 2], [1, 1]),
          lambda i: (with_nan(i.normal(2, 16, 6, 7)).contiguous(memory_format=torch.channels_last),)),
+    Case("pool/average/gradient", average_gradient, lambda i: (i.normal(2, 3, 6, 8), i.normal(2, 3, 11, 16))),
+    Case("pool/largest/gradient", *largest_gradient([3, 3], [2, 2], [1, 1])),
+    Case("pool/largest/apart/gradient", *largest_gradient([2, 2], [3, 2], [0, 0])),
     Case("exact/quotient", lambda x: (x / 8.0, x.double() / 0.25, x / -2.0),
          lambda i: (signed_pairs(i, torch.float32)[0],)),
 )  # fmt: skip
