@@ -45,6 +45,17 @@ def _calls(value: Any) -> Any:
     return value
 
 
+def _share(value: Any) -> Any:
+    """A number from 0 to 1."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number <= 1:
+        raise ValueError("expected a number from 0 to 1")
+    return number
+
+
 def _ratio(value: Any) -> Any:
     """A ratio of times, 0 or at least 1."""
     if isinstance(value, str):
@@ -189,6 +200,12 @@ SETTINGS: tuple[Setting, ...] = (
         "memory twice. The user promises not to change parameters and buffers in ways that no version counter shows, "
         "such as p.data.copy_(); in-place operators, new data and load_state_dict are seen",
         choices=(True, False),
+    ),
+    Setting(
+        "memory", 1.0,
+        "training by torch.compile: the share of what the fastest backward would read of the forward's results that is "
+        "kept; the rest is computed again. 1 keeps all of it, 0 the inputs and random numbers alone",
+        least=0.0, read=_share,
     ),
     Setting(
         "ranges", "", "'nvtx' or 'itt': a range of that profiler around each call of a kernel; '' makes none",

@@ -26,6 +26,7 @@ _UNDER_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_w
 # A step's large results (saved tensors, gradients) differ in size and live long: what one of them leaves behind would
 # lie idle beside the others when most memory is needed. Fresh huge pages cost a step about a hundredth.
 _LEAN = {"output_limit_bytes": 0}
+_LEAST_KEPT = 1e-9  # for 0 torch's cut would draw random numbers again
 
 
 class Training:
@@ -88,7 +89,11 @@ class Training:
         keep_results_apart(joint)
         on_cpu = all(t.device.type == "cpu" for n in joint.graph.nodes for t in tensors_of(n.meta.get("val")))
         floats = _floats_as_integers(joint)
-        with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu):
+        kept = float(self.options.get("memory", config.memory))
+        if kept < 1:
+            _keep_drawn(joint)
+        budget = max(kept, _LEAST_KEPT)
+        with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget):
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         for part in (forward, backward):
             for node in part.graph.nodes:
@@ -96,6 +101,15 @@ class Training:
                     node.meta["val"] = floats[node.name]
         round_both(forward, backward)
         return forward, backward
+
+
+def _keep_drawn(joint: fx.GraphModule) -> None:
+    """Have the cut save what is drawn: computed again, it would be other numbers."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in joint.graph.nodes:
+        if draws(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
