@@ -8,7 +8,8 @@ does not vectorise well, are spelled in explicit vectors too (`lanes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from fuser import config
 from fuser.cpu import bits, transposes
@@ -25,15 +26,33 @@ from fuser.cpu.sharing import shared
 from fuser.cpu.split import SplitNest
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
+from fuser.cpu.vir.nodes import Kernel
 from fuser.cpu.vir.printer import Text
+from fuser.cpu.vir.staging import stage_stores
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
 from fuser.scheduler.kernel_plan import KernelPlan
 
+# Passes over the vector IR of a function, in order.
+PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
+
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     """C++ functions for `plan`."""
+    made = _nests(plan, name, bindings)
+    return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
+
+
+def _through_passes(function: Function, machine: Machine) -> Function:
+    for run in PASSES:
+        if config.check_ir:
+            verify_kernel(function.code)
+        function = replace(function, code=run(function.code, machine))
+    return function
+
+
+def _nests(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     if plan.ordered is not None:
         return _ordered(plan, name, bindings)
     if plan.split:

@@ -113,7 +113,7 @@ class HalvesNest(PartsNest):
         assert self.vector is not None
         self.pieces.clear()
         for k, s in enumerate(self.half_stores(phase) if self.results else []):
-            at = self.address(s.buffer, substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            to = self.streamed[s].array if s in self.streamed else at
+            origin = {self.vector.sym: symbol(start, LOOP)}
+            to = self.address(s.buffer, substitute(s.address, origin), self.tile_of(s))
             self.out.add(ir.Narrow(to, ir.Name(f"result{phase}_{k}"), ir.value(count)))
         self.results.clear()

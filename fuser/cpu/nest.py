@@ -70,7 +70,6 @@ class Nest:
         self.results: dict[Store, ir.At] = {}  # stores that will be (halves.py)
         self._exact: dict[torch.dtype, frozenset[int]] = {}
         self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
-        self.streamed: dict[Store, ir.At] = {}  # stores that go through a tile at the moment -> where (streams.py)
         self.hidden: set[int] = set()  # constants that the function keeps from the compiler
         self.scope = ir.Scope(self.ref, self.extents)
         self.function_name = ""
@@ -156,9 +155,9 @@ class Nest:
         """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
         return ir.Offset(self._with_hidden_step(e) if of == "place" else e, of, self.scope)
 
-    def address(self, buffer: str, e: Expr) -> ir.Value:
+    def address(self, buffer: str, e: Expr, tile: str = "") -> ir.Value:
         """A pointer to an element of a buffer."""
-        return ir.Address(ir.Name(buffer), self.index(e))
+        return ir.Address(ir.Name(buffer), self.index(e), tile)
 
     def _with_hidden_step(self, address: Expr) -> Expr:
         """`address` with a name for a large constant distance between neighbouring lanes."""
@@ -303,8 +302,12 @@ class Nest:
         return ir.Select(outside, zero, wrapped)
 
     def target(self, s: Store) -> ir.At:
-        """Where a store goes: to memory, or to a tile from which memory is written."""
-        return self.streamed.get(s) or ir.Name(s.buffer)[self.index(s.address)]
+        """Where a store goes."""
+        return ir.At(ir.Name(s.buffer), self.index(s.address), self.tile_of(s))
+
+    def tile_of(self, s: Store) -> str:
+        """The name of the tile that may stage a store; empty if none does."""
+        return ""
 
     def store(self, s: Store) -> None:
         """The statement of a store."""

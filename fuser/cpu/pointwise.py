@@ -15,7 +15,7 @@ from fuser.cpu.moves import moved_rows
 from fuser.cpu.nest import ROWS_AHEAD, TILE_COLUMNS, TILE_STRIDE, size, storage_type
 from fuser.cpu.records import Function
 from fuser.cpu.segments import Segments, find_segments, open_segments
-from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
+from fuser.cpu.streams import StreamingNest
 from fuser.cpu.transposes import EDGES, MOST_APART
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
@@ -153,15 +153,15 @@ class PointwiseNest(StreamingNest):
         self.emit_outer_stores(0)
 
     def _vector_loop(self, v: str) -> None:
+        plain = self.choice.vectors is None
+        if self.streams(0) or (plain and self.has_halves(0)):
+            with self.tiles_of(0, v, "v0", "v1", halves=plain):
+                self._segment_loop(v, "w0", "w1")
+        else:
+            self._segment_loop(v, "v0", "v1")
+
+    def _segment_loop(self, v: str, low: str, high: str) -> None:
         vectors, segments = self.choice.vectors, self.choice.segments
-        streams = bool(self.streams(0))
-        pieces = vectors is None and self.has_halves(0)
-        low, high = ("w0", "w1") if streams or pieces else ("v0", "v1")
-        if streams or pieces:
-            self.open_tiles("v0", "v1")
-            self.open_streams(0, "w0", ir.Name(v) - "w0", STREAM_TILE)
-            if vectors is None:
-                self.open_pieces(0, "w0", ir.Name(v) - "w0", STREAM_TILE, OF_TILE)
         if segments is not None:
             open_segments(self, segments, low, high)
             low, high = "from", "to"
@@ -183,11 +183,6 @@ class PointwiseNest(StreamingNest):
         if vectors is not None:
             self.out.close()
         if segments is not None:
-            self.out.close()
-        if streams or pieces:
-            if vectors is None:
-                self.close_pieces(0, "w0", OF_TILE)
-            self.close_streams(0, OF_TILE)
             self.out.close()
 
     def _plain_loop(self, v: str, low: str, high: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from fuser.cpu.accumulators import SHORT_FLUSH, AccumulatingNest
 from fuser.cpu.nest import ROWS_AHEAD, size, storage_type
 from fuser.cpu.records import Function
-from fuser.cpu.streams import OF_TILE, STREAM_TILE, StreamingNest
+from fuser.cpu.streams import StreamingNest
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import (
     INDIRECT,
@@ -139,18 +139,12 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def _column_pass(self, phase: int, loops: Sequence[Axis], flush: bool) -> None:
         """One row of a block of columns."""
-        streams = bool(self.streams(phase))
         self._prefetch_columns(phase, loops)
-        if streams:
-            self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_pieces(phase, "v0", "l", self.lanes, "count")
         count = ir.Name("count")
-        self.open_lanes((count + 15) // 16 * 16 if self._reads_pieces_only(phase) else count)
-        self.emit_inner(phase)
-        self.out.close()
-        self.close_pieces(phase, "v0", "count")
-        if streams:
-            self.close_streams(phase, "count")
+        with self.pieces_of(phase, "v0", "l", self.lanes, count):
+            self.open_lanes((count + 15) // 16 * 16 if self._reads_pieces_only(phase) else count)
+            self.emit_inner(phase)
+            self.out.close()
         if flush:
             self._count_turns(phase, 1, self.column_flush())
 
@@ -210,20 +204,13 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         assert self.vector is not None
         v = self.vector.sym.name
         lo, hi = self._range(self.vector, bounds)
-        streams = bool(self.streams(phase))
+        if not reduces and (self.streams(phase) or self.has_halves(phase)):
+            with self.tiles_of(phase, v, lo, hi), self.out.block(self.simd(v, "w0", "w1")):
+                self.emit_inner(phase)
+            return
         if not reduces:
-            pieces = streams or self.has_halves(phase)
-            if pieces:
-                self.open_tiles(lo, hi)
-                self.open_streams(phase, "w0", ir.Name(v) - "w0", STREAM_TILE)
-                self.open_pieces(phase, "w0", ir.Name(v) - "w0", STREAM_TILE, OF_TILE)
-                lo, hi = ir.Name("w0"), ir.Name("w1")
             with self.out.block(self.simd(v, lo, hi)):
                 self.emit_inner(phase)
-            if pieces:
-                self.close_pieces(phase, "w0", OF_TILE)
-                self.close_streams(phase, OF_TILE)
-                self.out.close()
             return
         ahead = self._look_ahead(phase)
         self.overlaps = self._takes_some_twice(phase)
@@ -235,19 +222,11 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         if any(self.counts_turns(r) for r in self.accumulators(phase)):
             self.out.let("i32", f"start{phase}", ir.Cast("i32", ir.Name("v0") - lo))
         self._prefetch(phase)
-        if streams:
-            self.open_streams(phase, "v0", "l", self.lanes)
-        self.open_pieces(phase, "v0", "l", self.lanes, "count")
-        if self._unrolls(phase):
-            self.out.open(ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS))
-        else:
-            self.out.open(self.simd("l", 0, "count"))
-        self.out.let("i64", v, ir.Name("v0") + "l")
-        self.emit_inner(phase)
-        self.out.close()
-        self.close_pieces(phase, "v0", "count")
-        if streams:
-            self.close_streams(phase, "count")
+        unrolled = ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS)
+        loop = unrolled if self._unrolls(phase) else self.simd("l", 0, "count")
+        with self.pieces_of(phase, "v0", "l", self.lanes, "count"), self.out.block(loop):
+            self.out.let("i64", v, ir.Name("v0") + "l")
+            self.emit_inner(phase)
         self.out.close()
         self._call_pass(phase, lo, hi, flush)
 

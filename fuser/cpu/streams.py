@@ -6,6 +6,9 @@ known at run time alone: `stream` in the function says so, and else the loops wr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
 from fuser.cpu.halves import HalvesNest
@@ -19,7 +22,6 @@ STREAM_BYTES = 24 << 20  # results of a kernel from which they are written past 
 STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
 STREAM_TILE = 1024  # elements that are staged in the first level cache before they are
 MOST_STREAMS = 6  # more would not fit there
-OF_TILE = ir.Name("w1") - "w0"  # elements in a tile
 
 # Whole lines written past the cache need not be read first. Lines that are shared with neighbours are written as usual.
 _STREAM_HELPER = """\
@@ -80,10 +82,13 @@ class StreamingNest(HalvesNest):
             self.out.add(ir.Block(ir.If(ir.Name("stream")), (ir.StreamEnd(),)))
         return super().close_function()
 
-    def open_tiles(self, low: ir.Like, high: ir.Like) -> None:
-        """A loop over tiles of a range."""
-        self.out.open(ir.For("w0", ir.value(low), ir.value(high), ir.Number(STREAM_TILE)))
-        self.out.let("i64", "w1", ir.least(ir.Name("w0") + STREAM_TILE, high))
+    @contextmanager
+    def tiles_of(self, phase: int, v: str, low: ir.Like, high: ir.Like, halves: bool = True) -> Iterator[None]:
+        """A loop over tiles of a range, from `w0` to `w1`, around a loop over the axis `v` in each."""
+        with self.out.block(ir.For("w0", ir.value(low), ir.value(high), ir.Number(STREAM_TILE))):
+            self.out.let("i64", "w1", ir.least(ir.Name("w0") + STREAM_TILE, high))
+            with self.pieces_of(phase, "w0", ir.Name(v) - "w0", STREAM_TILE, ir.Name("w1") - "w0", halves):
+                yield
 
     def streams(self, phase: int | None = None) -> list[Store]:
         """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
@@ -103,22 +108,34 @@ class StreamingNest(HalvesNest):
             return []
         return [s for s in out if phase is None or s.phase == phase]
 
-    def open_streams(self, phase: int, start: str, place: ir.Like, length: int) -> None:
-        """Before a loop of at most `length` elements from `start` on: its results go to memory or to a tile."""
+    def _may_stage(
+        self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like
+    ) -> AbstractContextManager[None]:  # fmt: skip
+        """A loop of `count` elements from `start` on, at most `length`: its large results may go through tiles."""
+        streams = self.streams(phase)
+        if not streams:
+            return nullcontext()
         assert self.vector is not None
-        for k, s in enumerate(self.streams(phase)):
-            kind = storage_type(self.dtypes[s.buffer])
-            staged, past, to = (f"{name}{phase}_{k}" for name in ("staged", "past", "to"))
-            self.out.scratch(kind, staged, length, aligned=self.line)
-            memory = self.address(s.buffer, substitute(s.address, {self.vector.sym: symbol(start, LOOP)}))
-            self.out.var(f"{kind}* const", past, memory)
-            self.out.var(f"{kind}* __restrict", to, ir.Select(ir.Name("stream"), ir.Name(staged), ir.Name(past)))
-            self.streamed[s] = ir.Name(to)[place]
+        origin = {self.vector.sym: symbol(start, LOOP)}
+        results = []
+        for s in streams:
+            dtype, memory = self.dtypes[s.buffer], self.address(s.buffer, substitute(s.address, origin))
+            results.append(ir.Result(self.tile_of(s), storage_type(dtype), dtype.itemsize, memory))
+        return self.out.block(ir.Staged(tuple(results), ir.value(place), length, ir.value(count)))
 
-    def close_streams(self, phase: int, count: ir.Like) -> None:
-        """After that loop: tiles are written past the cache."""
-        for k, s in enumerate(self.streams(phase)):
-            count_bytes = ir.value(count) * self.dtypes[s.buffer].itemsize
-            copy = ir.Stream(ir.Name(f"past{phase}_{k}"), ir.Name(f"staged{phase}_{k}"), count_bytes)
-            self.out.add(ir.Block(ir.If(ir.Name("stream")), (copy,)))
-            del self.streamed[s]
+    @contextmanager
+    def pieces_of(
+        self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like, halves: bool = True
+    ) -> Iterator[None]:
+        """Around such a loop: results may be staged, and with `halves` float16 and parts are made ready."""
+        with self._may_stage(phase, start, place, length, count):
+            if halves:
+                self.open_pieces(phase, start, place, length, count)
+            yield
+            if halves:
+                self.close_pieces(phase, start, count)
+
+    def tile_of(self, s: Store) -> str:
+        """The name of the tile that may stage a store; empty if none does."""
+        streams = self.streams(s.phase)
+        return f"{s.phase}_{streams.index(s)}" if s in streams else ""

@@ -239,7 +239,7 @@ class _Machine:
     def _block(self, head: ir.Head, body: Sequence[ir.Statement], env: _Env, before: bool) -> bool:
         """Run a block; returns whether its test held."""
         match head:
-            case ir.Plain():
+            case ir.Plain() | ir.Staged():
                 self.body(body, _Env(env))
             case ir.For():
                 self._for(head, body, env)

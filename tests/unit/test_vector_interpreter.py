@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fuser import config, machines
-from fuser.cpu import fused_kernel, ordered
+from fuser.cpu import fused_kernel, ordered, streams
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
 from fuser.cpu.vir.builder import Builder
+from fuser.debug import vector_interpreter
 from fuser.debug.vector_interpreter import interpret, run_functions
 from fuser.errors import VerifyError
 from fuser.scheduler.schedule import schedule
@@ -147,3 +148,25 @@ def test_pixels_become_planes(monkeypatch):
     for name in ("planes", "turned"):
         fn, *args = CASES[name]
         assert_same(run(name), as_list(fn(*args)))
+
+
+LARGE = {
+    "pointwise": (lambda x: x.exp() + 1, torch.randn(3, 90)),
+    "halves": (lambda x: x * 2 - 1, torch.randn(3, 90).half()),
+    "rows": (lambda x: x.softmax(-1), torch.randn(3, 90)),
+    "columns": (lambda x: x.softmax(0), torch.randn(5, 90)),
+}
+
+
+@pytest.mark.parametrize("macros", [(), ("FUSER_LANES", "FUSER_MASKS")], ids=["plain", "vectors"])
+@pytest.mark.parametrize("name", LARGE)
+def test_results_past_the_cache(name, macros, monkeypatch):
+    """With every result taken for a large one, tiles and copies are run."""
+    monkeypatch.setattr(streams, "STREAM_BYTES", 8)
+    monkeypatch.setitem(CASES, name, LARGE[name])
+    copied = []
+    stream = vector_interpreter._STATEMENTS[ir.Stream]
+    monkeypatch.setitem(vector_interpreter._STATEMENTS, ir.Stream, lambda *a: copied.append(1) or stream(*a))
+    fn, *args = CASES[name]
+    assert_same(run(name, macros), as_list(fn(*args)), args)
+    assert copied

@@ -218,6 +218,29 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """Elements of the C++ type `kind`, of so many bytes each, that go to `memory` and on."""
+
+    tile: str
+    kind: str
+    bytes: int
+    memory: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Around a loop of `count` elements, at most `length`, of which it takes element `place`: it may stage `results`.
+
+    Places in memory with the name of a tile belong to the result of that name.
+    """
+
+    results: tuple[Result, ...]
+    place: Value
+    length: int
+    count: Value
+
+
+@dataclass(frozen=True, slots=True)
 class While:
     """As long as `test` holds."""
 
@@ -258,7 +281,7 @@ class Routine:
     inline: bool = True
 
 
-Head = Union[Plain, For, Units, Segments, While, If, Else, Only, Otherwise, Routine]
+Head = Union[Plain, For, Units, Segments, Staged, While, If, Else, Only, Otherwise, Routine]
 
 
 @dataclass(frozen=True, slots=True)

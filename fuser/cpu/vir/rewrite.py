@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fuser.cpu.vir import nodes as ir
@@ -42,6 +42,22 @@ def values(node: Any, change: Callable[[ir.Value], ir.Value]) -> Any:
     if any(new[name] is not getattr(node, name) for name in new):
         node = dataclasses.replace(node, **new)
     return change(node) if isinstance(node, ir.Value) else node
+
+
+def statements(kernel: ir.Kernel, change: Callable[[ir.Statement], Sequence[ir.Statement]]) -> ir.Kernel:
+    """`kernel` with each statement replaced by those that `change` makes of it, once those in it have been."""
+
+    def changed(body: Sequence[ir.Statement]) -> tuple[ir.Statement, ...]:
+        out: list[ir.Statement] = []
+        for s in body:
+            if isinstance(s, ir.Block):
+                inner = changed(s.body)
+                same = len(inner) == len(s.body) and all(a is b for a, b in zip(inner, s.body))
+                s = s if same else ir.Block(s.head, inner)
+            out += change(s)
+        return tuple(out)
+
+    return dataclasses.replace(kernel, body=changed(kernel.body))
 
 
 _NODES = frozenset(

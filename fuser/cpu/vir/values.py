@@ -114,18 +114,20 @@ class Offset(Value):
 
 @dataclass(frozen=True, slots=True)
 class At(Value):
-    """An element of an array or of memory: a load, or where a store goes."""
+    """An element of an array or of memory: a load, or where a store goes; `tile`: what stages it (see `Staged`)."""
 
     array: Value
     place: Value
+    tile: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Address(Value):
-    """A pointer to an element of memory."""
+    """A pointer to an element of memory; `tile`: what stages the elements from there on (see `Staged`)."""
 
     buffer: Value
     place: Value
+    tile: str = ""
 
 
 @dataclass(frozen=True, slots=True)

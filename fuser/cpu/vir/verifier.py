@@ -100,6 +100,9 @@ class _Scope:
             case ir.Segments():
                 self.read((head.low, head.high, *head.cuts), head)
                 inner.own.update({"from": False, "to": False})
+            case ir.Staged(results=results):
+                self.read(ir.Name("stream"), head)
+                self.read((head.count, *(r.memory for r in results)), head)
             case ir.Routine(name=name, params=params):
                 self.declare(name, False, head)
                 inner.own.update({p: True for _, p in params})

@@ -1,0 +1,46 @@
+"""The pass that stages large results: their stores go to tiles in the first level cache, and from there past the cache.
+
+Which loops may do so, `Staged` blocks say; whether one does is known at run time, by the variable `stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir import rewrite
+from fuser.machines import Machine
+
+
+def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
+    """`kernel` without `Staged` blocks: a tile before each loop, stores into it or to memory, a copy behind."""
+
+    def expanded(s: ir.Statement) -> Sequence[ir.Statement]:
+        if not isinstance(s, ir.Block) or not isinstance(s.head, ir.Staged):
+            return (s,)
+        head, stream = s.head, ir.Name("stream")
+        before, after = [], []
+        for r in head.results:
+            tile, past, to = (ir.Name(f"{name}{r.tile}") for name in ("staged", "past", "to"))
+            before += [
+                ir.Scratch(r.kind, tile.name, (head.length,), machine.line_bytes),
+                ir.Let(f"{r.kind}* const", past.name, r.memory, False),
+                ir.Let(f"{r.kind}* __restrict", to.name, ir.Select(stream, tile, past), False),
+            ]
+            copy = ir.Stream(past, tile, head.count * r.bytes)
+            after.append(ir.Block(ir.If(stream), (copy,)))
+        places = {r.tile: head.place for r in head.results}
+        return (*before, *(rewrite.values(b, lambda v: _into_tile(v, places)) for b in s.body), *after)
+
+    return rewrite.statements(kernel, expanded)
+
+
+def _into_tile(v: ir.Value, places: dict[str, ir.Value]) -> ir.Value:
+    """A place in memory that is staged, as one in what `to` points to."""
+    if isinstance(v, ir.At | ir.Address) and v.tile in places:
+        to = ir.Name(f"to{v.tile}")
+        return to[places[v.tile]] if isinstance(v, ir.At) else to
+    return v
+
+
+__all__ = ["stage_stores"]
