@@ -1,7 +1,7 @@
 """Accumulators of reducing nests: an array of lanes each, what goes into a lane, how sums move on, how lanes fold.
 
-An index reduction keeps the best value of each lane and the place where it was, an int32: its index, or in row nests
-the turn of the loop. The lowering sees to it that indices fit.
+An index reduction keeps the best value of each lane and an int32 that locates it: its index, or in row nests the first
+index of the loop's iteration. The lowering makes sure that indices fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
 LONG_ROW = 128  # elements of a row from which accumulators take several registers
 LONG_BYTES = 128  # of an accumulator of a long row: on all machines, so that sums are as exact on each
-MOST_PLACES = 64  # lanes that remember a place, too
+MOST_PLACES = 64  # lanes that keep an index, too
 BEYOND_CACHES = 1 << 22  # elements
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -40,7 +40,7 @@ class AccumulatingNest(Nest):
     overlaps = False  # the last lanes of a row were taken before in part, in the pass that is being written
 
     def _choose_lanes(self) -> int:
-        """In row nests arrays of lanes are a register of what is read, or a few of what adds up: so they stay there."""
+        """Lanes of a row nest fill one register of loaded elements, or a few registers of accumulators."""
         if not self.is_row or self.vector is None:
             return super()._choose_lanes()
         loads = [r.attr[0] for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
@@ -72,7 +72,7 @@ class AccumulatingNest(Nest):
         return self.plan.split and not self.is_column and math.prod(a.hint for a in self.red_axes) >= BEYOND_CACHES
 
     def _truth(self) -> torch.dtype:
-        """What any and all keep in a lane, as wide as what is compared: g++ makes no vectors of bools that add up."""
+        """The dtype of a lane of `any` or `all`, as wide as the values: g++ does not vectorise sums of bools."""
         rows = [r for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
         wide = max((r.dtype.itemsize for r in rows), default=1)
         return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wide]
@@ -97,14 +97,14 @@ class AccumulatingNest(Nest):
         return torch.float64 if self.flushes(r) else self.spec(r)[2]
 
     def in_order(self, r: Reduce) -> bool:
-        """Whether each lane of an index reduction sees its values by rising index, which is the loop's variable."""
+        """Whether the index of an index reduction is the loop variable, so each lane sees rising indices."""
         if not REDUCTIONS[r.kind].index or len(self.red_axes) != 1:
             return False
         index = self.plan.rows[self.plan.rows[r.row].args[1]]
         return index.op == "index" and index.attr == expr(self.red_axes[0].sym)
 
     def counts_turns(self, r: Reduce) -> bool:
-        """Whether lanes remember where the turn of the loop began in which they took their value, and not its index."""
+        """Whether lanes keep the first index of the iteration that gave their value, not the value's own index."""
         return not self.is_column and self.in_order(r)
 
     def holder(self, r: Reduce) -> Reduce:
@@ -182,7 +182,7 @@ class AccumulatingNest(Nest):
         self.out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
 
     def emit_flush(self, phase: int, when: ir.Value | None = None) -> None:
-        """Move float32 partial sums on: in the loop `when` that holds; at its end, without, what is left.
+        """Flush float32 partial sums: in the loop where `when` holds; without `when` after the loop, all that is left.
 
         Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
         sum has more than a few terms, and from time to time the sum over these to the total.

@@ -1,4 +1,4 @@
-"""Loops over short rows of bytes or halves that are moved as bits: whole registers, of which some lanes are touched.
+"""Loops over short rows of 8-bit and 16-bit elements that are moved as bits, in whole registers under masks.
 
 Pads, joins, slices, flips. g++ makes vectors of their loops too, but goes through a row shorter than a vector by
 elements. Conditions are masks, a bit for each lane. Machines without such masks have the plain loop.

@@ -18,8 +18,8 @@ from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, expr, product
 from fuser.ops import CPP_TYPES, SCANS
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store
 
-BLOCK = 512  # elements of a row: what is computed of them lies in the first level cache
-LONG = 1 << 18  # elements of a row that is cut: what comes before each chunk is added up first
+BLOCK = 512  # elements of a row: a block of computed values fits into the first level cache
+LONG = 1 << 18  # elements of a row that is cut into chunks, whose totals are added up first
 SHORTEST = 16  # elements of a row; several shorter ones are taken side by side
 YS, PLACES = ir.Name("ys"), ir.Name("places")  # a block's results before they are stored
 
@@ -130,7 +130,7 @@ class BlockedScan(ChainedScan):
         self.out.let("i64", self.red_axes[0].sym.name, ir.Name("v0") + "l")
 
     def _line(self, n: int) -> ir.Value | None:
-        """Where the values to scan lie side by side in memory as they are; None if they are computed."""
+        """A pointer to the values to scan if they are contiguous in memory as they are; None if they are computed."""
         row = self.plan.rows[n]
         if row.op != "load" or row.args or n in self.guarded:
             return None

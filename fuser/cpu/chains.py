@@ -1,8 +1,8 @@
 """C++ for scans along rows.
 
-A scan is a chain in which each step waits for the one before it. A unit runs several chains side by side, so that the
-machine has something to do meanwhile: of neighbouring rows, or where rows are few and long, of chunks of them. Chunks
-need a first pass for what comes before each; they depend on sizes alone, so the bits are the same on any threads.
+Each step of a scan waits for the one before it, so a unit runs several independent scans side by side: of neighbouring
+rows, or of chunks where rows are few and long. A first pass finds the carry into each chunk. Chunks depend on sizes
+alone, so the bits are the same for any number of threads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ChainedScan(Scan):
         return Generated(functions, tuple(self.partials))
 
     def _is_cut(self, axis: Axis) -> bool:
-        """Few long rows, of sums whose order does not show: not of float64, where each rounding does.
+        """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
 
         Extremes wait for nothing: they seldom change, which the machine foresees.
         """
@@ -107,7 +107,7 @@ class ChainedScan(Scan):
         return sorted(wanted)
 
     def _fills(self) -> bool:
-        """Whether what is scanned costs so much that lanes compute it before, a block at a time."""
+        """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
         cost = sum(row_cost(self.plan.rows[n]) for n in self._varying([self.value_row()]))
         return cost >= FILLED_COST and not self._has_index()
 
@@ -221,7 +221,7 @@ class ChainedScan(Scan):
         return [ir.Name(f"of_{a.sym.name}")[j] for a in self.kept]
 
     def _step(self, acc: str, at: str, j: ir.Like, fills: bool) -> None:
-        """Take chain `j` one step on, to its place `i`."""
+        """Take chain `j` one step on, to its index `i`."""
         x = (ir.Name("xs")[j]["i"],) if fills else ()
         self.out.do("point", acc, at, *self._kept_of(j), ir.Name("low")[j] + "i", *x)
 

@@ -1,4 +1,4 @@
-"""What is known of float32 rows before they are rounded: which a half holds already, and what NaNs they can be."""
+"""Facts about float32 rows before they are rounded: which are exact in 16 bits, and which NaNs they can be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}
 
 
 def exact_rows(plan: KernelPlan, dtype: torch.dtype) -> frozenset[int]:
-    """The float32 rows of a plan that are sure to be values that `dtype`, a half, has: rounding leaves them alone."""
+    """The float32 rows of a plan that are exact in the 16-bit float `dtype`: rounding does not change them."""
     found: set[int] = set()
     for n, row in enumerate(plan.rows):
         if row.dtype is torch.float32 and _is_exact(plan, row, dtype, found):
@@ -26,7 +26,7 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -
     if row.op == "load":
         return dict(plan.buffers)[row.attr[0]] is dtype
     if row.op == "round_to":
-        # Not the other way round: the largest half, rounded to bfloat16, is none any more.
+        # Not the other way round: the largest float16, rounded to bfloat16, is no float16 any more.
         narrower = dtype is torch.bfloat16 and row.attr is torch.float16
         return row.attr is dtype or (narrower and row.args[0] in found)
     if row.op == "to_dtype":
@@ -41,14 +41,16 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -
 
 
 def _doubles(row: Row) -> bool:
-    """Whether a row is 1, 2, 4, ... or one of them negated: products with bfloat16 have no more bits, and as float32
-    has the same exponents, they overflow in both; smaller powers would push bits below the smallest number.
+    """Whether a row is 1, 2, 4, ... or one of them negated.
+
+    A product of a bfloat16 with it has no more bits and overflows where the bfloat16 does. With a smaller power of two
+    it could lose bits below the smallest number.
     """
     return row.op == "const" and abs(float(row.attr)) >= 1 and math.frexp(abs(float(row.attr)))[0] == 0.5
 
 
 def _chosen(row: Row) -> tuple[int, ...]:
-    """The arguments of a selecting operator of which one is its result."""
+    """The arguments of an operator that selects one of them as its result."""
     return tuple(row.args[k] for k in row.traits.selects)
 
 

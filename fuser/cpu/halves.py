@@ -1,4 +1,4 @@
-"""Loops over float16 that g++ vectorises: halves are converted a piece at a time, before the loop and after it.
+"""Loops over float16 that g++ vectorises: elements are converted a piece at a time, before the loop and after it.
 
 The compiler has no vectors of the instructions that convert halves, which take a dozen others each. So a piece of what
 is read lies in the first level cache as floats before the loop, and what it writes is converted from there.
@@ -22,7 +22,7 @@ class HalvesNest(PartsNest):
     """A nest that reads and writes float16 by way of pieces of floats."""
 
     def half_loads(self, phase: int) -> list[int]:
-        """Loads of float16 in a pass whose neighbours along the vector axis lie side by side."""
+        """Loads of float16 in a pass that are contiguous along the vector axis."""
         return [n for n in self.rows_of(phase) if not self.checked and self._reads_halves(n)]
 
     def _reads_halves(self, n: int) -> bool:
@@ -36,9 +36,10 @@ class HalvesNest(PartsNest):
         return self._is_line(row.attr[0], row.attr[1][0])
 
     def _bounds(self, mask: int) -> list[tuple[bool, ir.Value]]:
-        """Whether a condition on the index holds before a place or from it on, and which; none if it is another.
+        """The bounds that a condition sets on the index along the vector axis; none if it is not made of such bounds.
 
-        What does not hang on the index along the vector axis holds before no place, or before all.
+        Each is (before, index): the condition holds before the index, or from it on.
+        A condition that does not depend on the vector axis is bounded beyond all indices.
         """
         found: list[tuple[bool, ir.Value]] = []
         pending = [mask]
@@ -78,8 +79,10 @@ class HalvesNest(PartsNest):
         return 0 < len(self.half_loads(phase)) + len(self.half_stores(phase)) <= MOST_PIECES
 
     def open_pieces(self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like) -> None:
-        """Before a loop of `count` elements from `start` on, at most `length`; it finds element `place` of what is made
-        ready: of parts, and of halves as floats."""
+        """Prepare a loop of `count` elements from `start` on, at most `length`: parts, and float16 as float32.
+
+        `place` is the current index of the loop in each.
+        """
         place, count = ir.value(place), ir.value(count)
         self._open_parts(phase, start, place, count)
         if self.has_halves(phase):

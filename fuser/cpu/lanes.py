@@ -1,9 +1,9 @@
-"""Pointwise loops in explicit vectors: where halves are rounded, float16 is read or written, or all is bfloat16.
+"""Pointwise loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
 
 The instructions are those of `ops/lanes_cpp.py`.
-A group of elements is computed at a time, in several vectors, so that processors find work while one waits, and what is
-left in the end a vector at a time, of which only some lanes are read and written. So are loads under a condition.
-Comparisons of the index along the vector axis are as good as where they change: its lanes lie before that or behind.
+The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
+the lanes of their mask. A comparison of the index along the vector axis becomes a mask: all lanes before the index at
+which it changes, or all from there on.
 """
 
 from __future__ import annotations

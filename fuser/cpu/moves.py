@@ -1,4 +1,4 @@
-"""Halves that nobody computes with: they go from memory to memory as the bits that they are."""
+"""16-bit floats that a kernel only moves: they are copied as bits, without conversions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALVES = tuple(_OTHER)
 
 
 def moved_rows(plan: KernelPlan) -> dict[int, torch.dtype]:
-    """Rows of a plan without reductions that are loaded or selected, and then stored only; and as which half."""
+    """Rows of a plan that are only loaded, selected and stored, each with the 16-bit float whose bits it holds."""
     dtypes = dict(plan.buffers)
     found: dict[int, torch.dtype] = {}
     for n, row in enumerate(plan.rows):
@@ -49,7 +49,7 @@ def _unfit(plan: KernelPlan, n: int, found: dict[int, torch.dtype]) -> list[int]
 
 
 def bits_of(value: float, dtype: torch.dtype) -> int:
-    """The bits of a number rounded to a half."""
+    """The bits of a number rounded to a 16-bit float."""
     return int(torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.int16).item()) & 0xFFFF
 
 

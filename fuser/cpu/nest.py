@@ -1,4 +1,4 @@
-"""What all loop nests of a kernel plan share: which row lives where, how values are spelled, units, unit rows."""
+"""What all loop nests of a kernel plan share: where each row is computed, values, units, rows outside the loops."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fuser.scheduler.nodes import row_cost
 
 _ZEROS = ("0.0", "0", "False")
 TILE_COLUMNS = 128
-TILE_STRIDE = TILE_COLUMNS + 16  # so that the rows of a tile do not all lie in the same sets of the cache
-ROWS_AHEAD = 8  # rows of a tile or a block of columns that are asked for before their turn
-# Largest constant distance between neighbouring lanes that g++ sees. It takes the loads of one array that are a
-# constant distance apart for a group of interleaved elements, in time that grows with the square of the distance.
+TILE_STRIDE = TILE_COLUMNS + 16  # the rows of a tile start in different sets of the cache
+ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
+# Largest constant stride between lanes that g++ is shown. g++ treats loads at a constant stride as one group of
+# interleaved elements, and its compile time grows with the square of the stride.
 MOST_INTERLEAVED = 16
-MOST_OF_A_GROUP = 4  # most stores of such a group that lacks some: g++ took ten seconds for 11 of 12 float16
+MOST_OF_A_GROUP = 4  # most stores of a group with gaps: g++ took ten seconds for 11 of 12 float16
 # Most loads of less than a word that a loop gathers by vectors. A vector gather of bytes is some 20 instructions for
 # eight lanes, and 64 lanes are taken at once: many of them, as windows read, are faster as scalar loads.
 MOST_GATHERED = 4
@@ -60,16 +60,16 @@ class Nest:
         self.emitted: set[int] = set()  # rows available in the unit (scalars, or lane arrays of a column nest)
         self.arrays: set[int] = set()  # rows that are lane arrays
         self.kept_rows: dict[int, int] = {}  # row -> number of its row buffer
-        self.hoisted: dict[int, ir.Value] = {}  # rows computed before the loops -> where each lies
+        self.hoisted: dict[int, ir.Value] = {}  # rows computed before the loops -> their stored values
         self.has_checks = any(is_checked(r) for r in plan.rows)
         self.partials: list[Partial] = []
         self.staged: dict[int, int] = {}  # transposed loads -> number of their tile
         self.tile_axis: Axis | None = None
         self.guarded = self._only_inside()
-        self.pieces: dict[int, ir.Value] = {}  # loads of float16 that are converted at the moment -> where each lies
-        self.results: dict[Store, ir.At] = {}  # stores that will be (halves.py)
+        self.pieces: dict[int, ir.Value] = {}  # loads of float16 in the open pieces -> their float32 copies
+        self.results: dict[Store, ir.At] = {}  # stores of float16 in the open pieces -> their float32 (halves.py)
         self._exact: dict[torch.dtype, frozenset[int]] = {}
-        self.moved: dict[int, torch.dtype] = {}  # rows that are the bits of a half (moves.py)
+        self.moved: dict[int, torch.dtype] = {}  # rows that hold the bits of a 16-bit float (moves.py)
         self.hidden: set[int] = set()  # constants that the function keeps from the compiler
         self.scope = ir.Scope(self.ref, self.extents)
         self.function_name = ""
@@ -83,7 +83,7 @@ class Nest:
         return 64 if self.vector.hint >= 64 else 16
 
     def is_exact(self, n: int, dtype: torch.dtype) -> bool:
-        """Whether row `n` is sure to be a value that `dtype` has, which is a half."""
+        """Whether the values of row `n` are exact in the 16-bit float `dtype`."""
         if dtype not in self._exact:
             self._exact[dtype] = exact_rows(self.plan, dtype) if dtype in LOW_PRECISION else frozenset()
         return n in self._exact[dtype]
@@ -99,7 +99,7 @@ class Nest:
         self.passes = Passes(self.plan, rows)
 
     def is_full(self, n: int) -> bool:
-        """Whether row `n` lives inside the innermost loops."""
+        """Whether row `n` is computed inside the innermost loops."""
         return n in self.passes.full
 
     def is_lane(self, n: int) -> bool:
@@ -111,7 +111,7 @@ class Nest:
         return s in self.passes.full_stores
 
     def step(self, address: Expr) -> Expr | None:
-        """How far apart in memory neighbours along the vector axis are; None where a computed index is part of it."""
+        """The stride of an address along the vector axis, in elements; None if the address has a computed index."""
         if self.vector is None or any(s.kind == INDIRECT for s in symbols(address)):
             return None
         return coefficient(address, self.vector.sym)
@@ -125,9 +125,9 @@ class Nest:
         return self.passes.closure(roots, stop)
 
     def _only_inside(self) -> set[int]:
-        """Loads before the reduced loops that serve nothing outside: without a turn there may be no element.
+        """Loads before the reduced loops that only these use: if the loops have no iterations, there may be no element.
 
-        An ordered nest has no units then.
+        An ordered nest has no units then, so nothing is loaded.
         """
         if not self.reduced or self.plan.ordered is not None:
             return set()
@@ -201,7 +201,7 @@ class Nest:
             if n in self.guarded:
                 some = ir.Unary("!", ir.Name("empty"))
                 args = [some & args[0] if args else some]
-            if args and row.dtype is torch.bool:  # g++ makes vectors of a choice between numbers, not between bools
+            if args and row.dtype is torch.bool:  # g++ vectorises a select of numbers, not of bools
                 return ir.Select(args[0], ir.Cast("u8", loaded), ir.Cast("u8", ir.Number(0))).differs(0)
             zero = ir.Cast(self.kind(n), ir.Number(0)) if n in self.moved else ir.Number(0, row.dtype)
             return ir.Select(args[0], loaded, zero) if args else loaded
@@ -227,7 +227,7 @@ class Nest:
         return ir.Op("op", row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
 
     def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:
-        """A division in a loop: by a constant it is two products, if the machine adds one of them without rounding."""
+        """A division in a loop. By a constant it is two products, if the machine has a fused multiply-add."""
         by = self.plan.rows[row.args[1]]
         found = factors(float(by.attr)) if by.op == "const" and self.machine.fma else None
         if found is None:
@@ -236,7 +236,7 @@ class Nest:
         return ir.Fma(dividend, high, dividend * low)
 
     def _is_zero_already(self, row: Row) -> bool:
-        """Whether a choice between a load and 0 is the load's own, which is 0 where its condition does not hold."""
+        """Whether a select of a masked load and 0 has the load's own mask: the load is 0 there already."""
         load, other = (self.plan.rows[a] for a in row.args[1:])
         return load.op == "load" and load.args == row.args[:1] and other.op == "const" and other.attr in _ZEROS
 
@@ -406,19 +406,19 @@ class Nest:
         return [(a.sym.name, ir.Name(f"n_{a.sym.name}")) for a in axes]
 
     def open_range(self, name: str, low: ir.Value, count: int, size: str) -> None:
-        """Declares the first of at most `count` places of an axis, and the one after the last."""
+        """Declare a range of at most `count` indices of an axis: its first index, and the one after its last."""
         first = ir.Name(f"{name}0")
         self.out.let("i64", first.name, low)
         self.out.let("i64", f"{name}1", ir.least(first + count, size))
 
     def open_chunks(self, chunks: Expr, axis: Axis) -> None:
-        """Declares how many chunks an axis is cut into, and how many places each has."""
+        """Declare the number of chunks of an axis, and the length of a chunk."""
         self.out.let("i64", "chunks", size(chunks))
         count, length = ir.Name("chunks"), ir.Name(f"n_{axis.sym.name}")
         self.out.let("i64", "each", ir.Select(count, (length + count - 1) // count, ir.Number(0)))
 
     def open_chunk(self, axis: Axis) -> None:
-        """Declares from where to where a chunk goes."""
+        """Declare the first index of a chunk, and the one after its last."""
         self.out.let("i64", "from", ir.Name("chunk") * "each")
         self.out.let("i64", "to", ir.least(ir.Name("from") + "each", f"n_{axis.sym.name}"))
 
@@ -429,7 +429,7 @@ class Nest:
         return ir.Block(head, (ir.Prefetch(address, how),))
 
     def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
-        """A loop in vectors. To reduce what the loop leaves alone would cost more than a short row."""
+        """A vectorised loop. It names a reduction only if it has one: a needless one costs more than a short row."""
         return ir.For(name, ir.value(low), ir.value(high), simd=True, joins="|:bad" if self.checks_inside else "")
 
     @property

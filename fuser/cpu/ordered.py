@@ -1,7 +1,7 @@
 """C++ for scatters and scans: nests whose inner axes run in order, one point after another.
 
-The kept axes never meet in one place of the result, so units of them run on any thread, and neighbours of the vector
-axis in the lanes of a block. Everything else is in the order of the plan's axes, so the bits are always the same.
+Points that differ along kept axes write different elements, so units of kept axes run on any thread, and the vector
+axis runs over the lanes of a block. The other axes run in the plan's order, so the bits are always the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser.scheduler.nodes import Ordered
 
 
 def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
-    """`kernel` with the conversions of float16 that fit a chain."""
+    """`kernel` with scalar conversions of float16: g++ does not vectorise a sequential scan."""
 
     def lone(v: ir.Value) -> ir.Value:
         return dataclasses.replace(v, lone=True) if isinstance(v, ir.Decode | ir.Encode) else v
@@ -40,7 +40,7 @@ class OrderedNest(ReductionNest):
         return self.plan.ordered
 
     def streams(self, phase: int | None = None) -> list[Store]:
-        """None: what is written is read again soon, or written in small parts."""
+        """None: results are read again soon, or are stored in small parts."""
         return []
 
     def function(self) -> Function:
@@ -71,7 +71,7 @@ class OrderedNest(ReductionNest):
         return Function(self.close_function(), units, self.work(), expr(0))
 
     def _wanted(self) -> list[int]:
-        """The rows that the stores need: values and places."""
+        """The rows that the stores need: values and indices."""
         wanted = [s.row for s in self.plan.stores]
         return wanted + [int(x.name[1:]) for s in self.plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
 
@@ -95,10 +95,10 @@ class OrderedNest(ReductionNest):
 
 
 class Scatter(OrderedNest):
-    """The value of each point goes to the place that its rows compute."""
+    """The value of each point is combined with the element at its computed index."""
 
     def put(self, stores: bool = True, given: bool = False) -> None:
-        """Combine the value with what is in its place."""
+        """Combine the value with the element at its index."""
         (s,) = self.plan.stores
         dtype, value = self.dtypes[s.buffer], self.ref(s.row)
         self.out.let("i64", "place", self.index(s.address))
@@ -136,7 +136,7 @@ class Scan(OrderedNest):
         self.close_pieces(0, "v0", "count")
 
     def close_function(self) -> ir.Kernel:
-        """The function's tail; returns the function. Of a chain g++ makes no vectors."""
+        """The function's tail; returns the function, with scalar conversions unless lanes are scanned side by side."""
         kernel = super().close_function()
         return lone_halves(kernel) if self.vector is None else kernel
 
@@ -150,7 +150,7 @@ class Scan(OrderedNest):
         return pair.args[0] if pair is not None else self.plan.stores[0].row
 
     def is_place(self, s: Store) -> bool:
-        """Whether a store is of the place of the extreme, and not of what is scanned."""
+        """Whether a store is of the index of the extreme, and not of its value."""
         return self.plan.rows[s.row].op == "pair"
 
     def accumulator(self) -> torch.dtype:

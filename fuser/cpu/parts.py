@@ -1,4 +1,4 @@
-"""Loads of which g++ makes no vectors in a loop, made ready for it.
+"""Loads that g++ does not vectorise, prepared before the loop.
 
 - A load under a condition that all neighbours along the vector axis share: the loop reads memory, or a page of zeros.
 - A load that runs backwards, in a loop over elements of several widths: a piece of it is turned round before.
@@ -17,10 +17,10 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 
 
 class PartsNest(Nest):
-    """A nest whose loops of at most `LONGEST` turns look at such conditions once."""
+    """A nest whose loops of at most `LONGEST` iterations evaluate such conditions once."""
 
     def _open_parts(self, phase: int, start: str, place: ir.Value, count: ir.Value) -> None:
-        """Before a loop of `count` elements from `start` on; it finds element `place` of a part."""
+        """Before a loop of `count` elements from `start` on, whose current index in a part is `place`."""
         assert self.vector is not None
         if self.checked:
             return

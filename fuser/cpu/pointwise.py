@@ -24,14 +24,14 @@ from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
 
 HOIST_COST = 4  # operations from which a row is computed before the loops
-LEAST_TURNS, MOST_HOISTED = 8, 4  # of these loops; and rows, each of which takes a block of stack
+LEAST_TURNS, MOST_HOISTED = 8, 4  # fewest iterations of these loops; most hoisted rows, each a block on the stack
 BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 TILE_ROWS = 128  # a transposed read goes through a tile of TILE_ROWS x TILE_COLUMNS in the first level cache
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the innermost loop is written: cut into segments, what is computed before, and in which vectors if in any."""
+    """How the innermost loop is written: its segments, the rows hoisted before it, and its explicit vectors if any."""
 
     segments: Segments | None
     hoisted: Sequence[int]
@@ -44,7 +44,7 @@ class PointwiseNest(StreamingNest):
     choice = Choice(None, (), None)
 
     def _choose(self, outer: Sequence[Axis]) -> Choice:
-        """What is best for the loop inside those over `outer`; what it says of rows is kept for all who ask."""
+        """The form of the innermost loop, which is inside loops over `outer`. Facts about rows are set in the nest."""
         if self.checked:
             return Choice(None, self._choose_hoisted(outer), None)
         segments = find_segments(self) if self.tile_axis is None else None
@@ -100,7 +100,7 @@ class PointwiseNest(StreamingNest):
         return Function(self.close_function(), units, self.work(), expr(0))
 
     def _choose_hoisted(self, outer: Sequence[Axis]) -> list[int]:
-        """Costly rows that vary along the vector axis alone: they are computed once for a block, not in every turn."""
+        """Costly rows that vary along the vector axis alone: computed once for a block, not in every iteration."""
         if self.vector is None or math.prod(a.hint for a in outer) < LEAST_TURNS:
             return []
         alone = {n for n, along in enumerate(self.plan.varies) if along == {self.vector.sym}}
@@ -115,7 +115,7 @@ class PointwiseNest(StreamingNest):
         return chosen[:MOST_HOISTED]
 
     def _compute_hoisted(self, hoisted: Sequence[int]) -> None:
-        """The rows of a block that were chosen; later turns find them."""
+        """Compute the hoisted rows of a block, if the last unit had another one."""
         if not hoisted:
             return
         assert self.vector is not None
@@ -135,7 +135,7 @@ class PointwiseNest(StreamingNest):
         self.out.close()
 
     def _prefetch_rows(self, tiled: Axis) -> None:
-        """Ask for what is read some rows later: those of a tile are too short for the hardware to foresee the next."""
+        """Prefetch rows of a tile some rows ahead: they are too short for the hardware to predict the next one."""
         assert self.vector is not None
         if not self.machine.prefetches:
             return
@@ -233,7 +233,7 @@ class PointwiseNest(StreamingNest):
         rows, step, last, end = (ir.Name(f"{name}{k}") for name in ("rows", "step", "last", "end"))
         edge, length = EDGES[width], ir.Name(f"n_{self.vector.sym.name}")
         self.out.let("i64", step.name, size(coefficient(address, self.vector.sym) or expr(0)))
-        # Rows are rounded up to whole blocks where what is read past them lies before the last element.
+        # Rows are rounded up to whole blocks if the elements that are read past them are inside the buffer.
         self.out.let("i64", rows.name, (r1 - r0 + (edge - 1)) // edge * edge)
         past = ir.Select(step > 0, (rows - (r1 - r0) + step - 1) // step, length)
         self.out.let("i64", last.name, length - past)

@@ -42,7 +42,7 @@ def factors(divisor: float) -> tuple[float, float] | None:
 
 
 def _tried(c: Fraction) -> list[int]:
-    """The significands x whose quotients by `c` lie next to a middle: 2^s x - (2m + 1) c = d for a small d."""
+    """The significands x whose quotients by `c` are close to a middle of two floats: 2^s x - (2m + 1) c = d."""
     own = int(math.frexp(abs(float(c)))[0] * 2**BITS)
     even = own & -own
     odd, found = own // even, set[int]()

@@ -1,4 +1,4 @@
-"""What the generator returns: functions, the temporaries of split reductions, and where arguments are found."""
+"""Records of the generator: functions, temporaries of split reductions, and the slots of arguments."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             earlier |= mine
 
     def _is_scattered(self, n: int) -> bool:
-        """Whether row `n` reads, for neighbouring lanes of a column nest, what lies apart."""
+        """Whether neighbouring lanes of a column nest load row `n` from addresses that are not contiguous."""
         row = self.plan.rows[n]
         if row.op != "load" or not self.is_column or self.vector is None:
             return False
@@ -149,7 +149,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             self._count_turns(phase, 1, self.column_flush())
 
     def _count_turns(self, phase: int, turns: ir.Like, most: int, exactly: bool = True) -> None:
-        """Count turns of a loop, after `most` of which partial sums move on; or more, if not `exactly`."""
+        """Count iterations, and flush partial sums after `most` of them; if not `exactly`, after `most` or more."""
         count = ir.Name("turns")
         if any(self.flushes(r) for r in self.accumulators(phase)):
             self.out.set(count, turns, "+")
@@ -166,7 +166,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def _takes_rows_together(self, phase: int, loops: Sequence[Axis]) -> bool:
         """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
 
-        That pays for sums of cheap rows, of which nothing else is written; g++ does not vectorise several selects.
+        It pays for sums of cheap rows if the pass stores nothing. g++ does not vectorise several selects.
         """
         reductions = self.accumulators(phase)
         if not loops or not reductions or not all(REDUCTIONS[r.kind].adds for r in reductions) or self.checks_inside:
@@ -231,7 +231,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self._call_pass(phase, lo, hi, flush)
 
     def _call_pass(self, phase: int, lo: ir.Value, hi: ir.Value, flush: bool) -> None:
-        """Full arrays of lanes, then what is left; partial sums move on in between."""
+        """Call the pass for full arrays of lanes, then for the tail; partial sums are flushed in between."""
         routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(self.lanes)
         none, turns, stop = (0,) if self.overlaps else (), ir.Name("turns"), hi
         several = len(self.red_axes) > 1
@@ -282,9 +282,10 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         return sum(row_cost(self.plan.rows[n]) for n in rows)
 
     def _takes_some_twice(self, phase: int) -> bool:
-        """Whether a row that fills no whole number of lane arrays ends with a full one, some of which it took before.
+        """Whether the tail of a row is a full array of lanes that overlaps the one before it.
 
-        Those lanes are left out or, of extremes, do no harm. Nothing is stored twice: it may go into what is read.
+        Lanes that were taken before are left out; extremes may take them twice. A pass with stores does not overlap: it
+        may write what it reads.
         """
         assert self.vector is not None
         whole = self.vector.hint % self.lanes == 0 or self.vector.hint < self.lanes
@@ -293,7 +294,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
     def _prefetch(self, phase: int) -> None:
         """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
 
-        Between the passes over a row that lies in cache, memory would otherwise idle.
+        Memory would be idle between the passes over a row in the cache.
         """
         assert self.vector is not None
         if self.checked or not self.machine.prefetches or self.plan.split or phase != self._costliest_pass:
@@ -321,7 +322,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         return wanted and phase == (0 if self.passes.loops == 1 else max(1, self._costliest_pass))
 
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:
-        """Ask for what is read next, which no hardware foresees: rows of a block lie far from each other.
+        """Prefetch what is read next. Rows of a block are far apart, so the hardware does not.
 
         Where there is one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
         """
@@ -443,6 +444,6 @@ class ReductionNest(AccumulatingNest, StreamingNest):
         self.open_count(self.lanes, ir.Name(f"n_{self.vector.sym.name}"))
 
     def open_count(self, most: int, high: ir.Value) -> None:
-        """Declares how many places there are from `v0` below `high`, `most` at most."""
+        """Declare `count`, the number of indices from `v0` below `high`, at most `most`."""
         v0 = ir.Name("v0")
         self.out.let("i64", "count", ir.Select(v0 + most < high, ir.Number(most), high - v0))

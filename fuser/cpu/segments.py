@@ -1,7 +1,7 @@
-"""Where a loop's conditions change: between those places they are constants, and masked loads read whole vectors.
+"""Segments of a loop in which its conditions are constant, so that masked loads read whole vectors.
 
-Joins, pads and rolls compare the index along the vector axis with sizes. A loop is cut at those sizes, so that each
-condition is computed once for a segment. A load under a condition that does not hold reads a page of zeros instead.
+Joins, pads and rolls compare the index along the vector axis with sizes. The loop is cut at these sizes, and each
+condition is computed once for a segment. A load whose condition does not hold reads a page of zeros instead.
 Windows of pools do so with steps: g++ vectorises a load of every second element, but not under a condition.
 """
 
@@ -27,7 +27,7 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are constants in a segment, in order; the places between segments; loads by such conditions."""
+    """Rows that are constant in a segment, in order; the indices between segments; loads under such conditions."""
 
     rows: tuple[int, ...]
     places: tuple[ir.Value, ...]
@@ -50,7 +50,7 @@ class Segments:
 
 
 def find_segments(nest: Nest) -> Segments | None:
-    """The segments of a pointwise nest's loop; None where no load hangs on such a condition."""
+    """The segments of a pointwise nest's loop; None if no load depends on such a condition."""
     if nest.vector is None:
         return None
     held = [r for r in nest.plan.rows if r.op == "load" and r.args]
@@ -95,7 +95,7 @@ def find_edges(nest: Nest, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
 
 
 def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
-    """Whether a comparison of an index holds before the place along the vector axis where it changes; the place."""
+    """Where a comparison of an index changes along the vector axis: (whether it holds before, the index); else None."""
     sign = row.traits.sign
     if sign not in _AFTER:
         return None
@@ -115,7 +115,7 @@ def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, ir.Value] | No
 
 
 def _bound(nest: Nest, n: int) -> ir.Value:
-    """What an index is compared with, cut to what is beyond all indices: sums with the largest integer overflow."""
+    """What an index is compared with, clamped to a bound beyond all indices: sums with it do not overflow."""
     row = nest.plan.rows[n]
     if row.op == "index":
         return nest.ref(n)

@@ -50,7 +50,7 @@ class SplitNest(ReductionNest):
         return size(e)
 
     def _partial_at(self, chunk: ir.Value) -> ir.Value:
-        """Where a partial result lies: those of one chunk side by side."""
+        """The index of a partial result. The results of one chunk are contiguous."""
         results = product(symbol(f"n_{a.sym.name}") for a in self.kept)
         return chunk * size(results) + self._result_at()
 
@@ -76,9 +76,9 @@ class SplitNest(ReductionNest):
         return Function(self.close_function(), units * chunks, self.work(), expr(0))
 
     def _open_undecided(self) -> bool:
-        """Whether a chunk is left out after one with a NaN, which is the extreme of all: eager looks no further either.
+        """Whether a chunk is skipped if the one before it has a NaN, which is the extreme of all values.
 
-        Its partial results are those of the one before, if that is at hand. What follows is for all other chunks.
+        It copies that chunk's results, if the same call made them. The code that follows is for all other chunks.
         """
         found = self.accumulators(0)
         if self.is_column or self.has_checks or not found:

@@ -1,4 +1,4 @@
-"""Large results are written past the cache: whole lines that are not read first, which saves a third of the traffic.
+"""Large results are written past the cache in whole lines. No line is read first, which saves a third of the traffic.
 
 A piece of each result is computed into a tile in the first level cache and written from there. Whether it pays is
 known at run time alone: `stream` in the function says so, and else the loops write to memory as usual.
@@ -91,9 +91,9 @@ class StreamingNest(HalvesNest):
                 yield
 
     def streams(self, phase: int | None = None) -> list[Store]:
-        """Stores, of one pass or all, whose neighbours along the vector axis lie side by side: large results.
+        """Stores of one pass, or of all, that are contiguous along the vector axis and may be large.
 
-        What is also read lies in cache by then.
+        A buffer that the kernel also reads is in the cache already and is left out.
         """
         if self.checked or not self.machine.past_cache or self.vector is None or self.plan.split:
             return []
@@ -127,7 +127,7 @@ class StreamingNest(HalvesNest):
     def pieces_of(
         self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like, halves: bool = True
     ) -> Iterator[None]:
-        """Around such a loop: results may be staged, and with `halves` float16 and parts are made ready."""
+        """The same, and with `halves` the loop finds float16 as float32, and the parts of masked loads."""
         with self._may_stage(phase, start, place, length, count):
             if halves:
                 self.open_pieces(phase, start, place, length, count)

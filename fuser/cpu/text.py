@@ -17,8 +17,8 @@ static inline i64 floor_mod(i64 a, i64 b) { return b ? a - floor_div(a, b) * b :
 HIDDEN_HELPER = """\
 static inline __attribute__((always_inline)) i64 hidden(i64 n) { __asm__("" : "+r"(n)); return n; }
 """
-# Places are less than 2**52, so that the quotient of doubles lies on the right side of each integer. There are vectors
-# of it, as of a number cut to an integer: not of integer division, nor of a number rounded down to one.
+# Offsets are below 2**52, so a quotient of doubles truncates to the right integer or to the one above it. Division of
+# doubles and truncation vectorise; division of integers and floor do not.
 PLACE_HELPERS = """\
 static inline i64 place_div(i64 a, i64 b) {
   const i64 d = b ? b : 1, q = (i64)((double)a / (double)d);

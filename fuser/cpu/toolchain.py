@@ -37,7 +37,7 @@ def _why_not_run(machine: Machine) -> str | None:
 
 
 def why_no_compiler() -> str | None:
-    """None if there is a C++ compiler that nothing is known against, else what is."""
+    """None if there is a C++ compiler that is not known to fail, else the reason."""
     why = compilers.why_none()
     if why is not None:
         return why
@@ -179,7 +179,7 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> pathlib.Path:
-    """Where kernels are kept for other processes; this process's own folder if there is no such place."""
+    """Where kernels are kept for other processes; this process's own folder if there is none."""
     if not config.cache_dir:
         return files.private_folder()
     try:

@@ -9,7 +9,7 @@ from fuser.cpu.vir.printer import WORDS
 from fuser.machines import Machine
 
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
-LEAST_BYTES = 16  # of a row of what is transposed at once
+LEAST_BYTES = 16  # of a row of a block
 MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
 
 _SHUFFLE = """\
@@ -54,7 +54,7 @@ _AHEAD = "    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c +
 
 
 def edge_of(size: int, machine: Machine) -> int:
-    """The edge of what is transposed at once: twice as many rows as it has need registers, of which each holds one.
+    """The edge of a block. A block needs two registers for each of its rows, and a register holds one row.
 
     In ns an element of 4 bytes with 16 registers of 32: 1.5 with an edge of 16, 0.16 with 8, 0.18 with 4.
     """

@@ -18,7 +18,7 @@ from fuser.cpu.vir.values import Call, Name, Number, Of, Value
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """A new variable, which is assigned to later if it is not `const`; without a value it has none yet."""
+    """A new variable. If it is not `const`, it may be assigned to later, and may have no value yet."""
 
     kind: str
     name: str
@@ -111,7 +111,7 @@ class Narrow:
 class ScanBlock:
     """Scan `count` elements by the row `how` of the table, into `to` if that is given; `acc` is the carry.
 
-    Of extremes the variable `place` is the carried index, and `places` gets all of them; the first element's is `base`.
+    For extremes `place` is the index so far, `places` gets all indices, and `base` is the index of the first element.
     `total`: nothing is written but the carry.
     """
 

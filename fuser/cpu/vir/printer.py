@@ -62,7 +62,7 @@ class Printer:
         self.uses: set[str] = set()
 
     def _calls(self, text: str) -> str:
-        """A cell of a table, the helpers of which are used."""
+        """The text of a cell of a table; its helpers count as used."""
         self.uses.update(cell_helpers(text))
         return text
 

@@ -36,7 +36,7 @@ def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
 
 
 def _into_tile(v: ir.Value, places: dict[str, ir.Value]) -> ir.Value:
-    """A place in memory that is staged, as one in what `to` points to."""
+    """An element or address in memory that is staged, relative to the pointer `to`."""
     if isinstance(v, ir.At | ir.Address) and v.tile in places:
         to = ir.Name(f"to{v.tile}")
         return to[places[v.tile]] if isinstance(v, ir.At) else to

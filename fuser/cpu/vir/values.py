@@ -195,7 +195,7 @@ class Round(Value):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Value):
-    """The compute value of an element in memory; `lone`: in a chain of which no vectors are made."""
+    """The compute value of an element in memory; `lone`: by a scalar instruction, in a loop that is not vectorised."""
 
     dtype: torch.dtype
     a: Value
@@ -217,7 +217,7 @@ Of = Union[torch.dtype, int]  # what vectors are made of: a dtype, or elements o
 
 @dataclass(frozen=True, slots=True)
 class Load(Value):
-    """The elements of memory from `address` on, as a vector; zeros where `mask` does not hold, of which none is read.
+    """The elements of memory from `address` on, as a vector. Where `mask` does not hold, nothing is read: zeros.
 
     `back`: the elements from `address` backwards, so many or all that lanes hold. `paired`: two bfloat16 in a lane.
     """
