@@ -13,10 +13,13 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fuser.orders
 from fuser.compiler import CpuBackend, register_backend
@@ -78,9 +81,9 @@ class BatchBackend(CpuBackend):
         self._collecting = True
         try:
             yield
+            self.flush()  # what comes meanwhile waits for it, too
         finally:
             self._collecting = False
-            self.flush()
 
     def machine(self) -> str | None:
         """Nothing is kept for other processes."""
@@ -101,6 +104,18 @@ class BatchBackend(CpuBackend):
             if alone:
                 self._compile([request])
         return request.kernel or fused_kernel.compile_source(source)
+
+    def rehearse(self, call: Callable[[], Any]) -> None:
+        """Have a call made by a thread, so that whatever it needs beyond what was prepared is compiled with the rest:
+        pieces of a group that is split come to light one after the other. Nothing where kernels do not wait."""
+        if not self._collecting:
+            return
+
+        def run() -> None:
+            with contextlib.suppress(Exception), torch.no_grad(), warnings.catch_warnings():
+                call()
+
+        self._pool.submit(run)
 
     def flush(self) -> None:
         """Compile all that waits, until nothing that was begun is pending."""

@@ -263,11 +263,21 @@ class _Exact:
             function = make_function(text)
             module = module_of(function)
             if module is not None:
-                module.double()
+                self._widen(module)
             with _Widened(), _Noise(eps, noise or 0) if eps else contextlib.nullcontext():
                 return observe([wide], [function], lambda ins: [function(*ins[0])])[0]
         finally:
             torch.set_default_dtype(torch.float32)
+
+    def _widen(self, module: torch.nn.Module) -> None:
+        """The module in float64 with the state of the real one: the text draws other numbers in another dtype."""
+        torch.set_default_dtype(torch.float32)
+        real = module_of(make_function(self.case.text))
+        torch.set_default_dtype(torch.float64)
+        assert real is not None
+        with torch.no_grad():
+            for own, value in zip(module.double().state_dict().values(), real.state_dict().values()):
+                own.copy_(value)
 
     def _inputs(self) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -113,8 +113,7 @@ def _by_trace(functions: Sequence[Function], cases: Sequence[Case], backend: Bac
 
 
 def _by_script(functions: Sequence[Function], cases: Sequence[Case], backend: Backend) -> Function:
-    scripted = _scripted(cases[0])
-    handle = _registered(to_fx(scripted), case_inputs(cases[0]))
+    handle = _registered(to_fx(scripted(cases[0].text)), case_inputs(cases[0]))
     return lambda ins: [handle(*ins[0])]
 
 
@@ -204,8 +203,9 @@ class Group:
         self.error: Exception | None = None
         self.function: Function | None = None
 
-    def begin(self) -> None:
-        """Trace everything; kernels are compiled in the background. Nothing runs."""
+    def begin(self, rehearse: Callable[[Callable[[], Any]], None] | None = None) -> None:
+        """Trace everything; kernels are compiled in the background. Nothing runs here; `rehearse` takes a call that
+        may be made meanwhile, whose results nobody needs."""
         try:
             with settled(), mode_of(self.cases[0].mode):
                 self.function = self.route.make(self.functions, self.cases, self.gate)
@@ -215,6 +215,9 @@ class Group:
             pass
         except Exception as e:
             self.error = e
+        if rehearse is not None and not self.route.together and self.function is not None:
+            function = self.function
+            rehearse(lambda: function([case_inputs(c) for c in self.cases]))
 
     def finish(self) -> list[Observation]:
         """What each case did."""
@@ -227,19 +230,24 @@ class Group:
 
 def alone(case: Case, backend: Backend | None = None) -> Observation:
     """What a case does on its route by itself, by another backend if one is given."""
+    return together([case], backend)[0]
+
+
+def together(cases: Sequence[Case], backend: Backend | None = None) -> list[Observation]:
+    """What cases do that are compiled as one function, by another backend if one is given."""
     torch._dynamo.reset()
-    group = Group(BY_NAME[case.route], [case])
+    group = Group(BY_NAME[cases[0].route], cases)
     if backend is not None:
         group.gate = backend  # type: ignore[assignment]
     else:
         group.gate.open = True
     try:
-        with settled(), mode_of(case.mode):
-            group.function = group.route.make(group.functions, [case], group.gate)
+        with settled(), mode_of(cases[0].mode):
+            group.function = group.route.make(group.functions, cases, group.gate)
         with settled():
-            return observe([case], group.functions, group.function)[0]
+            return observe(cases, group.functions, group.function)
     except Exception as e:
-        return Observation(error=e)
+        return [Observation(error=e) for _ in cases]
     finally:
         torch._dynamo.reset()
 
@@ -255,11 +263,12 @@ def traced(case: Case) -> Observation:
         return Observation(error=e)
 
 
-def _scripted(case: Case) -> Any:
+def scripted(text: str) -> Any:
+    """The text's function as TorchScript."""
     file = f"<scripted {next(_files)}>"
-    linecache.cache[file] = (len(case.text), None, case.text.splitlines(True), file)  # where it looks for the text
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)  # where it looks for the text
     try:
-        return torch.jit.script(make_function(case.text, file=file))
+        return torch.jit.script(make_function(text, file=file))
     finally:
         del linecache.cache[file]
 
@@ -268,6 +277,6 @@ _TRACES: dict[str, Callable[[Case], Any]] = {
     "fx": lambda c: torch.fx.symbolic_trace(make_function(c.text)),
     "make_fx": lambda c: make_fx(make_function(c.text))(*case_inputs(c)),
     "trace": lambda c: torch.jit.trace(make_function(c.text), tuple(case_inputs(c)), check_trace=False),
-    "script": _scripted,
+    "script": lambda c: scripted(c.text),
 }
-__all__ = ["BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "traced"]
+__all__ = ["BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "scripted", "together", "traced"]

@@ -9,6 +9,7 @@ itself. `--way` is a route's name.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import sys
@@ -94,16 +95,46 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
     style = writer.Style(traceable=route.traceable, detaches=mode == "grad", functional=not route.writes)
     with torch.no_grad():
         body = writer.write(program, seed * 4 + n, style)
+        if route_name == "script" and not _is_scriptable(writer.function_text(program, body)):
+            body = writer.write(program, seed * 4 + n, dataclasses.replace(style, plain=True))
         low = compare.lowest(_values(program))
     if mode == "grad" and writes:
         leaves = [i for i, x in enumerate(program.inputs) if x.of < 0 and x.dtype.is_floating_point]
         body = [*(f"v{i} = v{i}.clone()" for i in leaves), *body]
+    if route.traceable and not _is_traceable(writer.function_text(program, body)):
+        return case_of(program, seed, n, "compile" if route.together else "make_fx")
+    if not program.outputs and not route.lowers:
+        return None  # `register_fusion` wants a result
     case = cases.Case(seed, route_name, mode, writer.function_text(program, body), lambda: judge.make_inputs(program),
                       writer.inputs_text(program), torch.bfloat16 if mode == "autocast" else low, program, writes,
                       mode in ("none", "inference"))  # fmt: skip
     if mode != "none" and cases.eager(case).error is not None:
         return None
     return case
+
+
+def _is_scriptable(text: str) -> bool:
+    """Whether TorchScript takes it: overloads and most of Python it does not."""
+    from tests.fuzz.routes import scripted
+
+    try:
+        scripted(text)
+    except Exception:
+        return False
+    return True
+
+
+def _is_traceable(text: str) -> bool:
+    """Whether symbolic tracing takes it: most writes by an index it does not."""
+    import torch
+
+    from tests.fuzz.writer import make_function
+
+    try:
+        torch.fx.symbolic_trace(make_function(text))
+    except Exception:
+        return False
+    return True
 
 
 def _values(program: Any) -> list[Any]:

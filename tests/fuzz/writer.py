@@ -31,7 +31,7 @@ _TOUCHY = (
 # value, and its sizes are proxies.
 _UNTRACEABLE = re.compile(
     r"\w \S?\S?= |\] = |\.shape|\.dim\(\)|\blen\(|\.dtype|range\(|for x|max\(|\.T\b|tuple\(|list\(|__[ir]|\+= "
-    r"|operator\.i"
+    r"|operator\.i|\bnn\.|torch\.(as_)?tensor\((?=.*v\d)|__setitem__|operator\.setitem"
 )
 
 
@@ -80,6 +80,7 @@ def make_function(text: str, name: str = "program", file: str = "<spelled>") -> 
     exec(compile(text, file, "exec"), space)
     made = space[name]
     assert isinstance(made, types.FunctionType)
+    made.__module__ = "fuzzed"  # TorchScript asks for it, and refuses what has none
     if isinstance(module := space.get("module"), torch.nn.Module):
         module.to(test_device())
     return made
