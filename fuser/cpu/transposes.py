@@ -34,11 +34,13 @@ ROUNDS
 }
 """
 
-# A constant number of elements to a row, which the compiler vectorises as a group of interleaved loads.
+# A constant number of elements to a row, which the compiler vectorises as a group of interleaved loads. Tile and input
+# are of other types than their bits, so the type says that it may alias them: the kernel would not see the stores.
 _APART = """\
+typedef WORD apart_bits_WORD __attribute__((may_alias));
 static void apart_WORD(const void* from, i64 count, void* to, i64 columns) {
-  const WORD* __restrict in = (const WORD*)from;
-  WORD* __restrict tile = (WORD*)to;
+  const apart_bits_WORD* __restrict in = (const apart_bits_WORD*)from;
+  apart_bits_WORD* __restrict tile = (apart_bits_WORD*)to;
 CASES}
 """
 

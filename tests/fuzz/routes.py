@@ -279,4 +279,7 @@ _TRACES: dict[str, Callable[[Case], Any]] = {
     "trace": lambda c: torch.jit.trace(make_function(c.text), tuple(case_inputs(c)), check_trace=False),
     "script": lambda c: scripted(c.text),
 }
-__all__ = ["BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "scripted", "together", "traced"]
+__all__ = [
+    "BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "scripted", "together",
+    "traced",
+]  # fmt: skip

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 import torch
+import torch.fx
 
-from fuser import config, machines
+from fuser import config, fusion_handle, machines, register_fusion
 from fuser.cpu import toolchain, transposes
 from fuser.cpu.nest import TILE_STRIDE
 from fuser.cpu.vir.printer import WORDS
@@ -67,3 +68,17 @@ def test_blocks_fit_the_registers(size):
         edge = transposes.edge_of(size, machine)
         assert edge * size <= machine.vector_bytes and edge <= machine.registers
         assert transposes.EDGES[size] % edge == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("channels", range(2, transposes.MOST_APART + 1))
+def test_kernels_see_what_was_taken_apart(channels, dtype):
+    """The tile has another type than its stores: constant sizes, and few columns, put both into one function."""
+
+    def program(mask, x):
+        return torch.where(mask, x, mask) * 2, mask.contiguous()
+
+    mask = (torch.arange(16 * channels * 60).reshape(4, 2 * channels, 6, 20) % 3 > 0)[::2, ::2, ::2, ::2]
+    x = torch.randn(mask.shape).to(dtype).contiguous(memory_format=torch.channels_last)
+    handle = fusion_handle(register_fusion(torch.fx.symbolic_trace(program)))
+    assert all(map(torch.equal, handle(mask, x), program(mask, x)))
