@@ -242,6 +242,59 @@ def test_a_warm_process_imports_neither_lowering_nor_triton(tmp_path: pathlib.Pa
     assert said[1] == [said[0][0], 0, []]
 
 
+_MODEL = """
+import importlib.abc, json, sys, torch, torch.nn.functional as F, fuser
+from torch._subclasses.fake_tensor import FakeTensorMode
+from fuser import compiler, executor, interface, kernel_cache
+from fuser.cuda import driver, toolchain
+from fuser.runtime import python_launcher
+asked, made, prepare = set(), [], interface.prepare
+class NoTriton(importlib.abc.MetaPathFinder):  # torch itself asks for it, and does without
+    def find_spec(self, name, path=None, target=None):
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename and "importlib.util" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if name.partition(".")[0] != "triton" or "importlib" in frame.f_code.co_filename:
+            return None  # or somebody only asks whether it is there
+        asked.add(frame.f_globals["__name__"].partition(".")[0])
+        raise ImportError("there is no Triton")
+class Library:
+    def __init__(self, path, parts, batched=None):
+        self.path, self.parts, self.entries = path, parts, (1,) * len(parts)
+    def __str__(self):
+        return self.path
+sys.meta_path.insert(0, NoTriton())
+compiler.why_not, driver.capability, driver.Library = (lambda device: None), (lambda device: 90), Library
+torch.cuda.is_available, torch.cuda.current_device = (lambda: True), (lambda: 0)
+torch.cuda.get_rng_state, torch.cuda.set_rng_state = (lambda: torch.zeros(16, dtype=torch.uint8)), (lambda state: None)
+toolchain.compile_now = lambda r: driver.Entry(r.name, b"binary", 0, 32 * r.warps, 2)
+executor.launcher.make_handle = python_launcher.Handle
+interface.prepare = lambda key, given: made.append(prepare(key, given))
+def model(x, g, b, up, down):
+    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (64,), g, b), up)), down)
+for _ in range(2):  # as in two processes: the second has but what the first left on disk
+    torch._dynamo.reset()
+    interface.REGISTRY, before = kernel_cache.Registry(), fuser.stats()
+    with FakeTensorMode(), torch.no_grad():
+        given = [torch.empty(size, device="cuda") for size in ((32, 64), (64,), (64,), (128, 64), (64, 128))]
+        torch.compile(model, backend="fuser")(*given)
+    reasons, stats = [f.result(60) for f in made], fuser.stats()
+    del made[:]
+    print(json.dumps([reasons, *(stats[n] - before[n] for n in ("restored", "lowerings")), sorted(asked - {"torch"})]))
+"""
+
+
+def test_a_model_that_finds_its_kernels_needs_no_triton(tmp_path: pathlib.Path) -> None:
+    """Dynamo imports it, if it is there; nothing of this package asks for it."""
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", _MODEL], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    cold, warm = map(json.loads, done.stdout.splitlines())
+    groups = len(cold[0])
+    assert groups >= 3 and cold[0] == warm[0] == [None] * groups and cold[2] > 0
+    assert warm[1:] == [groups, 0, []] and cold[3] == []
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_warm_process_on_a_gpu_lowers_nothing(tmp_path: pathlib.Path) -> None:
