@@ -190,11 +190,12 @@ def why_unserved(before: Calls, after: Calls) -> str | None:
 
 def main(rank: int, ranks: int, store: str, device: str, names: list[str]) -> None:
     torch.set_num_threads(1)
+    how: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(rank)
-    how = "gloo" if device == "cpu" else "nccl"
+        how = {"backend": "nccl", "device_id": torch.device("cuda", rank)}  # else NCCL guesses a device at a barrier
     dist.init_process_group(  # the store is a file: no port has to be free
-        how, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
+        **how, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
     )
     began, ended = cold_start(device)
     failed: dict[str, str | None] = {}

@@ -111,11 +111,12 @@ bool load_entries(Kernel* k, bool explain) {
   return true;
 }
 
-// Loads the library of a kernel again, from a file that is checked first. Runs Python.
+// Loads the library of a kernel again, from a file that is checked first. Runs Python, and so other threads: one that
+// has loaded it meanwhile may be running its entries, which are not written then.
 bool reload(Kernel* k) {
   Library* l = k->code;
   if (!l->handle && !truth(PyObject_CallFunction(torch.py_is_whole, "s", l->path))) return false;
-  return load_entries(k, false);
+  return (l->handle && k->loaded == l->loads) || load_entries(k, false);
 }
 
 // Begins a call of a kernel: its library stays until `end_call`. False if it is not loaded.
