@@ -173,6 +173,8 @@ class LaneLoop:
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
             elif row.op == "to_dtype":
                 yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
+            elif n in self.nest.near:
+                yield ir.call(f"fuser_lanes_{self.nest.near[n]}", *args)
             else:
                 kind = self._cell_dtype(row)
                 assert kind is not None

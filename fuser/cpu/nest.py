@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 
 from fuser.cpu.exact import exact_rows, tame_rows
+from fuser.cpu.intervals import near_rows
 from fuser.cpu.moves import bits_of
 from fuser.cpu.quotients import factors
 from fuser.cpu.records import Bindings, Partial
@@ -92,6 +93,11 @@ class Nest:
     def tame(self) -> frozenset[int]:
         """Rows whose NaNs have zeros in their low bits."""
         return tame_rows(self.plan)
+
+    @functools.cached_property
+    def near(self) -> dict[int, str]:
+        """The helpers of rows whose arguments lie in the interval that these are for."""
+        return near_rows(self.plan)
 
     def hold(self, rows: frozenset[int]) -> None:
         """Take `rows` for constant in the innermost loops."""
@@ -224,6 +230,8 @@ class Nest:
             return ir.Bound(row.traits.wins, *args)
         if row.traits.sign == "/" and row.dtype is torch.float32 and self.is_full(n):
             return self._quotient(row, *args)
+        if n in self.near:
+            return ir.call(f"fuser_{self.near[n]}", *args)
         return ir.Op("op", row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
 
     def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:

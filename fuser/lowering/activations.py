@@ -101,7 +101,7 @@ def lower_gelu_backward(ctx: LoweringContext, grad: Operand, x: Operand, approxi
 @lower("aten.mish")
 def lower_mish(ctx: LoweringContext, x: Operand) -> TensorBox:
     """x * tanh(log(1 + exp(x)))"""
-    return elementwise(ctx, [x], lambda v: ops.mul(v, ops.tanh(ops.log1p(ops.exp(v)))))
+    return elementwise(ctx, [x], lambda v: ops.mul(v, ops.tanh(soft_maximum(v))))
 
 
 @lower("aten.mish_backward")
@@ -109,7 +109,7 @@ def lower_mish_backward(ctx: LoweringContext, grad: Operand, x: Operand) -> Tens
     """grad * (t + x * s * (1 - t * t)), t = tanh(log(1 + exp(x))), s the sigmoid of x"""
 
     def body(g: Value, v: Value) -> Value:
-        t = ops.tanh(ops.log1p(ops.exp(v)))
+        t = ops.tanh(soft_maximum(v))
         return ops.mul(g, ops.add(t, ops.mul(ops.mul(v, logistic(v)), one_minus(ops.mul(t, t)))))
 
     return elementwise(ctx, [grad, x], body)
@@ -316,13 +316,18 @@ def lower_elu_backward(
 
 
 # -- softplus, log sigmoid, logit --------------------------------------------------------------------------------------
+def soft_maximum(v: Value) -> Value:
+    """log(1 + exp(v)) as max(v, 0) + log(1 + exp(-|v|)), which neither overflows nor needs a logarithm beyond 2"""
+    return ops.add(ops.maximum(v, 0.0), ops.log1p(ops.exp(ops.neg(ops.abs(v)))))
+
+
 @lower("aten.softplus")
 def lower_softplus(ctx: LoweringContext, x: Operand, beta: Operand = 1, threshold: Operand = 20) -> TensorBox:
     """log(1 + exp(beta * x)) / beta, x where beta * x is above the threshold"""
 
     def body(v: Value, b: Value, t: Value) -> Value:
         scaled = ops.mul(v, b)
-        return ops.where(ops.gt(scaled, t), v, ops.div(ops.log1p(ops.exp(scaled)), b))
+        return ops.where(ops.gt(scaled, t), v, ops.div(soft_maximum(scaled), b))
 
     return elementwise(ctx, [x, beta, threshold], body)
 

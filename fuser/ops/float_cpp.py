@@ -173,6 +173,18 @@ _add(
   return __builtin_copysignf(fuser_log_edges_f32(u, y), x);
 """,
 )
+# For arguments from 0 to 1, of which only u above 4/3 is halved: the same bits.
+_add(
+    "fuser_log1p_unit_f32",
+    """\
+  const float u = 1.0f + x, lost = x - (u - 1.0f);
+  const bool halved = FUSER_BITS(i32, u) >= 0x3faaaaab;
+  const float s = halved ? 0.5f : 1.0f, e = halved ? 1.0f : 0.0f;
+  const float f = FUSER_FMAF(lost, s, FUSER_FMAF(u, s, -1.0f));
+"""
+    + _LOG_Q
+    + "  return FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));\n",
+)
 
 _ERF_SMALL = (0.12837917, -0.3761263, 0.11283618, -0.026855126, 0.005190734, -0.00080307614, 7.920368e-05)
 _ERF_LARGE = (

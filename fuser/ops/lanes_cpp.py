@@ -305,7 +305,7 @@ FUNCTIONS = frozenset(
     "exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf"
     " asin acos atan sinh cosh asinh acosh atanh half_erfc".split()
 )
-_INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum", "turned")
+_INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum", "log1p_unit", "turned")
 _FOR_VECTORS = (
     (r"\bfuser_(\w+)", r"fuser_lanes_\1"),
     (r"\bFUSER_FMAF\b", "FUSER_LANES_FMA"),

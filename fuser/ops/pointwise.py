@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -89,13 +90,13 @@ ARITHMETIC = (
     ),
     OpRow(
         "neg", 1, torch.neg, by("-{0}", "({T})(0 - ({U}){0})"), by(_TRITON_NEG, "(-{0})"), NUMBERS, selects=(0,),
-        lanes=_ALIKE,
+        negates=True, lanes=_ALIKE,
     ),
     OpRow(
         "abs", 1, torch.abs,
         lambda d: "{0}" if d is torch.uint8 else by("__builtin_fabs{f}({0})", "fuser_abs_{D}({0})")(d),
         lambda d: "{0}" if d is torch.uint8 else "tl.abs({0})", NUMBERS, selects=(0,), keeps_zero=True,
-        lanes=in_lanes("fuser_lanes_abs({0})"),
+        within=(0.0, math.inf), lanes=in_lanes("fuser_lanes_abs({0})"),
     ),
     OpRow(
         "sign", 1, torch.sign, "({T})(({0} > 0) - ({0} < 0))",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ops import lanes_cpp
 from fuser.ops.pointwise import by_width, in_lanes
-from fuser.ops.table import FLOATS, INTS, Cell, OpRow
+from fuser.ops.table import FLOATS, INTS, Cell, Near, OpRow
 
 _TANH = by_width("fuser_tanh({0})", "libdevice.tanh({0})")
 _SIGMOID = by_width("fuser_sigmoid({0})", "(1.0 / (1.0 + libdevice.exp(-{0})))")
@@ -24,6 +25,14 @@ _FAST = {
     "tanh": "fuser_tanh_fast({0})",
     "erf": "fuser_erf_fast({0})",
     "normal_cdf": "fuser_normal_cdf_fast({0})",
+}
+_POSITIVE, _UNIT = (0.0, math.inf), (0.0, 1.0)
+_WITHIN = {
+    "exp": _POSITIVE, "exp_down": _UNIT, "exp2": _POSITIVE, "sigmoid": _UNIT, "normal_cdf": _UNIT,
+}  # fmt: skip
+_NEAR = {
+    "exp": Near(-math.inf, 0.0, "exp_below_f32", _UNIT),
+    "log1p": Near(0.0, 1.0, "log1p_unit_f32", (0.0, 0.6931472)),
 }
 
 
@@ -40,7 +49,7 @@ def _unary(
         name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton or f"libdevice.{name}({{0}})", FLOATS,
         cost=cost, domain=domain, ulps=ulps, plain_nan=inline, exponential=name in ("exp", "exp_down"),
         lanes=in_lanes(f"fuser_lanes_{name}_f32({{0}})") if inline or name in ("sin", "cos") else None,
-        fast=_FAST.get(name, ""),
+        within=_WITHIN.get(name), near=_NEAR.get(name), fast=_FAST.get(name, ""),
     )  # fmt: skip
 
 

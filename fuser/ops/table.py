@@ -33,6 +33,19 @@ LOGIC = (*JOINING, *TURNING)
 
 
 @dataclass(frozen=True)
+class Near:
+    """A C++ helper that gives an op's float32 results for arguments from `low` to `high`, or NaN, in less time.
+
+    helper: its name behind `fuser_`, or `fuser_lanes_` for vectors. gives: the interval of these results.
+    """
+
+    low: float
+    high: float
+    helper: str
+    gives: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class OpRow:
     """One loop-level op.
 
@@ -51,7 +64,7 @@ class OpRow:
     Traits, which generators and the scheduler ask for; no op is known to them by its name:
     sign: the arithmetic ("+" "-" "*" "/"), comparison ("<" …) or logic ("&" "|" "^" "!" "~") that the op is.
     selects: the arguments of which the result is one, as it is, negated, or replaced by zero.
-    copies: whether the result is the only argument itself.
+    copies: whether the result is the only argument itself. negates: whether it is that with the other sign.
     wins: of extremes, the comparison that the first argument must win.
     plain_nan: whether a NaN among the results is an argument's, made quiet, or the machine's own.
     keeps_zero: whether the result is zero where all arguments are.
@@ -62,6 +75,8 @@ class OpRow:
     inexact: dtypes in which eager's own results are off, so that kernels leave them to ATen.
     lanes: C++ on explicit vectors, by the arguments' dtype (of `where`, the values'): float32, or bool for flags;
       `SAME`, or None where there is none.
+    within: the interval of all float results, NaN apart; one from 0.0 has no -0.0.
+    near: a helper for float32 arguments that are known to lie in an interval.
     fast: Triton for float32 by the hardware's approximations, where all results are rounded to a half.
     """
 
@@ -83,6 +98,7 @@ class OpRow:
     sign: str = ""
     selects: tuple[int, ...] = ()
     copies: bool = False
+    negates: bool = False
     wins: str = ""
     plain_nan: bool = False
     keeps_zero: bool = False
@@ -92,6 +108,8 @@ class OpRow:
     keeps_integers: bool = False
     inexact: tuple[torch.dtype, ...] = ()
     lanes: Callable[[torch.dtype], str | None] | None = None
+    within: tuple[float, float] | None = None
+    near: Near | None = None
     fast: str = ""
 
     @property
