@@ -25,10 +25,10 @@ def intervals(plan: KernelPlan) -> list[Interval]:
     return found
 
 
-def near_rows(plan: KernelPlan) -> dict[int, str]:
-    """The helpers of rows whose op has one for the interval of its argument."""
+def near_rows(plan: KernelPlan) -> frozenset[int]:
+    """The rows whose op has a helper for the interval of its argument."""
     lies = intervals(plan)
-    return {n: row.traits.near.helper for n, row in enumerate(plan.rows) if _is_near(row, lies) and row.traits.near}
+    return frozenset(n for n, row in enumerate(plan.rows) if _is_near(row, lies))
 
 
 def _is_near(row: Row, lies: list[Interval]) -> bool:

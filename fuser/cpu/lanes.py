@@ -1,5 +1,7 @@
 """Pointwise loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
 
+So are loops of elementary functions in float32, whose operations wait for each other.
+
 The instructions are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
 the lanes of their mask. A comparison of the index along the vector axis becomes a mask: all lanes before the index at
@@ -20,9 +22,11 @@ from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
+from fuser.scheduler.nodes import row_cost
 
 VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
+COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORTEST = 4  # elements of a row: fewer fill no vector
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
@@ -71,9 +75,15 @@ class LaneLoop:
             return False
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
-        if not halves and not any(map(self._rounds, self.rows)):
+        if not halves and not any(map(self._rounds, self.rows)) and not self._is_costly():
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
+
+    def _is_costly(self) -> bool:
+        """Whether elementary functions decide the time, of which a vector's operations wait for each other."""
+        rows = [self.plan.rows[n] for n in self.rows]
+        costly = [r for r in rows if row_cost(r) >= COSTLY]
+        return bool(costly) and all(r.traits.inline for r in costly)
 
     def _rounds(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -173,12 +183,10 @@ class LaneLoop:
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
             elif row.op == "to_dtype":
                 yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
-            elif n in self.nest.near:
-                yield ir.call(f"fuser_lanes_{self.nest.near[n]}", *args)
             else:
                 kind = self._cell_dtype(row)
                 assert kind is not None
-                yield ir.Op("lanes", row.op, kind, args)
+                yield ir.Op("lanes_near" if n in self.nest.near else "lanes", row.op, kind, args)
 
     def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
         start = ir.Name(f"from{n}")

@@ -95,8 +95,8 @@ class Nest:
         return tame_rows(self.plan)
 
     @functools.cached_property
-    def near(self) -> dict[int, str]:
-        """The helpers of rows whose arguments lie in the interval that these are for."""
+    def near(self) -> frozenset[int]:
+        """Rows whose arguments lie in the interval that a helper of their op is for."""
         return near_rows(self.plan)
 
     def hold(self, rows: frozenset[int]) -> None:
@@ -230,9 +230,8 @@ class Nest:
             return ir.Bound(row.traits.wins, *args)
         if row.traits.sign == "/" and row.dtype is torch.float32 and self.is_full(n):
             return self._quotient(row, *args)
-        if n in self.near:
-            return ir.call(f"fuser_{self.near[n]}", *args)
-        return ir.Op("op", row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
+        table = "near" if n in self.near else "op"
+        return ir.Op(table, row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
 
     def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:
         """A division in a loop. By a constant it is two products, if the machine has a fused multiply-add."""

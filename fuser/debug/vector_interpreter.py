@@ -561,6 +561,7 @@ def _joined(s: ir.Fold, a: Scalar, b: Scalar) -> Scalar:
 
 _TABLES: dict[str, Callable[[ir.Op, Sequence[Scalar]], Scalar]] = {
     "op": _op_cell, "lanes": _op_cell, "combine": _combined, "overtakes": _overtakes, "step": _stepped,
+    "near": _op_cell, "lanes_near": _op_cell,
 }  # fmt: skip
 _STATEMENTS: dict[type, Callable[[_Machine, Any, _Env], None]] = {
     ir.Let: _Machine._let, ir.Scratch: _Machine._scratch, ir.Pointer: _Machine._pointer, ir.Set: _Machine._set,

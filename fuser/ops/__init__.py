@@ -88,6 +88,18 @@ def has_lanes(name: str, dtype: torch.dtype) -> bool:
     return row is not None and callable(row.lanes) and row.lanes(dtype) is not None
 
 
+def cpp_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
+    """The C++ expression of op `name` for float32 arguments in the interval of its row; None if there is none."""
+    near = OPS[name].near
+    return f"fuser_{near.helper}({', '.join(args)})" if near is not None and dtype is torch.float32 else None
+
+
+def cpp_lanes_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
+    """The same on explicit vectors."""
+    text = cpp_near(name, dtype, *args)
+    return None if text is None else text.replace("fuser_", "fuser_lanes_", 1)
+
+
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of reduction `name`'s combine cell, for an accumulator of `dtype` (see `ReductionRow`)."""
     row = REDUCTIONS.get(name)
@@ -157,7 +169,9 @@ __all__ = [
     "cpp_constant",
     "cpp_convert",
     "cpp_lanes",
+    "cpp_lanes_near",
     "cpp_load",
+    "cpp_near",
     "cpp_overtakes",
     "cpp_round",
     "cpp_step",

@@ -159,6 +159,7 @@ _SPELLED = {
 #define FUSER_LANES_EVEN (lanes_u){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}
 #define FUSER_LANES_FMAD(a, b, c) __builtin_ia32_vfmaddpd512_mask(FUSER_LD(a), FUSER_LD(b), FUSER_LD(c), (u8)-1, 4)
 #define FUSER_LANES_FMA(a, b, c) __builtin_ia32_vfmaddps512_mask(FUSER_L(a), FUSER_L(b), FUSER_L(c), (u16)-1, 4)
+#define FUSER_LANES_SCALE(p, n) __builtin_ia32_scalefps512_mask(p, n, (lanes_f){}, (u16)-1, 4)
 """,
         """\
 typedef char lanes_c __attribute__((vector_size(16)));
@@ -329,6 +330,14 @@ def _for_vectors(text: str) -> str:
 _SCALAR = float_cpp.HELPERS | inverse_cpp.HELPERS
 for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
     HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(_SCALAR[_name])
+# One instruction, where there is one for p 2^n with one rounding; t is n + 1.5 * 2^23.
+_SCALE = "fuser_lanes_scale_f32"
+HELPERS[_SCALE] = f"""\
+#if defined(FUSER_LANES_SCALE)
+FUSER_FN lanes_f {_SCALE}(lanes_f p, lanes_f t) {{ return FUSER_LANES_SCALE(p, t - 12582912.0f); }}
+#else
+{HELPERS[_SCALE]}#endif
+"""
 
 # As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number in one of
 # that helper's buckets, or infinite, ask it for each of theirs. The bits are the same.

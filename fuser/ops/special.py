@@ -49,7 +49,7 @@ def _unary(
         name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton or f"libdevice.{name}({{0}})", FLOATS,
         cost=cost, domain=domain, ulps=ulps, plain_nan=inline, exponential=name in ("exp", "exp_down"),
         lanes=in_lanes(f"fuser_lanes_{name}_f32({{0}})") if inline or name in ("sin", "cos") else None,
-        within=_WITHIN.get(name), near=_NEAR.get(name), fast=_FAST.get(name, ""),
+        within=_WITHIN.get(name), near=_NEAR.get(name), inline=inline, fast=_FAST.get(name, ""),
     )  # fmt: skip
 
 

@@ -93,3 +93,23 @@ def test_softplus_and_mish_at_the_edges():
     for f in (torch.nn.functional.softplus, torch.nn.functional.mish):
         (got,) = fused(graph_of([f], 1), [x])
         torch.testing.assert_close(got, f(x.double()).float(), equal_nan=True, rtol=3e-7, atol=1e-43)
+
+
+def test_vectors_of_elementary_functions():
+    """Loops that functions decide are in explicit vectors, where the machine has them; their tails are masked."""
+    f = lambda x, y: torch.nn.functional.gelu(x, approximate="tanh") * y + torch.exp(-y.abs())  # noqa: E731
+    graph = graph_of([f], 2)
+    for n in (1, 15, 64, 77, 1031):
+        x, y = torch.randn(n) * 4, torch.randn(n)
+        torch.testing.assert_close(fused(graph, [x, y])[0], f(x.double(), y.double()).float(), rtol=2e-6, atol=2e-7)
+    has_vectors = bool(machines.find(config.isa).lanes)
+    assert has_vectors == ("fuser_lanes_exp_below_f32(t" in debug_get_fused_kernel_code(graph, [x, y]))
+    plain = source(lambda x, y: torch.sin(x) / y, x, y)
+    assert "fuser_lanes_sin_f32(t" not in plain
+
+
+def test_powers_of_two_in_vectors():
+    """Products with 2^n round once, to denormals and to infinity too: vectors have the bits of the scalar function."""
+    x = torch.linspace(-106, 92, 40001)
+    in_vectors = fused(graph_of([torch.exp], 1), [x])[0]
+    assert torch.equal(in_vectors, fused(graph_of([lambda x: x.exp().amax(0)], 1), [x.repeat(2, 1)])[0])

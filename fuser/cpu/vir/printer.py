@@ -22,7 +22,9 @@ from fuser.ops import (
     cpp_constant,
     cpp_convert,
     cpp_lanes,
+    cpp_lanes_near,
     cpp_load,
+    cpp_near,
     cpp_overtakes,
     cpp_round,
     cpp_step,
@@ -38,6 +40,7 @@ _BINDS = {"*": 10, "/": 10, "%": 10, "+": 9, "-": 9, "<<": 8, "<": 7, "<=": 7, "
 _ATOM, _UNARY, _SUM, _CHOICE, _LOOSE = 12, 11, 9, 0, -1
 _TABLES: dict[str, Callable[..., str | None]] = {
     "op": cpp_cell, "lanes": cpp_lanes, "combine": cpp_combine, "overtakes": cpp_overtakes, "step": cpp_step,
+    "near": cpp_near, "lanes_near": cpp_lanes_near,
 }  # fmt: skip
 _ARRAYS = ("fuser_zeros",)  # of the generator's helpers
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes

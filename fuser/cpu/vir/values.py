@@ -166,7 +166,10 @@ class Cast(Value):
 
 @dataclass(frozen=True, slots=True)
 class Op(Value):
-    """A cell of a table of `fuser.ops`: "op", "lanes" (an op on explicit vectors), "combine", "overtakes" or "step"."""
+    """A cell of a table of `fuser.ops`: "op", "lanes" (an op on explicit vectors), "combine", "overtakes" or "step".
+
+    "near" and "lanes_near" are ops whose argument lies in the interval that `OpRow.near` is for.
+    """
 
     table: str
     name: str
