@@ -60,7 +60,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             frontier = {d for n in fresh for d in self.deps(n) if d in again}
             frontier |= {r for r in p.roots if r in again}
             for n in sorted(frontier):
-                costly = sum(row_cost(self.plan.rows[m]) for m in self.closure([n])) >= KEEP_COST
+                behind = [self.plan.rows[m] for m in self.closure([n])]
+                costly = sum(map(row_cost, behind)) >= KEEP_COST or any(r.op == "indirect" for r in behind)
                 plain = self.plan.rows[n].op in ("load", "indirect", "pair")
                 fits = per_unit * (len(self.kept_rows) + 1) <= KEEP_BYTES
                 if fits and (self._is_scattered(n) if plain else costly):

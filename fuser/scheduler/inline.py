@@ -29,6 +29,7 @@ from fuser.scheduler.nodes import Node, normalise, row_cost
 
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
+AGAIN = 8  # readings of an element that is looked up, from which it is looked up once and kept in memory
 COSTLY = 64  # what an element may cost that a scatter or scan computes itself
 MOST_ROWS = 96  # rows a reader may have after it took in a producer
 
@@ -99,8 +100,19 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     read = _varies_along(rows, index)
     innermost = reader.domain[-1][0] if reader.domain else None
     hoisted = innermost not in read
+    if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
+        return False
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or producer.cost() <= CHEAP
+
+
+def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:
+    """Whether a reader at `index` would look up another place for each turn of its innermost loop."""
+    body = producer.rows
+    found = (_varies_along(body, (expr(indirect_symbol(n)),)) for n, r in enumerate(body) if r.op == "indirect")
+    along = set[Sym]().union(*found)
+    pairs = zip(producer.store_index, index, strict=True)
+    return any(innermost in symbols(e) for store, e in pairs if not along.isdisjoint(symbols(store)))
 
 
 def _varies_along(body: Sequence[Row], index: tuple[Expr, ...]) -> set[Sym]:

@@ -139,3 +139,19 @@ def test_an_empty_tensor_in_a_kernel_made_for_an_expanded_one(shape):
     for x in (torch.randn(1, 1, 1).expand(4, 6, 5), torch.randn(shape)):
         (out,) = fuser.run_fusion(key, [x])
         torch.testing.assert_close(out, total(x))
+
+
+def test_what_is_looked_up_for_many_readings_is_kept():
+    """A bias that a table holds is looked up once, not again for each window; few readings look it up themselves."""
+
+    def scores(x: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x + table[index].permute(2, 0, 1), -1)
+
+    table, index = torch.randn(9, 3), torch.randint(9, (20, 20))
+    for windows, kernels in ((32, 2), (2, 1)):
+        x = torch.randn(windows, 3, 20, 20)
+        torch.testing.assert_close(run(scores, x, table, index), scores(x, table, index))
+        source = code(scores, x, table, index)
+        assert source.count('extern "C" void') == kernels
+    rows = source[source.index('extern "C" void') :]
+    assert rows.count("in2[") == 1  # the second pass reads what the first has looked up
