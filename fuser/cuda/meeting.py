@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fuser.cuda import tiles
+from fuser.cuda.driver import MEETS
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, online_phases, widest
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.split import Partial
@@ -109,7 +110,7 @@ class MeetingNest(Nest):
         self.out.add(f"counter = {self.params.pointer(f'{self.name}_arrived')} + number // {self.parts()}")
         self.all_at_once()
         self.out.add(f"fuser_leave(counter, {self.parts()} * {self.met + 1} - 1)")
-        made = self.close_function(self.name, self.units())
+        made = self.close_function(self.name + MEETS, self.units())
         return replace(made, helpers=(HELPERS,), registers=tiles.MEETING_REGISTERS)
 
     def parts(self) -> str:
