@@ -463,7 +463,7 @@ class Nest:
                 self.emitted.add(n)
                 self.declare(n)
 
-    def emit_inner(self, phase: int, loads_kept: bool = True) -> None:
+    def emit_inner(self, phase: int) -> None:
         """The body of the innermost loops of a pass: rows, row buffers, stores, accumulation."""
         available, described = self._available(phase), self.passes[phase]
         for n in self.closure(described.roots, available):

@@ -56,7 +56,7 @@ def write_joined(
     n, results = product(a.size for a in rows), product(a.size for a in plan.reduced_axes)
     tile = walk.tile
     layout = Layout([], [Dim(rows, tile.outer, "x"), Dim(list(plan.reduced_axes), tile.inner, "r", whole=True)],
-                    tile.warps, row_class(results, tile.inner, tiles.SHORTEST_ROW, ctx))  # fmt: skip
+                    tile.warps, row_class(results, tile.inner, tiles.SHORTEST_ROW))  # fmt: skip
     nest = Nest(plan, name, ctx, layout)
     chunks = minimum(blocks(n, tile.outer), expr(walk.programs))
     partials = [Partial(f"{name}_p{r.number}", _accumulator(plan, r), results * chunks) for r in joined.columns]

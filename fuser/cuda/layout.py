@@ -76,7 +76,7 @@ def is_column(plan: KernelPlan) -> bool:
     return bool(plan.reductions) and vector is not None and not vector.reduced
 
 
-def row_class(n: Expr, length: int, least: int, ctx: Context) -> list[Guard]:
+def row_class(n: Expr, length: int, least: int) -> list[Guard]:
     """Guards for rows that a block of `length`, but none half as long, holds."""
     out: list[Guard] = [("le", n, expr(length))]
     if length > least:
@@ -187,11 +187,11 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         if tile is None and not loop and ctx.hint(n) > longest:
             guards.append(("lt", expr(longest), n))
         elif not loop:
-            guards += row_class(n, tiles.power_of_two(ctx.hint(n)), least, ctx)
+            guards += row_class(n, tiles.power_of_two(ctx.hint(n)), least)
         tile = looped
         loop = True
     else:
-        guards += row_class(n, tile.inner, least, ctx)
+        guards += row_class(n, tile.inner, least)
     outer = [a for a in kept if a.sym == plan.vector] if column else kept
     scalars = [a for a in kept if a not in outer]
     dims = []

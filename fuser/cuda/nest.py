@@ -300,7 +300,7 @@ class Nest:
         """Whether memory runs along a dim, so that it matters whether 16 divides its size."""
         return any(a.sym in self.contiguous for a in d.axes) or d.axes[0].reduced and not is_column(self.plan)
 
-    def open_dim(self, d: Dim, start: str, end: str = "") -> None:
+    def open_dim(self, d: Dim, start: str) -> None:
         """The numbers of a dim's block, the axes they stand for, and the mask."""
         both = len(self.layout.dims) == 2
         index = "" if not both else "[:, None]" if d is self.layout.dims[0] else "[None, :]"

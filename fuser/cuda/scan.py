@@ -72,7 +72,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
             elements = whole.outer * whole.inner if len(dims) == 2 else whole.inner
             # No more threads than elements: the others would scan the same ones again.
             warps = max(min(whole.warps, elements // 64), 1)
-            return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW, ctx), None
+            return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW), None
         tile = tiles.shrunk((tiles.LOOPED_PLACES if places else tiles.LOOPED_SCAN)[narrowest(plan)], ctx.smaller)
         least, below = tiles.SPLIT_ROW_FROM, tiles.SPLIT_BELOW
         units = product(a.size for a in kept)
@@ -81,7 +81,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
     if plan.vector is None:
         longest = rows[-1][0]
         far = ctx.hint(n) > longest
-        guards += [("lt", expr(longest), n)] if far else row_class(n, tiles.power_of_two(ctx.hint(n)), 1, ctx)
+        guards += [("lt", expr(longest), n)] if far else row_class(n, tiles.power_of_two(ctx.hint(n)), 1)
     else:
         guards.append(length)
     few = ctx.hint(units) < below

@@ -197,7 +197,7 @@ def start_kernel(node: Node, order: int) -> Kernel:
     return kernel
 
 
-def score_fusion(ctx: LoweringContext, kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]) -> int:
+def score_fusion(kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]) -> int:
     """Bytes of memory traffic saved by running `node` in `kernel`: what it reads that the kernel makes or reads."""
     shared = (node.reads & kernel.reads) | (node.reads & set(kernel.produced))
     return sum(buffers.get(b, (0, 0))[0] for b in shared)
@@ -218,7 +218,7 @@ def fuse(
             earliest = max(earliest, home[node.buffer.name])  # after the loops that filled the buffer before
         domain = tuple(size for _, size in node.domain)
         candidates = _candidates(kernels, node, earliest, [same_loops.get(domain, -1)], last_reader)
-        candidates.sort(key=lambda k: (-score_fusion(ctx, k, node, sizes), k.order))
+        candidates.sort(key=lambda k: (-score_fusion(k, node, sizes), k.order))
         chosen: Kernel | None = None
         for kernel in candidates:
             verdict = can_fuse(ctx, kernel, node, most_rows, strides)

@@ -280,13 +280,13 @@ def _finish(
 ) -> KernelPlan:  # fmt: skip
     phases, varies = phases_of(axes, rows, [r for _, r, _ in reductions])
     # Two parts of a result that are both empty, or the same, may come to be one store.
-    final = tuple(dict.fromkeys(Store(b, e, r, _store_phase(phases, rows, r, e)) for b, e, r in stores))
+    final = tuple(dict.fromkeys(Store(b, e, r, _store_phase(phases, r, e)) for b, e, r in stores))
     done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
     full = {n for n, along in enumerate(varies) if along & {a.sym for a in axes if a.reduced}}
     final = _late(final, rows, done, full)
     used = dict.fromkeys([r.attr[0] for r in rows if r.op == "load"] + [b for b, _, _ in stores])
     return KernelPlan(
-        name=_name(kernel, axes, rows, done),
+        name=_name(kernel, axes, done),
         axes=tuple(axes), vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=final,
         reductions=done, buffers=tuple((b, dtypes[b]) for b in used),
         split=_wants_split(axes, vector, done, final, target),
@@ -317,7 +317,7 @@ def phases_of(
     return tuple(phases), tuple(varies)
 
 
-def _store_phase(phases: Sequence[int], rows: list[Row], row: int, address: Expr) -> int:
+def _store_phase(phases: Sequence[int], row: int, address: Expr) -> int:
     return max([phases[row], *(phases[u] for u in address_rows(address))])
 
 
@@ -373,7 +373,7 @@ def _wants_split(
     return units < target.split_units and work >= target.split_work
 
 
-def _name(kernel: Kernel, axes: list[Axis], rows: list[Row], reductions: tuple[Reduce, ...]) -> str:
+def _name(kernel: Kernel, axes: list[Axis], reductions: tuple[Reduce, ...]) -> str:
     """What a kernel does, for readers of code and of profiles: `red_sum_mul_add_d2`, with its first operators."""
     kinds = dict.fromkeys(r.kind for r in reductions)
     words = [*(["red", *kinds] if kinds else ["pw"]), *_operators(kernel, kinds)]
