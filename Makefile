@@ -20,7 +20,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make bench, make report-page (with npm), make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -84,6 +84,13 @@ types: $(VENV)/.has-dev
 
 imports: $(VENV)/.has-dev
 	$(BIN)/python tools/check_imports.py $(ARGS)
+
+pages: $(VENV)/.has-dev
+	$(BIN)/python tools/check_pages.py
+	$(BIN)/codespell README.md docs fuser tools benchmarks examples tests
+
+site: $(VENV)/.has-docs
+	$(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 bench: $(VENV)/.has-bench
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -50,6 +50,7 @@ TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", REDIS, SPANS, TRITON]
 NNSMITH = ["nnsmith", "z3-solver"]
 # Rivals on the CPU that the benchmarks run where they are installed; zentorch needs a release for torch's version.
 RIVALS = ["openvino>=2025", "onnxruntime>=1.20", "onnx>=1.17", "zentorch; platform_machine == 'x86_64'"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=1,<2"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(
@@ -74,10 +75,11 @@ setup(
         "redis": [REDIS],
         "nnsmith": NNSMITH,
         "bench": BENCH,
+        "docs": DOCS,
         "rivals": RIVALS,
         "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],
         "vision": ["torchvision"],
-        "dev": ["ruff", "mypy", *TEST],
+        "dev": ["ruff", "mypy", "codespell", *TEST],
     },
     entry_points={"torch_dynamo_backends": ["fuser = fuser.frontends.dynamo:fuser_backend"]},
     zip_safe=False,

@@ -29,7 +29,7 @@ HOW = (
 KEPT = """## What a training step keeps
 
 Between `joint_graph` and `post_grad` torch's min-cut partitioner decides what the forward saves. Its rules are kept but
-for one: on the CPU it may compute elementwise work again even where the backward has to write it to memory, since a
+for one. On the CPU it may compute elementwise work again even where the backward has to write it to memory. A
 pass over tensors in the cache costs little beside the product that reads them. Reductions, products, attention and
 random numbers are saved. With `keep_logits`, by `python -m benchmarks.saved`, in training steps of the benchmarks:
 
@@ -41,9 +41,9 @@ random numbers are saved. With `keep_logits`, by `python -m benchmarks.saved`, i
 | T5's encoder, 6 layers | 99 MiB | 85 MiB |
 | ResNet-50 | 326 MiB | 266 MiB |
 
-Of a batch norm in training on the CPU its input is saved and two numbers for each channel, in any case. With
-`norms_again` the activation behind it, which the next convolution's backward reads, is computed from these again, by a
-kernel of its own; a ReLU's mask is taken inside the norm's own backward. It costs no time: that reads one tensor less.
+Of a batch norm in training on the CPU its input is saved and two numbers for each channel, in any case. The next
+convolution's backward reads the activation behind it. With `norms_again` a kernel computes that from these again; a
+ReLU's mask is taken inside the norm's own backward. It costs no time: that reads one tensor less.
 Behind a sum, as at the end of ResNet's blocks, the activation is saved, since the sum has a second input.
 """
 
@@ -51,19 +51,19 @@ GROUPING = """## Grouping
 
 Behind `post_grad`, `passes/classify.py` says of each call whether it can be fused. Operators that are lowered for some
 arguments only, such as `index` and `scatter`, are tried; the verdict is remembered by dtypes, sizes and strides.
-`passes/grouping.py` makes groups of the calls that can, and `passes/rounding.py` marks the values that a decision in
+`passes/grouping.py` makes groups of the calls that can. `passes/rounding.py` marks the values that a decision in
 another group, or in the backward, depends on: kernels round these as eager does. A group that no kernel takes after
 all is split at its first call (`splitting.py`).
 """
 
 NOT_DONE = """## What is left off, and why
 
-- **Linears with a shared input as one.** Measured on one AVX-512 core, 512 tokens: three products of width 768 take
-  16.2 ms, one of width 2,304 takes 16.4 ms, and the weights would have to be joined at each call. Products of these
+- **Linears with a shared input as one.** On one AVX-512 core, with 512 tokens, three products of width 768 take
+  16.2 ms, and one of width 2,304 takes 16.4 ms. The weights would have to be joined at each call. Products of these
   sizes keep a core busy by themselves.
 - **Splits, views and casts before autograd.** AOTAutograd brings all spellings to the same few ATen calls and makes
-  aliases and writes explicit; `merge_views`, `merge_casts`, `split_to_slices` and `join_pieces` therefore run behind
-  it. Only what eager answers with its very argument goes before it (`drop_identities`).
+  aliases and writes explicit. So `merge_views`, `merge_casts`, `split_to_slices` and `join_pieces` run behind it.
+  Only what eager answers with its very argument goes before it (`drop_identities`).
 - **`cat` without a copy of what libraries compute.** A `cat` of what kernels compute is part of a kernel. Products and
   attention have no operator that writes into a part of a tensor, so theirs are copied.
 - **Batch norms before an activation.** A kernel does the norm with the activation for nothing (`fold_batch_norms`).

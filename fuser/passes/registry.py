@@ -36,16 +36,17 @@ STAGES: tuple[Stage, ...] = (
         "The graph as dynamo took it from the program: torch functions and methods with the arguments the user wrote, "
         "parameters as inputs, batch norms and attention whole. It may write tensors in place and make views of them; "
         "nothing is functional, nothing is normalised. A node's value is in `meta['example_value']`.",
-        "Autograd has not looked yet: what is rewritten here gets its gradients from what it became. Rewrites that "
-        "need an operation whole (attention, convolution and batch norm) or that would need a second pattern for the "
-        "backward live here, and each makes sure that no write comes between the nodes it joins.",
+        "Autograd comes later: a rewritten call gets the gradients of the calls that replace it. Rewrites that need an "
+        "operation whole (attention, convolution and batch norm) are here, and those that would need a second pattern "
+        "for the backward. Each makes sure that no write comes between the nodes it joins.",
         PRE_GRAD,
     ),
     Stage(
         "joint_graph",
-        "ATen calls by overload, functional: no call writes a tensor, views are explicit, inputs that the program "
-        "writes get their new content by `copy_` at the end or come back as results. In training it holds forward and "
-        "backward together, before they are cut; for inference it is the forward. A node's value is in `meta['val']`.",
+        "ATen calls by overload, functional: no call writes a tensor, and views are explicit. Inputs that the program "
+        "writes get their new content by `copy_` at the end, or come back as results. In training it holds forward "
+        "and backward together, before they are cut; for inference it is the forward. A node's value is in "
+        "`meta['val']`.",
         "What shrinks the graph here shrinks forward, backward and what is saved between the two.",
         JOINT_GRAPH,
     ),
