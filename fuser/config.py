@@ -79,6 +79,19 @@ def _kernels(value: Any) -> Any:
     return value
 
 
+def _place(value: Any) -> Any:
+    """A folder's path as seen from the working directory of now: a process that changes it keeps its folders."""
+    try:
+        return os.path.abspath(value) if isinstance(value, str) and value else value
+    except OSError:  # the working directory is gone
+        return value
+
+
+def _places(value: Any) -> Any:
+    """Several of them."""
+    return os.pathsep.join(map(_place, value.split(os.pathsep))) if isinstance(value, str) else value
+
+
 def _default_cache_dir() -> str:
     """Under the user's own cache; none without a home: kernels never come from the working directory."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
@@ -88,7 +101,9 @@ def _default_cache_dir() -> str:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes"),
+    Setting(
+        "cache_dir", _default_cache_dir(), "folder of compiled kernels; '' keeps none between processes", read=_place,
+    ),
     Setting(
         "remote_cache", "", "a Redis server whose entries a fleet shares, as redis://host:6379/0; '' for none",
     ),
@@ -103,6 +118,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "prebuilt_cache", "",
         f"folders of kernels made elsewhere, with {os.pathsep!r} between, which are only read (docs/caching.md)",
+        read=_places,
     ),
     Setting(
         "cache_limit_bytes", 4 << 30,

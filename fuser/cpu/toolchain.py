@@ -141,6 +141,9 @@ _REFUSED = (
 )  # fmt: skip
 
 
+_FULL = ("No space left on device", "Disk quota exceeded")  # another folder may have room
+
+
 def _refused(text: str) -> str | None:
     """What the system refused, and the cure; None if `text` says nothing of that."""
     cache = config.cache_dir or "the temporary folder"
@@ -347,12 +350,14 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entri
             files.put(made, library)
             remote.offer(library, data)
             eviction.note(len(data))
-    except OSError as e:
-        if str(library.parent) == str(files.private_folder()):
+    except (OSError, CompileError) as e:
+        text = e.log if isinstance(e, CompileError) else str(e)
+        full = any(words in text for words in _FULL)
+        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not full):
             raise
         # or it says that there is no place at all
         elsewhere = _make(files.private_folder() / library.name, parts, machine, entries)
-        _instead_of(library.parent, _refused(str(e)) or e.strerror or str(e))
+        _instead_of(library.parent, _refused(text) or getattr(e, "strerror", None) or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -25,6 +26,7 @@ from fuser import forks, notices
 _MARK = b"\n#fuser "
 _SEAL = len(_MARK) + 64 + 1
 _MOST_BYTES = 1 << 28  # more than any entry has
+LEAST_ROOM = 1 << 20  # bytes of a file system into which a compiler can write a kernel
 _WORK = ".work-"
 _OUTSIDE = "fuser-"
 _LOCK = ".lock-"
@@ -165,10 +167,21 @@ def _here() -> str:
 
 @contextlib.contextmanager
 def working_folder(parent: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder for what is being made in `parent`; it goes away, and those of processes that were killed go with it."""
+    """A folder for what is being made in `parent`; it goes away, and those of processes that were killed go with it.
+
+    OSError, too, where there is no room for a kernel: a compiler would only say so in words of its own.
+    """
+    _need_room(str(parent))
     _sweep(str(parent), os.getpid())
     with _removed(tempfile.mkdtemp(prefix=f"{_WORK}{_here()}-{os.getpid()}-", dir=parent)) as path:
         yield path
+
+
+def _need_room(folder: str) -> None:
+    found = os.statvfs(folder)
+    is_full = found.f_blocks and found.f_bavail * found.f_frsize < LEAST_ROOM  # some file systems count nothing
+    if is_full or (found.f_files and not found.f_favail):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
 
 
 @contextlib.contextmanager
