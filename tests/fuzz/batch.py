@@ -28,6 +28,7 @@ from fuser.errors import CompileError
 from fuser.runtime import process
 
 _ENTRY = re.compile(r'^extern "C" void (\w+)\(char\* const\*', re.M)
+_SYMBOL = re.compile(r"_any\b")  # the end of what helpers define by the assembler's names, which know no namespaces
 
 
 class _Request:
@@ -97,7 +98,7 @@ class BatchBackend(CpuBackend):
                 self._waiting.append(request)
         if not together:
             self._compile([request])
-        while not request.done.wait(20.0):  # never: but nobody waits for ever for a flush that went wrong
+        while not request.done.wait(300.0):  # never: but nobody waits for ever for a flush that went wrong
             with self._lock:
                 alone = request in self._waiting
                 self._waiting = [r for r in self._waiting if r is not request]
@@ -119,32 +120,41 @@ class BatchBackend(CpuBackend):
 
     def flush(self) -> None:
         """Compile all that waits, until nothing that was begun is pending."""
-        seen, quiet = -1, 0
+        seen, changed, patience = -1, time.monotonic(), 0.1
         while self._pool.pending:
             with self._lock:
                 n = len(self._waiting)
                 everyone = n >= len(self._pool.pending)
-            quiet = quiet + 1 if n == seen else 0
-            seen = n
-            if everyone or quiet > 40:  # some wait for each other: two programs with one kernel
+            if n != seen:
+                seen, changed = n, time.monotonic()
+            # Some wait for each other: two programs with one kernel. Where a compiler takes long, so do all others.
+            if n and (everyone or time.monotonic() - changed > patience):
                 with self._lock:
                     batch, self._waiting = self._waiting, []
-                if batch:
-                    self._compile(batch)
-                seen, quiet = -1, 0
+                began = time.monotonic()
+                self._compile(batch)
+                seen, changed = -1, time.monotonic()
+                patience = max(0.1, (changed - began) / 4)
             time.sleep(0.002)
 
     def _compile(self, batch: list[_Request]) -> None:
         try:
-            library = self._library([r.source for r in batch])
-            for n, r in enumerate(batch):
-                r.kernel = _renamed(r.source, n, library)
-            self.compiled += len(batch)
-        except CompileError:
-            pass  # each on its own then, and whoever is at fault says so
+            self._compile_parts(batch)
         finally:
             for r in batch:
                 r.done.set()
+
+    def _compile_parts(self, batch: list[_Request]) -> None:
+        """All of a batch; its halves where that does not compile, down to the one at fault, which is left to others."""
+        try:
+            library = self._library([r.source for r in batch])
+        except CompileError:
+            for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :]) if len(batch) > 1 else ():
+                self._compile_parts(half)
+            return
+        for n, r in enumerate(batch):
+            r.kernel = _renamed(r.source, n, library)
+        self.compiled += len(batch)
 
     def _library(self, sources: list[fused_kernel.Source]) -> str:
         compiler = toolchain.find_compiler()
@@ -164,6 +174,7 @@ class BatchBackend(CpuBackend):
 def _enclosed(text: str, n: int, k: int) -> str:
     """A source in a namespace of its own, its entries under other names."""
     names = _ENTRY.findall(text)
+    text = _SYMBOL.sub(f"_any_p{n}_{k}", text)
     macros = re.findall(r"^#define (\w+)", text, re.M)
     return "\n".join([
         *(f"#define {name} {name}_p{n}" for name in names),

@@ -7,7 +7,10 @@ from collections import defaultdict
 import pytest
 import torch
 
+from fuser import fusion_handle, register_fusion
+from fuser.interface import prepare
 from tests.fuzz import cases, running, writer
+from tests.fuzz.batch import BatchBackend
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import what_differs
 from tests.fuzz.program import Input, Program, Ref, Step, make_inputs, run
@@ -106,3 +109,21 @@ def test_a_difference_in_memory_or_gradients_is_seen():
         with torch.no_grad():
             change(got)
         assert cases.problems(case, got, want)
+
+
+def test_kernels_with_the_same_helpers_are_compiled_together(monkeypatch):
+    """Some helpers name their symbols for the assembler."""
+    backend, made = BatchBackend(), []
+    library = backend._library
+    monkeypatch.setattr(backend, "_library", lambda sources: made.append(len(sources)) or library(sources))
+    with backend.installed():
+        with backend.collecting():
+            keys = []
+            for dtype in (torch.float32, torch.float64):
+                for power in (3, 5):
+                    graph = torch.fx.symbolic_trace(lambda x, power=power: torch.remainder(x, 0.3) ** power)
+                    keys.append((register_fusion(graph), torch.linspace(-2, 2, 77, dtype=dtype)))
+                    prepare(*keys[-1][:1], [keys[-1][1]])
+        for (key, x), power in zip(keys, (3, 5, 3, 5)):
+            torch.testing.assert_close(fusion_handle(key)(x), torch.remainder(x, 0.3) ** power)
+    assert made == [4] and backend.compiled == 4
