@@ -14,9 +14,9 @@ from fuser.cpu.chains import ChainedScan
 from fuser.cpu.records import Bindings, Function
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import SCANNED
-from fuser.ir.sizes import INDIRECT, LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol
 from fuser.ops import CPP_TYPES, SCANS
-from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store, address_rows
 
 BLOCK = 512  # elements of a row: a block of computed values fits into the first level cache
 LONG = 1 << 18  # elements of a row that is cut into chunks, whose totals are added up first
@@ -139,7 +139,7 @@ class BlockedScan(ChainedScan):
 
     def _memory(self, buffer: str, address: Expr, dtype: torch.dtype | None) -> ir.Value | None:
         axis = self.red_axes[0].sym
-        plain = not any(x.kind == INDIRECT and self.is_full(int(x.name[1:])) for x in symbols(address))
+        plain = not any(map(self.is_full, address_rows(address)))
         if self.checked or self.dtypes[buffer] is not dtype or coefficient(address, axis) != ONE or not plain:
             return None
         return self.address(buffer, substitute(address, {axis: symbol("v0", LOOP)}))

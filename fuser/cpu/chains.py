@@ -95,20 +95,9 @@ class ChainedScan(Scan):
     def _each_chain(self) -> AbstractContextManager[None]:
         return self.out.block(ir.For("j", ir.Number(0), ir.Name("count")))
 
-    def _varying(self, roots: list[int]) -> list[int]:
-        """The rows that vary at all of those that `roots` need."""
-        wanted: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n not in wanted and self.plan.varies[n]:
-                wanted.add(n)
-                pending += self.deps(n)
-        return sorted(wanted)
-
     def _fills(self) -> bool:
         """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
-        cost = sum(row_cost(self.plan.rows[n]) for n in self._varying([self.value_row()]))
+        cost = sum(row_cost(self.plan.rows[n]) for n in self.varying_rows([self.value_row()]))
         return cost >= FILLED_COST and not self._has_index()
 
     def _point(self, axis: str, stores: bool) -> None:
@@ -120,14 +109,14 @@ class ChainedScan(Scan):
             self.out.open(ir.Routine("fill", params, inline=False))
             with self.out.block(self.simd("l", 0, "count")):
                 self.out.let("i64", axis, ir.Name("from") + "l")
-                for n in self._varying([value]):
+                for n in self.varying_rows([value]):
                     self.declare(n)
                 x = ir.Convert(self.plan.rows[value].dtype, self.accumulator(), self.ref(value))
                 self.out.set(ir.Name("xs")["l"], x)
             self.out.close()
         given = ((f"const {kind}", "x"),) if fills else ()
         self.out.open(ir.Routine("point", ((f"{kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)))
-        for n in self._varying(self._wanted()) if not fills else ():
+        for n in self.varying_rows(self.passes[0].roots) if not fills else ():
             self.declare(n)
         self.put(stores, given=fills)
         self.out.close()

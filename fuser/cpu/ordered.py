@@ -14,7 +14,7 @@ from fuser.cpu.records import Function
 from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
-from fuser.ir.sizes import INDIRECT, Expr, expr, minimum, product, symbols
+from fuser.ir.sizes import Expr, expr, minimum, product
 from fuser.ops import CPP_TYPES, SCANS, compute_dtype
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import Ordered
@@ -69,11 +69,6 @@ class OrderedNest(ReductionNest):
         self.out.close()
         units = units * minimum(product(a.size for a in self.red_axes), 1)
         return Function(self.close_function(), units, self.work(), expr(0))
-
-    def _wanted(self) -> list[int]:
-        """The rows that the stores need: values and indices."""
-        wanted = [s.row for s in self.plan.stores]
-        return wanted + [int(x.name[1:]) for s in self.plan.stores for x in symbols(s.address) if x.kind == INDIRECT]
 
     def _digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
         if self.vector is not None:

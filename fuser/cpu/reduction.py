@@ -18,7 +18,6 @@ from fuser.cpu.records import Function
 from fuser.cpu.streams import StreamingNest
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import (
-    INDIRECT,
     LOOP,
     ONE,
     Expr,
@@ -32,7 +31,7 @@ from fuser.ir.sizes import (
     symbols,
 )
 from fuser.ops import CPP_TYPES, REDUCTIONS
-from fuser.scheduler.kernel_plan import Axis
+from fuser.scheduler.kernel_plan import Axis, address_rows
 from fuser.scheduler.nodes import row_cost
 
 Bounds = dict[Sym, tuple[ir.Value, ir.Value]]  # of reduced axes that a pass takes in part: from where to where
@@ -356,7 +355,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             row = self.plan.rows[n]
             if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
                 continue
-            found = [int(s.name[1:]) for s in symbols(row.attr[1][0]) if s.kind == INDIRECT]
+            found = address_rows(row.attr[1][0])
             if not found or any(self.is_full(m) for m in found):
                 continue
             buffer, (address,) = row.attr
@@ -366,7 +365,7 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             self.out.let("i64", "next", ir.Name(unit) + 1)
             self.out.open(ir.Plain())
             self.out.let("i64", unit, "next")
-            for m in self._varying_rows(found):
+            for m in self.varying_rows(found):
                 self.declare(m)
             self.out.set(to, self.address(buffer, substitute(address, {v: expr(0)})))
             self.out.close()
@@ -374,8 +373,8 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             ahead.append(buffer)
         return ahead
 
-    def _varying_rows(self, roots: Sequence[int]) -> list[int]:
-        """The rows behind `roots` that vary with the unit, in order."""
+    def varying_rows(self, roots: Sequence[int]) -> list[int]:
+        """The rows behind `roots` that vary along an axis, in order."""
         seen: set[int] = set()
         pending = list(roots)
         while pending:

@@ -18,9 +18,8 @@ from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest
 from fuser.cuda.looped import Looped, write_body, write_function
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
-from fuser.ir.loop_body import Row, indirect_rows, indirect_symbol, map_exprs
+from fuser.ir.loop_body import Row, renumber, renumber_expr
 from fuser.ir.sizes import (
-    INDIRECT,
     LOOP,
     ONE,
     Expr,
@@ -30,7 +29,6 @@ from fuser.ir.sizes import (
     maximum,
     minimum,
     product,
-    substitute,
     symbols,
 )  # fmt: skip
 from fuser.ops import REDUCTIONS
@@ -321,11 +319,11 @@ def combine_plan(
         if plan.varies[n] & reduced and row.op != "reduced":
             continue
         number[n] = len(rows)
-        rows.append(_moved(row, number))
+        rows.append(renumber(row, number))
     stores = []
     for s in plan.stores:
         if not (plan.varies[s.row] | symbols(s.address)) & reduced:
-            stores.append(Store(s.buffer, _moved_expr(s.address, number), number[s.row], 1))
+            stores.append(Store(s.buffer, renumber_expr(s.address, number), number[s.row], 1))
     kept = tuple(a for a in plan.axes if not a.reduced)
     axes = (*kept, Axis(CHUNK, chunks, True, tiles.MOST_CHUNKS))
     buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
@@ -338,12 +336,3 @@ def combine_plan(
     )  # fmt: skip
 
 
-def _moved(row: Row, number: dict[int, int]) -> Row:
-    if indirect_rows(row):
-        row = map_exprs(row, lambda e: _moved_expr(e, number))
-    return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
-
-
-def _moved_expr(e: Expr, number: dict[int, int]) -> Expr:
-    used = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
-    return substitute(e, used) if used else e

@@ -192,14 +192,9 @@ def map_exprs(row: Row, fn: Callable[[Expr], Expr]) -> Row:
 
 def renumber(row: Row, number: dict[int, int]) -> Row:
     """`row` with its references moved to new row numbers."""
-    from fuser.ir.sizes import substitute
-
-    args = tuple(number[a] for a in row.args)
-    used = indirect_rows(row)
-    if used:
-        moved = {Sym(f"%{n}", INDIRECT): indirect_symbol(number[n]) for n in used}
-        row = map_exprs(row, lambda e: substitute(e, moved))
-    return Row(row.op, args, row.dtype, row.attr)
+    if indirect_rows(row):
+        row = map_exprs(row, lambda e: renumber_expr(e, number))
+    return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
 
 
 class _Ops:

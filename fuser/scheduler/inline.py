@@ -21,6 +21,8 @@ from fuser.ir.loop_body import (
     is_checked,
     map_exprs,
     prune_with,
+    renumber,
+    renumber_expr,
     row_exprs,
 )  # fmt: skip
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
@@ -173,8 +175,8 @@ def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
     """The rows of `reader` put into `out` by `add`, which may put others in their place."""
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
-        number[n] = add(_moved(row, number))
-    store = tuple(_renumbered(e, number) for e in reader.store_index)
+        number[n] = add(renumber(row, number))
+    store = tuple(renumber_expr(e, number) for e in reader.store_index)
     body, reader.store_index = prune_with(out.rows, number[reader.result], store)
     reader.rows, reader.result = list(body.rows), body.result
     normalise(reader)
@@ -190,17 +192,6 @@ def _add_row(out: Recorder, row: Row, reader: Node, producers: Producers) -> int
     return copy_rows(out, producer, row.attr[1], mask, lambda r: _add_row(out, r, reader, producers))
 
 
-def _renumbered(e: Expr, number: Mapping[int, int]) -> Expr:
-    moved = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
-    return substitute(e, moved) if moved else e
-
-
-def _moved(row: Row, number: Mapping[int, int]) -> Row:
-    if indirect_rows(row):
-        row = map_exprs(row, lambda e: _renumbered(e, number))
-    return Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr)
-
-
 def copy_rows(
     out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None, add: Callable[[Row], int] | None = None
 ) -> int:
@@ -213,7 +204,7 @@ def copy_rows(
     number: dict[int, int] = {}
     for n, row in enumerate(producer.rows):
         if row_exprs(row):
-            row = map_exprs(row, lambda e: substitute(_renumbered(e, number), mapping))
+            row = map_exprs(row, lambda e: substitute(renumber_expr(e, number), mapping))
         args = [number[a] for a in row.args]
         if mask is not None and row.op in ("load", "indirect"):
             own = 0 if row.op == "load" else 1

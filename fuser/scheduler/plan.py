@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, indirect_symbol, map_exprs, row_exprs
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, map_exprs, renumber, renumber_expr, row_exprs
 from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import (
     INDIRECT,
@@ -48,8 +48,7 @@ class _Builder:
         number: dict[int, int] = {}
 
         def moved(e: Expr) -> Expr:
-            indirect = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
-            return recombined(simplify_divmod(substitute(substitute(e, mapping), indirect), sizes))
+            return recombined(simplify_divmod(renumber_expr(substitute(e, mapping), number), sizes))
 
         for n, row in enumerate(node.rows):
             if row.op == "load":
@@ -130,9 +129,7 @@ def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], li
     """Drop rows and reductions that no store needs; renumber."""
     rows = builder.out.rows
     needed: set[int] = set()
-    pending = [row for _, _, row in builder.stores] + [
-        int(s.name[1:]) for _, e, _ in builder.stores for s in symbols(e) if s.kind == INDIRECT
-    ]
+    pending = [n for _, e, row in builder.stores for n in (row, *address_rows(e))]
     live_reductions: set[int] = set()
     while pending:
         n = pending.pop()
@@ -146,16 +143,11 @@ def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], li
     number = {old: new for new, old in enumerate(sorted(needed))}
     red_number = {old: new for new, old in enumerate(sorted(live_reductions))}
 
-    def moved(e: Expr) -> Expr:
-        used = {s: indirect_symbol(number[int(s.name[1:])]) for s in symbols(e) if s.kind == INDIRECT}
-        return substitute(e, used) if used else e
-
     out = []
     for n in sorted(needed):
-        row = map_exprs(rows[n], moved) if indirect_rows(rows[n]) else rows[n]
-        attr = red_number[row.attr] if row.op == "reduced" else row.attr
-        out.append(Row(row.op, tuple(number[a] for a in row.args), row.dtype, attr))
-    stores = [(b, moved(e), number[r]) for b, e, r in builder.stores]
+        row = renumber(rows[n], number)
+        out.append(replace(row, attr=red_number[row.attr]) if row.op == "reduced" else row)
+    stores = [(b, renumber_expr(e, number), number[r]) for b, e, r in builder.stores]
     reductions = [(k, number[r], d) for i, (k, r, d) in enumerate(builder.reductions) if i in live_reductions]
     return out, stores, reductions
 
