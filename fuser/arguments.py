@@ -12,6 +12,7 @@ from fuser import targets
 from fuser.canonical import CanonicalGraph, text_of
 from fuser.kernel_cache import KernelEntry
 from fuser.kernel_spec import ArgSpec, TensorSpec
+from fuser.reasons import because, told
 from fuser.trials import PLAIN_TENSORS
 
 _NUMBERS = (bool, int, float)
@@ -69,34 +70,34 @@ def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
     for i, a in enumerate(args):
         if not isinstance(a, torch.Tensor):
             if type(a) not in _NUMBERS:
-                return f"input {i} is a {type(a).__name__}"
+                return because("python", f"input {i} is a {type(a).__name__}")
             if type(a) is int and not -(1 << 63) <= a < 1 << 63:
-                return f"input {i} is an integer of more than 64 bits"
+                return because("python", f"input {i} is an integer of more than 64 bits")
             continue
         reason = _why_unfit_tensor(a, grad)
         if reason is not None:
-            return f"input {i} {reason}"
+            return told(reason, f"input {i} {reason}")
         if device is not None and str(a.device) != device:
-            return f"inputs are on {device} and on {a.device}"
+            return because("devices", f"inputs are on {device} and on {a.device}")
         device = str(a.device)
     return None if device is not None or home is not None else NO_TENSOR
 
 
 def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:
     if type(a) not in PLAIN_TENSORS:
-        return f"is of the tensor subclass {type(a).__name__}"
+        return because("subclass", f"is of the tensor subclass {type(a).__name__}")
     if torch._C._functorch.is_functorch_wrapped_tensor(a):
-        return "is inside a transform of torch.func"
+        return because("subclass", "is inside a transform of torch.func")
     if a.layout is not torch.strided:
-        return f"has the layout {a.layout}"
+        return because("layout", f"has the layout {a.layout}")
     if grad and a.requires_grad:
-        return "requires a gradient, which kernels do not compute"
+        return because("gradient", "requires a gradient, which kernels do not compute")
     if a.is_quantized or a.is_nested:
-        return "is quantized or nested"
-    return "is lazily conjugated or negated" if a.is_conj() or a.is_neg() else None
+        return because("layout", "is quantized or nested")
+    return because("layout", "is lazily conjugated or negated") if a.is_conj() or a.is_neg() else None
 
 
-NO_TENSOR = "there is no tensor among the inputs"
+NO_TENSOR = because("no_tensor", "there is no tensor among the inputs")
 
 
 # NumPy's go to ATen as they are: their own arithmetic decides dtypes as Python's numbers do not.

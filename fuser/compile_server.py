@@ -19,6 +19,7 @@ from fuser import compiler, config, examples, forks, notices, plans
 from fuser.canonical import canonicalize, portable
 from fuser.errors import CompileError, NotPrebuilt, Unsupported
 from fuser.kernel_cache import KernelSpec, reason_of
+from fuser.reasons import as_json
 from fuser.runtime import background, peer, process, workers
 
 IDLE_SECONDS = 30.0
@@ -52,7 +53,7 @@ def _make(spec: KernelSpec, args: tuple[Any, ...], refusals_only: bool) -> dict[
     except NotPrebuilt as e:
         return {"defect": e.reason}
     except Unsupported as e:
-        found = {"refused": e.reason}
+        found = {"refused": as_json(e.reason)}
     except CompileError as e:
         found = {"failed": str(e)}
     compiler.find_refused(spec, args, found.get("refused"))

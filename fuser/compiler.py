@@ -21,6 +21,7 @@ from fuser.cpu.target import TARGET as CPU
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.reasons import because, told
 from fuser.runtime import foreign, prebuilt
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.foreign import Runtime
@@ -258,10 +259,10 @@ def why_not(device_type: str) -> str | None:
     """None if groups on `device_type` are fused, else the reason why they are not."""
     override = _overrides.get(device_type)
     if override is False:
-        return f"fusion on {device_type} is switched off"
+        return because("disabled", f"fusion on {device_type} is switched off")
     backend = find_backend(device_type)
     if backend is None:
-        return f"no fusion backend for {device_type}"
+        return because("backend", f"no fusion backend for {device_type}")
     return None if override else backend.can_fuse()
 
 
@@ -316,7 +317,11 @@ _QUESTION = "why is {} not lowered?"
 
 
 def _sentences(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
-    return tuple(reason if op in reason else f"{op}: {reason}" for op, reason in reasons.items() if reason is not None)
+    return tuple(
+        reason if op in reason else told(reason, f"{op}: {reason}")
+        for op, reason in reasons.items()
+        if reason is not None
+    )
 
 
 def why_not_lowered(operators: Iterable[str]) -> str | None:
@@ -363,7 +368,7 @@ def compile_runtime(spec: KernelSpec, args: Sequence[Any]) -> FusedKernel:
     device_type = _device_type(args)
     backend = find_backend(device_type)
     if backend is None:
-        raise Unsupported(f"no fusion backend for {device_type}")
+        raise Unsupported(because("backend", f"no fusion backend for {device_type}"))
     with span("compile", device=device_type, group=str(spec.key), operators=len(spec.graph.calls)) as noted:
         kernel = _found_or_made(spec, args, backend)
         noted.note(kernel=kernel.name, restored=isinstance(kernel, plans.KeptKernel))
@@ -401,7 +406,7 @@ def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend
 def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
     why = backend.why_not_made() if isinstance(backend, CpuBackend) else None
     if why is not None:
-        raise NotPrebuilt(f"its kernel is not among the prebuilt ones, and {why}")
+        raise NotPrebuilt(because("compiler", f"its kernel is not among the prebuilt ones, and {why}"))
     source: Any = generate(spec, args, backend)
     if config.max_autotune and isinstance(backend, TuningBackend):
         with span("tune"):

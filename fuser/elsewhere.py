@@ -18,6 +18,7 @@ from fuser import config, examples, extensions
 from fuser.canonical import portable
 from fuser.errors import CompileError, GraphError, Unsupported
 from fuser.kernel_cache import KernelSpec
+from fuser.reasons import from_json
 from fuser.runtime import peer, process
 
 settings: Any = config  # its attributes are made from a table
@@ -63,7 +64,7 @@ def make(spec: KernelSpec, args: Sequence[Any], refusals_only: bool = False) -> 
     if "failed" in found:
         raise CompileError(str(found["failed"]))
     if found.get("refused") is not None:
-        raise Unsupported(str(found["refused"]))
+        raise Unsupported(from_json(found["refused"]))
     return "defect" not in found
 
 

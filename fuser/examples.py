@@ -8,6 +8,7 @@ import torch
 
 from fuser.canonical import portable
 from fuser.errors import Unsupported
+from fuser.reasons import because
 from fuser.trials import PLAIN_TENSORS
 
 
@@ -34,7 +35,7 @@ def as_json(a: Any) -> Any:
     if isinstance(a, torch.Tensor) and a.device.type == "cpu":
         return {"tensor": [str(a.dtype).removeprefix("torch."), list(a.shape), list(a.stride())]}
     if type(a) not in (bool, int, float):
-        raise Unsupported("an argument that has no outline")
+        raise Unsupported(because("data_size", "an argument that has no outline"))
     return portable.encode_value(a)
 
 
@@ -60,7 +61,7 @@ def concrete(example: Any) -> Any:
     """A symbolic number or a fake tensor as one with the sizes it was traced with; no memory is written."""
     if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if example.node.hint is None:
-            raise Unsupported("a size among the inputs depends on data and is not known ahead")
+            raise Unsupported(because("data_size", "a size among the inputs depends on data and is not known ahead"))
         return example.node.hint
     if not isinstance(example, torch.Tensor) or type(example) in PLAIN_TENSORS:
         return example

@@ -33,6 +33,7 @@ from fuser.kernel_cache import (
 )
 from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec
 from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
+from fuser.reasons import because
 from fuser.runtime import foreign, launcher, process, torch_abi
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES
@@ -180,7 +181,7 @@ class Executor:
         if status == OUT_OF_BOUNDS:
             raise bounds_error((k.library, k.program) for k in self.spec.store.kernels)
         if status:
-            return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}")
+            return self._fall_back(args, because("reported", f"a kernel reported: {STATUS.get(status, status)}"))
         if getattr(self._local, "probing", False):
             return _MISS
         if torch_abi.is_inspected():
@@ -322,11 +323,11 @@ class Executor:
 
     def _why_not(self, args: tuple[Any, ...]) -> str | None:
         if not config.enabled:
-            return "fusion is switched off (config.enabled is False)"
+            return because("disabled", "fusion is switched off (config.enabled is False)")
         if not torch_abi.plain_context():
-            return "a mode, a transform, autocast or a forward derivative is at work in this thread"
+            return because("mode", "a mode, a transform, autocast or a forward derivative is at work in this thread")
         if torch.get_default_dtype() is not self._default_dtype:
-            return "torch's default dtype is another than at registration"
+            return because("default_dtype", "torch's default dtype is another than at registration")
         device = self.device_of(args)
         reason = why_unfit(args, device)
         if device is not None and reason is None:
@@ -359,7 +360,7 @@ class Executor:
         for group in self.spec.broadcast_groups:
             shapes = [args[i].shape for i in group if isinstance(args[i], torch.Tensor)]
             if not broadcasts(shapes):
-                return f"sizes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast"
+                return because("eager_raises", f"sizes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
         return None
 
     def _compile_and_run(self, args: tuple[Any, ...]) -> Any:
@@ -375,7 +376,7 @@ class Executor:
             return self._run_meanwhile(key, args, have)
         while True:
             if have >= MAX_VARIANTS:
-                store.close(key, f"more than {MAX_VARIANTS} kernels for inputs of one class")
+                store.close(key, because("variants", f"more than {MAX_VARIANTS} kernels for inputs of one class"))
             entry, compiled = store.get_or_compile(key, lambda: self.compile(args, key), have)
             entry.example = entry.example or tuple(map(examples.described, args))
             if entry.reason is not None and len(entry.kernels) <= have:
@@ -386,7 +387,12 @@ class Executor:
                 return result
             have = len(entry.kernels)
             if compiled:
-                store.close(key, f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for")
+                store.close(
+                    key,
+                    because(
+                        "variants", f"kernel {entry.kernels[-1].name} does not take the inputs it was compiled for"
+                    ),
+                )
 
     # What is compiled in the background: see `preparing.py`.
 
@@ -461,7 +467,11 @@ class Executor:
         if found is None:
             return self._trials.run(args)
         status, result = found
-        return self._fall_back(args, f"a kernel reported: {STATUS.get(status, status)}") if status else result
+        return (
+            self._fall_back(args, because("reported", f"a kernel reported: {STATUS.get(status, status)}"))
+            if status
+            else result
+        )
 
     def _fall_back(self, args: tuple[Any, ...], reason: str, function: Function | None = None) -> Any:
         self.spec.store.note_fallback(reason)

@@ -17,6 +17,7 @@ from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, Unsupported
 from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.reasons import because
 from fuser.runtime import heap, launcher
 from fuser.runtime.foreign import Runtime
 from fuser.targets import Target
@@ -216,6 +217,6 @@ def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
     device_type = next(a.device.type for a in args if isinstance(a, torch.Tensor))
     backend = compiler.find_backend(device_type)
     if backend is None:
-        raise Unsupported(f"no fusion backend for {device_type}")
+        raise Unsupported(because("backend", f"no fusion backend for {device_type}"))
     with config.override(**dict(spec.config)):
         return compiler.generate(spec, args, backend).text

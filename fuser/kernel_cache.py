@@ -23,11 +23,11 @@ import torch
 from fuser import config, forks, logs, progress
 from fuser.canonical import CanonicalGraph, Flattened, Registered
 from fuser.canonical.spelling import spelling_of
-from fuser.errors import FuserError, UnknownKeyError, is_defect, is_refusal
+from fuser.errors import CompileError, FuserError, UnknownKeyError, is_defect, is_refusal
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.logs import LOG
-from fuser.reasons import code_of
+from fuser.reasons import because, code_of
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import timed
@@ -230,10 +230,14 @@ class KernelStore:
 def reason_of(error: Exception) -> str:
     """Why there is no kernel, from what its compilation raised."""
     if isinstance(error, FuserError):
-        return getattr(error, "reason", None) or (f"a defect of fuser, {error}" if is_defect(error) else str(error))
+        said: str | None = getattr(error, "reason", None)
+        if said is None and is_defect(error):
+            return because("defect", f"a defect of fuser, {error}")
+        return said or because("compiler" if isinstance(error, CompileError) else "arguments", str(error))
     if is_refusal(error):
-        return f"the system refuses what it takes to make a kernel: {getattr(error, 'strerror', None) or 'no memory'}"
-    return f"a defect of fuser, {type(error).__name__}: {error}"
+        what = getattr(error, "strerror", None) or "no memory"
+        return because("compiler", f"the system refuses what it takes to make a kernel: {what}")
+    return because("defect", f"a defect of fuser, {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,12 +12,13 @@ import torch
 from fuser import config, elsewhere, examples, forks
 from fuser.kernel_cache import KernelSpec
 from fuser.kernel_spec import ALIGNMENT, ArgSpec
+from fuser.reasons import because
 from fuser.runtime.background import COMPILERS, yielding
 from fuser.trials import form_of
 
 # Forms of calls (dtypes, sizes, strides) that are remembered as left to ATen, so that they cost next to nothing.
 MAX_FORMS = 1024
-PENDING = "its kernel is being compiled in the background"
+PENDING = because("pending", "its kernel is being compiled in the background")
 POOL = COMPILERS
 
 
@@ -99,7 +100,7 @@ class Orders:
         """Order nothing again for a call whose own kernel did not take it."""
         call = form_of(args), tuple(a.data_ptr() % ALIGNMENT for a in args if isinstance(a, torch.Tensor))
         if call in self._made_for:
-            self._spec.store.close(key, "its kernel does not take the inputs it was compiled for")
+            self._spec.store.close(key, because("variants", "its kernel does not take the inputs it was compiled for"))
         elif len(self._made_for) < MAX_FORMS:
             self._made_for.add(call)
 

@@ -8,6 +8,7 @@ from fuser import config, examples
 from fuser.arguments import NO_TENSOR
 from fuser.kernel_cache import FusedKernel, KernelSpec, Registry
 from fuser.kernel_spec import ArgSpec
+from fuser.reasons import because
 
 if TYPE_CHECKING:
     from fuser.splitting import Split
@@ -47,7 +48,7 @@ def _make_kernel(maker: Maker, key: ArgSpec, args: tuple[Any, ...], have: int) -
         return NO_TENSOR
     reason = maker.spec.blocked[0] if maker.spec.blocked else maker.why_not_device(device)
     if reason is not None or not config.enabled:
-        return reason or "fusion is switched off (config.enabled is False)"
+        return reason or because("disabled", "fusion is switched off (config.enabled is False)")
     entry, _ = maker.spec.store.get_or_compile(key, lambda: maker.compile(args, key), have)
     entry.example = entry.example or tuple(map(examples.described, args))
     _prepare_pieces(maker, maker.splits.get(key), device)

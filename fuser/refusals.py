@@ -17,6 +17,7 @@ import torch
 
 from fuser import config, plans
 from fuser.canonical import CanonicalGraph
+from fuser.reasons import as_json, from_json
 from fuser.runtime.memory import Recent
 
 settings: Any = config  # its attributes are made from a table
@@ -71,7 +72,8 @@ def keep(key: str, refusal: Refusal, about: Mapping[str, Any]) -> None:
     plans.write(
         f"{key}.refusal",
         {
-            "reason": refusal.reason, "refused": [[i, why] for i, why in found.refused.items()],
+            "reason": None if refusal.reason is None else as_json(refusal.reason),
+            "refused": [[i, as_json(why)] for i, why in found.refused.items()],
             "free": sorted(found.free), "rounded": sorted(found.rounded),
             "metas": [_encode_meta(m) for m in found.metas], "about": dict(about),
         },
@@ -81,12 +83,12 @@ def keep(key: str, refusal: Refusal, about: Mapping[str, Any]) -> None:
 
 def _decode(kept: Any, graph: CanonicalGraph) -> Refusal:
     reason, size = kept["reason"], len(graph.nodes)
-    refused = {int(i): str(why) for i, why in kept["refused"]}
+    refused = {int(i): from_json(why) for i, why in kept["refused"]}
     free, rounded = frozenset(map(int, kept["free"])), frozenset(map(int, kept["rounded"]))
     if not all(0 <= i < size for i in (*refused, *free, *rounded)) or len(kept["metas"]) > size:
         raise ValueError("a node that the graph does not have")
     metas = [_decode_meta(m) for m in kept["metas"]]
-    return Refusal(None if reason is None else str(reason), Refusals(refused, free, rounded, metas))
+    return Refusal(None if reason is None else from_json(reason), Refusals(refused, free, rounded, metas))
 
 
 def _encode_meta(meta: Any) -> Any:
@@ -121,7 +123,12 @@ def recall(question: str) -> str | None:
 
 
 def _answer(kept: Any, question: str) -> Any:
-    return kept.get("answer") if isinstance(kept, dict) and kept.get("question") == question else None
+    if not isinstance(kept, dict) or kept.get("question") != question:
+        return None
+    try:
+        return from_json(kept["answer"]) if kept["answer"] else ""
+    except (KeyError, TypeError, ValueError):  # of another form: it is found out again
+        return None
 
 
 def remember(question: str, answer: str) -> None:
@@ -129,7 +136,7 @@ def remember(question: str, answer: str) -> None:
     key = plans.question_key(question)
     if key is not None:
         _answers[settings.cache_dir, settings.prebuilt_cache, key] = answer
-        plans.write(f"{key}.refusal", {"question": question, "answer": answer}, shared=True)
+        plans.write(f"{key}.refusal", {"question": question, "answer": as_json(answer) if answer else ""}, shared=True)
 
 
 __all__ = ["Refusal", "Refusals", "find", "keep", "recall", "remember"]

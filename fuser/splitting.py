@@ -21,6 +21,7 @@ from fuser.canonical import Ref, Registered, Row, refs_of
 from fuser.canonical.graph import ROUNDED, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.fallback import Fallback
+from fuser.reasons import because
 from fuser.refusals import Refusals
 
 _PYTHON = ("call.", "method.", "attribute.")  # canonical calls that only Python can make
@@ -192,11 +193,11 @@ class _Rows:
             if node.index in self.found.refused:
                 return self.found.refused[node.index]
         if row.index in self.registered.impure:
-            return "it writes into a tensor, draws random numbers or runs Python"
+            return because("random", "it writes into a tensor, draws random numbers or runs Python")
         for i in self.refs(row):
             whole = self.registered.kinds[i] not in _CROSSING and self._picked(row) is None
             if i in self.reasons and whole:
-                return f"it takes all results of {self.op_of(i)}, which runs on ATen"
+                return because("follows", f"it takes all results of {self.op_of(i)}, which runs on ATen")
         return None
 
     def _drop_bundles(self) -> None:
@@ -205,7 +206,7 @@ class _Rows:
         for index in [i for i in self.fusible if self.registered.kinds[i] not in _CROSSING]:
             if index in returned or any(self.items.get(r) != index for r in self.readers[index]):
                 self.fusible.discard(index)
-                self.reasons[index] = "its results are read together"
+                self.reasons[index] = because("several_views", "its results are read together")
 
 
 # -- when each row runs ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser.errors import Unsupported
+from fuser.reasons import because
 
 DTYPES = frozenset(
     {
@@ -109,5 +110,5 @@ def of(device_type: str) -> Target:
     """The record of a device type. Unsupported if there is none."""
     target = known(device_type)
     if target is None:
-        raise Unsupported(f"no fusion backend for {device_type}")
+        raise Unsupported(because("backend", f"no fusion backend for {device_type}"))
     return target

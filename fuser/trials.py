@@ -32,6 +32,7 @@ from fuser.contests import records
 from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
+from fuser.reasons import because
 from fuser.reproduce import write_reproducer
 from fuser.runtime import launcher
 from fuser.runtime.bounds import bounds_error
@@ -172,7 +173,7 @@ class Trials:
         what = f"kernel {trial.kernel.name}"
         logs.say("fuser_perf", lambda: f"{what} took {took}: {winner} stays")
         records.remember(f"{what} {took}", records.Choice(winner, f"on trial: it took {took}", (), what))
-        return f"{what} took {took}" if found.slower else None
+        return because("slower", f"{what} took {took}") if found.slower else None
 
     def _direct(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         """What does the same as the fallback in less time between Python and the operator, if anything does."""
@@ -200,7 +201,7 @@ class Trials:
         return want if problem is not None else got
 
     def _condemn(self, kernel: FusedKernel, args: tuple[Any, ...], problem: str) -> None:
-        reason = f"kernel {kernel.name} failed verification: {problem}"
+        reason = because("verify", f"kernel {kernel.name} failed verification: {problem}")
         self._spec.store.disable(kernel, reason)
         try:
             path = write_reproducer(self._spec, args, reason)

@@ -35,6 +35,7 @@ from fuser.canonical.structure import (
     takes_of,
 )  # fmt: skip
 from fuser.errors import GraphError
+from fuser.reasons import because
 
 REQUIRED = object()  # the default of an input that has none
 
@@ -440,17 +441,17 @@ def _bound_value(state: _State, row: Row) -> Any:
 
 def _refusals(b: Builder, in_place: bool = False) -> tuple[str, ...]:
     written = b.mutations if in_place else [*b.mutations, *b.writes]
-    out = [f"{op} writes into a tensor" for op in dict.fromkeys(written)]
-    return (*out, *(f"{op} is not an operator that can be fused" for op in dict.fromkeys(b.unknown)))
+    out = [because("writes", f"{op} writes into a tensor") for op in dict.fromkeys(written)]
+    return (*out, *(because("python", f"{op} is not an operator that can be fused") for op in dict.fromkeys(b.unknown)))
 
 
 def _reasons(b: Builder, graph: CanonicalGraph, in_place: bool) -> tuple[str, ...]:
     out = list(_refusals(b, in_place))
     if len(graph.nodes) == graph.n_inputs:
-        out.append("the graph has no operations")
+        out.append(because("no_tensor", "the graph has no operations"))
     for i, value in enumerate(graph.outputs):
         if not isinstance(value, Ref):
-            out.append(f"output {i} is not a tensor")
+            out.append(because("no_tensor", f"output {i} is not a tensor"))
     return tuple(out)
 
 

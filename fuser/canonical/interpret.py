@@ -11,6 +11,7 @@ import torch
 from fuser.canonical.calls import HOST_OPS
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, map_refs
 from fuser.errors import Unsupported
+from fuser.reasons import because
 
 # What has no packet that can be called on plain tensors.
 _FACTS: dict[str, Callable[..., Any]] = {
@@ -42,6 +43,6 @@ def find_operator(node: CanonicalNode) -> Callable[..., Any]:
     for part in node.op.split("."):
         found = getattr(found, part, None)
         if found is None:
-            raise Unsupported("only the fallback can run this", node.op)
+            raise Unsupported(because("python", "only the fallback can run this"), node.op)
     operator_found: Callable[..., Any] = found
     return operator_found

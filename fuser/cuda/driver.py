@@ -14,6 +14,7 @@ import torch
 
 from fuser.cuda import tiles
 from fuser.errors import CompileError
+from fuser.reasons import because
 
 _log = logging.getLogger(__name__)
 OLDEST_DRIVER = 12_000  # CUDA 12.0, the first whose libraries belong to no context
@@ -52,10 +53,13 @@ def why_not() -> str | None:
         return "torch finds no CUDA device here (torch.cuda.is_available() is False)"
     lib = _library()
     if lib is None:
-        return "the NVIDIA driver's library libcuda.so.1 cannot be loaded"
+        return because("compiler", "the NVIDIA driver's library libcuda.so.1 cannot be loaded")
     version = ctypes.c_int()
     if lib.cuDriverGetVersion(ctypes.byref(version)) or version.value < OLDEST_DRIVER:
-        return f"the NVIDIA driver supports CUDA {version.value // 1000}.{version.value % 1000 // 10}: 12.0 is needed"
+        return because(
+            "compiler",
+            f"the NVIDIA driver supports CUDA {version.value // 1000}.{version.value % 1000 // 10}: 12.0 is needed",
+        )
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < OLDEST_CAPABILITY:
         return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}: 7.0 is needed"

@@ -24,6 +24,7 @@ from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.ops import SCANS
+from fuser.reasons import because
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 
@@ -240,7 +241,7 @@ def why_unfit(entry: driver.Entry, capability: int) -> str | None:
     """Why a binary does not run well, or not at all, on devices of `capability`."""
     most = SHARED.get(capability, LEAST_SHARED)
     if entry.shared > most:
-        return f"takes {entry.shared} bytes of shared memory, where a block has {most}"
+        return because("compiler", f"takes {entry.shared} bytes of shared memory, where a block has {most}")
     stack = usage(entry.cubin).stack
     return f"spills registers to {stack} bytes of stack" if stack > MOST_STACK else None
 

@@ -20,6 +20,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, mod, product
 from fuser.lowering.graph import Lowered, TensorInput
+from fuser.reasons import because
 from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.schedule import Schedule
 
@@ -221,7 +222,7 @@ def generate(
         raise Unsupported("what follows the matmul takes several kernels")
     a, b = lowered.inputs[:2]
     if not isinstance(a, TensorInput) or not isinstance(b, TensorInput) or a.dtype is not b.dtype:
-        raise Unsupported("the matmul's operands differ in dtype")
+        raise Unsupported(because("dtype", "the matmul's operands differ in dtype"))
     if a.dtype not in DTYPES or precision not in PRECISIONS:
         raise Unsupported(f"a matmul of {a.dtype} in {precision}")
     canon = lowered.ctx.canon

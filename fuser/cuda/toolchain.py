@@ -22,6 +22,7 @@ from fuser import config, forks
 from fuser.cuda import compile_worker, driver, pool
 from fuser.cuda.driver import Entry
 from fuser.errors import CompileError
+from fuser.reasons import because
 from fuser.runtime import eviction, files, prebuilt, remote, workers
 from fuser.runtime.counting import COUNTS
 
@@ -52,11 +53,11 @@ def why_no_triton() -> str | None:
     """None if Triton can be used, else what is wrong with it."""
     version = triton_version()
     if version is None or importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: kernels for CUDA devices need it (pip install triton)"
+        return because("compiler", "Triton is not installed: kernels for CUDA devices need it (pip install triton)")
     found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if not OLDEST_TRITON <= found <= NEWEST_TRITON:
         low, high = (".".join(map(str, v)) for v in (OLDEST_TRITON, NEWEST_TRITON))
-        return f"Triton {version} is installed: expected one from {low} to {high}"
+        return because("compiler", f"Triton {version} is installed: expected one from {low} to {high}")
     return None
 
 

@@ -32,6 +32,7 @@ from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.progress import working
+from fuser.reasons import because
 from fuser.runtime import heap
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import span
@@ -122,7 +123,9 @@ def _compile(
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         flat = flattened(gm, example_inputs)
         if flat is None:
-            return _run_eager(gm, "the graph has inputs that are containers of more than tensors", options)
+            return _run_eager(
+                gm, because("not_traced", "the graph has inputs that are containers of more than tensors"), options
+            )
         return takes_containers(_compile(*flat, options, recorded), gm, example_inputs)
     if not isinstance(gm.graph.output_node().args[0], (tuple, list)):
         return _compile_single(gm, example_inputs, options, recorded)
@@ -143,9 +146,12 @@ def _compile_single(
 
 def _why_eager(gm: fx.GraphModule) -> str | None:
     if not config.enabled:
-        return "config.enabled is False"
+        return because("disabled", "config.enabled is False")
     if any(map(_resizes_bytes, training.all_nodes(gm))):
-        return "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats"
+        return because(
+            "not_traced",
+            "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats",
+        )
     return None
 
 
@@ -243,7 +249,9 @@ class _GraphCompiler:
             raise error
         if overlap_of_examples(self.example_inputs, None):
             return OVERLAP
-        return f"it cannot be traced: {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+        return because(
+            "not_traced", f"it cannot be traced: {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+        )
 
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
@@ -357,14 +365,14 @@ def _metadata_reason(context: Any, inputs: int, ordered: bool = False) -> str | 
     try:
         nothing = {
             "an input is written": meta.num_mutated_inp_runtime_indices + meta.num_mutated_graph_handled_indices,
-            "an output is a view of an input or of another output": meta.num_outputs_aliased,
+            because("view_result", "an output is a view of an input or of another output"): meta.num_outputs_aliased,
             "an intermediate result is the base of an output": meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
             "effects are ordered by tokens": 0 if ordered else len(meta.tokens),
             "grad mode is changed": int(meta.grad_enabled_mutation is not None),
             "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),
-            "an input or output is a tensor subclass": sum(
+            because("subclass", "an input or output is a tensor subclass"): sum(
                 type(m).__name__ != "PlainTensorMeta"
                 for m in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
             ),

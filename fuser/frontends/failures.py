@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fuser.errors import FuserError
+from fuser.reasons import because
 from fuser.runtime.memory import Tally
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ OF_OPERATORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 def reason_of(error: BaseException) -> str:
     """A sentence about a graph that raised `error` at a call."""
-    return f"the compiled graph raised {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+    return because(
+        "not_traced", f"the compiled graph raised {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
+    )
 
 
 def say_unfused(reason: str) -> None:

@@ -22,6 +22,7 @@ from fuser.errors import CompileError, Unsupported
 from fuser.lowering.graph import lower_graph
 from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan
+from fuser.reasons import because
 from fuser.runtime import launcher, workers
 from fuser.scheduler.schedule import schedule
 
@@ -164,7 +165,7 @@ class Raced:
     def _decide(self, key: Any, args: Sequence[Any]) -> Function:
         a, b = args[:2]
         if a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == 3 else 1) < _LEAST_WORK:
-            raise Unsupported("the matmul is small")
+            raise Unsupported(because("alone", "the matmul is small"))
         first = matmul.candidates(a.shape[-2], a.dtype)
         self._source(first[0], args)  # Unsupported before anything is timed
         name = choices.name_of(self.graph.hash, key, self.precision)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-REASON = "an input that is written overlaps another one in memory"
+from fuser.reasons import because
+
+REASON = because("not_traced", "an input that is written overlaps another one in memory")
 Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
 

@@ -22,6 +22,7 @@ from fuser.frontends import batching
 from fuser.passes.classify import MARK, is_ordered, is_view
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
+from fuser.reasons import because
 
 _SERIAL = [0]
 
@@ -173,7 +174,7 @@ class Program:
             case None | bool() | int() | float() | str():
                 return repr(value)
             case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-                raise Unsupported(f"a symbolic number {value} that is no node of the graph")
+                raise Unsupported(because("not_traced", f"a symbolic number {value} that is no node of the graph"))
         return self._bind(value, type(value).__name__)
 
     # Statements.
@@ -205,7 +206,7 @@ class Program:
         elif node.op == "call_function":
             text = self._call(node)
         else:
-            raise Unsupported(f"{node.op} {node.target} cannot be written as a call")
+            raise Unsupported(because("python", f"{node.op} {node.target} cannot be written as a call"))
         writes = [base_of(node.args[0])] if _is_mutable(node) and node.args else []
         first = MARK in node.meta
         return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes, first=first)
@@ -239,7 +240,7 @@ class Program:
         """The statements in the order in which they run, with calls of one fusion made together."""
         order = batching.Order([s.call for s in statements], [s.rank for s in statements], _needs(statements))
         if sum(map(len, order.runs)) != len(statements):
-            raise Unsupported("the groups of this graph depend on each other in a circle")
+            raise Unsupported(because("not_traced", "the groups of this graph depend on each other in a circle"))
         used = {n for s in statements for n in s.reads} | set(self.module.graph.output_node().all_input_nodes)
         result = []
         for run in order.runs:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuser.frontends.script_nodes import Fact, Facts, Role, read_by
+from fuser.reasons import because
 
 Node = Any
 Value = Any
@@ -58,7 +59,9 @@ def plan_block(block: Any, facts: Facts) -> Plan:
             return _Plan(levels, found).plan
         for members in poor:
             for node in members:
-                facts.refuse(node, f"{node.kind()} stands alone: a kernel of its own would gain nothing")
+                facts.refuse(
+                    node, because("alone", f"{node.kind()} stands alone: a kernel of its own would gain nothing")
+                )
 
 
 def _is_worth_it(members: Sequence[Node], facts: Facts) -> bool:

@@ -18,6 +18,7 @@ from fuser.frontends.script_memory import SILENT, Memory, every_node
 from fuser.frontends.torchscript import Translator
 from fuser.lowering.graph import COPIES_IF_NEEDED, may_share
 from fuser.passes.classify import op_name, schema_reason
+from fuser.reasons import because
 
 Node = Any  # torch._C.Node
 Value = Any  # torch._C.Value
@@ -167,7 +168,13 @@ class _Study:
         if kind == "prim::GetAttr":
             return Fact(node, Role.ORDERED if self.sets else Role.PURE, "an attribute", exposed=exposed)
         if writes(node):
-            return Fact(node, Role.ORDERED, f"{kind} writes one of its arguments", exposed=exposed, writes=True)
+            return Fact(
+                node,
+                Role.ORDERED,
+                because("writes", f"{kind} writes one of its arguments"),
+                exposed=exposed,
+                writes=True,
+            )
         if kind in ("prim::RaiseException", "aten::_assert_async"):
             return Fact(node, Role.ORDERED, "it stops the script", raises=True)
         fact = self._translated(node, exposed)
@@ -191,7 +198,7 @@ class _Study:
         if node.kind() in _STRUCTURE:
             return self._checked(self._free(node), exposed)
         if not _gives_tensor(node):
-            return self._outside(node, exposed, f"{node.kind()} gives no tensor")
+            return self._outside(node, exposed, because("no_tensor", f"{node.kind()} gives no tensor"))
         return self._call(node, made, exposed)
 
     def _call(self, node: Node, made: list[fx.Node], exposed: bool) -> Fact:

@@ -21,6 +21,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
 from fuser.ops import NO_OP, OPS, OpRow
+from fuser.reasons import because
 
 LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -289,7 +290,7 @@ class _Ops:
         operand = next((d for d, s in zip(dtypes, spec.signature or "t" * len(dtypes)) if s == "t"), dtypes[0])
         values = [a if isinstance(a, Value) else self.constant(a, operand) for a in args]
         if operand not in spec.dtypes:
-            raise Unsupported(f"op {name!r} is not defined for {operand}")
+            raise Unsupported(because("dtype", f"op {name!r} is not defined for {operand}"))
         if spec.result == "same":
             dtype = operand
         else:

@@ -14,6 +14,7 @@ from fuser.ir.sizes import ONE, ZERO, expr
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.registry import lower
+from fuser.reasons import because
 
 
 def number(value: float, like: Value) -> Value:
@@ -158,7 +159,7 @@ def lower_rrelu(
 ) -> TensorBox:
     """Leaky relu with the mean slope, outside of training."""
     if training is not False:
-        raise Unsupported("rrelu in training draws random numbers")
+        raise Unsupported(because("random", "rrelu in training draws random numbers"))
     return lower_leaky_relu(ctx, x, (lower_end + upper) / 2)
 
 
@@ -294,7 +295,7 @@ def lower_selu(ctx: LoweringContext, x: Operand) -> TensorBox:
 def lower_celu(ctx: LoweringContext, x: Operand, alpha: Any = 1.0) -> TensorBox:
     """x, alpha * (exp(x / alpha) - 1) below 0"""
     if known(alpha) == 0:
-        raise Unsupported("celu with alpha 0: eager raises")
+        raise Unsupported(because("eager_raises", "celu with alpha 0: eager raises"))
     return _elu(ctx, x, alpha, 1, 1 / known(alpha))
 
 

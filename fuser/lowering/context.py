@@ -31,6 +31,7 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )  # fmt: skip
+from fuser.reasons import because
 from fuser.targets import Target
 
 
@@ -161,7 +162,7 @@ class LoweringContext:
                 self.specialise(d)
         for d in wide[1:]:
             if not self.is_equal(wide[0], d):
-                raise Unsupported(f"sizes {wide[0]} and {d} do not broadcast")
+                raise Unsupported(because("eager_raises", f"sizes {wide[0]} and {d} do not broadcast"))
         return self.canon(wide[0])
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -172,7 +173,7 @@ class LoweringContext:
     def new_buffer(self, dtype: torch.dtype, size: Sequence[Expr], order: tuple[int, ...] | None = None) -> Buffer:
         """A buffer without loops yet, dense in `order` (outermost to innermost; row-major if None)."""
         if not self.takes(dtype):
-            raise Unsupported(f"dtype {dtype} is not fused", self.origin)
+            raise Unsupported(because("dtype", f"dtype {dtype} is not fused"), self.origin)
         size = tuple(self.canon(s) for s in size)
         name, stride = f"buf{len(self.buffers)}", strides_of(size, order)
         buffer = Buffer(name, dtype, size, stride, origin=self.origin, order=order)

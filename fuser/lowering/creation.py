@@ -15,6 +15,7 @@ from fuser.lowering.context import LoweringContext, Operand, as_expr
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower, refuse
 from fuser.lowering.views import Int, Ints, lower_diagonal, wrap_dim
+from fuser.reasons import because
 
 
 def filled(ctx: LoweringContext, size: Sequence[Int], value: Operand) -> TensorBox:
@@ -228,7 +229,7 @@ def lower_diag(ctx: LoweringContext, x: TensorBox, diagonal: int = 0) -> TensorB
     return lower_diagonal(ctx, x, diagonal)
 
 
-refuse("a table of indices, made once", "aten.tril_indices", "aten.triu_indices")
-refuse("powers are left to ATen", "aten.vander")
+refuse(because("left_to_aten", "a table of indices, made once"), "aten.tril_indices", "aten.triu_indices")
+refuse(because("left_to_aten", "powers are left to ATen"), "aten.vander")
 
 __all__ = ["filled"]

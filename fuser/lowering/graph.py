@@ -31,6 +31,7 @@ from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import is_row_major, row_major
 from fuser.lowering.without_dynamo import without_dynamo
+from fuser.reasons import because
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def new_input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorIn
 
 def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[TensorInput, TensorBox, torch.Tensor]:
     if not ctx.takes(t.dtype):
-        raise Unsupported(f"input {number} has dtype {t.dtype}, which is not fused")
+        raise Unsupported(because("dtype", f"input {number} has dtype {t.dtype}, which is not fused"))
     size = [int(n) for n in t.shape]
     stride = [int(n) for n in t.stride()]
     symbols = tuple(ctx.new_symbol(f"x{number}_{d}", n) for d, n in enumerate(size))
@@ -200,7 +201,12 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     if node.op == "getitem":
         source, at = node.args
         if not -len(values[source.index]) <= at < len(values[source.index]):
-            raise Unsupported(f"there are {len(values[source.index])} results, and none at {at}: eager raises", node.op)
+            raise Unsupported(
+                because(
+                    "eager_raises", f"there are {len(values[source.index])} results, and none at {at}: eager raises"
+                ),
+                node.op,
+            )
         return values[source.index][at], metas[source.index][at]
     args = map_refs(node.args, lambda r: values[r.index])
     meta_args = map_refs(node.args, lambda r: metas[r.index])
@@ -264,14 +270,19 @@ def _check_home(ctx: LoweringContext, op: str, args: Sequence[Any], kwargs: dict
     if ctx.target.device_type == targets.HOST or kwargs.get("device") is not None:
         return
     if not any(isinstance(a, torch.Tensor) for a in leaves((args, kwargs))):
-        raise Unsupported(f"it makes a tensor on torch's default device, in a group on {ctx.target.device_type}", op)
+        raise Unsupported(
+            because("devices", f"it makes a tensor on torch's default device, in a group on {ctx.target.device_type}"),
+            op,
+        )
 
 
 def _on_meta(ctx: LoweringContext, value: Any) -> Any:
     """Arguments with devices replaced by "meta". A kernel runs on one device."""
     if isinstance(value, torch.device):
         if value.type != ctx.target.device_type:
-            raise Unsupported(f"it makes a tensor on {value}, in a group on {ctx.target.device_type}")
+            raise Unsupported(
+                because("devices", f"it makes a tensor on {value}, in a group on {ctx.target.device_type}")
+            )
         return torch.device("meta")
     if isinstance(value, dict):
         return {k: _on_meta(ctx, v) for k, v in value.items()}
@@ -303,12 +314,16 @@ def run_meta(
         raise
     except NotImplementedError as e:
         by_data = "data-independent" in str(e)
-        raise Unsupported("its result's size depends on data" if by_data else "it has no shape function", op) from None
+        raise Unsupported(
+            because("data_size", "its result's size depends on data") if by_data else "it has no shape function", op
+        ) from None
     except Exception as e:
         if not plain and is_corrected(op):  # the shape function views what eager's kernel copies
             args, kwargs = map_leaves(row_major, (args, kwargs))
             return run_meta(op, args, kwargs, fused, device)
-        raise Unsupported(f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", op) from None
+        raise Unsupported(
+            because("eager_raises", f"eager raises {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"), op
+        ) from None
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -384,7 +399,7 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
     ctx, graph, metas = placed.state.ctx, placed.state.graph, placed.state.metas
     value = placed.state.values[o.index] if isinstance(o, Ref) else o
     if not isinstance(value, TensorBox):
-        raise Unsupported(f"an output that is no tensor but {type(value).__name__}")
+        raise Unsupported(because("no_tensor", f"an output that is no tensor but {type(value).__name__}"))
     meta, buffer = metas[o.index], value.storage.buffer
     whole = value.view is None
     if buffer.name in placed.written and whole:
@@ -395,9 +410,13 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
             _keep_choice(ctx, value, meta)
         return "input", buffer.input_number
     if shared is not None and not graph.functional and not (whole and shared is value):
-        raise Unsupported("an output is a view: eager's shares memory with an input or with another output")
+        raise Unsupported(
+            because("view_result", "an output is a view: eager's shares memory with an input or with another output")
+        )
     if buffer.name in ctx.perhaps_views and not graph.functional:
-        raise Unsupported("an output is x[i] by a tensor without dims: a view if Python takes it for a number")
+        raise Unsupported(
+            because("view_result", "an output is x[i] by a tensor without dims: a view if Python takes it for a number")
+        )
     placed.seen.setdefault(_memory(meta), value)
     if not graph.functional:
         _keep_dense(ctx, value, meta, placed.plain, placed.memories[_memory(meta)] > 1)
@@ -494,7 +513,9 @@ def _keep_dense(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor, plai
     nothing about calls with more: unless all are `plain`, such sizes are made constants.
     """
     if meta.numel() and memory_order(meta.shape, meta.stride()) is None:
-        raise Unsupported(f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
+        raise Unsupported(
+            because("view_result", f"an output whose memory is not dense: eager's strides are {tuple(meta.stride())}")
+        )
     buffer = value.storage.buffer
     if viewed and value.view is not None and buffer.input_number < 0:
         ctx.assume("eq", ctx.numel(value), product(buffer.size))

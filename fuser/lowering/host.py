@@ -18,6 +18,7 @@ from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import TensorBox, strides_of
 from fuser.ir.sizes import Expr, call, expr, floordiv, mod, product
 from fuser.lowering.context import LoweringContext, Number, Scalar
+from fuser.reasons import because
 
 # -- facts of tensors: (of the box, of the meta tensor) ----------------------------------------------------------------
 Fact = Callable[..., Any]
@@ -191,12 +192,12 @@ def evaluate(ctx: LoweringContext, op: str, args: Sequence[Any], metas: Sequence
     if op in _FACTS:
         of_box, of_meta = _FACTS[op]
         if not isinstance(args[0], TensorBox):
-            raise Unsupported(f"{op} of something that is no tensor")
+            raise Unsupported(because("no_tensor", f"{op} of something that is no tensor"))
         return of_box(ctx, *args), of_meta(*metas)
     try:
         meta = HOST_OPS[op](*metas)
     except (ArithmeticError, ValueError, TypeError, IndexError) as e:
-        raise Unsupported(f"eager raises {type(e).__name__}: {e}", op) from None
+        raise Unsupported(because("eager_raises", f"eager raises {type(e).__name__}: {e}"), op) from None
     if op.startswith("sizes."):
         return HOST_OPS[op](args[0], *(_constant(ctx, a) for a in args[1:]) if op != "sizes.cat" else args[1:]), meta
     if op == "host.ite":

@@ -16,6 +16,7 @@ from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import unsqueeze_box, wrap_dim
+from fuser.reasons import because
 
 Load = Callable[[Index], Value]
 
@@ -33,9 +34,9 @@ def index_tensor(index: Any, dtypes: Sequence[torch.dtype] = (torch.int64, torch
     if not isinstance(index, TensorBox):
         raise Unsupported(f"an index of type {type(index).__name__}")
     if index.dtype in (torch.bool, torch.uint8):
-        raise Unsupported("an index by a mask: the size of its result depends on data")
+        raise Unsupported(because("data_size", "an index by a mask: the size of its result depends on data"))
     if index.dtype not in dtypes:
-        raise Unsupported(f"an index of dtype {index.dtype}")
+        raise Unsupported(because("dtype", f"an index of dtype {index.dtype}"))
     return index
 
 
@@ -251,7 +252,7 @@ def lower_one_hot(ctx: LoweringContext, x: TensorBox, num_classes: int | Expr = 
     """1 at the place that the element names, along a new last dim, else 0."""
     classes = ctx.canon(num_classes)
     if ctx.hint(classes) < 0:
-        raise Unsupported("a one_hot without a number of classes: its size depends on data")
+        raise Unsupported(because("data_size", "a one_hot without a number of classes: its size depends on data"))
     ctx.assume("lt", 0, classes)
     size = ctx.size_of(x)
     load = ctx.loader(x, size, torch.int64)

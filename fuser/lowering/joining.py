@@ -22,6 +22,7 @@ from fuser.lowering.registry import lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.shapes import copies_overlap
 from fuser.lowering.views import Int, Ints, place_in, slice_range, transpose_box, unsqueeze_box, with_dim, wrap_dim
+from fuser.reasons import because
 
 Load = Callable[[Index], Value]
 MOST_CHOICES = 4  # pieces between which a reader may choose
@@ -428,7 +429,7 @@ def lower_channel_shuffle(ctx: LoweringContext, x: TensorBox, groups: int) -> Te
 def _has_places(ctx: LoweringContext) -> None:
     """Unsupported where elements share memory: they do in eager's copy too, where a write then shows in all of them."""
     if copies_overlap(ctx.arg_metas[0]):
-        raise Unsupported("a part is replaced of a tensor whose elements overlap in memory")
+        raise Unsupported(because("not_traced", "a part is replaced of a tensor whose elements overlap in memory"))
 
 
 @lower("aten.slice_scatter")
@@ -498,6 +499,11 @@ def lower_diagonal_scatter(
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 
 
-refuse("the size of its result depends on data", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+refuse(
+    because("data_size", "the size of its result depends on data"),
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.repeat_interleave.Tensor",
+)
 
 __all__ = ["Piece", "at_dim", "chosen", "joined"]

@@ -16,6 +16,7 @@ from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import elementwise, ensured, result_dtype
 from fuser.lowering.reductions import expanded, number_of, reduce, reduce_to_result
 from fuser.lowering.registry import lower, refuse
+from fuser.reasons import because
 
 NONE, MEAN, SUM = 0, 1, 2  # how torch spells a loss's reduction
 Body = Callable[..., Value]
@@ -402,7 +403,7 @@ def _by_probabilities(
 
 
 refuse(
-    "a loss over pairs of classes", "aten.multi_margin_loss", "aten.multilabel_margin_loss",
+    because("left_to_aten", "a loss over pairs of classes"), "aten.multi_margin_loss", "aten.multilabel_margin_loss",
     "aten.multilabel_margin_loss_forward",
 )  # fmt: skip
-refuse("a loss with a recursion over time", "aten.ctc_loss", "aten._ctc_loss")
+refuse(because("left_to_aten", "a loss with a recursion over time"), "aten.ctc_loss", "aten._ctc_loss")

@@ -15,6 +15,7 @@ from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import moments, reduce
 from fuser.lowering.registry import lower
+from fuser.reasons import because
 
 Statistics = tuple[TensorBox, TensorBox, TensorBox]
 Order = tuple[int, ...] | None
@@ -235,7 +236,7 @@ def per_channel(ctx: LoweringContext, x: TensorBox) -> TensorBox:
     return x.viewed((ctx.size_of(x)[1],), lambda i: tuple(i[0] if d == 1 else ZERO for d in range(rank)))
 
 
-MUTATES = "batch norm in training writes its running statistics: left to ATen"
+MUTATES = because("left_to_aten", "batch norm in training writes its running statistics: left to ATen")
 
 
 @lower("aten.batch_norm")

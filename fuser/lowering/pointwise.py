@@ -15,6 +15,7 @@ from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering.context import LoweringContext, Operand, Scalar
 from fuser.lowering.registry import DECISIVE, EVERY, LOWERINGS, lower, refuse
 from fuser.ops import OPS
+from fuser.reasons import because
 
 # operator of ATen: op of the table. Computed in the dtype of the result.
 UNARY = {
@@ -214,7 +215,7 @@ def lower_add(ctx: LoweringContext, a: Operand, b: Operand, alpha: Any = 1) -> T
     if is_known(alpha) and alpha == 1:
         return elementwise(ctx, [a, b], lambda x, y: ops.call(op, x, y), cast=cast)
     if not dtype.is_floating_point and isinstance(alpha, (Scalar, float)):
-        raise Unsupported("eager raises for a float alpha of integers")
+        raise Unsupported(because("eager_raises", "eager raises for a float alpha of integers"))
     if dtype.is_floating_point:  # with one rounding, as eager has it where it uses vectors
         fused: Callable[..., Value] = lambda x, y, s: ops.fma(y, s if op == "add" else ops.neg(s), x)  # noqa: E731
         return elementwise(ctx, [a, b, alpha], fused, cast=cast)
@@ -242,7 +243,7 @@ def dividing(ctx: LoweringContext, a: Operand, b: Operand, op: str, cast: bool =
     if whole and divisor is None:
         ctx.assume("ne", b, ZERO)  # type: ignore[arg-type]
     elif whole and not isinstance(divisor, TensorBox) and (not is_known(divisor) or divisor == 0):
-        raise Unsupported(f"an integer divided by {divisor!r}: eager raises")
+        raise Unsupported(because("eager_raises", f"an integer divided by {divisor!r}: eager raises"))
 
     def body(x: Value, y: Value) -> Value:
         if whole and isinstance(b, TensorBox):
@@ -304,7 +305,7 @@ def lower_pow(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
         ctx.assume("le", ZERO, b)
     if is_known(b):
         if whole and b < 0:  # type: ignore[operator]
-            raise Unsupported("integers to a negative power: eager raises")
+            raise Unsupported(because("eager_raises", "integers to a negative power: eager raises"))
         half = result_dtype(ctx) is torch.float16
         powers = SMALL_POWERS if whole else HALF_POWERS if half else FLOAT_POWERS
         known = powers.get(float(b))  # type: ignore[arg-type]
@@ -483,9 +484,10 @@ def lower_frexp(ctx: LoweringContext, x: TensorBox) -> tuple[TensorBox, TensorBo
     )
 
 
-refuse("no scalar form in the table", "aten.igamma", "aten.igammac")
-refuse("its result is complex", "aten.complex", "aten.polar", "aten.view_as_complex", "aten._fft_r2c")
+refuse(because("left_to_aten", "no scalar form in the table"), "aten.igamma", "aten.igammac")
+refuse(because("dtype", "its result is complex"), "aten.complex", "aten.polar", "aten.view_as_complex", "aten._fft_r2c")
 refuse(
-    "it returns a Python number", "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense",
+    because("no_tensor", "it returns a Python number"),
+    "aten.equal", "aten.allclose", "aten.item", "aten._local_scalar_dense",
     "aten.is_nonzero",
 )  # fmt: skip

@@ -24,6 +24,7 @@ from fuser.lowering.reductions import number_of, reduce
 from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.ops.reductions import smallest
+from fuser.reasons import because
 
 MOST_PLACES = 27  # places of a window
 Load = Callable[[Index], Value]
@@ -353,11 +354,12 @@ def lower_im2col(
 
 
 refuse(
-    "windows of different sizes", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
+    because("left_to_aten", "windows of different sizes"),
+    "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
     "aten.fractional_max_pool2d", "aten.fractional_max_pool3d",
 )  # fmt: skip
 refuse(
-    "each element gathers from many windows: left to ATen",
+    because("left_to_aten", "each element gathers from many windows: left to ATen"),
     "aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", "aten.max_unpool2d",
     "aten.max_unpool3d",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from fuser.ir.sizes import ONE, ZERO, Expr, product
 from fuser.lowering.context import LoweringContext, Scalar
 from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
 from fuser.lowering.registry import EVERY, lower, refuse
+from fuser.reasons import because
 
 Dims = Sequence[int] | int | None
 Element = Callable[[Value, Index], Value]
@@ -446,7 +447,8 @@ def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> Tens
 
 
 refuse(
-    "it sorts: left to ATen", "aten.median", "aten.nanmedian", "aten.mode", "aten.sort", "aten.argsort", "aten.topk",
+    because("left_to_aten", "it sorts: left to ATen"),
+    "aten.median", "aten.nanmedian", "aten.mode", "aten.sort", "aten.argsort", "aten.topk",
     "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile", "aten.unique_dim", "aten.unique_consecutive",
     "aten._unique2", "aten.histc", "aten.bincount",
 )  # fmt: skip

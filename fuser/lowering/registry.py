@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fuser import targets
 from fuser.lowering.context import LoweringContext
+from fuser.reasons import because
 
 Lowering = Callable[..., Any]
 _F = TypeVar("_F", bound=Lowering)
@@ -63,7 +64,7 @@ def supports(name: str, device_type: str = targets.HOST) -> str | None:
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
     if find(name) is not None:
         return ELSEWHERE[packet]() if packet in ELSEWHERE and target is not None and not target.ordered else None
-    return REFUSED.get(packet, f"no lowering for {packet}")
+    return REFUSED.get(packet, because("no_lowering", f"no lowering for {packet}"))
 
 
 __all__ = [

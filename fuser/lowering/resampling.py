@@ -17,6 +17,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, expr, floordiv
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.registry import lower, refuse
+from fuser.reasons import because
 
 F32 = torch.float32
 
@@ -76,10 +77,19 @@ def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) ->
 
 
 refuse(
-    "weights of neighbours are made once for a row: left to ATen", "aten.upsample_linear1d", "aten.upsample_bilinear2d",
+    because("left_to_aten", "weights of neighbours are made once for a row: left to ATen"),
+    "aten.upsample_linear1d", "aten.upsample_bilinear2d",
     "aten.upsample_bicubic2d", "aten.upsample_trilinear3d",
 )  # fmt: skip
-refuse("smoothed on the way: left to ATen", "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa")
-refuse("places that a tensor holds, between elements", "aten.grid_sampler_2d", "aten.grid_sampler_3d")
+refuse(
+    because("left_to_aten", "smoothed on the way: left to ATen"),
+    "aten._upsample_bilinear2d_aa",
+    "aten._upsample_bicubic2d_aa",
+)
+refuse(
+    because("left_to_aten", "places that a tensor holds, between elements"),
+    "aten.grid_sampler_2d",
+    "aten.grid_sampler_3d",
+)
 
 __all__ = ["lower_nearest"]

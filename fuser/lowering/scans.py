@@ -13,6 +13,7 @@ from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.views import slice_box, wrap_dim
+from fuser.reasons import because
 
 
 def scanned(
@@ -68,7 +69,7 @@ def lower_diff(
     return elementwise(ctx, [later, earlier], lambda a, b: ops.call(name, a, b))
 
 
-refuse("areas under curves are left to ATen", "aten.trapezoid", "aten.cumulative_trapezoid")
+refuse(because("left_to_aten", "areas under curves are left to ATen"), "aten.trapezoid", "aten.cumulative_trapezoid")
 
 SCANS = frozenset({"aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax", "aten.cummin"})
 

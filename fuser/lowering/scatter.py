@@ -24,6 +24,7 @@ from fuser.lowering.reshape import reshape_box
 from fuser.lowering.selection import select
 from fuser.lowering.views import unsqueeze_box, wrap_dim
 from fuser.ops import REDUCTIONS
+from fuser.reasons import because
 
 # How eager names a way to combine: a row of `ops.REDUCTIONS`.
 COMBINE = {"sum": "sum", "add": "sum", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
@@ -209,14 +210,14 @@ def _put_where(
     row = given[max(len(given) - len(rest), 0) :]
     before = given[: len(given) - len(row)]
     if not all(ctx.is_equal(s, 1) for s in before):
-        raise Unsupported("values put where a mask holds: which one goes where depends on data")
+        raise Unsupported(because("data_size", "values put where a mask holds: which one goes where depends on data"))
     if len(before) > 1 and (accumulate or rest):
         raise Unsupported("values of more dims than what the mask takes")
     for a, b in zip(ctx.size_of(mask), size):
         if not ctx.is_equal(a, b):
             raise Unsupported("a mask of another size")
     if not all(ctx.is_equal(s, 1) or ctx.is_equal(s, n) for s, n in zip(reversed(row), reversed(rest))):
-        raise Unsupported("values that do not broadcast to what the mask takes")
+        raise Unsupported(because("eager_raises", "values that do not broadcast to what the mask takes"))
     for _ in rest:
         mask = unsqueeze_box(ctx, mask, len(mask.size))
     first = (ZERO,) * len(before)
@@ -274,6 +275,8 @@ ask_elsewhere(
     "aten.index_reduce", "aten.index_fill", "aten.index_put", "aten._unsafe_index_put", "aten.put",
     "aten.embedding_dense_backward",
 )  # fmt: skip
-refuse("it writes overlapping windows", "aten.unfold_backward", "aten.col2im", "aten.as_strided_scatter")
+refuse(
+    because("writes", "it writes overlapping windows"), "aten.unfold_backward", "aten.col2im", "aten.as_strided_scatter"
+)
 
 __all__ = ["along", "scattered"]

@@ -16,6 +16,7 @@ from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import EVERY, ask_elsewhere, lower
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import expand_box
+from fuser.reasons import because
 
 MOST_STEPS = 20  # each halves what is left: lists of up to a million
 
@@ -29,12 +30,14 @@ def searched(
     """
     dtype = bounds.dtype
     if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
-        raise Unsupported("a search for values of another dtype than the sorted ones")
+        raise Unsupported(because("dtype", "a search for values of another dtype than the sorted ones"))
     if dtype is torch.bool:
-        raise Unsupported("a search among masks, which eager refuses unless there are none")
+        raise Unsupported(because("eager_raises", "a search among masks, which eager refuses unless there are none"))
     own, size, wide = ctx.size_of(bounds), ctx.size_of(x), compute_dtype(dtype)
     if len(own) != 1 and len(own) != len(size):
-        raise Unsupported("sorted values of other dims than those that are looked for: eager refuses them")
+        raise Unsupported(
+            because("eager_raises", "sorted values of other dims than those that are looked for: eager refuses them")
+        )
     n = own[-1]
     steps = ctx.hint(n).bit_length()
     if steps > MOST_STEPS:
@@ -80,7 +83,7 @@ def lower_bucketize(
 ) -> TensorBox:
     """The bucket between `bounds` in which each element lies."""
     if len(ctx.size_of(bounds)) != 1:
-        raise Unsupported("bounds of buckets in other than one dim: eager refuses them")
+        raise Unsupported(because("eager_raises", "bounds of buckets in other than one dim: eager refuses them"))
     return searched(ctx, bounds, x, right is True)
 
 

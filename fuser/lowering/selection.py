@@ -14,6 +14,7 @@ from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.known_shapes import AUTOCASTS
 from fuser.lowering.pointwise import cast_loader, elementwise, result_dtype
 from fuser.lowering.registry import lower, refuse
+from fuser.reasons import because
 
 
 def select(ctx: LoweringContext, condition: TensorBox, a: Operand, b: Operand) -> TensorBox:
@@ -37,7 +38,7 @@ def lower_masked_fill(ctx: LoweringContext, x: TensorBox, mask: TensorBox, value
     dtype = result_dtype(ctx)
     if isinstance(value, (int, float)) and not math.isinf(value) and dtype.is_floating_point:
         if abs(value) > torch.finfo(dtype).max:
-            raise Unsupported(f"{value} does not fit into {dtype}: eager raises")
+            raise Unsupported(because("eager_raises", f"{value} does not fit into {dtype}: eager raises"))
     return select(ctx, mask, value, x)
 
 
@@ -119,7 +120,7 @@ def lower_functional_copy(
 def lower_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> TensorBox:
     """The tensor itself outside of training."""
     if train is not False:
-        raise Unsupported("dropout in training draws random numbers")
+        raise Unsupported(because("random", "dropout in training draws random numbers"))
     return x
 
 
@@ -127,7 +128,7 @@ def lower_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> T
 def lower_native_dropout(ctx: LoweringContext, x: TensorBox, p: float, train: Any) -> tuple[TensorBox, TensorBox]:
     """A copy and a mask of ones outside of training."""
     if train is not False:
-        raise Unsupported("dropout in training draws random numbers")
+        raise Unsupported(because("random", "dropout in training draws random numbers"))
     size = ctx.size_of(x)
     ones = ctx.pointwise(size, ctx.meta[1].dtype, lambda i: ops.constant(1, ctx.meta[1].dtype), ctx.order_of_meta(1))
     return ctx.pointwise(size, x.dtype, ctx.loader(x, size, x.dtype), ctx.order_of_meta(0)), ones
@@ -140,7 +141,7 @@ def lower_rrelu(
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """Outside of training, x below 0 by the mean of both slopes; the noise as it was."""
     if training is not False:
-        raise Unsupported("rrelu in training draws random numbers")
+        raise Unsupported(because("random", "rrelu in training draws random numbers"))
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     load, a, b = ctx.loader(x, size, wide), ctx.loader(low, (), wide), ctx.loader(high, (), wide)
 
@@ -158,7 +159,8 @@ def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: T
 
 
 refuse(
-    "it draws random numbers", "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like",
+    because("random", "it draws random numbers"),
+    "aten.bernoulli", "aten.rand_like", "aten.randn_like", "aten.randint_like",
     "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.multinomial", "aten.normal", "aten.uniform",
     "aten.exponential", "aten._fused_dropout",
 )  # fmt: skip

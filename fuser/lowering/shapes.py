@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fuser.errors import Unsupported
+from fuser.reasons import because
 
 # How the result's dtype follows from the promoted operands: the same; float for integers; always bool.
 SAME, FLOAT, BOOL = "same", "float", "bool"
@@ -90,7 +91,9 @@ def broadcast(sizes: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...]:
         for at, n in enumerate(size, rank - len(size)):
             if n != 1:
                 if out[at] not in (1, n):
-                    raise Unsupported(f"sizes {', '.join(map(str, sizes))} do not broadcast", op)
+                    raise Unsupported(
+                        because("eager_raises", f"sizes {', '.join(map(str, sizes))} do not broadcast"), op
+                    )
                 out[at] = n
     return tuple(out)
 

@@ -17,6 +17,7 @@ from fuser.lowering import graph as lowering
 from fuser.lowering.graph import State
 from fuser.lowering.host import is_host
 from fuser.lowering.without_dynamo import without_dynamo
+from fuser.reasons import because
 
 
 class _Nothing:
@@ -80,7 +81,9 @@ class _Surveyor:
         except Exception as e:
             if is_defect(e) and config.strict:
                 raise
-            refused[node.index] = e.reason if isinstance(e, Unsupported) else f"a defect of fuser, {e}"
+            refused[node.index] = (
+                e.reason if isinstance(e, Unsupported) else because("defect", f"a defect of fuser, {e}")
+            )
         try:
             return self._result(node)
         except Exception:
@@ -89,7 +92,11 @@ class _Surveyor:
     def _about_dtypes(self, node: CanonicalNode) -> str:
         metas = [m for i in node.refs() for m in lowering.leaves(self.state.metas[i]) if isinstance(m, torch.Tensor)]
         dtypes = [str(m.dtype) for m in metas if not self.state.ctx.takes(m.dtype)]
-        return f"a tensor has dtype {dtypes[0]}, which is not fused" if dtypes else "it reads what is not fused"
+        return (
+            because("dtype", f"a tensor has dtype {dtypes[0]}, which is not fused")
+            if dtypes
+            else because("follows", "it reads what is not fused")
+        )
 
     def _result(self, node: CanonicalNode) -> tuple[Any, Any]:
         """The result of a refused call, as an input of the same sizes. Raises if it has no shape function."""

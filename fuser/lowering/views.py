@@ -13,6 +13,7 @@ from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, minimum, product
 from fuser.lowering.context import LoweringContext, as_expr
 from fuser.lowering.registry import LOWERINGS, lower
 from fuser.lowering.reshape import infer, reshape_box
+from fuser.reasons import because
 
 Int = Expr | int
 Ints = Sequence[Int]
@@ -164,7 +165,7 @@ def lower_view(ctx: LoweringContext, x: TensorBox, shape: Any, stride: Any = Non
     if shape is x.dtype:
         return x
     if isinstance(shape, torch.dtype):
-        raise Unsupported("a view of the bits in another dtype")
+        raise Unsupported(because("dtype", "a view of the bits in another dtype"))
     if ctx.op == "aten.view":
         _keep_ones(ctx, x)
     return reshape_box(ctx, x, shape)

@@ -7,6 +7,7 @@ from fuser.ir.nodes import TensorBox
 from fuser.lowering.context import LoweringContext, Operand, memory_order
 from fuser.lowering.pointwise import cast_loader
 from fuser.lowering.registry import lower
+from fuser.reasons import because
 
 
 @lower("aten.copy_")
@@ -14,9 +15,11 @@ def lower_copy_(ctx: LoweringContext, target: TensorBox, source: Operand, non_bl
     """Write `source`, converted and broadcast, into the input `target`; who reads it later reads the new content."""
     number = target.storage.buffer.input_number
     if target.view is not None or number < 0:
-        raise Unsupported("copy_ into something that is no input as it is, or into one for the second time")
+        raise Unsupported(
+            because("writes", "copy_ into something that is no input as it is, or into one for the second time")
+        )
     if memory_order(ctx.meta.size(), ctx.meta.stride()) is None:
-        raise Unsupported("copy_ into an input with gaps or overlaps")
+        raise Unsupported(because("writes", "copy_ into an input with gaps or overlaps"))
     size, dtype = ctx.size_of(target), target.dtype
     made = ctx.pointwise(size, dtype, cast_loader(ctx, source, size, dtype), ctx.order_of_meta())
     ctx.writes.append((made.storage.buffer.name, number))

@@ -11,6 +11,7 @@ import torch
 
 from fuser.errors import Unsupported
 from fuser.ops.table import Cell, OpRow, ReductionRow, ScanRow
+from fuser.reasons import because
 
 # What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
 CPP_TYPES: dict[torch.dtype, str] = {
@@ -53,7 +54,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype in LOW or dtype in FLOAT8:
         return torch.float32
     if dtype not in CPP_TYPES:
-        raise Unsupported(f"dtype {dtype} is not computed by kernels: expected one of {_names(CPP_TYPES)}")
+        raise Unsupported(
+            because("dtype", f"dtype {dtype} is not computed by kernels: expected one of {_names(CPP_TYPES)}")
+        )
     return dtype
 
 
@@ -89,7 +92,7 @@ def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype, cell: Cell
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:
-        raise Unsupported(f"{row.name} has no C++ cell for {dtype}")
+        raise Unsupported(because("dtype", f"{row.name} has no C++ cell for {dtype}"))
     return cell
 
 

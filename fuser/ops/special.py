@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ops import lanes_cpp
 from fuser.ops.pointwise import by_width, in_lanes
 from fuser.ops.table import FLOATS, INTS, Cell, Near, OpRow
+from fuser.reasons import because
 
 _TANH = by_width("fuser_tanh({0})", "libdevice.tanh({0})")
 _SIGMOID = by_width("fuser_sigmoid({0})", "(1.0 / (1.0 + libdevice.exp(-{0})))")
@@ -155,7 +156,9 @@ SPECIAL = (
 
 def _ndtri(dtype: torch.dtype) -> str:
     if dtype is torch.float64:  # three polynomials take 0.66 of ATen's time within (0, 1), and 3.3 times of it outside
-        raise Unsupported("ATen's ndtri is faster than a kernel's in float64, as it is done at once outside (0, 1)")
+        raise Unsupported(
+            because("slower", "ATen's ndtri is faster than a kernel's in float64, as it is done at once outside (0, 1)")
+        )
     return "fuser_ndtri_{D}({0})"
 
 

@@ -14,6 +14,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ops.cells import FLOAT8, LOW, compute_dtype, wrap_int
 from fuser.ops.table import OpRow, ReductionRow
+from fuser.reasons import because
 
 TRITON_TYPES: dict[torch.dtype, str] = {
     torch.float32: "tl.float32",
@@ -54,7 +55,7 @@ def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = 
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:
-        raise Unsupported(f"{row.name} has no Triton cell for {dtype}")
+        raise Unsupported(because("dtype", f"{row.name} has no Triton cell for {dtype}"))
     return cell
 
 

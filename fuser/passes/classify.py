@@ -19,6 +19,7 @@ from fuser import config, examples, interface, lowering, refusals
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lowering.survey import survey
+from fuser.reasons import because
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Recent
 
@@ -66,7 +67,7 @@ _LIBRARY_OPS = (
     "aten.addmv aten.convolution aten._convolution aten.conv1d aten.conv2d aten.conv3d "
     "aten._scaled_dot_product_flash_attention_for_cpu mkldnn._linear_pointwise mkldnn._convolution_pointwise"
 )
-LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), "a library's kernel does this better")
+LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), because("library", "a library's kernel does this better"))
 _BARE_DTYPES = frozenset(
     getattr(torch, n)
     for n in (
@@ -126,9 +127,9 @@ def is_ordered(node: fx.Node) -> bool:
 
 def _tensor_reason(t: torch.Tensor) -> str | None:
     if t.layout is not torch.strided:
-        return f"a tensor has layout {t.layout}, only strided tensors are fused"
+        return because("layout", f"a tensor has layout {t.layout}, only strided tensors are fused")
     if t.dtype not in _BARE_DTYPES:
-        return f"a tensor has dtype {t.dtype}, which no kernel takes"
+        return because("dtype", f"a tensor has dtype {t.dtype}, which no kernel takes")
     return None
 
 
@@ -136,10 +137,10 @@ def _device_reason(tensors: list[torch.Tensor]) -> str | None:
     """Kernels run on one device; a 0-dim CPU tensor beside another device's is left to ATen too."""
     devices = {t.device for t in tensors}
     if len(devices) > 1:
-        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+        return because("devices", f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
     for device in devices:
         if not interface.has_fusion_backend(device.type):
-            return f"no fusion backend for device {device.type!r} is registered"
+            return because("backend", f"no fusion backend for device {device.type!r} is registered")
     return None
 
 
@@ -149,13 +150,13 @@ def schema_reason(target: torch._ops.OpOverload) -> str | None:
     if library is not None:
         return library
     if target._schema.is_mutable:
-        return "it writes one of its arguments"
+        return because("writes", "it writes one of its arguments")
     tags = target.tags
     if draws(target):
-        return "it draws random numbers"
+        return because("random", "it draws random numbers")
     by_data = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     if by_data and (op_name(target) not in _BY_ARGUMENTS or str(target) in lowering.REFUSED):
-        return "its result's size or value depends on data"
+        return because("data_size", "its result's size or value depends on data")
     return None
 
 
@@ -215,15 +216,15 @@ def _extern_reason(node: fx.Node) -> str | None:
     """Why a call of an ATen overload cannot be part of a kernel; None if it can."""
     target = node.target
     if MARK in node.meta:
-        return "it writes one of its arguments"
+        return because("writes", "it writes one of its arguments")
     if not isinstance(target, torch._ops.OpOverload):
-        return f"{op_name(target)} is not an ATen operator"
+        return because("python", f"{op_name(target)} is not an ATen operator")
     reason = schema_reason(target)
     if reason is not None:
         return reason
     results = tensors_of(node.meta.get("val"))
     if not results:
-        return "its result is not a tensor"
+        return because("no_tensor", "its result is not a tensor")
     args = [t for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))]
     for t in (*args, *results):
         reason = _tensor_reason(t)
@@ -244,7 +245,7 @@ def classify(node: fx.Node) -> Verdict:
     if node.op == "output":
         return Verdict(Kind.OUTPUT)
     if node.op != "call_function":
-        return Verdict(Kind.EXTERN, f"{node.op} {node.target} is not a call of an ATen operator")
+        return Verdict(Kind.EXTERN, because("python", f"{node.op} {node.target} is not a call of an ATen operator"))
     if node.target is operator.getitem:
         return Verdict(Kind.ITEM)
     reason = _extern_reason(node)
@@ -254,7 +255,7 @@ def classify(node: fx.Node) -> Verdict:
     if (is_view(node.target) and not several) or _is_creation(node):
         return Verdict(Kind.FREE)
     if is_view(node.target):
-        return Verdict(Kind.EXTERN, "it returns several views at once")
+        return Verdict(Kind.EXTERN, because("several_views", "it returns several views at once"))
     return Verdict(Kind.COMPUTE)
 
 

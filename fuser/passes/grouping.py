@@ -28,6 +28,7 @@ from fuser.passes.classify import (
     tensors_of,
 )
 from fuser.passes.hints import numel_hint
+from fuser.reasons import because
 
 _SEARCH_LIMIT = 256  # units visited when looking for another path before a join is given up
 _MAX_READERS = 3  # a group read by more groups than this stays apart: equal readers should stay equal
@@ -326,7 +327,7 @@ def _made_of_numbers(units: _Units) -> set[fx.Node]:
 def _is_worth_it(units: _Units, members: list[int], from_numbers: set[fx.Node]) -> str | None:
     """Why a group is dissolved; None for one that is kept."""
     if all(units.heads[u] in from_numbers for u in members):
-        return "it is computed from numbers alone"
+        return because("from_numbers", "it is computed from numbers alone")
     return None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fuser.errors import CompileError
 from fuser.machines import Machine
+from fuser.reasons import because
 
 Command = tuple[str, ...]
 NAMES = ("g++", "clang++")
@@ -93,13 +94,17 @@ def _find(cxx: str | None, path: str | None) -> tuple[tuple[Command, ...], str]:
         try:
             words = shlex.split(cxx)
         except ValueError as e:  # a quotation without end
-            return (), f"there is no C++ compiler: $CXX is {cxx!r}, which is no command ({e}); {cure}"
+            return (), because(
+                "compiler", f"there is no C++ compiler: $CXX is {cxx!r}, which is no command ({e}); {cure}"
+            )
         found = shutil.which(words[0], path=path) if words else None
         if found is not None:
             return ((found, *words[1:]),), ""
-        return (), f"there is no C++ compiler: $CXX is {cxx!r}, which does not exist; {cure}"
+        return (), because("compiler", f"there is no C++ compiler: $CXX is {cxx!r}, which does not exist; {cure}")
     commands: list[Command] = [(found,) for name in NAMES if (found := shutil.which(name, path=path))]
     if not commands and (wheel := importlib.util.find_spec(WHEEL)) is not None:
         program = pathlib.Path(*(wheel.submodule_search_locations or ())[:1]) / "zig"
         commands += [(str(program), "c++", BARE)] if os.access(program, os.X_OK) else []
-    return tuple(commands), f"there is no C++ compiler: there is neither {' nor '.join(NAMES)} on the PATH; {cure}"
+    return tuple(commands), because(
+        "compiler", f"there is no C++ compiler: there is neither {' nor '.join(NAMES)} on the PATH; {cure}"
+    )

@@ -17,6 +17,7 @@ from fuser.ir.loop_body import is_checked, loop_variables, ops, record
 from fuser.ir.nodes import Buffer, Pointwise
 from fuser.ir.sizes import Expr
 from fuser.lowering.context import LoweringContext
+from fuser.reasons import because
 from fuser.scheduler.fusion import start_kernel
 from fuser.scheduler.kernel_plan import KernelPlan, Store
 from fuser.scheduler.nodes import make_nodes
@@ -32,7 +33,7 @@ def place_writes(
     """`plans` with each of the context's writes made; `kept` are buffers that are needed in memory all the same."""
     out = list(plans)
     if any(is_checked(r) for p in out for r in p.rows):
-        raise Unsupported("an index that is checked may fail when inputs are written already")
+        raise Unsupported(because("writes", "an index that is checked may fail when inputs are written already"))
     late: list[KernelPlan] = []
     for buffer, number in ctx.writes:
         target = f"in{number}"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import json
 import pathlib
+import pickle
+import re
 
 import pytest
 import torch
 
 import fuser
+from fuser import errors
 from fuser.frontends.records import forget_compilations
-from fuser.reasons import BY_CODE, REASONS, code_of, table
+from fuser.kernel_cache import reason_of
+from fuser.reasons import BY_CODE, REASONS, as_json, because, code_of, from_json, table, told
 from tests import versions
 
 
@@ -144,22 +150,23 @@ def test_blocker(function):
 
 
 _SAYING = ("Unsupported", "refuse", "NotPrebuilt", "_run_eager")
+_CODES = (
+    "library's|random numbers|on data|not an? (ATen|tensor)|Python number|no tensor|several (devices|views)"
+    "|left to ATen|writes|eager (raises|refuses)|do not broadcast|no fusion backend|switched off|compiler"
+    "|dtype .* not|runs on ATen"
+)
 
 
-def _sentences() -> list[tuple[str, str]]:
-    """What the package gives as a reason, with its file: the literals of refusals; `{}` stands for details."""
+def _plain_sentences() -> dict[str, list[str]]:
+    """By file the sentences of refusals that have no code; `7` stands for details."""
     root = pathlib.Path(fuser.__file__).parent
-    found = []
+    found: dict[str, list[str]] = {}
     for path in sorted(root.rglob("*.py")):
-        text = path.read_text()
-        if not any(f"{name}(" in text for name in _SAYING):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in _SAYING:
-                    said = [t for t in map(_text, node.args) if t]
-                    found += [(str(path.relative_to(root)), said[0])] if said else []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in _SAYING:
+                said = [t for t in map(_text, node.args) if t]
+                if said:
+                    found.setdefault(str(path.relative_to(root)), []).append(said[0])
     return found
 
 
@@ -172,14 +179,40 @@ def _text(node: ast.expr) -> str:
 
 
 def test_the_list_is_closed():
-    """What no row names is the refusal of one operator's arguments, which only lowerings and generators say."""
-    sentences = _sentences()
-    assert len(sentences) > 100
-    others = {file for file, text in sentences if code_of(text) == "arguments"}
+    """A sentence without a code is the refusal of one operator's arguments, which only lowerings and generators say."""
+    plain = _plain_sentences()
+    assert sum(map(len, plain.values())) > 50
     said_of_arguments = ("lowering/", "ops/", "ir/", "scheduler/", "cuda/", "passes/layouts.py", "frontends/")
     said_to_a_user = ("debug/",)  # who asked for what there is not
-    assert [f for f in others if not f.startswith((*said_of_arguments, *said_to_a_user))] == []
+    assert [f for f in plain if not f.startswith((*said_of_arguments, *said_to_a_user))] == []
+    others = [t for f, texts in plain.items() if not f.startswith(said_to_a_user) for t in texts]
+    assert [t for t in others if re.search(_CODES, t)] == [], "say these with their codes: reasons.because"
     assert len({r.code for r in REASONS}) == len(REASONS) and REASONS[-1].code == "arguments"
+
+
+def test_a_reason_keeps_its_code():
+    reason = because("random", "it draws random numbers")
+    assert reason == "it draws random numbers" and code_of(reason) == "random" and code_of("x is 3") == "arguments"
+    kept = from_json(json.loads(json.dumps(as_json(reason))))
+    for other in (copy.copy(reason), pickle.loads(pickle.dumps(reason)), kept):
+        assert other == reason and code_of(other) == "random"
+    assert code_of(told(reason, f"input 3: {reason}")) == "random"
+    assert code_of(errors.Unsupported(reason, "aten.rand").reason) == "random"
+    with pytest.raises(ValueError, match="expected one of not_run"):
+        because("no such code", "so")
+    for wrong in ("a sentence", ["random", 3], ["no such code", "so"], None):
+        with pytest.raises((TypeError, ValueError)):
+            from_json(wrong)
+
+
+def test_codes_of_what_was_raised():
+    def raised(error):
+        return code_of(reason_of(error))
+
+    assert raised(errors.CompileError("g++ ended with exit code 1")) == "compiler"
+    assert raised(MemoryError()) == "compiler" and raised(OSError(28, "no space")) == "compiler"
+    assert raised(KeyError("x")) == raised(errors.VerifyError("a rule")) == "defect"
+    assert raised(errors.Unsupported("x is 3")) == "arguments"
 
 
 def test_every_row_is_in_the_documents():
