@@ -25,7 +25,7 @@ function elements(graph, entries) {
   const nodes = own.map((entry) => {
     const label = boxLabel(entry);
     const lines = label.split("\n");
-    const width = 16 + 7 * Math.max(...lines.map((l) => Math.min(l.length, 26)));
+    const width = 16 + 7 * Math.max(...lines.map((l) => Math.min(l.length, 46)));
     return { data: { id: entry.id, label, kind: kindOf(entry), width, height: 12 + LINE * lines.length } };
   });
   const known = new Set(own.map((e) => e.id));
@@ -66,7 +66,7 @@ function styleOf(element) {
       style: {
         shape: "round-rectangle", width: "data(width)", height: "data(height)", label: "data(label)", "text-wrap": "wrap",
         "text-valign": "center", "font-size": 12, "font-family": "ui-monospace, monospace", color: colour("--ink"),
-        "border-width": 1.5, "text-max-width": 200, "min-zoomed-font-size": 5,
+        "border-width": 1.5, "text-max-width": 330, "min-zoomed-font-size": 5,
       },
     },
     ...kinds,
