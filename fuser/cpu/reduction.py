@@ -317,8 +317,16 @@ class ReductionNest(AccumulatingNest, StreamingNest):
             loop = self.prefetch(buffer, at, "count", write)
             self.out.add(ir.Block(ir.If(ir.Unary("!", ir.Name("stream"))), (loop,)) if write else loop)
 
+    def _reads_on(self, loops: Sequence[Axis]) -> bool:
+        """Whether a block holds whole rows that follow each other in memory, which the hardware foresees."""
+        assert self.vector is not None
+        if self.passes.loops > 1 or self.vector.hint > self.lanes:
+            return False
+        a, rows = loops[-1].sym, self.passes[0].inner
+        return all(coefficient(e, a) == self.vector.size for _, e in self.lines_read(rows) if a in symbols(e))
+
     def _prefetches_columns(self, phase: int, loops: Sequence[Axis]) -> bool:
-        wanted = self.machine.prefetches and bool(loops)
+        wanted = self.machine.prefetches and bool(loops) and not self._reads_on(loops)
         return wanted and phase == (0 if self.passes.loops == 1 else max(1, self._costliest_pass))
 
     def _prefetch_columns(self, phase: int, loops: Sequence[Axis]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import debug, register_fusion, run_fusion
+from fuser import config, debug, debug_get_fused_kernel_code, machines, register_fusion, run_fusion
 from fuser.interface import kernel_spec
 from tests.backend.support import DTYPES, FLOATS, INTS, check, check_all, flat, fused, graph_of, values
 
@@ -225,3 +225,20 @@ def test_lanes_of_cheap_rows_are_unrolled(cheap):
     (kernel,) = kernel_spec(key).store.kernels
     loop = kernel.source[: kernel.source.index("acc0[l] = (acc0[l]) + ")]
     assert (loop.rindex("#pragma GCC unroll") > loop.rfind("#pragma omp simd")) if cheap else "GCC unroll" not in loop
+
+
+def test_columns_in_chunks_are_read_by_whole_rows():
+    """Rows that are added up column by column are read from end to end, up to the columns whose sums stay in cache."""
+
+    def columns(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * y).sum(0), y.sum(0)
+
+    graph = graph_of([columns], 2)
+    for width, lanes in ((768, 768), (900, 960), (300, 320), (5000, 256)):
+        x, y = torch.randn(1024, width), torch.randn(1024, width)
+        out = fused(graph, [x, y])
+        for got, want in zip(out, columns(x.double(), y.double()), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+        source = debug_get_fused_kernel_code(graph_of([columns], 2), [x, y])
+        assert f"float acc0[{lanes}]" in source
+        assert ("__builtin_prefetch" in source) == (lanes < width and machines.find(config.isa).prefetches)
