@@ -1,7 +1,8 @@
 """What a forked child must have made new: locks that other threads held, and what these threads would have finished.
 
 Every lock of the package is made here. A child has one thread, so no lock of its parent's other threads is ever
-released there, and nothing that they were about to do is done.
+released there, and nothing that they were about to do is done. Locks of modules that are being imported are Python's
+own, and a module that is half imported cannot be imported anew: a fork waits for these.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -86,5 +88,26 @@ def _free_cached_properties() -> None:
                         value.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
+# Roots of modules that threads of the package import on first need, and the most seconds that a fork waits for them.
+_IMPORTED = frozenset({"fuser", "sympy", "torch"})
+_LONGEST_IMPORT = 10.0
+
+
+def _is_importing() -> bool:
+    """Whether another thread is in the middle of importing such a module."""
+    known: dict[str, Any] = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
+    me = threading.get_ident()
+    for name, ref in list(known.items()):
+        if name.partition(".")[0] in _IMPORTED and getattr(ref(), "owner", None) not in (None, me):
+            return True
+    return False
+
+
+def _before_fork() -> None:
+    end = time.monotonic() + _LONGEST_IMPORT
+    while _is_importing() and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

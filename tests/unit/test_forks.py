@@ -195,3 +195,26 @@ def test_a_child_forked_during_a_probe_and_a_build_does_both_itself():
     env = {**os.environ, "FUSER_CACHE_DIR": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", PROBES], capture_output=True, text=True, env=env, timeout=240)
     assert done.stdout == "status 7\n", done.stdout + done.stderr
+
+
+def test_a_fork_waits_for_what_a_thread_imports(tmp_path):
+    """A child that imports the same module would wait for that thread, which it has not."""
+    (tmp_path / "imported_slowly.py").write_text("import time\ntime.sleep(1)\nvalue = 7\n")
+    script = f"""
+import os, signal, threading, time, fuser
+fuser.__path__.append({str(tmp_path)!r})
+def load():
+    import fuser.imported_slowly
+    return fuser.imported_slowly.value
+thread = threading.Thread(target=load)
+thread.start()
+time.sleep(0.2)
+child = os.fork()
+if not child:
+    signal.alarm(5)
+    os._exit(load())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), load())
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7 7\n", done.stderr
