@@ -54,7 +54,8 @@ HANGS = "sleep 600 & echo $$ $! > {0}.part; mv {0}.part {0}; wait"  # with a pro
 
 # How this process may end while the program hangs, and where that was started.
 RUNS = """
-import os, sys, threading, time, types
+import os, signal, sys, threading, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if whoever started the tests ignores it
 sys.modules["fuser"] = types.ModuleType("fuser")  # without torch: this is about processes alone
 sys.modules["fuser"].__path__ = [{root!r}]
 from fuser.runtime import process, workers
