@@ -55,6 +55,7 @@ class Target:
     joins: whether plans along rows and along columns are looked at as one.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
       that a write to memory is worth.
+    product_rows: rows of a product up to which a kernel of the package makes it.
     """
 
     device_type: str
@@ -79,6 +80,7 @@ class Target:
     joins: bool = False
     recompute_cost: int = 8
     write_worth: int = 2
+    product_rows: int = 0
 
     @property
     def like(self) -> str:

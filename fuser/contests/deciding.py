@@ -57,7 +57,10 @@ class Decisions:
 
 
 def _held(enter: Callable[[], Mapping[str, Contestant]], incumbent: str, what: str) -> tuple[Choice, bool]:
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    """A contest as if nothing were traced: Dynamo's dispatcher in Python takes longer than a small product."""
+    untraced: Any = torch._C._DisablePythonDispatcher()
+    plain = torch.autocast("cpu", enabled=False)
+    with untraced, _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), plain:
         return race.race(enter(), incumbent, what)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fuser import config
-from fuser.cpu import bits, transposes
+from fuser.cpu import bits, contraction, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import BlockedScan
 from fuser.cpu.chains import ChainedScan
@@ -55,6 +55,8 @@ def _through_passes(function: Function, machine: Machine) -> Function:
 def _nests(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     if plan.ordered is not None:
         return _ordered(plan, name, bindings)
+    if bindings.counts is None and contraction.fits(plan):
+        return Generated((contraction.ContractionNest(plan, name, bindings).whole(),), ())
     if plan.split:
         return SplitNest(plan, name, bindings).split()
     reduces = any(a.reduced for a in plan.axes)
@@ -93,7 +95,7 @@ def source_text(functions: Iterable[Text], comment: str, machine: Machine) -> st
     uses = frozenset[str]().union(*(f.uses for f in functions))
     floors, others = ("".join(t for t, names in rows if not uses.isdisjoint(names)) for rows in (_SCALAR, _OTHERS))
     others += stream_helper(machine) if "fuser_stream" in uses else ""
-    vectors = transposes.helpers(uses, machine) + bits.helpers(uses, machine)
+    vectors = transposes.helpers(uses, machine) + bits.helpers(uses, machine) + contraction.helpers(uses, machine)
     prelude = prelude_for({*helpers_in(vectors), *known_helpers(uses)}, machine)
     head, body = "".join(f"// {line}\n" for line in comment.splitlines()), "\n".join(f.text for f in functions)
     return f"{head}{CPP_TYPEDEFS}{prelude}{floors}{vectors}{others}\n{body}"

@@ -441,7 +441,11 @@ class ReductionNest(AccumulatingNest, StreamingNest):
 
     def _column_digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
         assert self.vector is not None
-        outer = [a for a in self.kept if a is not self.vector]
+        return self._column_digits_of([a for a in self.kept if a is not self.vector])
+
+    def _column_digits_of(self, outer: Sequence[Axis]) -> tuple[list[tuple[str, ir.Value]], Expr]:
+        """Digits of a unit along some axes, then blocks of columns; and how many units there are."""
+        assert self.vector is not None
         blocks = (ir.Name(f"n_{self.vector.sym.name}") + (self.lanes - 1)) // self.lanes
         digits = [*self.digits(outer), ("block", blocks)]
         return digits, product(a.size for a in outer) * floordiv(self.vector.size + (self.lanes - 1), expr(self.lanes))

@@ -105,6 +105,8 @@ def _verify_reduction(loops: Reduction) -> None:
     result = loops.body.rows[loops.body.result]
     _need(0 <= loops.n_reduced <= len(loops.domain), f"{loops.n_reduced} of {len(loops.domain)} loops are reduced")
     _need(row.index == (result.op == "pair"), f"{loops.kind} reduces {result.op}")
+    product = result.op in OPS and OPS[result.op].sign == "*" and len(result.args) == 2
+    _need(not row.contracts or product, f"{loops.kind} contracts {result.op}, which is no product of two operands")
 
 
 def _verify_load(row: Row, readable: Mapping[str, tuple[torch.dtype, int]]) -> None:

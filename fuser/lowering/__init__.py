@@ -11,6 +11,7 @@ from fuser.lowering import (
     pointwise,
     pooling,
     pooling_gradients,
+    products,
     random,
     reductions,
     resampling,
@@ -25,6 +26,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
-    "lower", "norms", "pointwise", "pooling", "pooling_gradients", "random", "reductions", "refuse", "resampling",
-    "scans", "scatter", "searching", "selection", "supports", "views", "writes",
+    "lower", "norms", "pointwise", "pooling", "pooling_gradients", "products", "random", "reductions", "refuse",
+    "resampling", "scans", "scatter", "searching", "selection", "supports", "views", "writes",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.ops.pointwise import _TRITON_MAX, _TRITON_MIN, NUMBERS, by
-from fuser.ops.table import ReductionRow
+from fuser.ops.table import FLOATS, ReductionRow
 
 Dims = tuple[int, ...]
 
@@ -91,6 +91,10 @@ ROWS = (
     ReductionRow(
         "sum", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _wide, "({0} + {1})", adds=True, pointwise="add",
         wraps="+", folder="fuser_combine_sum", atomic="tl.atomic_add",
+    ),
+    ReductionRow(
+        "dot", lambda x, d, k: x.sum(d, k), lambda _: 0, ADD, _same, "({0} + {1})", dtypes=FLOATS, adds=True,
+        wraps="+", folder="fuser_combine_sum", contracts=True,
     ),
     ReductionRow(
         "prod", _dim_by_dim(torch.prod), lambda _: 1, MUL, _wide, "({0} * {1})", pointwise="mul", wraps="*",

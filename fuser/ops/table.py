@@ -156,6 +156,7 @@ class ReductionRow:
     wraps: the C++ operator that folds whole vectors of unsigned integers; "" where `combine` takes vectors.
     folder: the Triton function that joins two accumulators; "" if there is none.
     atomic: the Triton function that combines a value with what is in memory; "" if there is none.
+    contracts: whether its values are products of two operands, which generators may take apart: a contraction.
     """
 
     name: str
@@ -178,6 +179,7 @@ class ReductionRow:
     wraps: str = ""
     folder: str = ""
     atomic: str = ""
+    contracts: bool = False
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The result's dtype for an input of compute dtype `dtype`."""

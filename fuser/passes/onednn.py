@@ -130,6 +130,9 @@ def _provide(node: fx.Node, op: Any) -> bool:
         product.meta = dict(node.meta)
         put_for(node, aten.add.Tensor, (product, bias))
         return True
+    if how == providers.OWN:
+        put_for(node, providers.product_op(), (bias, x, w))
+        return True
     if how not in (providers.ONEDNN, providers.PACKED):
         return False
     with node.graph.inserting_before(node):

@@ -6,6 +6,8 @@ these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Wher
 kernel, ATen's relu stands for that: both read the result once and write another. The weight is several copies in turn,
 more than inner caches hold, because a program reads each of its weights once.
 
+For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation as parts of it.
+
 Where results must not depend on a clock (`config.is_deterministic`), and for what is too small to be worth it, ATen
 makes the product.
 """
@@ -20,18 +22,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
-from fuser import config
+from fuser import config, interface, targets
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.lowering.products import LEAST_WEIGHT
 
+aten: Any = torch.ops.aten
 LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
 LEAST_FROZEN = 1 << 20  # the same where the weight is packed already
 _MOST_WORK = 1 << 28  # multiplications a thread of one call in a contest: classes of more rows compete on fewer
 _FEWEST_ROWS = 64
 _COLD_BYTES, _MOST_COPIES = 1 << 25, 8
+_COLDER_BYTES = 48 << 20  # for few rows, which wait for memory: more than last-level caches of most machines
 ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
+OWN = "own kernel"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -109,6 +116,11 @@ def pack_op() -> Any:
     return getattr(packet, "default", None)
 
 
+def product_op() -> Any:
+    """The operator of products that kernels of the package make."""
+    return torch.ops.fuser.product.default
+
+
 def takes_dtype(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of a dtype on this machine."""
     if dtype is torch.bfloat16:
@@ -141,6 +153,32 @@ def _packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     return made.each(lambda w: op(o.x, w, o.bias, name, [], algorithm))
 
 
+def _own(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    call = _own_kernel(p.bias, p.epilogue)
+    with config.override(slowest=0.0, compile_mode="wait"):  # no trial, and at once
+        call(o.x, o.weights[0], *(() if o.bias is None else (o.bias,)))
+    return o.each(lambda w: call(o.x, w, *(() if o.bias is None else (o.bias,))))
+
+
+def _own_kernel(bias: bool, epilogue: tuple[str, str] | None) -> Callable[..., torch.Tensor]:
+    """A function of (x, w, bias) by a kernel of the package."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    out = graph.call_function(product_op(), (graph.placeholder("bias") if bias else None, x, w))
+    if epilogue is not None:
+        target, arguments = _EPILOGUES[epilogue[0]]
+        out = graph.call_function(target, (out,), arguments)
+    graph.output(out)
+    call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
+    return call
+
+
+def is_for_few_rows(p: Product) -> bool:
+    """Whether a kernel of the package makes a product, if it is the fastest."""
+    few = p.rows <= targets.of("cpu").product_rows and p.inner * p.columns >= LEAST_WEIGHT
+    return few and p.w_turned and not p.x_turned
+
+
 def _can_pack(p: Product) -> bool:
     return p.frozen and p.w_turned and not p.x_turned and pack_op() is not None
 
@@ -150,7 +188,14 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(APART, lambda p: p.bias and p.read and p.dtype is torch.float32, _apart),
     Provider(ONEDNN, lambda p: linear_op() is not None and p.work >= LEAST_WORK, _onednn, folds=True),
     Provider(PACKED, _can_pack, _packed, folds=True),
+    Provider(OWN, is_for_few_rows, _own, folds=True),
 )
+_EPILOGUES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gelu": (aten.gelu.default, {"approximate": "tanh"}),
+    "swish": (aten.silu.default, {}),
+    "sigmoid": (aten.sigmoid.default, {}),
+    "tanh": (aten.tanh.default, {}),
+}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "swish": F.silu,
@@ -163,6 +208,8 @@ _products = Decisions("product")
 def choose(product: Product) -> str:
     """The name of the candidate for a class of products: known, or by a contest now."""
     least = LEAST_FROZEN if product.frozen else LEAST_WORK
+    if is_for_few_rows(product):
+        least = LEAST_WEIGHT
     if product.work < least or not takes_dtype(product.dtype) or config.is_deterministic():
         return ATEN
     fit = [p for p in PROVIDERS if p.takes(product)]
@@ -202,14 +249,22 @@ def operands_of(product: Product) -> Operands:
     rows = min(product.rows, max(_MOST_WORK * torch.get_num_threads() // per_row, _FEWEST_ROWS))
     weight_bytes = per_row * product.dtype.itemsize
     copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // weight_bytes)))
-    weights = tuple(_matrix(product.inner, product.columns, product.w_turned, product.dtype, 1) for _ in range(copies))
+    if is_for_few_rows(product):
+        copies = -(-_COLDER_BYTES // weight_bytes)
+    flat = numbers(copies * per_row, product.dtype, 1)
+    weights = tuple(_matrix_of(part, product.inner, product.w_turned) for part in torch.split(flat, per_row))
     bias = numbers(product.columns, product.dtype, 2) if product.bias else None
     return Operands(_matrix(rows, product.inner, product.x_turned, product.dtype, 0), weights, bias)
 
 
 def _matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    flat = numbers(rows * columns, dtype, seed)
-    return flat.view(columns, rows).t() if turned else flat.view(rows, columns)
+    return _matrix_of(numbers(rows * columns, dtype, seed), rows, turned)
 
 
-__all__ = ["APART", "ATEN", "ONEDNN", "PACKED", "Operands", "Product", "Provider", "choose", "linear_op", "pack_op"]
+def _matrix_of(flat: torch.Tensor, rows: int, turned: bool) -> torch.Tensor:
+    return flat.view(-1, rows).t() if turned else flat.view(rows, -1)
+
+
+__all__ = [
+    "APART", "ATEN", "ONEDNN", "OWN", "PACKED", "Operands", "Product", "Provider", "choose", "linear_op", "pack_op",
+]  # fmt: skip

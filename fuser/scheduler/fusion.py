@@ -60,6 +60,8 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
     """Whether `node` can run in `kernel`'s loops, at its end."""
     if node.ordered is not None or kernel.nodes[0].ordered is not None:
         return _extreme_and_places(ctx, kernel, node)
+    if node.contracts != kernel.nodes[0].contracts and (node.is_reduction or node.contracts):
+        return Verdict(None, "a contraction's loops are shared by contractions and elementwise work on their results")
     if kernel.n_rows + node.size_of_code() > most_rows:
         return Verdict(None, f"the fused body would have more than {most_rows} rows")
     if len(kernel.reads | node.reads | set(kernel.produced)) > ctx.target.most_buffers:
@@ -121,6 +123,8 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
             return Verdict(None, "reduces over other loops than the kernel")
     elif free and set(free) != reduced:
         return Verdict(None, "covers only part of the kernel's loops")
+    elif not free and kernel.nodes[0].contracts:
+        return Verdict(None, "runs over what a contraction adds up")
     if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
         return Verdict(None, "few long rows: the reduction is split over threads")
     return Verdict(matching)

@@ -68,6 +68,8 @@ def inline_cheap(
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
     producers = Producers(makers, hint, stored, shared)
     for node in nodes:
+        if node.contracts:
+            continue
         if any(_should_inline(producers, node, r, node.rows) for r in node.rows if r.op == "load"):
             _inline_into(node, producers)
 

@@ -20,6 +20,7 @@ import torch
 
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, Expr, Sym, symbols
+from fuser.scheduler.contraction import Contraction, contraction_of
 from fuser.scheduler.nodes import Ordered
 
 
@@ -179,6 +180,14 @@ class KernelPlan:
     def reduced_axes(self) -> tuple[Axis, ...]:
         """The axes that are reduced."""
         return tuple(a for a in self.axes if a.reduced)
+
+    @property
+    def contraction(self) -> Contraction | None:
+        """What the nest contracts, if it is a contraction along its vector axis."""
+        kept, reduced = ([a.sym for a in self.axes if a.reduced is side] for side in (False, True))
+        sums = [(r.kind, r.row) for r in self.reductions]
+        found = contraction_of(kept, reduced, self.rows, sums, dict(self.buffers))
+        return found if found is not None and self.vector == found.columns[-1] else None
 
     @functools.cached_property
     def inside(self) -> frozenset[Sym]:

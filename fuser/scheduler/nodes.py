@@ -63,6 +63,11 @@ class Node:
         return bool(self.kind)
 
     @property
+    def contracts(self) -> bool:
+        """Whether it is a contraction, whose operands are read from memory."""
+        return bool(self.kind) and REDUCTIONS[self.kind].contracts
+
+    @property
     def kept(self) -> list[tuple[Sym, Expr]]:
         """The loops that are not reduced."""
         return self.domain[: len(self.domain) - self.n_reduced] if self.n_reduced else list(self.domain)

@@ -23,6 +23,7 @@ from fuser.ir.sizes import (
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS
+from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.nodes import Node, Ordered, row_cost
@@ -100,10 +101,19 @@ def build_plan(
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
-    vector = _choose_vector(axes, rows, stores, short)
+    vector = _column_axis(axes, rows, reductions, dtypes) or _choose_vector(axes, rows, stores, short)
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
     return _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
+
+
+def _column_axis(
+    axes: list[Axis], rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype]
+) -> Sym | None:
+    """The axis along which the results of a contraction are neighbours; None if the nest is none."""
+    kept, reduced = ([a.sym for a in axes if a.reduced is side] for side in (False, True))
+    found = contraction_of(kept, reduced, rows, [(kind, n) for kind, n, _ in reductions], dtypes)
+    return found.columns[-1] if found is not None else None
 
 
 def _ordered_plan(

@@ -1,0 +1,241 @@
+"""Contractions of few rows: each element of the weight is read once, and all rows take it from a register.
+
+A unit is a block of neighbouring columns. A helper adds up their products with all rows; results go through a tile to
+the elementwise work behind, a row at a time. Partial sums are float32 in the lanes of registers, so a sum has no more
+terms one after the other than the weight's row fills registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Set
+
+import torch
+
+from fuser.cpu.records import Function
+from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.vir import nodes as ir
+from fuser.ir.sizes import LOOP, ONE, ZERO, Expr, Sym, expr, substitute, symbol
+from fuser.machines import Machine
+from fuser.scheduler.kernel_plan import KernelPlan, Reduce
+
+COLUMNS = 16  # of a unit
+MOST_ROWS = 8
+IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_ELEMENTS = {"f32": "float", "bf16": "u16"}
+_ADD = {"f32": "{s} += {a} * b;", "bf16": "FUSER_DOT_BF16({s}, {a}, b);"}
+_CALL = re.compile(r"fuser_dot_(f32|bf16)_(\d+)$")
+
+
+class ContractionNest(ReductionNest):
+    """A nest whose reductions are contractions of few rows."""
+
+    row_axis = ""  # the variable of the rows; "" where there is one
+
+    def _choose_lanes(self) -> int:
+        return COLUMNS
+
+    def total(self, r: Reduce, lane: ir.Like) -> ir.Value:
+        """A sum in the tile, of the row at hand."""
+        row = ir.Name(self.row_axis) * COLUMNS if self.row_axis else ir.Number(0)
+        return ir.Name(f"tile{r.number}")[row + lane]
+
+    def total_dtype(self, r: Reduce) -> torch.dtype:
+        """The dtype of a finished sum."""
+        return torch.float32
+
+    def whole(self) -> Function:
+        """The single function."""
+        found = self.plan.contraction
+        assert found is not None and self.vector is not None
+        self.row_axis = found.row.name if found.row is not None else ""
+        rows = _rows_of(self.plan)
+        self.open_function()
+        outer = [a for a in self.kept if a.sym in found.columns and a is not self.vector]
+        digits, units = self._column_digits_of(outer)
+        self.emit_constants()
+        self.open_units(digits)
+        self._column_block()
+        start: dict[Sym, Expr] = {found.inner: ZERO, self.vector.sym: expr(0)}
+        if found.row is not None:
+            start[found.row] = ZERO
+        for r, (x, w) in zip(self.plan.reductions, found.operands, strict=True):
+            self.out.scratch("float", f"tile{r.number}", rows * COLUMNS)
+            step = _step(x.address, start, found.row)
+            at_w = substitute(w.address, {**start, self.vector.sym: symbol("v0", LOOP)})
+            across = _step(w.address, start, self.vector.sym)
+            self.out.do(
+                f"fuser_dot_{DTYPES[w.dtype]}_{rows}",
+                self.address(x.buffer, substitute(x.address, start)), self.index(step, "floor"),
+                self.address(w.buffer, at_w), self.index(across, "floor"),
+                f"n_{found.inner.name}", "count", f"tile{r.number}",
+            )  # fmt: skip
+        each = ir.For(self.row_axis, ir.Number(0), ir.Name(f"n_{self.row_axis}"))
+        self.out.open(each if self.row_axis else ir.Plain())
+        self.emit_results(0)
+        for phase in range(len(self.passes)):
+            self.emit_outer_stores(phase)
+        self.out.close()
+        self.out.close()
+        return Function(self.close_function(), units, self.work(), expr(0))
+
+
+def _step(address: Expr, start: dict[Sym, Expr], along: Sym | None) -> Expr:
+    """How far apart neighbours along an axis are."""
+    return ZERO if along is None else substitute(address, {**start, along: ONE}) - substitute(address, start)
+
+
+def fits(plan: KernelPlan) -> bool:
+    """Whether a plan is a contraction that this nest takes: of few rows, and of operands of one dtype."""
+    found = plan.contraction
+    if found is None or not 1 <= _rows_of(plan) <= MOST_ROWS:
+        return False
+    return all(x.dtype is w.dtype and w.dtype in DTYPES for x, w in found.operands)
+
+
+def _rows_of(plan: KernelPlan) -> int:
+    """How many rows there are; 0 if that is not known ahead."""
+    found = plan.contraction
+    if found is None or found.row is None:
+        return 1
+    return next(a.size.as_int() or 0 for a in plan.axes if a.sym == found.row)
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+_HEAD = """\
+#if defined(__clang__)
+#define FUSER_CONTRACT
+#define FUSER_CONTRACTS _Pragma("clang fp contract(fast)")
+#else
+#define FUSER_CONTRACT __attribute__((optimize("fp-contract=fast")))
+#define FUSER_CONTRACTS
+#endif
+typedef float fuser_dot_f __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef u32 fuser_dot_u __attribute__((vector_size(BYTES), aligned(2), may_alias));
+FUSER_FN float fuser_dot_of(float x) { return x; }
+FUSER_FN float fuser_dot_of(u16 x) {
+  const u32 u = (u32)x << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+#if defined(__clang__) || __GNUC__ >= 12
+#define FUSER_DOT_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef i32 fuser_dot_i __attribute__((vector_size(BYTES)));
+#define FUSER_DOT_PICK(a, b, ...) __builtin_shuffle(a, b, (fuser_dot_i){__VA_ARGS__})
+#endif
+"""
+# The sums of the lanes of as many registers as one has lanes, in their order: halves are added, two registers at once.
+_FOLD = """\
+FUSER_FN fuser_dot_f fuser_dot_fold(const fuser_dot_f* s) {
+  fuser_dot_f t[LANES];
+ROUNDS
+  return t[0];
+}
+"""
+_BF16 = """\
+#if defined(__AVX512BF16__)
+#define FUSER_DOT_BF16(acc, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b))
+#else
+#define FUSER_DOT_BF16(acc, a, b) \\
+  acc += (fuser_dot_f)(a << 16) * (fuser_dot_f)(b << 16); \\
+  acc += (fuser_dot_f)(a & 0xffff0000u) * (fuser_dot_f)(b & 0xffff0000u)
+#endif
+"""
+
+
+_FUNCTION = """\
+FUSER_CONTRACT static void fuser_dot_NAME_ROWS(
+    const TYPE* x, i64 step, const TYPE* w, i64 across, i64 inner, i64 count, float* out) {
+  FUSER_CONTRACTS
+  fuser_dot_f sums[ROWS * COLUMNS];
+  if (count < COLUMNS) for (int n = 0; n < ROWS * COLUMNS; ++n) sums[n] = fuser_dot_f{};
+BLOCKS
+  for (int n = 0; n < ROWS * COLUMNS; n += LANES) *(fuser_dot_f*)(out + n) = fuser_dot_fold(sums + n);
+  for (i64 k = inner / WIDTH * WIDTH; k < inner; ++k) for (int m = 0; m < ROWS; ++m) for (i64 c = 0; c < count; ++c)
+    out[m * COLUMNS + c] += fuser_dot_of(w[c * across + k]) * fuser_dot_of(x[m * step + k]);
+}
+"""
+
+
+def helpers(uses: Set[str], machine: Machine) -> str:
+    """The functions `fuser_dot_<dtype>_<rows>` that are used."""
+    calls = sorted((m[1], int(m[2])) for m in map(_CALL.match, uses) if m)
+    if not calls:
+        return ""
+    head = _HEAD + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
+    lanes = _lanes(machine)
+    head += _FOLD.replace("ROUNDS", _rounds(lanes))
+    head = head.replace("LANES", str(lanes)).replace("BYTES", str(4 * lanes))
+    return head + "".join(_function(dtype, rows, machine) for dtype, rows in calls)
+
+
+def _lanes(machine: Machine) -> int:
+    """Float32 values in a register."""
+    return machine.vector_bytes // 4
+
+
+def _rounds(lanes: int) -> str:
+    """Statements that leave in each lane of `t[0]` the sum over one register of `s`."""
+    out, source, length = [], "s", lanes
+    while length > 1:
+        half = length // 2
+        low = [v * lanes + g + l for v in (0, 1) for g in range(0, lanes, length) for l in range(half)]
+        picks = (", ".join(str(n + more) for n in low) for more in (0, half))
+        first, second = (f"FUSER_DOT_PICK({source}[2 * i], {source}[2 * i + 1], {p})" for p in picks)
+        out.append(f"  for (int i = 0; i < {half}; ++i) t[i] = {first} + {second};")
+        source, length = "t", half
+    return "\n".join(out)
+
+
+def _together(rows: int, machine: Machine) -> int:
+    """Columns that are taken at once: their sums, a register of each and one of a row stay in registers."""
+    return next((n for n in (8, 4, 2) if n * rows + n < machine.registers - 2), 1)
+
+
+def _function(dtype: str, rows: int, machine: Machine) -> str:
+    """C++ of one helper: `rows` rows of `x`, `step` elements apart, by `count` rows of `w`, into `out`.
+
+    Where the rows of `x` fit the first-level cache, those of `w` are read one after the other, as memory is fastest.
+    Else several are taken at once, and the next ones asked for.
+    """
+    lanes = _lanes(machine)
+    width = lanes if dtype == "f32" else 2 * lanes
+    blocks = "\n".join(_block(dtype, rows, width, _together(rows, machine), 1, machine.prefetches))
+    unroll = min(4, machine.registers // (2 * rows))
+    if rows <= IN_ORDER_ROWS and unroll > 1:
+        in_order = "\n".join(_block(dtype, rows, width, 1, unroll, False))
+        blocks = f"  if (sizeof(*x) * inner * ROWS <= {IN_ORDER_BYTES}) {{\n{in_order}\n  }} else {{\n{blocks}\n  }}"
+    words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": _ELEMENTS[dtype], "ROWS": str(rows), "COLUMNS": str(COLUMNS)}
+    words |= {"LANES": str(lanes), "WIDTH": str(width)}
+    return functools.reduce(lambda text, word: text.replace(*word), words.items(), _FUNCTION)
+
+
+def _block(dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: bool) -> list[str]:
+    """The loop over columns, `columns` at a time, with `unroll` registers of each at a time."""
+    element, vector = _ELEMENTS[dtype], f"fuser_dot_{'f' if dtype == 'f32' else 'u'}"
+    turns, cells = range(unroll), [(i, m) for m in range(rows) for i in range(columns)]
+    out = [
+        f"  for (i64 c = 0; c < count; c += {columns}) {{",
+        *(f"    const {element}* w{i} = w + (c + {i} < count ? c + {i} : count - 1) * across;" for i in range(columns)),
+        *(f"    fuser_dot_f s{i}_{m}_{u} = {{}};" for i, m in cells for u in turns),
+        "    i64 k = 0;",
+    ]
+    for taken in sorted({unroll, 1}, reverse=True):
+        out.append(f"    for (; k + {width * taken} <= inner; k += {width * taken}) {{")
+        out += [f"      __builtin_prefetch(w{i} + {columns} * across + k);" for i in range(columns) if ahead]
+        for u in range(taken):
+            at = f"k + {u * width}"
+            out += [f"      const {vector} a{i}_{u} = *(const {vector}*)(w{i} + {at});" for i in range(columns)]
+            for m in range(rows):
+                adds = " ".join(_ADD[dtype].format(s=f"s{i}_{m}_{u}", a=f"a{i}_{u}") for i in range(columns))
+                out.append(f"      {{ const {vector} b = *(const {vector}*)(x + {m} * step + {at}); {adds} }}")
+        out.append("    }")
+    out += [f"    sums[{m} * COLUMNS + c + {i}] = {' + '.join(f's{i}_{m}_{u}' for u in turns)};" for i, m in cells]
+    return [*out, "  }"]
+
+
+__all__ = ["ContractionNest", "fits", "helpers"]

@@ -1,0 +1,21 @@
+"""`fuser::product(bias, x, w)`: the product of matrices that a pass leaves to a kernel of the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _product(bias: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
+
+
+def _product_meta(bias: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[1]))
+
+
+LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("product(Tensor? bias, Tensor x, Tensor w) -> Tensor")
+LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
+LIBRARY.impl("product", _product_meta, "Meta")

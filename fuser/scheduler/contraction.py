@@ -1,0 +1,73 @@
+"""Contractions in plans: which axes are rows, which columns, and where each operand is in memory.
+
+A contraction is a reduction whose values are products of two operands, `x` along its rows and `w` along its columns.
+Code generators take both apart: an element of `w` is read once for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.ir.loop_body import Row
+from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, symbols
+from fuser.ops import REDUCTIONS
+
+Sums = Sequence[tuple[str, int]]  # of reductions: kind, and the row that is reduced
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of `dtype` in memory, with the address of its element."""
+
+    buffer: str
+    dtype: torch.dtype
+    address: Expr
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The contractions of one loop nest: of each both operands. `row` is the axis of their rows; None for one row."""
+
+    row: Sym | None
+    columns: tuple[Sym, ...]
+    inner: Sym
+    operands: tuple[tuple[Operand, Operand], ...]
+
+
+def contraction_of(
+    kept: Sequence[Sym], reduced: Sequence[Sym], rows: Sequence[Row], sums: Sums, dtypes: dict[str, torch.dtype]
+) -> Contraction | None:
+    """The contraction that a nest is; None if it is none, or its operands do not lie along the reduced axis."""
+    if not sums or len(reduced) != 1 or not all(REDUCTIONS[kind].contracts for kind, _ in sums):
+        return None
+    found: list[tuple[Operand, Operand]] = []
+    sides: list[tuple[frozenset[Sym], frozenset[Sym]]] = []
+    for _, n in sums:
+        x, w = (_operand(rows, a, reduced[0], dtypes) for a in rows[n].args)
+        if x is None or w is None:
+            return None
+        along = [frozenset(symbols(o.address)) & frozenset(kept) for o in (x, w)]
+        found.append((x, w))
+        sides.append((along[0], along[1]))
+    across, down = sides[0]
+    if any(side != sides[0] for side in sides) or across & down or len(across) > 1 or not down:
+        return None
+    if across | down != set(kept):
+        return None
+    return Contraction(next(iter(across), None), tuple(a for a in kept if a in down), reduced[0], tuple(found))
+
+
+def _operand(rows: Sequence[Row], n: int, inner: Sym, dtypes: dict[str, torch.dtype]) -> Operand | None:
+    row = rows[n]
+    if row.op != "load" or row.args:
+        return None
+    buffer, (address,) = row.attr
+    if any(s.kind == INDIRECT for s in symbols(address)) or coefficient(address, inner) != ONE:
+        return None
+    return Operand(buffer, dtypes[buffer], address)
+
+
+__all__ = ["Contraction", "Operand", "contraction_of"]
