@@ -22,6 +22,7 @@ SUITES = {
     "kernels": "ninety rows of papers, and thirty functions in three sizes, beside eager, the rivals and a copy",
     "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
     "contractions": "convolutions and products with what follows, in several layouts and dtypes",
+    "decode": "tokens per second of a 100 million parameter decoder, one token at a time",
     "convnets": "small public convolutional architectures, inference",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",

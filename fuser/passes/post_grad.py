@@ -8,6 +8,7 @@ from fuser.passes.conv_bias import bias_behind_convolution
 from fuser.passes.cublas import fold_into_cublas
 from fuser.passes.folding import join_pieces
 from fuser.passes.freezing import pack_weights
+from fuser.passes.frozen_values import fold_frozen
 from fuser.passes.norms import norms_apart
 from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
 from fuser.passes.runner import Pass
@@ -18,6 +19,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("split_to_slices", split_to_slices),
     Pass("join_pieces", join_pieces),
     Pass("merge_equal", merge_equal),
+    Pass("fold_frozen", fold_frozen),
     Pass("norms_apart", norms_apart),
     Pass("large_products", large_products),
     Pass("linear_to_onednn", linear_to_onednn),

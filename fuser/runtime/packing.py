@@ -49,4 +49,36 @@ def packed_call(op: Function, make: Callable[[torch.Tensor], torch.Tensor], name
     return call
 
 
-__all__ = ["Kept", "packed_call"]
+class Folded:
+    """What `make` makes of several tensors, kept for as long as all are seen to be the same."""
+
+    def __init__(self, make: Callable[..., torch.Tensor]) -> None:
+        self._make = make
+        self._state: tuple[tuple[Any, ...], torch.Tensor] | None = None  # replaced whole, so that threads need no lock
+
+    def of(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The value. For tensors made in inference mode, which have no version, it is made at each call."""
+        if any(t.is_inference() for t in tensors):
+            return self._make(*tensors)
+        state = self._state
+        seen = tuple((t._version, t.data_ptr()) for t in tensors)
+        if state is not None and state[0][1] == seen and all(r() is t for r, t in zip(state[0][0], tensors)):
+            return state[1]
+        with torch.no_grad():
+            made = self._make(*tensors)
+        self._state = (tuple(map(weakref.ref, tensors)), seen), made
+        return made
+
+
+def folded_call(make: Callable[..., torch.Tensor], name: str) -> Function:
+    """A function of tensors that keeps what `make` makes of them."""
+    kept = Folded(make)
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return kept.of(*tensors)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+__all__ = ["Folded", "Kept", "folded_call", "packed_call"]

@@ -1,0 +1,101 @@
+"""Values that frozen weights alone decide: computed at the first call, and again once a weight changed.
+
+Casts of parameters under autocast, factors of norms in weights, tables of positions, biases of attention. A view of a
+weight costs nothing and stays. So do results of the graph, which a caller may write, and what takes far more memory
+than the weights behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fuser import config
+from fuser.passes.classify import draws, is_view
+from fuser.passes.onednn import FROZEN
+from fuser.runtime.packing import folded_call
+
+_GROWN, _SMALL_BYTES = 4, 1 << 22  # times the weights behind a value, and bytes, that may be kept
+_CREATING = frozenset("full zeros ones arange scalar_tensor empty iota".split())
+
+
+def fold_frozen(module: fx.GraphModule) -> int:
+    """Replace what is computed from frozen weights and numbers alone by calls that keep it."""
+    if not config.freeze:
+        return 0
+    behind = _decided(module.graph)
+    roots = [n for n in behind if n.op == "call_function" and _is_worth_keeping(n, behind)]
+    for root in roots:
+        _keep(module, root, behind)
+    return len(roots)
+
+
+def _decided(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The nodes that frozen weights and numbers decide, each with the weights that it needs."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and FROZEN in node.meta:
+            found[node] = frozenset({node})
+        elif _is_function(node) and all(a in found for a in node.all_input_nodes):
+            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
+    return found
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a call gives one tensor of known sizes, and the same one each time for the same arguments."""
+    value, target = node.meta.get("val"), node.target
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or draws(target):
+        return False
+    if target.namespace not in ("aten", "prims"):
+        return False
+    if not node.all_input_nodes and str(target.overloadpacket).partition(".")[2] not in _CREATING:
+        return False
+    return all(type(n) is int for n in (*value.shape, *value.stride())) and value.layout is torch.strided
+
+
+def _is_worth_keeping(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool:
+    """Whether a value is more than a view of a weight, and what changes from call to call needs it."""
+    if not behind[node] or is_view(node.target) or not _is_needed(node, behind):
+        return False
+    bytes_of = {n: n.meta["val"].numel() * n.meta["val"].element_size() for n in (node, *behind[node])}
+    return bytes_of.pop(node) <= max(_SMALL_BYTES, _GROWN * sum(bytes_of.values()))
+
+
+def _is_needed(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool:
+    """Whether a reader outside, through views, takes a value, and none gives it to the caller."""
+    outside = False
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.op == "output":
+            return False
+        if is_view(user.target):
+            pending += user.users
+        outside |= user not in behind
+    return outside
+
+
+def _keep(module: fx.GraphModule, root: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> None:
+    """Put a call that keeps a value in the place of `root`."""
+    weights = [n for n in module.graph.nodes if n in behind[root]]
+    inner = fx.Graph()
+    copies = {w: inner.placeholder(w.name) for w in weights}
+    inner.output(_copied(root, inner, copies))
+    call = folded_call(fx.GraphModule({}, inner).forward, f"folded_{root.name}")
+    with module.graph.inserting_before(root):
+        new = module.graph.call_function(call, tuple(weights))
+    new.meta = {**root.meta, FROZEN: True}
+    root.replace_all_uses_with(new)
+
+
+def _copied(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    for a in node.all_input_nodes:
+        if a not in copies:
+            _copied(a, graph, copies)
+    copies[node] = graph.node_copy(node, copies.__getitem__)
+    return copies[node]
+
+
+__all__ = ["fold_frozen"]
