@@ -59,8 +59,13 @@ def _is_worth_keeping(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) 
     """Whether a value is more than a view of a weight, and what changes from call to call needs it."""
     if not behind[node] or is_view(node.target) or not _is_needed(node, behind):
         return False
-    bytes_of = {n: n.meta["val"].numel() * n.meta["val"].element_size() for n in (node, *behind[node])}
-    return bytes_of.pop(node) <= max(_SMALL_BYTES, _GROWN * sum(bytes_of.values()))
+    given = sum(_bytes(n) for n in behind[node])
+    return _bytes(node) <= max(_SMALL_BYTES, _GROWN * given)
+
+
+def _bytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
 
 
 def _is_needed(node: fx.Node, behind: dict[fx.Node, frozenset[fx.Node]]) -> bool:
