@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from fuser.errors import Unsupported
-from fuser.frontends import batching
+from fuser.frontends import batching, sequences
+from fuser.frontends.statements import Statement, is_mutable, moves_memory
 from fuser.passes.classify import MARK, is_ordered, is_view
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
@@ -74,27 +75,6 @@ _INFIX = {
 }
 
 
-class _Statement:
-    """One step: what it defines, what it reads, its place in the original order, which inputs it writes."""
-
-    def __init__(
-        self,
-        defines: Sequence[fx.Node],
-        reads: Sequence[fx.Node],
-        rank: int,
-        text: str,
-        writes: Sequence[fx.Node] = (),
-        call: batching.Call | None = None,
-        first: bool = False,
-        grouped: bool = False,
-    ) -> None:
-        self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
-        self.writes = tuple(writes)
-        self.first = first  # a write before which all groups that read what it writes must run
-        self.grouped = grouped
-        self.call = call  # of a fusion which can be called for several sets of arguments at once
-
-
 class Program:
     """Writes and compiles the outer function of one graph.
 
@@ -112,6 +92,7 @@ class Program:
         self._functions = functions
         self.body = self._body()
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._sequences: dict[bool, Callable[..., Any] | None] = {}
 
     @property
     def source(self) -> str:
@@ -119,13 +100,51 @@ class Program:
 
     @property
     def function(self) -> Callable[..., Any]:
-        return self._compile(boxed=False)
+        return self.sequence(boxed=False) or self._compile(boxed=False)
 
     @property
     def boxed(self) -> Callable[..., Any]:
+        found = self.sequence(boxed=True)
+        if found is not None:
+            return found
         function = self._compile(boxed=True)
         function._boxed_call = True  # type: ignore[attr-defined]
         return function
+
+    def sequence(self, boxed: bool) -> Callable[..., Any] | None:
+        """The program as a native sequence of steps; None where there is none."""
+        if boxed not in self._sequences:
+            self._sequences[boxed] = self._sequence(boxed) if self._may_be_sequence() else None
+        return self._sequences[boxed]
+
+    def _may_be_sequence(self) -> bool:
+        if not sequences.are_possible() or any(s.node is not None and moves_memory(s.node) for s in self.statements):
+            return False
+        return all(n.op in ("placeholder", "get_attr", "call_function", "output") for n in self.module.graph.nodes)
+
+    def _sequence(self, boxed: bool) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            return self._compile(boxed)(*args)
+
+        made: Callable[..., Any] = sequences.make(
+            self.statements, self.placeholders, self.results, self, slow, boxed
+        )  # fmt: skip
+        return made
+
+    # What a sequence's steps call.
+
+    def called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+        """The function that a node calls, and its arguments."""
+        return _function_of(node.target), node.args, node.kwargs
+
+    def constant(self, node: fx.Node) -> Any:
+        """The value of a `get_attr` node."""
+        return _attribute(self.module, str(node.target))
+
+    def step(self, statement: Statement) -> Callable[..., Any]:
+        """A function from what a statement reads to a tuple of what it defines."""
+        reads, defines = (", ".join(map(self._name, nodes)) for nodes in (statement.reads, statement.defines))
+        return self.compile_as([f"def step({reads}):"], [statement.text, f"return ({defines}{',' if defines else ''})"])
 
     def compile_as(self, header: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
         """The function that `header` begins and `lines`, such as those of `body`, go on with."""
@@ -196,33 +215,35 @@ class Program:
     def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         given = [*map(self._literal, args), *(f"{k}={self._literal(v)}" for k, v in kwargs.items())]
         label = str(getattr(target, "__name__", "call")).replace(".", "_")
-        target = _COPIES_IF_NEEDED.get(target, target)
-        call = _QUICK.get(target) or getattr(target, "_op", target)  # the bare builtin: one Python frame less
+        call = _function_of(target)
         return f"{self._bind(call, label if label.isidentifier() else 'call')}({', '.join(given)})"
 
-    def _outside(self, node: fx.Node, rank: int) -> _Statement:
+    def _outside(self, node: fx.Node, rank: int) -> Statement:
         if node.op == "get_attr":
             text = self._bind(_attribute(self.module, str(node.target)), "constant")
         elif node.op == "call_function":
             text = self._call(node)
         else:
             raise Unsupported(because("python", f"{node.op} {node.target} cannot be written as a call"))
-        writes = [base_of(node.args[0])] if _is_mutable(node) and node.args else []
+        writes = [base_of(node.args[0])] if is_mutable(node) and node.args else []
         first = MARK in node.meta
-        return _Statement([node], node.all_input_nodes, rank, f"{self._name(node)} = {text}", writes, first=first)
+        text = f"{self._name(node)} = {text}"
+        return Statement([node], node.all_input_nodes, rank, text, writes, first=first, node=node)
 
     def _group(
-        self, plan: GroupPlan, function: str, each: str | None, numbers: tuple[Any, ...], rank: int
-    ) -> _Statement:  # fmt: skip
+        self, plan: GroupPlan, function: str, each: str | None, called: Callable[..., Any], numbers: tuple[Any, ...],
+        rank: int,
+    ) -> Statement:  # fmt: skip
         inputs = (*map(self._literal, numbers), *map(self._name, plan.inputs))
         results = tuple(map(self._name, plan.outputs))
         several = isinstance(plan.graph.output_node().args[0], tuple)
         target = f"({', '.join(results)},)" if several else results[0]
         call = batching.Call(each, inputs, results, several, batching.elements_made(plan)) if each else None
         text = f"{target} = {function}({', '.join(inputs)})"
-        return _Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call, grouped=True)
+        launch = plan, called, numbers, several
+        return Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call, grouped=True, launch=launch)
 
-    def _statements(self) -> list[_Statement]:
+    def _statements(self) -> list[Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
         found = [self._outside(n, rank[n]) for n in self.plan.outside]
         names: dict[int, tuple[str, str | None]] = {}
@@ -233,10 +254,10 @@ class Program:
                 bound = self._bind(function, name)
                 names[id(function)] = bound, self._bind(each, f"{name}_each") if each is not None else None
             place = len(rank) if any(map(is_grown, plan.outputs)) else max(rank[o] for o in plan.outputs)
-            found.append(self._group(plan, *names[id(function)], numbers, place))
+            found.append(self._group(plan, *names[id(function)], function, numbers, place))
         return self._batched(found)
 
-    def _batched(self, statements: list[_Statement]) -> list[_Statement]:
+    def _batched(self, statements: list[Statement]) -> list[Statement]:
         """The statements in the order in which they run, with calls of one fusion made together."""
         order = batching.Order([s.call for s in statements], [s.rank for s in statements], _needs(statements))
         if sum(map(len, order.runs)) != len(statements):
@@ -254,12 +275,12 @@ class Program:
             reads = dict.fromkeys(n for s in members for n in s.reads)
             writes = [n for s in members for n in s.writes]
             text = batching.together(calls, keep)
-            result.append(_Statement(defines if keep else (), tuple(reads), members[0].rank, text, writes))
+            result.append(Statement(defines if keep else (), tuple(reads), members[0].rank, text, writes))
         return result
 
     def _body(self) -> list[str]:
         output = self.module.graph.output_node()
-        statements = self._statements()
+        self.statements = statements = self._statements()
         (result,) = output.args
         results = result if isinstance(result, (tuple, list)) else (result,)
         self.results = tuple(results)
@@ -303,6 +324,12 @@ class Program:
             exec(compile(text, filename, "exec"), scope)
             found = self._compiled[text] = scope[name]
         return found
+
+
+def _function_of(target: Any) -> Any:
+    """What is called for a node's target: it takes strides other than the traced ones, and few Python frames."""
+    target = _COPIES_IF_NEEDED.get(target, target)
+    return _QUICK.get(target) or getattr(target, "_op", target)  # the bare builtin: one Python frame less
 
 
 class Listing(Program):
@@ -350,10 +377,6 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    return MARK in node.meta or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def base_of(value: Any) -> Any:
     """The node of which a node is a view, or the node itself."""
     while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
@@ -361,7 +384,7 @@ def base_of(value: Any) -> Any:
     return value
 
 
-def _before_writes(statements: list[_Statement]) -> dict[int, set[int]]:
+def _before_writes(statements: list[Statement]) -> dict[int, set[int]]:
     """For each statement those that must come before it because of a write: who reads the old content, or writes it."""
     writers = [(i, w) for i, s in enumerate(statements) for w in s.writes]
     found: dict[int, set[int]] = {}
@@ -380,7 +403,7 @@ def _before_writes(statements: list[_Statement]) -> dict[int, set[int]]:
     return found
 
 
-def _needs(statements: list[_Statement]) -> list[set[int]]:
+def _needs(statements: list[Statement]) -> list[set[int]]:
     """For each statement those that must come before it."""
     maker = {node: i for i, s in enumerate(statements) for node in s.defines}
     first = _before_writes(statements)

@@ -120,7 +120,7 @@ class _Node:
         name = program.spelled
         inputs = [name(p) for p in program.placeholders]
         grouped = {o for plan in program.plan.groups for o in plan.outputs if not is_view(o.target)}
-        lines = list(program.body[:-1])  # which end with a return
+        lines = self._run(program, inputs)
         if self.repeats:
             lines.insert(0, f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
         for i, info in enumerate(self.meta.output_info):
@@ -139,6 +139,15 @@ class _Node:
             lines.append("CTX._materialize_non_diff_grads = False")
         lines.append(f"return ({''.join(name(n) + ', ' for n in self.returned)})")
         return program.compile_as([f"def forward({', '.join(['CTX', *inputs])}):"], lines)
+
+    @staticmethod
+    def _run(program: Program, inputs: Sequence[str]) -> list[str]:
+        """Statements that give the results their names."""
+        sequence = program.sequence(boxed=False)
+        if sequence is None or not all(isinstance(r, fx.Node) for r in program.results):
+            return list(program.body[:-1])  # which end with a return
+        names = "".join(program.spelled(r) + ", " for r in program.results)
+        return [f"({names}) = {program.bind(sequence, 'sequence')}({', '.join(inputs)})"]
 
     # The backward.
 
@@ -191,14 +200,16 @@ class _Node:
         name, bind = program.spelled, program.bind
         n, m = len(self.sizes), len(self.sizes) + len(self.saved)
         names = [name(p) for p in program.placeholders]
+        sequence = program.sequence(boxed=True)
         lines = [
             f"if {bind(_C.is_grad_enabled, 'again')}() or {bind(_C._are_functorch_transforms_active, 'again')}():",
             f"    return {bind(self._again, 'again')}(CTX, GRADS)",
         ]
-        if n:
-            lines.append(f"({', '.join(names[:n])},) = CTX.symints")
-        if m > n:
-            lines.append(f"({', '.join(names[n:m])},) = CTX.saved_tensors")
+        if sequence is not None:
+            lines.append(f"INPUTS = [{'*CTX.symints, ' if n else ''}{'*CTX.saved_tensors' if m > n else ''}]")
+        else:
+            lines += [f"({', '.join(names[:n])},) = CTX.symints"] if n else []
+            lines += [f"({', '.join(names[n:m])},) = CTX.saved_tensors"] if m > n else []
         if hasattr(_C._FunctionBase, "maybe_clear_saved_tensors"):
             lines.append("CTX.maybe_clear_saved_tensors()")
         if self.meta.deterministic is not None and not self.meta.deterministic:
@@ -209,8 +220,10 @@ class _Node:
             lines.append(f"{given} = GRADS[{i}]")
             like = f"{bind(self._tangent, 'tangent')}({j}, {given})"
             lines.append(f"if {self._is_other(bind, j, given)}: {given} = {like}")
+            lines += [f"INPUTS.append({given})", f"del {given}"] if sequence is not None else []
         lines.append("GRADS.clear()")
-        return program.compile_as(["def backward(CTX, GRADS):"], [*lines, *program.body])
+        body = program.body if sequence is None else [f"return {bind(sequence, 'sequence')}(INPUTS)"]
+        return program.compile_as(["def backward(CTX, GRADS):"], [*lines, *body])
 
     def _is_other(self, bind: Function, number: int, given: str) -> str:
         """Whether a gradient has another type or layout than it was traced with, as text."""

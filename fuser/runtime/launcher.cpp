@@ -2,11 +2,11 @@
 //
 // One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
 // Its parts lie in native/, each built on the one before: given, pool, programs, events, libraries, match, run, gpu, call,
-// batch, handle_type, scripted. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
+// batch, handle_type, scripted, sequence. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
 // the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
 // slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
 // is walked from front to back on every call: match the arguments, test the guards, size the buffers, run the steps.
-#include "native/scripted.h"
+#include "native/sequence.h"
 
 namespace {
 
@@ -115,7 +115,17 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "dim", torch.dim);
   address(table, "dtype", torch.dtype);
   address(table, "device_type", torch.device_type);
+  address(table, "device_index", torch.device_index);
+  address(table, "reinterpret", torch.reinterpret);
+  address(table, "cpu_attention", torch.cpu_attention);
   address(table, "another", torch.another);
+  for (Product& p : products) {
+    char name[32];
+    snprintf(name, sizeof name, "cpu_%s", p.name);
+    address(table, name, p.cpu);
+    snprintf(name, sizeof name, "cuda_%s", p.name);
+    address(table, name, p.cuda);
+  }
   address(table, "fail", torch.fail);
   address(table, "thread_observers", torch.thread_observers);
   address(table, "process_observers", torch.process_observers);
@@ -269,6 +279,8 @@ PyObject* module_ranges(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* module_has_sequences(PyObject*, PyObject*) { return PyBool_FromLong(shim_is_whole()); }
+
 PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
@@ -291,6 +303,7 @@ PyMethodDef module_methods[] = {
     {"script_call", module_script_call, METH_VARARGS,
      "script_call(plain, other): `__call__` of fused scripts, whose `quick` is from the function above, None, or not there."},
     {"unscripted", module_unscripted, METH_O, "unscripted(number): that operator may be called no more"},
+    {"has_sequences", module_has_sequences, METH_NOARGS, "has_sequences(): whether torch's shim has all that a Sequence needs"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -301,7 +314,7 @@ PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_launcher", "The native
 }  // namespace
 
 PyMODINIT_FUNC PyInit__launcher() {
-  if (!ready_handle_type() || !ready_script_types()) return nullptr;
+  if (!ready_handle_type() || !ready_script_types() || !ready_sequence_type()) return nullptr;
   PyObject* m = PyModule_Create(&module_definition);
   if (!m) return nullptr;
   PyModule_AddIntConstant(m, "LAYOUT", kLayout);
@@ -310,6 +323,12 @@ PyMODINIT_FUNC PyInit__launcher() {
   Py_INCREF(&HandleType);
   if (PyModule_AddObject(m, "Handle", (PyObject*)&HandleType) < 0) {
     Py_DECREF(&HandleType);
+    Py_DECREF(m);
+    return nullptr;
+  }
+  Py_INCREF(&SequenceType);
+  if (PyModule_AddObject(m, "Sequence", (PyObject*)&SequenceType) < 0) {
+    Py_DECREF(&SequenceType);
     Py_DECREF(m);
     return nullptr;
   }

@@ -32,6 +32,7 @@ DTYPE_WORDS: dict[torch.dtype, int] = {
         (torch.float8_e4m3fn, 10, 8), (torch.float8_e5m2, 12, 8),
     )
 }  # fmt: skip
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # of ATen, which a Sequence calls through the shim
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 _C: Any = torch._C
@@ -88,7 +89,7 @@ def _keys(t: torch.Tensor) -> int:
 _R = TypeVar("_R")
 
 
-def _in_fresh_thread(fn: Callable[[], _R]) -> _R:
+def in_fresh_thread(fn: Callable[[], _R]) -> _R:
     """`fn()` where no mode of this thread is at work: while dynamo compiles, every new tensor here is a fake one."""
     found: Future[_R] = Future()
 
@@ -117,7 +118,7 @@ def _is_like_fresh() -> bool:
 @functools.cache
 def plain_keys() -> tuple[int, ...]:
     """The dispatch keys of ordinary tensors: made in and outside of inference mode."""
-    return _in_fresh_thread(_plain_keys)
+    return in_fresh_thread(_plain_keys)
 
 
 def _plain_keys() -> tuple[int, ...]:
@@ -152,7 +153,7 @@ def _context_masks() -> dict[str, int]:
     A key that is included on top of the default means a mode or a transform; only that of inference mode is harmless.
     By default exactly the autocast keys are excluded: one that no longer is means autocast.
     """
-    included, excluded = _in_fresh_thread(_thread_keys)
+    included, excluded = in_fresh_thread(_thread_keys)
     inplace_or_view = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView).raw_repr()
     return {
         "default_included": included,
@@ -194,11 +195,15 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "dim": ("libtorch_cpu.so", "aoti_torch_get_dim"),
     "dtype": ("libtorch_cpu.so", "aoti_torch_get_dtype"),
     "device_type": ("libtorch_cpu.so", "aoti_torch_get_device_type"),
+    "device_index": ("libtorch_cpu.so", "aoti_torch_get_device_index"),
+    "reinterpret": ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
     "another": ("libtorch_cpu.so", "aoti_torch_new_tensor_handle"),
     "grad_enabled": ("libtorch_cpu.so", "aoti_torch_grad_mode_is_enabled"),
     "fail": ("libc10.so", "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"),
     "wrap": ("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
     "function_mode": ("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv"),
+    **{f"{on}_{op}": (f"libtorch_{on}.so", f"aoti_torch_{on}_{op}_out") for on in ("cpu", "cuda") for op in PRODUCTS},
+    "cpu_attention": ("libtorch_cpu.so", "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu"),
     "thread_observers": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
     "process_observers": ("libtorch_cpu.so", "_ZN2at18hasGlobalCallbacksEv"),
     "record_start": ("libtorch_cpu.so", "aoti_record_function_start"),
@@ -214,7 +219,7 @@ OBSERVERS = ("thread_observers", "process_observers", "record_start", "record_en
 # Each of these is of use only with the others.
 _GROUPS = (
     ("empty_strided", "delete_tensor", "data_ptr", "wrap"),
-    ("sizes", "strides", "dim", "dtype", "device_type", "another", "fail"),
+    ("sizes", "strides", "dim", "dtype", "device_type", "device_index", "reinterpret", "another", "fail"),
     OBSERVERS,
     ("num_threads", "gomp_parallel", "gomp_barrier", "omp_thread_num", "omp_num_threads", "omp_in_parallel"),
 )
@@ -325,7 +330,7 @@ def _observers_are_a_vector(address: int) -> bool:
 
 def describe() -> dict[str, Any]:
     """The launcher's table: see `module_setup` in launcher.cpp. Missing addresses are None."""
-    return _in_fresh_thread(_describe)
+    return in_fresh_thread(_describe)
 
 
 def _describe() -> dict[str, Any]:

@@ -48,7 +48,7 @@ struct DLExchange {
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
 constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
-constexpr int kLayout = 9;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
+constexpr int kLayout = 10;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);
@@ -101,7 +101,11 @@ struct {
   int (*dim)(void*, int64_t*);
   int (*dtype)(void*, int32_t*);
   int (*device_type)(void*, int32_t*);
+  int (*device_index)(void*, int32_t*);
   int (*another)(void*, void**);  // one more handle of the same tensor
+  int (*reinterpret)(void*, int64_t, const int64_t*, const int64_t*, int64_t more_offset, void**);
+  // Flash attention: query, key, value, dropout, whether causal, mask, scale; results and logsumexp. Null: by Python.
+  int (*cpu_attention)(void*, void*, void*, double, int32_t, void**, double*, void**, void**);
   void (*fail)(const char* function, const char* file, uint32_t line, const char* message);  // throws a c10::Error
   uint32_t dtype_words[64];       // DLPack's dtypes by torch's numbers; 0 where there is none
   int (*num_threads)();

@@ -170,14 +170,15 @@ bool allocate_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t
   return true;
 }
 
-// Launches on the current stream and wraps. Null with a Python error.
-PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+// Allocates and launches on the current stream. `p`, the stream after the guards, moves to the results, which the caller
+// takes before it drops the outputs. False with the outputs dropped and a Python error, or with the driver's `code`.
+// `s`: the steps begun.
+bool execute_on_gpu(const Kernel* k, const int64_t*& p, const Frame& f, int32_t device, int64_t& s, int& code) {
   Range range(k->names);
   int64_t taken = 0;
-  if (!allocate_on_gpu(k, p, f, device, taken)) return nullptr;
+  if (!allocate_on_gpu(k, p, f, device, taken)) return false;
   void* stream = nullptr;
-  int code = current_stream(device, &stream);
-  int64_t s = 0;
+  code = current_stream(device, &stream);
   if (!code) {
     OnDevice on(device);
     code = on.code;
@@ -188,7 +189,17 @@ PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject
       code = launch_step(k, s, p, f, stream);
     }
   }
-  PyObject* out = code ? fail_launch(k, s ? s - 1 : 0, code, args) : results(p, f, args);
+  if (code) drop_outputs(f, k->n_buffers);
+  return !code;
+}
+
+// Launches on the current stream and wraps. Null with a Python error.
+PyObject* run_on_gpu(const Kernel* k, const int64_t* p, const Frame& f, PyObject* const* args, int32_t device) {
+  int64_t s = 0;
+  int code = 0;
+  bool done = execute_on_gpu(k, p, f, device, s, code);
+  if (!done) return code ? fail_launch(k, s ? s - 1 : 0, code, args) : nullptr;
+  PyObject* out = results(p, f, args);
   drop_outputs(f, k->n_buffers);
   return out;
 }

@@ -21,17 +21,20 @@ struct {
 
 bool shim_is_whole() { return torch.sizes && torch.wrap && torch.keys_offset >= 0 && torch.impl_requires_grad; }
 
-// A tensor as DLPack describes it, from a handle of torch's shim. False if it is not on the CPU or of a dtype unknown here.
-bool read_handle(void* handle, DLTensor& t) {
-  int32_t device = -1, dtype = -1;
+// A tensor as DLPack describes it, from a handle of torch's shim. False if it is of a dtype unknown here, or neither on
+// the CPU nor, with `any`, on a CUDA device.
+bool read_handle(void* handle, DLTensor& t, bool any = false) {
+  int32_t device = -1, index = 0, dtype = -1;
   int64_t dims = 0;
   void* data = nullptr;
-  if (torch.device_type(handle, &device) || device || torch.dtype(handle, &dtype) || dtype < 0 || dtype > 63) return false;
+  if (torch.device_type(handle, &device) || (device && !(any && device == 1))) return false;
+  if (device && torch.device_index(handle, &index)) return false;
+  if (torch.dtype(handle, &dtype) || dtype < 0 || dtype > 63) return false;
   uint32_t word = torch.dtype_words[dtype];
   if (!word || torch.dim(handle, &dims) || torch.sizes(handle, &t.shape) || torch.strides(handle, &t.strides)) return false;
   if (torch.data_ptr(handle, &data)) return false;
   t.data = (char*)data, t.byte_offset = 0;
-  t.device_type = kCPU, t.device_id = 0;
+  t.device_type = device ? kCUDA : kCPU, t.device_id = index;
   t.ndim = int32_t(dims), t.dtype = word;
   return true;
 }

@@ -1,0 +1,227 @@
+"""The outer program as data for the native launcher: a sequence of steps, run without Python between two of them.
+
+A step launches a group's kernel, makes a view, calls a matrix product or attention of ATen through torch's C shim, or
+calls a Python function (`native/sequence.h`). Views that only kernels and these calls read are no tensors at all.
+What the sequence may not run natively (a mode, a profiler, a tensor subclass) runs the program's generated function.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.frontends import geometry
+from fuser.frontends.geometry import Geometry
+from fuser.frontends.statements import Statement
+from fuser.passes.classify import is_ordered, is_view
+from fuser.runtime import launcher, torch_abi
+
+aten = torch.ops.aten
+LAUNCH, VIEW, PRODUCT, ATTENTION, PYTHON, CONSTANT = range(6)  # Step::Kind of native/sequence_steps.h
+_NONE = -1  # the slot of a result that nobody reads
+_PRODUCTS = {
+    aten.mm.default: "mm", aten.bmm.default: "bmm", aten.addmm.default: "addmm", aten.baddbmm.default: "baddbmm",
+}  # fmt: skip
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@functools.cache
+def are_possible() -> bool:
+    """Whether the native launcher has sequences, and torch's shim says of tensors what DLPack says."""
+    native: Any = launcher.native()
+    return native is not None and native.has_sequences() and torch_abi.in_fresh_thread(_reads_alike)
+
+
+def _reads_alike() -> bool:
+    native: Any = launcher.native()
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    samples = [torch.empty(2, 3, dtype=d, device="cpu") for d in dtypes]
+    samples += [samples[0].t(), samples[0][1:, ::2], torch.empty((), device="cpu")]
+    return all(native.reads_alike(t) for t in samples)
+
+
+def make(
+    statements: Sequence[Statement], placeholders: Sequence[fx.Node], results: Sequence[Any], calls: Any,
+    slow: Callable[..., Any], boxed: bool,
+) -> Any:  # fmt: skip
+    """The sequence of a program's statements, which gives `results` as a tuple; `slow` is its generated function.
+
+    `boxed`: it takes its inputs as one list. `calls` is the program, which says what a statement calls.
+    """
+    native: Any = launcher.native()
+    return native.Sequence(slow, boxed, len(placeholders), *_Builder(statements, placeholders, results, calls).built())
+
+
+class _Builder:
+    """Slots, lifetimes and steps of one program."""
+
+    def __init__(
+        self, statements: Sequence[Statement], placeholders: Sequence[fx.Node], results: Sequence[Any], calls: Any
+    ) -> None:  # fmt: skip
+        self.statements, self.calls = statements, calls
+        self.placeholders, self.results = tuple(placeholders), tuple(results)
+        self.kept = {r for r in results if isinstance(r, fx.Node)}
+        self.real = self._real()
+        self.views: dict[fx.Node, tuple[fx.Node, Geometry]] = {}  # native ones: root, where it lies in that
+        self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}  # results of an attention, read one by one
+        self.skipped: set[fx.Node] = set()
+        for s in statements:
+            if s.node is not None:
+                self._look_at(s.node)
+        self.dead, self.unused = self._lifetimes()
+        self.slots: dict[fx.Node, int] = {p: i for i, p in enumerate(placeholders)}
+        self.free = [self.slots[p] for p in self.unused]
+        self.count = len(placeholders)
+
+    # What may be native.
+
+    def _real(self) -> set[fx.Node]:
+        """Nodes that have to be tensors of ATen's: results, what is written, and what those are views of.
+
+        Autograd counts writes through the views that it knows of.
+        """
+        found: set[fx.Node] = set()
+        for node in [*self.kept, *(w for s in self.statements for w in s.written)]:
+            while node not in found:
+                found.add(node)
+                if not is_view(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
+                    break
+                node = node.args[0]
+        return found
+
+    def _look_at(self, node: fx.Node) -> None:
+        if node.target is _ATTENTION:
+            self._look_at_attention(node)
+        elif geometry.is_known(node.target) and node not in self.real and isinstance(node.args[0], fx.Node):
+            root, where = self.views.get(node.args[0], (node.args[0], _geometry(node.args[0].meta.get("val"))))
+            found = None if where is None or node.kwargs else geometry.of_view(node.target, where, node.args[1:])
+            if found is not None:
+                self.views[node] = root, found
+
+    def _look_at_attention(self, node: fx.Node) -> None:
+        readers = list(node.users)
+        found: dict[Any, fx.Node] = {r.args[1]: r for r in readers if r.target is operator.getitem}
+        if len(found) != len(readers) or not set(found) <= {0, 1} or len(node.args) > 5:
+            return
+        if node.kwargs.get("attn_mask") is not None or any(isinstance(a, fx.Node) for a in node.args[3:]):
+            return
+        self.items[node] = tuple(found.values())
+        self.skipped.update(readers)
+
+    # Lifetimes and slots.
+
+    def _lifetimes(self) -> tuple[dict[int, list[fx.Node]], list[fx.Node]]:
+        """What each statement is the last to read, and inputs that none reads. A view keeps its root alive."""
+        last: dict[fx.Node, int] = {}
+        made: dict[fx.Node, int] = {}
+        for i, s in enumerate(self.statements):
+            if s.node in self.skipped:
+                continue
+            for node in s.defines:
+                for out in self.items.get(node, (node,)):
+                    made[out] = i
+            for node in s.reads:
+                last[node] = i
+        for view, (root, _) in self.views.items():
+            if view in last:
+                last[root] = max(last.get(root, 0), last[view])
+        dead: dict[int, list[fx.Node]] = {}
+        for node, i in last.items():
+            if node not in self.kept:
+                dead.setdefault(i, []).append(node)
+        self.read = set(last) | self.kept
+        return dead, [p for p in self.placeholders if p not in self.read]
+
+    def _slot(self, node: fx.Node) -> int:
+        """A new slot for what a statement defines."""
+        if node not in self.read:
+            return _NONE
+        if self.free:
+            slot = heapq.heappop(self.free)
+        else:
+            slot, self.count = self.count, self.count + 1
+        self.slots[node] = slot
+        return slot
+
+    # Steps.
+
+    def built(self) -> tuple[int, tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]:
+        """Number of slots, steps, results, inputs that no step reads."""
+        heapq.heapify(self.free)
+        steps = []
+        unused = tuple(self.slots[p] for p in self.unused)
+        for i, s in enumerate(self.statements):
+            if s.node in self.skipped or s.node in self.views and s.node not in self.read:
+                continue
+            step = self._step(s)
+            freed = [self.slots[n] for n in self.dead.get(i, ())]
+            for slot in freed:
+                heapq.heappush(self.free, slot)
+            kind, callable_, arguments, names, outs, several, special = step
+            steps.append((kind, callable_, arguments, names, outs, several, tuple(freed), special))
+        return self.count, tuple(steps), tuple(map(self._argument, self.results)), unused
+
+    def _argument(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, fx.Node):
+            return (self.slots[value],)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, (fx.Node, list, tuple)) for v in value):
+            return isinstance(value, tuple), tuple(map(self._argument, value))
+        return None, list(value) if isinstance(value, list) else value
+
+    def _arguments(self, args: Sequence[Any], kwargs: Any = None) -> tuple[tuple[Any, ...], tuple[str, ...] | None]:
+        named = dict(kwargs or {})
+        given = tuple(map(self._argument, [*args, *named.values()]))
+        return given, tuple(named) or None
+
+    def _step(self, s: Statement) -> tuple[Any, ...]:
+        if s.launch is not None:
+            plan, function, numbers, several = s.launch
+            arguments, names = self._arguments([*numbers, *plan.inputs])
+            return LAUNCH, function, arguments, names, tuple(map(self._slot, plan.outputs)), several, ()
+        if s.node is None or is_ordered(s.node):
+            arguments, _ = self._arguments(s.reads)
+            return PYTHON, self.calls.step(s), arguments, None, tuple(map(self._slot, s.defines)), True, ()
+        return self._call(s.node)
+
+    def _call(self, node: fx.Node) -> tuple[Any, ...]:
+        if node.op == "get_attr":
+            return CONSTANT, None, ((None, self.calls.constant(node)),), None, (self._slot(node),), False, ()
+        call, args, kwargs = self.calls.called(node)
+        arguments, names = self._arguments(args, kwargs)
+        if node in self.views:
+            root, where = self.views[node]
+            expected = _geometry(root.meta.get("val"))
+            assert expected is not None
+            dims = (*where.sizes, *where.strides)
+            special = self.slots[root], (*expected.sizes, *expected.strides), dims, where.offset
+            return VIEW, call, arguments, names, (self._slot(node),), False, special
+        if node in self.items:
+            found = {r.args[1]: r for r in self.items[node]}
+            outs = tuple(self._slot(found[i]) if i in found else _NONE for i in (0, 1))
+            dropout, causal = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
+            scale = node.kwargs.get("scale")
+            special = float(dropout), float(causal), float("nan") if scale is None else float(scale)
+            return ATTENTION, call, arguments, names, outs, True, special
+        out = (self._slot(node),)
+        product = _PRODUCTS.get(node.target)
+        if product is not None and all(type(v) in (int, float) for v in node.kwargs.values()):
+            special = product, float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))
+            return PRODUCT, call, arguments, names, out, False, special
+        return PYTHON, call, arguments, names, out, False, ()
+
+
+def _geometry(value: Any) -> Geometry | None:
+    """Where a traced value lies, if its sizes are known; what a call brings is compared with it."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    sizes, strides = tuple(value.shape), tuple(value.stride())
+    return Geometry(sizes, strides) if all(type(n) is int for n in (*sizes, *strides)) else None
+
+
+__all__ = ["are_possible", "make"]
