@@ -25,7 +25,7 @@ from fuser.runtime import launcher, torch_abi
 aten = torch.ops.aten
 LAUNCH, VIEW, PRODUCT, ATTENTION, PYTHON, CONSTANT = range(6)  # Step::Kind of native/sequence_steps.h
 _NONE = -1  # the slot of a result that nobody reads
-_PRODUCTS = {
+_PRODUCTS: dict[Any, str] = {
     aten.mm.default: "mm", aten.bmm.default: "bmm", aten.addmm.default: "addmm", aten.baddbmm.default: "baddbmm",
 }  # fmt: skip
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -194,26 +194,33 @@ class _Builder:
             return CONSTANT, None, ((None, self.calls.constant(node)),), None, (self._slot(node),), False, ()
         call, args, kwargs = self.calls.called(node)
         arguments, names = self._arguments(args, kwargs)
+        if node in self.items:
+            outs, special = self._attention(node)
+            return ATTENTION, call, arguments, names, outs, True, special
+        kind, special = self._special(node)
+        return kind, call, arguments, names, (self._slot(node),), False, special
+
+    def _special(self, node: fx.Node) -> tuple[int, tuple[Any, ...]]:
+        """The kind of a call with one result, and what the launcher needs beside its arguments."""
         if node in self.views:
             root, where = self.views[node]
             expected = _geometry(root.meta.get("val"))
             assert expected is not None
             dims = (*where.sizes, *where.strides)
-            special = self.slots[root], (*expected.sizes, *expected.strides), dims, where.offset
-            return VIEW, call, arguments, names, (self._slot(node),), False, special
-        if node in self.items:
-            found = {r.args[1]: r for r in self.items[node]}
-            outs = tuple(self._slot(found[i]) if i in found else _NONE for i in (0, 1))
-            dropout, causal = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
-            scale = node.kwargs.get("scale")
-            special = float(dropout), float(causal), float("nan") if scale is None else float(scale)
-            return ATTENTION, call, arguments, names, outs, True, special
-        out = (self._slot(node),)
+            return VIEW, (self.slots[root], (*expected.sizes, *expected.strides), dims, where.offset)
         product = _PRODUCTS.get(node.target)
-        if product is not None and all(type(v) in (int, float) for v in node.kwargs.values()):
-            special = product, float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))
-            return PRODUCT, call, arguments, names, out, False, special
-        return PYTHON, call, arguments, names, out, False, ()
+        numbers: dict[str, Any] = dict(node.kwargs)
+        if product is not None and all(type(v) in (int, float) for v in numbers.values()):
+            return PRODUCT, (product, float(numbers.get("beta", 1)), float(numbers.get("alpha", 1)))
+        return PYTHON, ()
+
+    def _attention(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The slots of its two results, and its dropout, whether it is causal, and its scale, or nan."""
+        found = {r.args[1]: r for r in self.items[node]}
+        outs = tuple(self._slot(found[i]) if i in found else _NONE for i in (0, 1))
+        given: list[Any] = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
+        scale: Any = node.kwargs.get("scale")
+        return outs, (float(given[0]), float(given[1]), float("nan") if scale is None else float(scale))
 
 
 def _geometry(value: Any) -> Geometry | None:

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 IN_FULL = bool(os.environ.get("FUSER_TEST_ALL") or os.environ.get("FUSER_STRESS"))
 CALLS = 1_000_000 if IN_FULL else 5_000
 THREADS = 8
-TESTS = ("launcher", "each", "pool")
+TESTS = ("launcher", "each", "pool", "sequences")
 
 pytestmark = pytest.mark.xdist_group("sanitizers")
 

@@ -243,14 +243,18 @@ def test_steps_that_are_none(steps):
         sequence(1, 2, steps, slots(1))
 
 
-def test_it_is_collected_with_what_it_calls():
-    def call(t):
-        return t if owner else t
+def _in_a_cycle():
+    owner = []
 
-    q = sequence(1, 2, [step(PYTHON, call, slots(0), (1,))], slots(1))
-    owner = [q]
-    gone = weakref.ref(q)
-    q(torch.ones(1))
-    del q, owner, call
+    def call(t):
+        return t if owner else None
+
+    owner.append(sequence(1, 2, [step(PYTHON, call, slots(0), (1,))], slots(1)))
+    owner[0](torch.ones(1))
+    return weakref.ref(owner[0])
+
+
+def test_it_is_collected_with_what_it_calls():
+    gone = _in_a_cycle()
     gc.collect()
     assert gone() is None

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 native_only = pytest.mark.skipif(not launcher.wait() or not launcher.native().has_sequences(), reason="no launcher")
 
 
-# -- Views by rule --------------------------------------------------------------------------------------------------------
+# -- Views by rule -----------------------------------------------------------------------------------------------------
 def _tensor(rng):
     n = rng.randint(0, 4)
     sizes = [rng.choice([1, 2, 3, 4, 6]) for _ in range(n)]
@@ -82,7 +82,7 @@ def test_views_lie_where_atens_do():
     assert found > 2500
 
 
-# -- Whole graphs ---------------------------------------------------------------------------------------------------------
+# -- Whole graphs ------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def programs(monkeypatch):
     """The programs of the graphs that a test compiles."""
@@ -109,7 +109,7 @@ def attend(x, w, heads=4):
 
 def _counted(program, boxed):
     sequence = program.sequence(boxed)
-    return sequence, dict((k, sequence.kinds.count(k)) for k in set(sequence.kinds))
+    return sequence, {k: sequence.kinds.count(k) for k in set(sequence.kinds)}
 
 
 @native_only
