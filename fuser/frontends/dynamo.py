@@ -333,7 +333,8 @@ class _GraphCompiler:
             return "autocast is on"
         if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
             return "the traced graph has other inputs"
-        return _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), ordered=not gradients)
+        context = torch._guards.TracingContext.try_get()
+        return _metadata_reason(context, len(self.example_inputs), ordered=not gradients, kept=gradients)
 
 
 def _tokens() -> int:
@@ -354,17 +355,18 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
     return len({id(t) for t in tensors}) == len(tensors)
 
 
-def _metadata_reason(context: Any, inputs: int, ordered: bool = False) -> str | None:
+def _metadata_reason(context: Any, inputs: int, ordered: bool = False, kept: bool = False) -> str | None:
     """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
 
-    `ordered`: calls with effects are in order without tokens.
+    `ordered`: calls with effects are in order without tokens. `kept`: writes that the graph itself makes are in order.
     """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:
         return "the analysis of aliases and mutations is not at hand"
     try:
         nothing = {
-            "an input is written": meta.num_mutated_inp_runtime_indices + meta.num_mutated_graph_handled_indices,
+            "an input is written": meta.num_mutated_inp_runtime_indices
+            + (0 if kept else meta.num_mutated_graph_handled_indices),
             because("view_result", "an output is a view of an input or of another output"): meta.num_outputs_aliased,
             "an intermediate result is the base of an output": meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,

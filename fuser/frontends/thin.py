@@ -123,6 +123,10 @@ class _Node:
         lines = self._run(program, inputs)
         if self.repeats:
             lines.insert(0, f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
+        written = [inputs[i] for i in self.meta.mutated_graph_handled_indices_seen_by_autograd]
+        if written:  # by kernels, of which autograd hears nothing
+            counted = program.bind(torch.autograd.graph.increment_version, "count")
+            lines.insert(0, f"{counted}(({', '.join(written)},))")
         for i, info in enumerate(self.meta.output_info):
             if "unsafe_view" in str(info.output_type):
                 out = name(self.returned[i])

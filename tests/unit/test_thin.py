@@ -236,6 +236,16 @@ def subclassed(f):
     return torch.autograd.grad(y, (x, w), torch.ones_like(y).as_subclass(Tagged))
 
 
+def transformed(f):
+    """Transforms of torch.func around the function."""
+    x, w = (t.detach() for t in inputs())
+    rows = torch.stack([x, x + 1])
+    one = torch.func.grad(lambda a, b: f(a, b)[0].sum(), argnums=(0, 1))(x, w)
+    many = torch.func.vmap(torch.func.grad(lambda a: f(a, w)[0].sum()))(rows)
+    pulled = torch.func.vjp(lambda a: f(a, w)[0], x)[1](torch.ones(3, 8))
+    return *one, many, *pulled, torch.func.vmap(lambda a: f(a, w)[1])(rows)
+
+
 def direct_apply(f):
     """The node called as a function, as some libraries do."""
     x, w = inputs()
@@ -246,7 +256,7 @@ def direct_apply(f):
 CASES = (both, second_only, one_input, retained, backward_twice, accumulated, saved_is_written, leaf_is_written,
          result_is_written, views_as_inputs, other_layouts, hooked, post_accumulate, packed, checkpointed, anomalous,
          modes, no_gradient_wanted, requirement, half_wanted, twice, written_before_twice, batched, jacobian, threads,
-         direct_apply)  # fmt: skip
+         direct_apply, transformed)  # fmt: skip
 
 
 def outcome(case, f):
@@ -266,3 +276,58 @@ def test_as_in_eager(case, compiled):
         assert want and got == want
     else:
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+class Counted(torch.nn.Module):
+    """Buffers written in the forward: a batch norm's statistics, and a count of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)
+        self.register_buffer("calls", torch.zeros(5))
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        self.calls.add_(y.detach().amax(0))
+        return y.relu() * self.calls
+
+
+def test_written_buffers():
+    """Their writes, and their versions, which tell autograd of a write that comes too early."""
+    torch.manual_seed(0)
+    module, plain = Counted(), Counted()
+    plain.load_state_dict(module.state_dict())
+    compiled = torch.compile(module, backend=fuser_backend, dynamic=False)
+    x = torch.randn(7, 6)
+    for i in range(3):
+        before = [b._version for b in (module.calls, module.norm.running_mean)]
+        got, want = compiled(x * (i + 1)), plain(x * (i + 1))
+        assert all(b._version > v for b, v in zip((module.calls, module.norm.running_mean), before, strict=True))
+        for out in (got, want):
+            out.square().sum().backward()
+        for a, b in zip([*module.buffers(), *module.parameters()], [*plain.buffers(), *plain.parameters()], strict=True):
+            torch.testing.assert_close(a.detach(), b.detach(), atol=1e-5, rtol=1e-4)
+            if a.requires_grad:
+                torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)
+    assert is_thin(got)
+
+
+def test_a_buffer_that_is_saved_and_written_again():
+    def f(x, buffer):
+        buffer.add_(1)
+        return (x * buffer).sin()
+
+    compiled = torch.compile(f, backend=fuser_backend, dynamic=False)
+    for _ in range(3):
+        x, buffer = torch.randn(4, requires_grad=True), torch.ones(4)
+        out = compiled(x, buffer)
+        assert torch.equal(buffer, torch.full((4,), 2.0))
+        with torch.no_grad():
+            torch.testing.assert_close(out, (x * 2).sin())
+        buffer.mul_(2)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            assert "modified by an inplace" in str(error)
+        else:
+            torch.testing.assert_close(x.grad, 2 * (x.detach() * 2).cos())
