@@ -8,7 +8,6 @@ incumbent stays, and nothing is kept on disk.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 
 from fuser import forks
 from fuser.contests import records
+from fuser.contests.middle import median
 from fuser.contests.records import Choice
 from fuser.runtime import process
 
@@ -97,7 +97,7 @@ def race(
                 raise Unfinished("too little memory for a contest") from e
             raise
     choice = _judged(seconds, incumbent)
-    lasting = all(statistics.median(s) <= _BUSY * min(s) for s in seconds.values())
+    lasting = all(median(s) <= _BUSY * min(s) for s in seconds.values())
     reason = "; ".join([choice.reason, *([] if lasting else ["the machine was busy"]), *failed])
     return dataclasses.replace(choice, what=what, reason=reason), lasting
 
@@ -177,7 +177,7 @@ def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samp
             samples[name].take(now)
         best = min((s.seconds for s in samples.values()), key=min)
         if n + 1 >= _FEWEST:
-            racing = [name for name in racing if min(samples[name].seconds) <= _CLEARLY * statistics.median(best)]
+            racing = [name for name in racing if min(samples[name].seconds) <= _CLEARLY * median(best)]
         limit = _SECONDS if _is_steady(best) else _NOISY_SECONDS
         if len(racing) < 2 and n + 1 >= _FEWEST or n + 1 >= _FEWEST and now() - start > limit:
             break
@@ -185,7 +185,7 @@ def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samp
 
 
 def _is_steady(seconds: list[float]) -> bool:
-    return statistics.median(seconds) <= _NOISE * min(seconds)
+    return median(seconds) <= _NOISE * min(seconds)
 
 
 def _judged(seconds: Mapping[str, list[float]], incumbent: str) -> Choice:
@@ -193,7 +193,7 @@ def _judged(seconds: Mapping[str, list[float]], incumbent: str) -> Choice:
     choice = records.decide({name: 1e6 * min(s) for name, s in seconds.items()}, incumbent)
     if choice.winner == incumbent:
         return choice
-    if statistics.median(seconds[choice.winner]) > records.MARGIN * statistics.median(seconds[incumbent]):
+    if median(seconds[choice.winner]) > records.MARGIN * median(seconds[incumbent]):
         return dataclasses.replace(choice, winner=incumbent, reason="raced; too noisy to tell")
     return choice
 

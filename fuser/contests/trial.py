@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import resource
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fuser.contests.middle import median
 
 Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and of this thread on a processor
 
@@ -97,7 +98,7 @@ def compete(
         if slower or faster and n + 1 >= (2 if late else enough) or late and n + 1 >= _FEWEST:
             break
     ratio = min(mine.most) / min(theirs.most)
-    usual = statistics.median(mine.most) / statistics.median(theirs.most)
+    usual = median(mine.most) / median(theirs.most)
     return Outcome(ratio, slower or limit < 1 and max(ratio, usual) > limit)
 
 

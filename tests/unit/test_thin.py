@@ -305,7 +305,8 @@ def test_written_buffers():
         assert all(b._version > v for b, v in zip((module.calls, module.norm.running_mean), before, strict=True))
         for out in (got, want):
             out.square().sum().backward()
-        for a, b in zip([*module.buffers(), *module.parameters()], [*plain.buffers(), *plain.parameters()], strict=True):
+        held = [[*m.buffers(), *m.parameters()] for m in (module, plain)]
+        for a, b in zip(*held, strict=True):
             torch.testing.assert_close(a.detach(), b.detach(), atol=1e-5, rtol=1e-4)
             if a.requires_grad:
                 torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)

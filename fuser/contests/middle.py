@@ -1,0 +1,14 @@
+"""The median: `statistics` imports decimals and fractions, a twelfth of the time that `import fuser` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle value, or the mean of the two in the middle; ValueError of none."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("the median of no values: expected one or more")
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
