@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser import config
 from fuser.errors import Unsupported
 from fuser.frontends import batching, sequences
 from fuser.frontends.statements import Statement, is_mutable, moves_memory
@@ -118,6 +119,10 @@ class Program:
         return self._sequences[boxed]
 
     def _may_be_sequence(self) -> bool:
+        values = [p.meta.get("val") for p in self.placeholders]
+        on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        if config.sequences == "none" or (config.sequences == "cpu" and not on_cpu):
+            return False
         if not sequences.are_possible() or any(s.node is not None and moves_memory(s.node) for s in self.statements):
             return False
         return all(n.op in ("placeholder", "get_attr", "call_function", "output") for n in self.module.graph.nodes)
@@ -126,9 +131,7 @@ class Program:
         def slow(*args: Any) -> Any:
             return self._compile(boxed)(*args)
 
-        made: Callable[..., Any] = sequences.make(
-            self.statements, self.placeholders, self.results, self, slow, boxed
-        )  # fmt: skip
+        made: Callable[..., Any] = sequences.make(self.statements, self.placeholders, self.results, self, slow, boxed)
         return made
 
     # What a sequence's steps call.

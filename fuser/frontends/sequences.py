@@ -90,7 +90,8 @@ class _Builder:
         for node in [*self.kept, *(w for s in self.statements for w in s.written)]:
             while node not in found:
                 found.add(node)
-                if not is_view(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
+                shares = is_view(node.target) or node.target is operator.getitem  # of views with several results
+                if not shares or not node.args or not isinstance(node.args[0], fx.Node):
                     break
                 node = node.args[0]
         return found

@@ -176,16 +176,18 @@ def test_writes_of_results_are_counted_for_what_shares_their_memory(programs):
     """A result that is a view is one to autograd: a write through it is seen by what saved the other."""
     def f(x):
         y = x * 2
-        return y, y.view(-1)[2:5]
+        return y, y.view(-1)[2:5], y.t().split(2)[1]
 
     compiled = torch.compile(f, backend=fuser_backend, dynamic=False)
     with torch.no_grad():
         x = torch.randn(3, 4)
         for _ in range(2):
-            y, part = compiled(x)
-        before = y._version
-        part.add_(1)
-        assert y._version == before + 1 and part.data_ptr() == y.data_ptr() + 8
+            y, part, other = compiled(x)
+        assert part.data_ptr() == other.data_ptr() == y.data_ptr() + 8
+        for view in (part, other):
+            before = y._version
+            view.add_(1)
+            assert y._version == before + 1
 
 
 @native_only
