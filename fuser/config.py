@@ -146,8 +146,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "sequences", "cpu",
-        "graphs that run as native sequences of steps: 'cpu': those whose inputs are all on the CPU; 'all': those on GPUs, "
-        "too; 'none'. Other graphs run as a generated Python function, with the same results",
+        "graphs that run as native sequences of steps: 'cpu': those whose inputs are all on the CPU; 'all': those on "
+        "GPUs, too; 'none'. Other graphs run as a generated Python function, with the same results",
         choices=("cpu", "all", "none"),
     ),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
