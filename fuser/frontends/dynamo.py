@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
@@ -44,6 +45,7 @@ _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
+_SUBCLASS = "an input or output is a tensor subclass"
 _ANTIALIASED = ("bilinear", "bicubic", "lanczos")
 
 CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
@@ -325,6 +327,8 @@ class _GraphCompiler:
             return "the graph holds parameters of its own"
         if not _are_distinct(self.example_inputs):
             return "one tensor is several inputs"
+        if any(map(is_traceable_wrapper_subclass, (*tensors, *_results(self.gm)))):
+            return _SUBCLASS  # torch 2.11 says nothing of it in the metadata of a graph for inference
         if gradients and torch._C._are_functorch_transforms_active():
             return "a transform is at work"
         if not gradients and any(t.requires_grad for t in tensors) and torch.is_grad_enabled():
@@ -335,6 +339,12 @@ class _GraphCompiler:
             return "the traced graph has other inputs"
         context = torch._guards.TracingContext.try_get()
         return _metadata_reason(context, len(self.example_inputs), ordered=not gradients, kept=gradients)
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    """The example values of a graph's results, where Dynamo gives some."""
+    found = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
+    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _tokens() -> int:

@@ -58,7 +58,7 @@ def check_case(said: list[dict[str, Any]], name: str) -> None:
 def check_compiled_once(said: list[dict[str, Any]], binaries: list[pathlib.Path]) -> None:
     """The ranks together have made each of the cache's binaries once."""
     made = [one["stats"]["binaries_made"] for one in said]
-    assert binaries and sum(made) == len(binaries), made
+    assert binaries and sum(made) == len(binaries), (made, sorted(path.name for path in binaries))
     assert all(one["stats"]["failures"] == 0 for one in said)
 
 
