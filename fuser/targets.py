@@ -51,6 +51,7 @@ class Target:
     scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
       together with the scan for its places.
     sums_by_dims: whether windows of many elements are summed along one dim after the other.
+    window_dims: dims that the windows of a pooling extend along at most.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
     joins: whether plans along rows and along columns are looked at as one.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
@@ -76,6 +77,7 @@ class Target:
     most_buffers: int = 48
     scans_alone: bool = False
     sums_by_dims: bool = True
+    window_dims: int = 3
     unrolls: bool = False
     joins: bool = False
     recompute_cost: int = 8

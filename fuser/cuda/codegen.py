@@ -6,7 +6,6 @@ A program computes a tile of one or two dims. Each dim runs over some axes of th
   runs; or everything at once.
 - *row*: results, and the reduced axes, which memory runs along.
 - *column*: neighbouring results, and the reduced axes.
-- *meeting*: parts of long rows, by programs that wait for each other (`meeting.py`).
 - *walk*: rows one after the other, and columns, where both are reduced (`joined.py`).
 
 Short reduced axes are held in registers whole, so every phase sees the same loads. Longer ones are looped over, once
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 
 from fuser.cuda.joined import fits, write_joined
 from fuser.cuda.layout import Context
-from fuser.cuda.meeting import choose, write_meeting
 from fuser.cuda.nest import Function
 from fuser.cuda.scan import write_scan
 from fuser.cuda.scatter import write_scatter
@@ -49,11 +47,8 @@ def generate(plan: KernelPlan, name: str, ctx: Context) -> Generated:
         return Generated(*write(plan, name, ctx))
     if cut(plan, ctx).split:
         return Generated(*split(plan, name, ctx))
-    meeting = choose(plan, ctx)
-    if meeting.elements:
-        return Generated(*write_meeting(plan, name, ctx, meeting))
     function, guards = unsplit(plan, name, ctx)
-    return Generated((function,), (), tuple(dict.fromkeys([*guards, *meeting.guards])))
+    return Generated((function,), (), guards)
 
 
 def generate_joined(joined: Joined, name: str, ctx: Context) -> Generated | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fuser.cuda import tiles
 from fuser.errors import CompileError
 from fuser.reasons import because
 
@@ -66,17 +65,6 @@ def why_not() -> str | None:
     return None
 
 
-MEETS = "_meets"  # in the names of kernels whose programs wait for each other
-MEETING_PLACES = 4  # of such a kernel's programs on a multiprocessor: see `tiles.MEETING_REGISTERS`
-
-
-def places_to_meet() -> bool:
-    """Whether all programs of one row of such a kernel find a place at once, on every device."""
-    devices = range(torch.cuda.device_count())
-    least = min((torch.cuda.get_device_properties(d).multi_processor_count for d in devices), default=0)
-    return MEETING_PLACES * least >= tiles.MEETING_MOST
-
-
 @dataclass(frozen=True)
 class Entry:
     """A compiled kernel: its binary, bytes of shared memory, threads of a block, arguments after one's own (null)."""
@@ -126,8 +114,6 @@ class Library:
             return ()
 
     def _load(self, lib: Any, part: Entry) -> int:
-        if MEETS in part.name and not places_to_meet():
-            raise CompileError(f"kernel {part.name} of {self.path} is for devices with more multiprocessors")
         library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
         _check(lib.cuInit(0), "the driver cannot be started")
         code = lib.cuLibraryLoadData(ctypes.byref(library), part.cubin, None, None, 0, None, None, 0)

@@ -180,7 +180,7 @@ def compile_source(source: Source) -> FusedKernel:
     """Compile for the current device, or take earlier binaries from disk, and load them. Raises CompileError."""
     capability = driver.capability(torch.cuda.current_device())
     lasting = source.lasting
-    source, entries = fitting(_without_meetings(source), capability)
+    source, entries = fitting(source, capability)
     made_of = dataclasses.replace(source, again=None, lasting=lasting)
     more = functools.partial(compile_batched, made_of, capability)
     library = driver.Library(toolchain.source_path(source.text), entries, more)
@@ -188,14 +188,6 @@ def compile_source(source: Source) -> FusedKernel:
     return FusedKernel(
         source.name, program, source.text, library, source.n_kernels, source.reasons, made_of, capability
     )
-
-
-def _without_meetings(source: Source) -> Source:
-    """The source, with kernels whose programs wait for each other left out where a device has no places for them."""
-    meeting = {n for n, f in zip(source.owners, source.functions) if driver.MEETS in f.name}
-    if not meeting or source.again is None or driver.places_to_meet():
-        return source
-    return source.again(dict.fromkeys(meeting, 1), None)
 
 
 def compile_entries(source: Source, capability: int) -> tuple[driver.Entry, ...]:

@@ -167,13 +167,6 @@ SPLIT_ROW_FROM, SPLIT_COLUMN_FROM = 32768, 512  # reduced elements
 MOST_CHUNKS = 512
 SPLIT_IN_ONE = True  # the last program of a tile combines its chunks, not a second kernel; of values, not of places
 
-# Rows that are read more than once, shared by programs that meet: how long they are at least, how many programs share
-# one at most, elements and warps of a program and registers of its threads, so that a multiprocessor has four programs
-# (one with 32 multiprocessors all of a row), and how many tensors are read along a row.
-MEETING = False
-MEETING_FROM, MEETING_MOST, MEETING_TENSORS = 32768, 128, 4
-MEETING_ELEMENTS, MEETING_WARPS, MEETING_REGISTERS = 4096, 8, 64
-
 # Rows in registers whose columns are reduced as well: (longest, elements of a program's step, warps, programs on each
 # multiprocessor). A thread has 16 elements of each tensor and of each running result, of several short rows 8.
 WALKED: tuple[tuple[int, int, int, int], ...] = (

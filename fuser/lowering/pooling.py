@@ -94,6 +94,8 @@ def sliding(
     `by_dims`: each loop reads them along one dim, so that only their edges count for how large they may be.
     """
     sizes = _each(kernel, n)
+    if n > ctx.target.window_dims:
+        raise Unsupported(f"windows of {n} dims, which ATen is faster with")
     if (max(sizes) if by_dims else math.prod(sizes)) > MOST_PLACES:
         raise Unsupported(f"a window of more than {MOST_PLACES} places")
     steps = _each(stride, n) if stride or stride == 0 else sizes

@@ -402,13 +402,6 @@ def largest(dims: int, *how: Any) -> Callable[..., Any]:
     return pooled
 
 
-MEETINGS = (
-    Case("meeting/softmax", lambda x: (torch.softmax(x * 2, -1), x.amax(-1)), lambda i: (i.normal(3, 333),)),
-    Case("meeting/instance_norm", lambda x: F.instance_norm(x), lambda i: (i.normal(2, 3, 11, 17) * 3 + 100,)),
-    Case("meeting/group_norm", lambda x, w, b: F.relu(F.group_norm(x, 2, w, b)),
-         lambda i: (i.normal(2, 4, 8, 16, dtype=BF16), i.normal(4, dtype=BF16), i.normal(4, dtype=BF16))),
-    Case("meeting/one", lambda x: F.layer_norm(x, (512,)), lambda i: (i.normal(1, 512),)),
-)  # fmt: skip
 def largest_gradient(*how: Any) -> tuple[Callable[..., Any], Make]:
     """The gradient of the maxima of windows that overlap, in channels-last memory and not."""
 
@@ -427,14 +420,13 @@ def average_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # Windows: of the first three neighbours in memory, of the last in channels-last memory.
 POOLS = (
     Case("pool/average", lambda x: F.avg_pool1d(x, 8, 1, 4), lambda i: (i.normal(2, 3, 64),)),
-    Case("pool/average/3d", lambda x: F.avg_pool3d(x, 2, 2, 1, count_include_pad=False),
-         lambda i: (i.normal(2, 2, 4, 5, 6),)),
+    Case("pool/average/edges", lambda x: F.avg_pool2d(x, 2, 2, 1, count_include_pad=False),
+         lambda i: (i.normal(2, 4, 5, 6),)),
     Case("exact/pool/dilated", largest(2, [1, 5], [1, 1], [0, 2], [1, 3]),
          lambda i: (with_nan(i.normal(3, 2, 1, 48)),)),
     Case("exact/pool/bf16", largest(2, [3, 3], [2, 2], [1, 1]),
          lambda i: (with_nan(i.normal(2, 2, 9, 16, dtype=BF16)),)),
     Case("exact/pool/int", largest(2, [2, 3], [1, 2], [1, 1]), lambda i: (i.below(50, 2, 2, 9, 16) - 25,)),
-    Case("exact/pool/3d", largest(3, [2, 2, 2], [2, 2, 2], [1, 0, 1]), lambda i: (with_nan(i.normal(2, 2, 4, 5, 6)),)),
     Case("exact/pool/last", largest(2, [3, 3], [2, 2], [1, 1]),
          lambda i: (with_nan(i.normal(2, 16, 6, 7)).contiguous(memory_format=torch.channels_last),)),
     Case("pool/average/gradient", average_gradient, lambda i: (i.normal(2, 3, 6, 8), i.normal(2, 3, 11, 16))),
@@ -487,7 +479,7 @@ def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-_ALL = (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *MEETINGS, *EXACT)
+_ALL = (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *EXACT)
 CASES: dict[str, Case] = {c.name: c for c in _ALL}
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
@@ -505,7 +497,7 @@ INTERPRETED = (
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
     "gather/along", "gather/outer", "index_select", "padded_search",
-    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *MEETINGS, *EXACT)), "column_sum/many/passing",
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *EXACT)), "column_sum/many/passing",
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.
 TUNED = (

@@ -71,57 +71,6 @@ def bind(source: fused_kernel.Source, args: tuple[Any, ...]) -> tuple[Any, Any, 
     return slots, floats, memory, [args[i] if kind == "input" else made[i] for kind, i in program.outputs]
 
 
-class NotYetThere(Exception):
-    """A program waits for others, which run later here."""
-
-
-def number_of(value: Any) -> int:
-    """A number or an address in the interpreter."""
-    return value if isinstance(value, int) else int(value.handle.data.item())
-
-
-class Meeting:
-    """What programs that wait for each other call, where each is begun again until the others have come as far."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.there: dict[int, set[tuple[int, int]]] = {}
-
-    def take(self, counter: Any, programs: Any) -> Any:
-        """The number of the program that runs."""
-        return tl.core.tensor(TensorHandle(np.array([self.number], dtype=np.int32), tl.int32), tl.int32)
-
-    def meet(self, counter: Any, all_there: Any) -> None:
-        """Note that a program has come here; NotYetThere unless all have, here or further."""
-        came = self.there.setdefault(number_of(counter), set())
-        came.add((self.number, number_of(all_there)))
-        if len(came) < number_of(all_there):
-            raise NotYetThere
-
-    def leave(self, counter: Any, last: Any) -> None:
-        """All others have met."""
-        came = self.there[number_of(counter)]
-        assert len(came) == number_of(last) + 1 - len({n for n, _ in came}), "not all have met"
-
-
-def run_meeting(names: dict[str, Any], entry: str, units: int, values: list[Any]) -> None:
-    """A launch of programs that wait for each other: rounds of all that have not ended."""
-    meeting = Meeting()
-    names.update(fuser_take_number=meeting.take, fuser_meet=meeting.meet, fuser_leave=meeting.leave)
-    waiting = list(range(units))
-    for _ in range(9):
-        again = []
-        for meeting.number in waiting:
-            try:
-                names[entry][(1,)](*values)
-            except Exception as e:
-                if not isinstance(e, NotYetThere) and not isinstance(e.__cause__, NotYetThere):
-                    raise
-                again.append(meeting.number)
-        waiting = again
-    assert not waiting, "some programs wait for ever"
-
-
 def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
     """The results of a source's kernels for `args`, as its program says."""
     slots, floats, memory, out = bind(source, args)
@@ -132,9 +81,7 @@ def run_source(source: fused_kernel.Source, args: tuple[Any, ...]) -> Any:
             find = {"pointer": memory.__getitem__, "float64": floats.__getitem__}
             values.append(find[kind](value) if kind in find else run_program(value, slots))
         units = run_program(step.units, slots)
-        if "fuser_meet" in names:
-            run_meeting(names, step.entry, units, values)
-        elif units:
+        if units:
             names[step.entry][(units,)](*values)
     made = zip(reversed(memory), reversed(source.program.buffers))
     assert not any(t.any() for t, b in made if b.counters), "counters are left behind"
@@ -184,8 +131,6 @@ def check(case: Case) -> str | None:
     """None, or what is wrong with a case's kernels."""
     args = case.args("cpu")
     source = case.source(case.fake_args())
-    if case.name.startswith("meeting") and "fuser_meet(" not in source.text:
-        return "its programs do not meet"
     if isinstance(case, MatmulCase):
         return case.problem(run_source(source, args), args)
     problem = batched_problem(case, source, args) if case.name in BATCHED else None
@@ -221,13 +166,6 @@ def small_walks() -> None:
     tiles.COMBINE_PROGRAMS = tiles.Tile(16, 2, 1)
 
 
-def small_meetings() -> None:
-    """Rows shared by several programs, the last of which has less."""
-    tiles.MEETING, tiles.MEETING_FROM, tiles.MEETING_ELEMENTS, tiles.MEETING_MOST = True, 128, 64, 8
-    tiles.PERSISTENT, tiles.SPLIT_ROW_FROM = tiles.PERSISTENT[:1], 1024
-    tiles.LOOPED_ROW_AGAIN = tiles.Tile(1, 64, 1)
-
-
 def small_caches() -> None:
     """All that is read passes by what lies in the cache, in several steps."""
     tiles.PASSING_FROM = 0
@@ -249,7 +187,6 @@ def main() -> None:
     names = sys.argv[1:]
     small = {
         **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
-        **{n: small_meetings for n in names if n.startswith("meeting")},
         **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
     }  # fmt: skip
     tables = dict(vars(tiles))
