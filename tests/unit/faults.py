@@ -308,8 +308,13 @@ def errors(folder: pathlib.Path) -> None:
 
 @fault("no native launcher", True)
 def no_launcher(folder: pathlib.Path) -> None:
-    native_build.installed = lambda: None
-    launcher._build = lambda *args, **kwargs: None
+    def build(*args: Any) -> None:
+        with launcher._lock:
+            launcher._fail("it cannot be built here")
+
+    native_build.installed = native_build.cached = lambda *args: None
+    launcher._native, launcher._thread, launcher._build = None, None, build  # `prepare` got one
+    launcher._done.clear()
 
 
 @fault("no native launcher and no compiler", False)
