@@ -129,7 +129,7 @@ int run_launch(const Step& s, Value* values, ThreadState& ts) {
 int run_product(Step& s, Value* values) {
   bool sum = s.product->sum, batch = s.product->batch;
   Value* v[3];
-  for (int i = 0; i < s.n_items; i++) {
+  for (int i = 0; i < 2 + sum; i++) {  // numbers may follow
     v[i] = &values[s.items[i].slot];
     if (!read_value(*v[i]) || !handle_of(*v[i])) return 0;
   }
