@@ -58,14 +58,21 @@ def _form_of(function: Function) -> _Form:
 
 
 def _constant(s: ir.Let) -> str | None:
-    """A factor or a summand: the same operation of a number that is known and of one that is not."""
+    """A factor or a summand: the same operation of a number that is known and of one that is not. None if it is none.
+
+    A number in all lanes counts, too: functions that do something else with it differ in the code of their tail.
+    """
     v = s.value
-    if type(v) is not ir.Op or v.table != "op" or v.dtype is not torch.float32 or OPS[v.name].sign not in _LINEAR:
+    number: ir.Value | None
+    if type(v) is ir.Splat and v.of is torch.float32:
+        number = v.a
+    elif type(v) is ir.Op and v.table == "op" and v.dtype is torch.float32 and OPS[v.name].sign in _LINEAR:
+        number = v.args[1] if len(v.args) == 2 and type(v.args[0]) is ir.Name else None
+    else:
         return None
-    if len(v.args) != 2 or type(v.args[0]) is not ir.Name or type(v.args[1]) is not ir.Number:
+    if type(number) is not ir.Number or not math.isfinite(number.number):
         return None
-    number = v.args[1].number
-    return atom(cpp_constant(number, torch.float32)) if math.isfinite(number) else None
+    return atom(cpp_constant(number.number, torch.float32))
 
 
 def _outline(function: Function) -> tuple[object, ...]:

@@ -10,13 +10,14 @@ from torch import fx
 
 from fuser import compiler, config, interface, pipeline
 from fuser.canonical import canonicalize
-from fuser.cpu import passes, sharing
+from fuser.cpu import sharing
 from fuser.cpu.records import Function
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.cpu.vir.printer import SIGNATURE
 from fuser.ir.sizes import ONE
 from fuser.kernel_cache import Registry
+from fuser.scheduler.kernel_plan import Passes
 from tests.backend.fused import fuse
 
 
@@ -110,8 +111,8 @@ def test_functions_with_data_of_their_own_and_short_ones_share_nothing():
 def test_what_a_nest_asks_of_its_passes_grows_with_their_number(monkeypatch):
     """It once grew with the cube: a chain of 180 softmaxes took minutes."""
     asked = []
-    closure = passes.Passes.closure
-    monkeypatch.setattr(passes.Passes, "closure", lambda *args: asked.append(1) or closure(*args))
+    closure = Passes.closure
+    monkeypatch.setattr(Passes, "closure", lambda *args: asked.append(1) or closure(*args))
     counts = []
     for n in (5, 10, 20):
         del asked[:]

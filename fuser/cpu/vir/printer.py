@@ -244,10 +244,16 @@ class Printer:
         if s.value is None:
             return f"{s.kind} {name};"
         if id(s) in self.constants:
-            assert isinstance(s.value, ir.Op)
-            texts = (*map(self.value, s.value.args[:-1]), self.constants[id(s)])
-            return f"{const}{s.kind} {name} = {self._cell(s.value, *texts)};"
+            return f"{const}{s.kind} {name} = {self._with_constant(s.value, self.constants[id(s)])};"
         return f"{const}{s.kind} {name} = {self.value(s.value)};"
+
+    def _with_constant(self, v: ir.Value, constant: str) -> str:
+        """A value, with this text in place of the number that is its last argument."""
+        if isinstance(v, ir.Splat):
+            self.uses.add("fuser_lanes_all")
+            return f"fuser_lanes_all({constant})"
+        assert isinstance(v, ir.Op)
+        return self._cell(v, *map(self.value, v.args[:-1]), constant)
 
     def _scratch(self, s: ir.Scratch) -> str:
         sizes = "".join(f"[{n}]" for n in s.sizes)
