@@ -76,7 +76,7 @@ def _filled(plan: KernelPlan) -> tuple[dict[int, bool | int | float], dict[int, 
     filled: dict[int, bool | int | float] = {}
     given: dict[int, int] = {}
     for n, row in enumerate(plan.rows):
-        if row.op != "where":
+        if not row.traits.chooses:
             continue
         condition, load, other = row.args
         source, constant = plan.rows[load], plan.rows[other]

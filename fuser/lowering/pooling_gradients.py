@@ -14,7 +14,8 @@ from fuser.ir.sizes import Expr, floordiv, mod
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.pooling import MOST_PLACES, Sliding, n_dims, places, sliding, window_number
-from fuser.lowering.registry import EVERY, lower
+from fuser.lowering.registry import EVERY, lower, refuse_in_order
+from fuser.reasons import because
 
 
 def _windows(ctx: LoweringContext, w: Sliding, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Value]]:
@@ -77,14 +78,19 @@ def lower_avg_pool_backward(
     return _gathered(ctx, x, w, taken)
 
 
-@lower("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward", decisive=EVERY)
+_OF_MAXIMA = "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward"
+_IN_ORDER = because("left_to_aten", "ATen puts each gradient where its index says, in order")
+refuse_in_order(_IN_ORDER, *_OF_MAXIMA)
+
+
+@lower(*_OF_MAXIMA, decisive=EVERY)
 def lower_max_pool_backward(
     ctx: LoweringContext, grad: TensorBox, x: TensorBox, kernel: Sequence[int], stride: Any, padding: Any,
     dilation: Any, ceil: Any, indices: TensorBox,
 ) -> TensorBox:  # fmt: skip
     """The gradients of the windows whose largest element it is."""
     if ctx.target.ordered:
-        raise Unsupported("ATen puts each gradient where its index says, in order")
+        raise Unsupported(_IN_ORDER)
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
     w = sliding(ctx, x, n, kernel, stride, padding, dilation, ceil)
     if any(g != 1 for g in w.dilation):

@@ -14,6 +14,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import elementwise
 from fuser.lowering.registry import lower
+from fuser.reasons import because
 
 LEAST_WEIGHT = 1 << 16  # elements of a weight, below which a product is left to libraries
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,12 +24,12 @@ def product(ctx: LoweringContext, x: TensorBox, w: TensorBox, dtype: torch.dtype
     """`x @ w`, (rows, inner) and (inner, columns), added up in float32. Unsupported where a library does better."""
     (rows, inner), (again, columns) = ctx.size_of(x), ctx.size_of(w)
     if ctx.hint(rows) > ctx.target.product_rows or ctx.hint(inner) * ctx.hint(columns) < LEAST_WEIGHT:
-        raise Unsupported("a library's kernel does this better")
+        raise Unsupported(because("library", "a library's kernel does this better"))
     metas = [m for m in ctx.arg_metas if isinstance(m, torch.Tensor)][-2:]
     if ctx.numerics == "eager" or any(m.dtype not in DTYPES or m.dtype is not metas[0].dtype for m in metas):
-        raise Unsupported("a product of these dtypes and numerics is a library's")
+        raise Unsupported(because("library", "a product of these dtypes and numerics is a library's"))
     if metas[1].stride(0) != 1 or metas[0].stride(1) != 1:
-        raise Unsupported("a product whose operands do not lie along what is summed is a library's")
+        raise Unsupported(because("library", "a product of operands in another order is a library's"))
     if not ctx.is_equal(inner, again):
         raise Unsupported(f"sizes {inner} and {again} of a product differ")
     rows = ctx.canon(ctx.specialise(rows))

@@ -14,6 +14,7 @@ _F = TypeVar("_F", bound=Lowering)
 LOWERINGS: dict[str, Lowering] = {}
 REFUSED: dict[str, str] = {}  # operators that are left to ATen on purpose, with the reason
 ELSEWHERE: dict[str, Callable[[], str | None]] = {}  # why operators may be refused where points run in no order
+ORDERED: dict[str, str] = {}  # the same where they run in order
 VIEWS: set[str] = set()  # operators whose result aliases their first argument
 # Operators whose result jumps: the last bits of a float argument decide it. With the arguments' numbers, or `EVERY`.
 DECISIVE: dict[str, tuple[int, ...]] = {}
@@ -50,6 +51,11 @@ def ask_elsewhere(reason: Callable[[], str | None], *names: str) -> None:
     ELSEWHERE.update(dict.fromkeys(names, reason))
 
 
+def refuse_in_order(reason: str, *names: str) -> None:
+    """Leave operators to ATen where points run in order (`Target.ordered`)."""
+    ORDERED.update(dict.fromkeys(names, reason))
+
+
 def find(name: str) -> Lowering | None:
     """The lowering of "aten.add" or "aten.add.Tensor"; an overload's own entry comes first."""
     found = LOWERINGS.get(name)
@@ -58,16 +64,20 @@ def find(name: str) -> Lowering | None:
     return found
 
 
-def supports(name: str, device_type: str = targets.HOST) -> str | None:
-    """None if the operator can be lowered for a device, else why not."""
-    target = targets.known(device_type)
+def supports(name: str, device_type: str | None = None) -> str | None:
+    """None if the operator can be lowered for a device, else why not. Without a device: for some device."""
     packet = name.rsplit(".", 1)[0] if name.count(".") == 2 else name
-    if find(name) is not None:
-        return ELSEWHERE[packet]() if packet in ELSEWHERE and target is not None and not target.ordered else None
-    return REFUSED.get(packet, because("no_lowering", f"no lowering for {packet}"))
+    if find(name) is None:
+        return REFUSED.get(packet, because("no_lowering", f"no lowering for {packet}"))
+    target = targets.known(device_type) if device_type is not None else None
+    if target is None:
+        return None
+    if target.ordered:
+        return ORDERED.get(packet)
+    return ELSEWHERE[packet]() if packet in ELSEWHERE else None
 
 
 __all__ = [
     "DECISIVE", "EVERY", "LOWERINGS", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find", "lower", "refuse",
-    "supports",
+    "refuse_in_order", "supports",
 ]  # fmt: skip

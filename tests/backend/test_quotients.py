@@ -63,6 +63,8 @@ def test_loops_that_were_scalar_are_vectorised(name, tmp_path: pathlib.Path):
         pytest.skip("g++ says which loops it vectorises, for machines that have the vectors")
     function, size = SCALAR_ONCE[name]
     text = text_of(function, torch.rand(size))
+    if "fuser_lanes_load" in text.split('extern "C"')[1]:  # in explicit vectors, which g++ has nothing to say of
+        return
     source = tmp_path / "kernel.cpp"
     source.write_text(text)
     line = next(n for n, row in enumerate(text.splitlines(), 1) if "#pragma omp simd" in row) + 1

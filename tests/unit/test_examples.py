@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import runpy
 
 import pytest
@@ -13,9 +14,9 @@ SAID = {
     "first_fusion": "times as fast as ATen",
     "training_loop": "as in eager",
     "serving_loop": "0 of them for 32 more sizes",
-    "torchscript": "fuser_ts::group_1: aten::mul, aten::tanh, aten::sub",
+    "torchscript": r"fuser_ts::group_\d+: aten::mul, aten::tanh, aten::sub",
     "custom_loss": "forward: 15 operators in 2 loop nests",
-    "reading_a_report": "aten.sort [left_to_aten] moves",
+    "reading_a_report": r"aten.sort \[left_to_aten\] moves",
 }
 
 
@@ -24,4 +25,4 @@ SAID = {
 def test_the_example_runs(name, capsys):
     torch._dynamo.reset()
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
-    assert SAID[name] in capsys.readouterr().out
+    assert re.search(SAID[name], capsys.readouterr().out)

@@ -187,7 +187,10 @@ def test_settings_without_a_contest(monkeypatch, clean, settings):
     monkeypatch.setattr(race, "race", lambda *a: pytest.fail("a contest"))
     x, w = torch.randn(96, 320), torch.randn(320, 448)
     with config.override(**settings):
-        torch.testing.assert_close(torch.compile(lambda x, w: x @ w, backend="fuser")(x, w), x @ w)
+        got = torch.compile(lambda x, w: x @ w, backend="fuser")(x, w)
+    exact = x.double() @ w.double()
+    mine, its = ((t.double() - exact).abs().max() for t in (got, x @ w))
+    assert mine <= 2 * its + 2 * torch.finfo(x.dtype).eps * exact.abs().max()
 
 
 class Feed(torch.nn.Module):
