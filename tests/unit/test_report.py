@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fuser
-from fuser.debug import page, watching
+from fuser.debug import watching
 from fuser.debug.explanation import Explanation, Group
 from tests import browser
 
