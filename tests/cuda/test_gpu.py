@@ -41,7 +41,11 @@ def test_as_right_as_eager(name: str) -> None:
     if interface.kernel_spec(key).blocked:
         pytest.skip(interface.kernel_spec(key).blocked[0])
     args = case.args("cuda")
-    eager, exact = results(case.fn(*args)), results(case.fn(*checks.to_float64(args)))
+    try:
+        eager = results(case.fn(*args))
+    except NotImplementedError as error:
+        pytest.skip(f"not in eager: {error}")
+    exact = results(case.fn(*checks.to_float64(args)))
     assert launcher.wait(60), launcher.reason()
     before = handle.hits
     out = results(handle(*args))

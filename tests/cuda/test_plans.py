@@ -23,6 +23,7 @@ from fuser.runtime import files, prebuilt
 from fuser.runtime.counting import COUNTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 class Library:
@@ -231,7 +232,7 @@ print(json.dumps([kernel.name, fuser.stats()["lowerings"], [r for r in rooms if 
 
 
 def test_a_warm_process_imports_neither_lowering_nor_triton(tmp_path: pathlib.Path) -> None:
-    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
     said = []
     for _ in range(2):
         command = [sys.executable, "-c", _PROCESS]
@@ -286,7 +287,7 @@ for _ in range(2):  # as in two processes: the second has but what the first lef
 
 def test_a_model_that_finds_its_kernels_needs_no_triton(tmp_path: pathlib.Path) -> None:
     """Dynamo imports it, if it is there; nothing of this package asks for it."""
-    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
     done = subprocess.run([sys.executable, "-c", _MODEL], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     cold, warm = map(json.loads, done.stdout.splitlines())
@@ -306,6 +307,6 @@ handle = fuser.fusion_handle(key)
 torch.testing.assert_close(handle(x, y), torch.softmax(torch.relu(x * y + 1) - y, -1))
 print(handle.hits, fuser.stats()["lowerings"], "triton" in sys.modules)
 """
-    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
     done = [subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True) for _ in range(2)]
     assert done[0].stdout.startswith("1 1") and done[1].stdout == "1 0 False\n", [d.stderr for d in done]
