@@ -255,7 +255,10 @@ def generate(seed: int) -> Program:
             w.inputs.append(Input(own, dtype, layout, rng.choice(("integers", "normal")), rng.randrange(1 << 30)))
         w.values = list(make_inputs(Program(tuple(w.inputs), (), ())))
         plain = [i for i, x in enumerate(w.inputs) if x.size == size]
-        w.states = plain + [w.add("torch.flatten", Ref(i), 0, 1) for i, x in enumerate(w.inputs) if x.size != size]
+        try:
+            w.states = plain + [w.add("torch.flatten", Ref(i), 0, 1) for i, x in enumerate(w.inputs) if x.size != size]
+        except LookupError:  # numbers of an input are too large: others are drawn
+            continue
         for _ in range(rng.randint(2, 9)):
             if len(w.steps) >= MOST_STEPS:
                 break
