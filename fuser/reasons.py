@@ -7,6 +7,7 @@ lowering. docs/reasons.md is this table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,6 +250,18 @@ def table() -> str:
     return "\n".join(["| code | meaning | what to do |", "|---|---|---|", *rows]) + "\n"
 
 
+def served_by(function: Callable[..., Any], code: str, sentence: str) -> Callable[..., Any]:
+    """`function`, which passes put into graphs, with the reason why it is part of no kernel: see `reason_of_call`."""
+    function.fuser_reason = because(code, sentence)  # type: ignore[attr-defined]
+    return function
+
+
+def reason_of_call(target: Any) -> str | None:
+    """The reason that a function was given by `served_by`; None if it is none of the package's own."""
+    return getattr(target, "fuser_reason", None)
+
+
 __all__ = [
-    "BY_CODE", "REASONS", "Because", "Reason", "as_json", "because", "code_of", "from_json", "table", "told",
+    "BY_CODE", "REASONS", "Because", "Reason", "as_json", "because", "code_of", "from_json", "reason_of_call",
+    "served_by", "table", "told",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ better by, and the other is the very code that eager runs.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,11 @@ from typing import Any
 import torch
 
 from fuser.contests.middle import median
+
+try:
+    import resource
+except ImportError:  # a system that is no Unix
+    resource = None  # type: ignore[assignment]
 
 Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and of this thread on a processor
 
@@ -42,7 +46,9 @@ def clock() -> tuple[float, float]:
 
 
 def _page_faults() -> int:
-    """How many pages this process has begun to use."""
+    """How many pages this process has begun to use; 0 where the system does not say."""
+    if resource is None:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

@@ -19,7 +19,7 @@ from fuser import config, examples, interface, lowering, refusals
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lowering.survey import survey
-from fuser.reasons import because
+from fuser.reasons import because, reason_of_call
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Recent
 
@@ -218,7 +218,7 @@ def _extern_reason(node: fx.Node) -> str | None:
     if MARK in node.meta:
         return because("writes", "it writes one of its arguments")
     if not isinstance(target, torch._ops.OpOverload):
-        return because("python", f"{op_name(target)} is not an ATen operator")
+        return reason_of_call(target) or because("python", f"{op_name(target)} is not an ATen operator")
     reason = schema_reason(target)
     if reason is not None:
         return reason

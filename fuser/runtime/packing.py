@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fuser.reasons import served_by
+
 Function = Callable[..., Any]
 
 
@@ -46,7 +48,7 @@ def packed_call(op: Function, make: Callable[[torch.Tensor], torch.Tensor], name
         return op(x, kept.of(weight), *args)
 
     call.__name__ = call.__qualname__ = name
-    return call
+    return served_by(call, "library", "a library's kernel does this better, with a packed weight")
 
 
 class Folded:
@@ -78,7 +80,7 @@ def folded_call(make: Callable[..., torch.Tensor], name: str) -> Function:
         return kept.of(*tensors)
 
     call.__name__ = call.__qualname__ = name
-    return call
+    return served_by(call, "library", "it depends on frozen weights alone, and is computed once")
 
 
 __all__ = ["Folded", "Kept", "folded_call", "packed_call"]

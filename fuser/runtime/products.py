@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fuser import config
+from fuser.reasons import served_by
 from fuser.runtime import launcher, torch_abi, warm
 
 _MATMUL = ("libtorch_cpu.so", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")  # (x, w, result, beta, alpha)
@@ -78,3 +79,8 @@ def sized_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.t(), None, "none", [], "")
         return made
     return torch.mm(x, w)
+
+
+_WHY = "a library's kernel does this better, and writes into memory that is kept warm"
+served_by(product, "library", _WHY)
+served_by(sized_product, "library", _WHY)

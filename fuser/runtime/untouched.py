@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fuser.reasons import served_by
 from fuser.runtime import warm
 
 PAGE = mmap.PAGESIZE
@@ -53,6 +54,9 @@ def zeros(size: tuple[int, int], dtype: torch.dtype, rows: torch.Tensor) -> torc
     ctypes.memset(begin, 0, first - begin)
     ctypes.memset(last, 0, end - last)
     return out.index_fill_(0, rows, 0)
+
+
+served_by(zeros, "library", "memory of zeros whose pages nobody has written")
 
 
 def _forget(address: int, nbytes: int) -> bool:
