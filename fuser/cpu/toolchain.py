@@ -108,20 +108,25 @@ def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[
     if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
         return choices[int(remembered)][1:]
     log = ""
-    with files.scratch_folder(known.parent) as folder:
-        path = folder / "probe.cpp"
-        for number, (test, flags, libraries) in enumerate(choices):
-            path.write_text(_PROBE.replace("TEST", test))
-            with process.temporaries_in(str(folder)):
-                code, log = process.run([*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries], timeout)
-            if code == 0:
-                with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
-                    files.write(known, str(number).encode())
-                    remote.offer(known, str(number).encode())
-                return flags, libraries
-    command = shlex.join(compiler)
+    for parent in (known.parent, files.private_folder()):
+        with files.scratch_folder(parent) as folder:
+            path = folder / "probe.cpp"
+            for number, (test, flags, libraries) in enumerate(choices):
+                path.write_text(_PROBE.replace("TEST", test))
+                command = [*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries]
+                with process.temporaries_in(str(folder)):
+                    code, log = process.run(command, timeout)
+                if code == 0:
+                    with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
+                        files.write(known, str(number).encode())
+                        remote.offer(known, str(number).encode())
+                    return flags, libraries
+        if not _is_full(log):
+            break
     raise CompileError(
-        f"{command} does not compile a small loop for {machine.name} ({_gist(log)}); is it a C++17 compiler?", log
+        f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({_gist(log)}); "
+        "is it a C++17 compiler?",
+        log,
     )
 
 
@@ -142,6 +147,10 @@ _REFUSED = (
 
 
 _FULL = ("No space left on device", "Disk quota exceeded")  # another folder may have room
+
+
+def _is_full(text: str) -> bool:
+    return any(words in text for words in _FULL)
 
 
 def _refused(text: str) -> str | None:
@@ -352,8 +361,7 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entri
             eviction.note(len(data))
     except (OSError, CompileError) as e:
         text = e.log if isinstance(e, CompileError) else str(e)
-        full = any(words in text for words in _FULL)
-        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not full):
+        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not _is_full(text)):
             raise
         # or it says that there is no place at all
         elsewhere = _make(files.private_folder() / library.name, parts, machine, entries)
