@@ -97,32 +97,40 @@ for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }
 """
 
 
+def _first_taken(
+    compiler: tuple[str, ...], choices: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], parent: pathlib.Path
+) -> tuple[int | None, str]:
+    """The first of `choices` with which the compiler makes a small library in `parent`, and what it said last."""
+    log = ""
+    with files.scratch_folder(parent) as folder:
+        path = folder / "probe.cpp"
+        for number, (test, flags, libraries) in enumerate(choices):
+            path.write_text(_PROBE.replace("TEST", test))
+            command = [*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries]
+            with process.temporaries_in(str(folder)):
+                code, log = process.run(command, config.compile_timeout_seconds)
+            if code == 0:
+                return number, log
+    return None, log
+
+
 @functools.lru_cache(maxsize=32)
 def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     machine = machines.find(isa)
     choices = [(kind.test, kind.flags_for(machine), kind.libraries) for kind in compilers.KINDS]
     identity = hashlib.sha256(f"{compiler}{choices}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
-    timeout = config.compile_timeout_seconds
     remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
     if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
         return choices[int(remembered)][1:]
-    log = ""
-    for parent in (known.parent, files.private_folder()):
-        with files.scratch_folder(parent) as folder:
-            path = folder / "probe.cpp"
-            for number, (test, flags, libraries) in enumerate(choices):
-                path.write_text(_PROBE.replace("TEST", test))
-                command = [*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries]
-                with process.temporaries_in(str(folder)):
-                    code, log = process.run(command, timeout)
-                if code == 0:
-                    with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
-                        files.write(known, str(number).encode())
-                        remote.offer(known, str(number).encode())
-                    return flags, libraries
-        if not _is_full(log):
-            break
+    number, log = _first_taken(compiler, choices, known.parent)
+    if number is None and _is_full(log):
+        number, log = _first_taken(compiler, choices, files.private_folder())
+    if number is not None:
+        with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
+            files.write(known, str(number).encode())
+            remote.offer(known, str(number).encode())
+        return choices[number][1:]
     raise CompileError(
         f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({_gist(log)}); "
         "is it a C++17 compiler?",
