@@ -19,7 +19,7 @@ from fuser.runtime import eviction, files
 
 settings: Any = config  # its attributes are made from a table
 
-FORMAT = 4
+FORMAT = 5  # to raise when outcomes of before no longer hold, such as when contests measure otherwise
 MARGIN = 0.97  # a rival has to take less than this of the incumbent's time
 _LIBRARIES = ("DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")  # beginnings of the variables that change libraries
 

@@ -99,6 +99,29 @@ def test_the_choice_is_kept_for_other_processes(monkeypatch, fresh_cache_dir):
     assert done.stdout.split() == ["quick"], done.stderr
 
 
+@pytest.mark.parametrize("old", range(1, 5))
+def test_outcomes_of_earlier_formats_are_missed(monkeypatch, old):
+    """Those before 5 were timed under Dynamo's dispatcher: a contest is held anew, and its outcome kept beside them."""
+    held = []
+
+    def race_for(winner):
+        held.append(winner)
+        return records.Choice(winner, "raced", ((winner, 1.0),)), True
+
+    def choose(winner):
+        forget(monkeypatch)
+        monkeypatch.setattr(race, "race", lambda *args: race_for(winner))
+        return providers.choose(PRODUCT)
+
+    entered(monkeypatch, slow=slow, quick=quick)
+    now = records.FORMAT
+    monkeypatch.setattr(records, "FORMAT", old)
+    assert choose("slow") == choose("quick") == "slow" and held == ["slow"]
+    monkeypatch.setattr(records, "FORMAT", now)
+    assert choose("quick") == choose("slow") == "quick" and held == ["slow", "quick"]
+    assert len(list(records.cpu_folder().glob("*.choice.json"))) == 2
+
+
 def test_a_busy_machine_keeps_nothing(monkeypatch):
     entered(monkeypatch, slow=slow, quick=quick)
     monkeypatch.setattr(race, "_BUSY", 0.0)
