@@ -181,6 +181,41 @@ class T5Encoder(nn.Module):
         return self.norm(x)
 
 
+class ViTLayer(nn.Module):
+    """Layer norms before attention, whose queries, keys and values are one product, and before a GELU MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
+        self.together, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (_heads(t, self.heads) for t in self.together(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(_merge(F.scaled_dot_product_attention(q, k, v)))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """Images (batch, 3, size, size) to logits, by patches and a token for the class (Dosovitskiy et al. 2020)."""
+
+    def __init__(self, layers: int, width: int, heads: int, size: int, patch: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2 + 1, width))
+        self.layers = nn.ModuleList(ViTLayer(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)[:, 0])
+
+
 class Bottleneck(nn.Module):
     """1x1, 3x3, 1x1 convolutions with batch norms and a shortcut (He et al. 2015)."""
 
@@ -268,6 +303,13 @@ def t5(quick: bool) -> Built:
     return _settle(T5Encoder(*sizes)), (torch.randint(sizes[-1], (2, tokens)), _padding(2, tokens))
 
 
+def vit(quick: bool) -> Built:
+    """ViT-B/16 cut to 6 layers of 768, 12 heads: 4 images of 224 x 224, 197 tokens each."""
+    torch.manual_seed(0)
+    model, size = (ViT(2, 64, 4, 32, 8, 10), 32) if quick else (ViT(6, 768, 12, 224, 16, 1000), 224)
+    return _settle(model), (torch.randn(2 if quick else 4, 3, size, size),)
+
+
 def resnet50(quick: bool) -> Built:
     """ResNet-50, 4 images of 224 x 224."""
     torch.manual_seed(0)
@@ -280,6 +322,7 @@ MODELS: dict[str, Callable[[bool], Built]] = {
     "bert": bert,
     "llama": llama,
     "t5": t5,
+    "vit": vit,
     "resnet50": resnet50,
 }
 

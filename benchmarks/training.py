@@ -64,6 +64,7 @@ LOSSES: dict[str, tuple[Loss, Callable[..., tuple[Tensor, ...]]]] = {
     "bert": (_masked_words, _some_words),
     "llama": (_next_word, _no_targets),
     "t5": (_states, _random_states),
+    "vit": (_classes, _random_classes),
     "resnet50": (_classes, _random_classes),
 }
 
