@@ -24,22 +24,24 @@ class Decisions:
         self._lock = forks.lock()
 
     def choice(
-        self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]]
-    ) -> Choice:
+        self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]],
+        favoured: str = "",
+    ) -> Choice:  # fmt: skip
         """The outcome for a class, known or by a contest now of what `enter` makes; the first name is the incumbent.
 
         A contest that fails does not end the program: then the incumbent wins, without times, in this process.
+        `favoured` is the one that stays where it gives the incumbent's result and nothing is clearly faster.
         """
         whole = key, tuple(names), torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         found = self._made.get(whole)
         if found is None:
             with self._lock:
-                found = self._made.get(whole) or self._decide(whole, names, what, enter)
+                found = self._made.get(whole) or self._decide(whole, names, what, enter, favoured)
                 self._made[whole] = found
         return found
 
     def _decide(
-        self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]]
+        self, key: Any, names: Sequence[str], what: str, enter: Callable[[], Mapping[str, Contestant]], favoured: str
     ) -> Choice:
         name = records.name_of(self._kind, records.machine(), key)
         folder = records.cpu_folder()
@@ -47,21 +49,24 @@ class Decisions:
         if known is not None and known.winner in names:
             return known
         try:
-            known, lasting = _held(enter, names[0], what)
+            known, lasting = _held(enter, names[0], what, favoured)
             records.keep(name, known, folder if lasting else None)
         except Exception as e:
             why = str(e) if isinstance(e, race.Unfinished) else f"the contest failed: {race.said(e)}"
-            known = Choice(names[0], why, (), what)
+            stays = e.stays if isinstance(e, race.Unfinished) else None
+            known = Choice(stays or names[0], why, (), what)
             records.remember(name, known)
         return known
 
 
-def _held(enter: Callable[[], Mapping[str, Contestant]], incumbent: str, what: str) -> tuple[Choice, bool]:
+def _held(
+    enter: Callable[[], Mapping[str, Contestant]], incumbent: str, what: str, favoured: str
+) -> tuple[Choice, bool]:
     """A contest as if nothing were traced: Dynamo's dispatcher in Python takes longer than a small product."""
     untraced: Any = torch._C._DisablePythonDispatcher()
     plain = torch.autocast("cpu", enabled=False)
     with untraced, _disable_current_modes(), unset_fake_temporarily(), torch.no_grad(), plain:
-        return race.race(enter(), incumbent, what)
+        return race.race(enter(), incumbent, what, favoured=favoured)
 
 
 def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -76,22 +76,29 @@ def failing(error: Exception) -> Contestant:
 
 
 class Unfinished(Exception):
-    """A contest that ended without a verdict. The argument is the sentence that says why."""
+    """A contest that ended without a verdict, the sentence that says why, and the contestant to take; None: nobody."""
+
+    def __init__(self, why: str, stays: str | None = None) -> None:
+        super().__init__(why)
+        self.stays = stays
 
 
 def race(
-    contestants: Mapping[str, Contestant], incumbent: str, what: str = "", now: Clock = time.perf_counter
-) -> tuple[Choice, bool]:
+    contestants: Mapping[str, Contestant], incumbent: str, what: str = "", now: Clock = time.perf_counter,
+    favoured: str = "",
+) -> tuple[Choice, bool]:  # fmt: skip
     """The fastest of some contestants, and whether the machine was quiet enough to keep that for other processes.
 
-    `incumbent`, one of them, stays unless another is clearly faster. Unfinished if memory does not suffice, or the
-    incumbent itself fails, or calls are stalled whenever they are timed.
+    All have to give the result of `incumbent`, one of them, which stays unless another is clearly faster. If
+    `favoured` gives that result, it is the one that stays. Unfinished if memory does not suffice, or the incumbent
+    itself fails, or calls are stalled whenever they are timed.
     """
     with _racing, torch.no_grad():
         try:
             _wait_for_compilers()
             fit, failed = _checked(contestants, incumbent)
-            seconds = _unstalled(fit, now)
+            incumbent = favoured if favoured in fit else incumbent
+            seconds = _unstalled(fit, now, incumbent)
         except (MemoryError, RuntimeError) as e:
             if _is_lack_of_memory(e):
                 raise Unfinished("too little memory for a contest") from e
@@ -157,14 +164,14 @@ def _wait_for_compilers() -> None:
         time.sleep(0.005)
 
 
-def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, list[float]]:
+def _unstalled(runs: Mapping[str, Callable[[], Any]], now: Clock, incumbent: str) -> dict[str, list[float]]:
     """The seconds of a call of each, at a moment when calls are not stalled."""
     for pause in (*_PAUSES, 0.0):
         samples = _timed(runs, now)
         if all(s.share >= _LEAST_SHARE for s in samples.values()):
             return {name: s.seconds for name, s in samples.items()}
         time.sleep(pause)
-    raise Unfinished("the machine was busy: threads waited for processors whenever calls were timed")
+    raise Unfinished("the machine was busy: threads waited for processors whenever calls were timed", incumbent)
 
 
 def _timed(runs: Mapping[str, Callable[[], Any]], now: Clock) -> dict[str, _Samples]:

@@ -6,7 +6,9 @@ these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Wher
 kernel, ATen's relu stands for that: both read the result once and write another. The weight is several copies in turn,
 more than inner caches hold, because a program reads each of its weights once.
 
-For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation as parts of it.
+For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation as parts of it. It
+stays unless a library is clearly faster, since norms and residuals around it become parts of it, too, and calls of
+libraries break the kernels in two.
 
 Where results must not depend on a clock (`config.is_deterministic`), and for what is too small to be worth it, ATen
 makes the product.
@@ -216,7 +218,8 @@ def choose(product: Product) -> str:
     if len(fit) == 1:
         return fit[0].name
     names = [p.name for p in fit]
-    return _products.choice(product.key(), names, str(product), lambda: _contestants(product, fit)).winner
+    favoured = OWN if OWN in names else ""
+    return _products.choice(product.key(), names, str(product), lambda: _contestants(product, fit), favoured).winner
 
 
 def _contestants(product: Product, fit: Sequence[Provider]) -> dict[str, Contestant]:
