@@ -26,7 +26,7 @@ from fuser.ir.sizes import LE, PUSH, SLOT, Program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 
-LAYOUT = 10  # of the words below and of the functions of the native module; native/given.h has the same number
+LAYOUT = 11  # of the words below and of the functions of the native module; native/given.h has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
 COUNTERS = 2  # beside 0, a temporary, and 1, an output

@@ -1,7 +1,7 @@
 // The native launcher: from a Python call to a kernel's steps without running Python, and the buffer pool's memory.
 //
 // One translation unit, the C standard and CPython's C API only, so that it builds in half a second on a user's machine.
-// Its parts lie in native/, each built on the one before: given, pool, programs, events, libraries, match, run, gpu, call,
+// Its parts lie in native/, each built on the one before: given, pool, programs, events, libraries, match, warm, run, gpu, call,
 // batch, handle_type, scripted, sequence. What it needs of torch comes at run time: the DLPack exchange table (tensor -> pointer, sizes, strides),
 // the C shim of libtorch_cpu (new tensors) and a few addresses that `torch_abi.py` has looked up and checked; each has a
 // slower stand-in through Python. A kernel's `LaunchProgram` arrives as one array of int64, written by `encode.py`, which
@@ -23,6 +23,15 @@ PyObject* module_switch(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "ii:switch", &on, &here)) return nullptr;
   switched_off = !on;
   thread_state.enabled = here;
+  Py_RETURN_NONE;
+}
+
+// warm_limit(process, this_thread): `config.output_limit_bytes`; -1 where the thread has no override.
+PyObject* module_warm_limit(PyObject*, PyObject* arguments) {
+  long long process, here;
+  if (!PyArg_ParseTuple(arguments, "LL:warm_limit", &process, &here)) return nullptr;
+  warm.limit = process;
+  thread_state.output_limit = here;
   Py_RETURN_NONE;
 }
 
@@ -61,6 +70,21 @@ bool setup_dtype_words(PyObject* table) {
     torch.dtype_words[i] = uint32_t(PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(words, i)));
   }
   return !PyErr_Occurred();
+}
+
+// The storages that warm.py holds; without them all, large results come through Python.
+bool setup_warm(PyObject* table) {
+  warm.count_offset = number(table, "storage_count_offset", -1);
+  if (!torch.reinterpret || !torch.storage_size || torch.impl_offset < 0) warm.count_offset = -1;
+  address(table, "warm_clock", warm.clock);
+  warm.acquire = object(table, "warm_acquire");
+  warm.release = object(table, "warm_release");
+  warm.in_inference = object(table, "in_inference");
+  warm.base_name = PyUnicode_InternFromString("base");
+  warm.storage_name = PyUnicode_InternFromString("storage");
+  warm.words_name = PyUnicode_InternFromString("words");
+  warm.held = object(table, "warm_held");
+  return warm.held && PyList_CheckExact(warm.held) && !PyErr_Occurred();
 }
 
 // setup(table): what `torch_abi.py` found. Called once, before the first handle.
@@ -117,6 +141,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "device_type", torch.device_type);
   address(table, "device_index", torch.device_index);
   address(table, "reinterpret", torch.reinterpret);
+  address(table, "storage_size", torch.storage_size);
   address(table, "cpu_attention", torch.cpu_attention);
   address(table, "another", torch.another);
   for (Product& p : products) {
@@ -139,7 +164,7 @@ PyObject* module_setup(PyObject*, PyObject* table) {
   address(table, "omp_in_parallel", torch.omp_in_parallel);
   DLExchange* api = (DLExchange*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   Py_DECREF(capsule);
-  if (!setup_plain_keys(table) || !setup_dtype_words(table) || !api) return nullptr;
+  if (!setup_plain_keys(table) || !setup_dtype_words(table) || !setup_warm(table) || !api) return nullptr;
   while (api && api->major != 1) api = api->previous;
   if (!api || !api->parse || !api->from_managed || !torch.grad_enabled) {
     PyErr_SetString(PyExc_RuntimeError, "torch's DLPack table is not of version 1, or a needed address is missing");
@@ -285,6 +310,7 @@ PyMethodDef module_methods[] = {
     {"setup", module_setup, METH_O, "setup(table): take what fuser.runtime.torch_abi found"},
     {"set_enabled", module_set_enabled, METH_VARARGS, "set_enabled(dlpack_device_type, on)"},
     {"switch", module_switch, METH_VARARGS, "switch(on, this_thread): 1, -1 or 0, which is as `on`"},
+    {"warm_limit", module_warm_limit, METH_VARARGS, "warm_limit(bytes, this_thread): held for large results; -1 is as the process"},
     {"ranges", module_ranges, METH_VARARGS, "ranges(push, pop): open and close a range around each call; None, None: do not"},
     {"pool_trim", module_pool_trim, METH_NOARGS, "pool_trim() -> bytes given back"},
     {"pool_stats", module_pool_stats, METH_NOARGS, "pool_stats() -> dict"},

@@ -214,6 +214,13 @@ def _follow() -> None:
         _native.switch(settings._values["enabled"], 0 if here is None else 1 if here else -1)
 
 
+def _follow_warm_limit() -> None:
+    """Tell the native launcher how much memory of results is held, in the process and in this thread."""
+    if _native is not None:
+        here = settings.overridden("output_limit_bytes")
+        _native.warm_limit(settings._values["output_limit_bytes"], -1 if here is None else here)
+
+
 def _follow_ranges() -> None:
     """Tell the native launcher which ranges to open around calls."""
     if _native is None:
@@ -299,6 +306,7 @@ def _start(module: ModuleType) -> None:
     copyreg.pickle(module.Handle, _reduce)
     _follow()
     _follow_ranges()
+    _follow_warm_limit()
     _done.set()
 
 
@@ -327,5 +335,6 @@ def _after_fork() -> None:
 
 settings.watch("enabled", _follow)
 settings.watch("ranges", _follow_ranges)
+settings.watch("output_limit_bytes", _follow_warm_limit)
 
 __all__ = ["Handle", "is_native", "make_handle", "native", "prepare", "reason", "set_enabled", "wait"]

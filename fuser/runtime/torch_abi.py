@@ -197,6 +197,7 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {
     "device_type": ("libtorch_cpu.so", "aoti_torch_get_device_type"),
     "device_index": ("libtorch_cpu.so", "aoti_torch_get_device_index"),
     "reinterpret": ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
+    "storage_size": ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
     "another": ("libtorch_cpu.so", "aoti_torch_new_tensor_handle"),
     "grad_enabled": ("libtorch_cpu.so", "aoti_torch_grad_mode_is_enabled"),
     "fail": ("libc10.so", "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"),
@@ -291,6 +292,19 @@ def tensor_layout() -> tuple[int, int]:
     return -1, -1
 
 
+def _storage_count_offset() -> int:
+    """Where a StorageImpl counts its references, behind its table of functions; -1 if the count there is another."""
+    tensor = torch.empty(4, device="cpu")
+    storage = tensor.untyped_storage()
+    held = [tensor]
+    for _ in range(3):
+        count = ctypes.c_uint32.from_address(storage._cdata + 8).value
+        if count != _C._storage_Use_Count(storage._cdata):
+            return -1
+        held.append(held[-1].view(-1))
+    return 8
+
+
 def _impl_requires_grad() -> int | None:
     """The address of `c10::TensorImpl::requires_grad`, if it says what `Tensor.requires_grad` does."""
     address = symbol("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv")
@@ -351,6 +365,8 @@ def _describe() -> dict[str, Any]:
         harmful_excluded=masks["harmful_excluded"], plain_tensor=plain_tensor, plain_context=plain_context,
         forward_ad=forward_ad.__dict__, level_name="_current_level", py_empty_strided=_empty_strided,
         py_warm=warm.empty_strided, py_scratch=warm.scratch, is_whole=files.is_whole,
+        storage_count_offset=_storage_count_offset(), in_inference=torch.is_inference_mode_enabled,
+        **warm.outputs.for_launcher(),
         requires_grad=_C.TensorBase.requires_grad, version=_C.TensorBase._version, dtype_words=_dtype_words(),
         dlpack=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip

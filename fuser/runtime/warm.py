@@ -11,11 +11,12 @@ step of training none are held (`frontends.training`) but those of large product
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +30,32 @@ _STEADY = 4  # a pause of less than so many `pool_idle_seconds` may be a step of
 settings: Any = config
 
 
-@dataclass(eq=False)
 class _Held:
-    """A storage and what it looked like when only this record held it."""
+    """A storage, a tensor in it, and what it looked like when only this record held it."""
 
-    base: torch.Tensor
-    storage: torch.UntypedStorage
-    nbytes: int
-    address: int
-    tensors: int
-    names: int
+    __slots__ = ("address", "base", "names", "nbytes", "storage", "tensors", "words")
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        self.storage = storage
+        self.nbytes, self.address = storage.nbytes(), storage.data_ptr()
+        self.names = 0
+        self.rebase(dtype)
+
+    def rebase(self, dtype: torch.dtype) -> None:
+        """Hold the storage by a tensor like those that are wanted of late: the launcher makes results like it."""
+        self.base = torch.empty(0, dtype=dtype, device="cpu")
+        self.base.set_(self.storage, 0, (self.nbytes // dtype.itemsize,), (1,))
+        self.tensors = _tensors(self.storage)
+
+    def note(self, names: int) -> None:
+        """Keep the number of references to `storage` that are this record's and the asker's."""
+        self.names = names
+        words = self.nbytes, self.base.is_inference(), self.address, self.storage._cdata, self.tensors, names
+        self.words = struct.pack("2q2Q2q", *words)  # HeldWords of native/warm.h
+
+    def is_like(self, dtype: torch.dtype) -> bool:
+        """Whether `base` is of this dtype, and made for inference if results are now."""
+        return self.base.dtype is dtype and self.base.is_inference() == torch.is_inference_mode_enabled()
 
     def is_free(self) -> bool:
         """Whether nothing but this record can reach the memory."""
@@ -63,20 +80,40 @@ def _tensor_in(held: _Held, size: Sequence[int], stride: Sequence[int], dtype: t
     return out
 
 
+class _Clock(ctypes.Structure):
+    """What the launcher, too, keeps of the calls: `warm.clock` of native/warm.h."""
+
+    _fields_ = tuple((name, ctypes.c_double) for name in ("last", "between", "hits", "watched"))
+
+
 class WarmOutputs:
-    """The storages that are held. Thread-safe."""
+    """The storages that are held. Thread-safe.
+
+    The native launcher takes results from `outputs` by itself (native/warm.h), under the same lock, as long as a timer
+    runs and a storage of as many bytes of the same dtype is free. All else is done here.
+    """
 
     def __init__(self) -> None:
         self._lock = forks.lock()
+        self._held: list[_Held] = []  # least recently used first; the launcher has this very list
+        self.clock = _Clock()
         self.after_fork()
         forks.follow(self)
 
+    def for_launcher(self) -> dict[str, Any]:
+        """What native/warm.h needs of this."""
+        clock = ctypes.addressof(self.clock)
+        return {
+            "warm_held": self._held, "warm_acquire": self._lock.acquire, "warm_release": self._lock.release,
+            "warm_clock": clock,
+        }  # fmt: skip
+
     def after_fork(self) -> None:
         """A child begins with nothing: a storage that another thread used is let go by nobody here."""
-        self._held: list[_Held] = []  # least recently used first
+        self._held.clear()
         self._timer: threading.Timer | None = None
-        self._last = self._between = 0.0
-        self.hits = self.misses = 0
+        self.clock.last = self.clock.between = self.clock.hits = self.clock.watched = 0.0
+        self.misses = 0
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, limit: int | None = None
@@ -97,10 +134,14 @@ class WarmOutputs:
         if min(size, default=1) < 1 or nbytes > limit:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         with self._lock:
-            held = self._take(nbytes) or self._make(nbytes, limit)
-            now = time.monotonic()
-            pause, self._last = now - self._last, now
-            self._between = max(pause if pause < _STEADY * settings.pool_idle_seconds else 0.0, 0.9 * self._between)
+            held = self._take(nbytes) or self._make(nbytes, dtype, limit)
+            if not held.is_like(dtype):
+                held.rebase(dtype)
+                held.note(sys.getrefcount(held.storage))
+            clock, now = self.clock, time.monotonic()
+            pause, clock.last = now - clock.last, now
+            steady = pause < _STEADY * settings.pool_idle_seconds
+            clock.between = max(pause if steady else 0.0, 0.9 * clock.between)
             self._watch()
             return _tensor_in(held, size, stride, dtype)
 
@@ -119,34 +160,32 @@ class WarmOutputs:
             if held.nbytes == nbytes and held.is_free():
                 self._held.remove(held)
                 if held.is_intact():
-                    self.hits += 1
+                    self.clock.hits += 1
                     self._held.append(held)
                     return held
         return None
 
-    def _make(self, nbytes: int, limit: int) -> _Held:
+    def _make(self, nbytes: int, dtype: torch.dtype, limit: int) -> _Held:
         """A new storage; the least recently used ones are let go to stay within the limit."""
         self.misses += 1
         total = nbytes + sum(h.nbytes for h in self._held)
         while total > limit:
             total -= self._held.pop(0).nbytes
-        with torch.inference_mode(False):
-            base = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        storage = base.untyped_storage()
-        held = _Held(base, storage, nbytes, storage.data_ptr(), _tensors(storage), 0)
-        del storage
-        held.names = sys.getrefcount(held.storage)
+        held = _Held(torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage(), dtype)
+        held.note(sys.getrefcount(held.storage))
         self._held.append(held)
         return held
 
     def _watch(self) -> None:
+        self.clock.watched = 1.0
         if self._timer is None:
             self._timer = workers.later(max(float(settings.pool_idle_seconds), 0.05), self._on_timer)
 
     def _on_timer(self) -> None:
         with self._lock:
-            self._timer = None
-            if time.monotonic() - self._last >= max(float(settings.pool_idle_seconds), 2 * self._between):
+            self._timer, self.clock.watched = None, 0.0
+            idle = time.monotonic() - self.clock.last
+            if idle >= max(float(settings.pool_idle_seconds), 2 * self.clock.between):
                 self._held.clear()
             elif self._held:
                 self._watch()
@@ -163,7 +202,7 @@ class WarmOutputs:
         with self._lock:
             held = list(self._held)
         total = sum(h.nbytes for h in held)
-        return {"held_bytes": total, "held": len(held), "hits": self.hits, "misses": self.misses}
+        return {"held_bytes": total, "held": len(held), "hits": int(self.clock.hits), "misses": self.misses}
 
 
 def scratch(nbytes: int) -> torch.Tensor | None:

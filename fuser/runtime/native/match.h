@@ -177,6 +177,9 @@ bool tensor_is_plain(PyObject* o, bool grad) {
   return has_plain_keys(impl);
 }
 
+// A Python object's tensor as the shim sees it: a reference to its TensorImpl.
+inline void* handle_in(PyObject* o) { return (char*)o + torch.impl_offset; }
+
 bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch.tensor || Py_TYPE(o) == torch.parameter; }
 
 // Never runs Python: where that is needed to tell whether tensors are plain, the caller did so.

@@ -14,6 +14,7 @@ struct ThreadState {
   unsigned unasked;
   bool process_watched;
   int enabled;  // config.override(enabled=...) in this thread: 1 or -1; else 0
+  int64_t output_limit = -1;  // config.override(output_limit_bytes=...) in this thread; -1: none
   ~ThreadState() { free(arena); }
 };
 thread_local ThreadState thread_state;

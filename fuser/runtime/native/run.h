@@ -1,7 +1,7 @@
 // One run of a kernel on the CPU: outputs and temporaries allocated, its steps run by one thread or by all.
 #pragma once
 
-#include "match.h"
+#include "warm.h"
 
 namespace {
 
@@ -92,6 +92,13 @@ bool allocate_output(const Kernel* k, const Frame& f, int64_t i, int64_t n_input
   size_t bytes = itemsize;
   for (int64_t d = 0; d < n; d++) bytes *= size_t(sizes[d]);
   bool large = device < 0 && bytes >= kWarm;
+  if (large && torch.wrap) made = take_warm(thread_state, scalar, itemsize, sizes, strides, n);
+  if (made) {
+    f.outputs[i] = (uintptr_t)made;
+    torch.data_ptr(made, &data);
+    f.pointers[n_inputs + i] = (char*)data;
+    return true;
+  }
   if (!large && torch.wrap && scalar >= 0 && make_empty(n, sizes, strides, scalar, device, &made)) {
     torch.data_ptr(made, &data);
     f.outputs[i] = (uintptr_t)made;

@@ -39,9 +39,6 @@ bool read_handle(void* handle, DLTensor& t, bool any = false) {
   return true;
 }
 
-// A Python object's tensor as the shim sees it: a reference to its TensorImpl.
-inline void* handle_in(PyObject* o) { return (char*)o + torch.impl_offset; }
-
 // reads_alike(tensor): whether the shim says of a tensor what DLPack says.
 PyObject* module_reads_alike(PyObject*, PyObject* o) {
   DLTensor want, got;
