@@ -7,24 +7,20 @@ index of the loop's iteration. The lowering makes sure that indices fit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fuser.cpu.nest import Nest
+from fuser.cpu.facts import Facts
 from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
 from fuser.cpu.vir.printer import INTEGERS
 from fuser.ir.sizes import expr
 from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow
 from fuser.scheduler.kernel_plan import Reduce
 
-FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
-COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
-SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
 NO_PLACE = 2**31 - 1
-LONG_ROW = 128  # elements of a row from which accumulators take several registers
-LONG_BYTES = 128  # of an accumulator of a long row: on all machines, so that sums are as exact on each
-MOST_PLACES = 64  # lanes that keep an index, too
-SUMS_BYTES = 24 << 10  # of the accumulators of a column nest's block, which stay in the first level cache
 BEYOND_CACHES = 1 << 22  # elements
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
@@ -35,264 +31,228 @@ SHUFFLE_HELPER = """\
 """
 
 
-class AccumulatingNest(Nest):
-    """What row and column nests do with accumulators."""
+@dataclass(frozen=True)
+class Accumulator:
+    """What a reduction is kept in, and how.
 
-    overlaps = False  # the last lanes of a row were taken before in part, in the pass that is being written
+    value: the dtype of its values; dtype: of its lanes. number: of its arrays, which an extreme next to its own index
+    shares with that (`shares`). flushes: whether partial sums go to float64 totals. notes_nans: whether an extreme is
+    one of numbers, and NaNs are noted apart: one instruction each, that wait for less. in_order: whether the index is
+    the loop's variable, so each lane sees rising indices. counts_turns: whether lanes keep the first index of the
+    iteration that gave their value, not the value's own index.
+    """
 
-    def _choose_lanes(self) -> int:
-        """Lanes of a row nest fill one register of loaded elements, or a few registers of accumulators."""
-        if not self.is_row or self.vector is None:
-            return self._whole_rows() or super()._choose_lanes()
-        loads = [r.attr[0] for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
-        machine = self.machine
-        room = machine.registers * machine.vector_bytes // 4
-        read = max((machine.vector_bytes // self.dtypes[b].itemsize for b in loads), default=0)
-        least = max(16, read if read <= self.vector.hint else 0)
-        kept = [max(self.spec(r)[2].itemsize, 4 if REDUCTIONS[r.kind].index else 1) for r in self.plan.reductions]
-        widest = max(kept, default=4)
-        if self.vector.hint < LONG_ROW:
-            return least
-        places = any(REDUCTIONS[r.kind].index for r in self.plan.reductions)
-        if places and self.vector.hint >= 4 * LONG_ROW:
-            return max(least, min(MOST_PLACES, room // 4))
-        return max(least, LONG_BYTES // widest)
+    reduce: Reduce
+    spec: ReductionRow
+    value: torch.dtype
+    dtype: torch.dtype
+    number: int
+    is_column: bool
+    flushes: bool
+    notes_nans: bool
+    in_order: bool
+    counts_turns: bool
 
-    def _whole_rows(self) -> int:
-        """The lanes of a column nest in chunks that takes whole rows, or the longest pieces whose sums stay in cache.
+    @property
+    def shares(self) -> bool:
+        """Whether another reduction's arrays hold the value."""
+        return self.number != self.reduce.number
 
-        Rows that are read from end to end lie side by side, which the hardware foresees: 0.7 of the time.
-        """
-        if not self.is_column or not self.plan.split or self.vector is None or self.passes.loops > 1:
-            return 0
-        each = sum(self.spec(r)[2].itemsize + 8 for r in self.accumulators(0))
-        fits = SUMS_BYTES // max(each, 1) // 64 * 64
-        hint = (self.vector.hint + 63) // 64 * 64
-        return hint if 256 < hint <= fits else 0
+    @property
+    def kind(self) -> str:
+        """The C++ type of lanes."""
+        return CPP_TYPES[self.dtype]
 
-    def spec(self, r: Reduce) -> tuple[ReductionRow, torch.dtype, torch.dtype]:
-        """The table's row of a reduction, the dtype of its values and of its accumulator."""
-        row = self.plan.rows[r.row]
-        value = self.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
-        spec = REDUCTIONS[r.kind]
-        acc = spec.accumulate(value)
-        if self._waits_for_memory() and spec.adds and acc is torch.float32:
-            acc = torch.float64
-        return spec, value, self._truth() if acc is torch.bool else acc
+    @property
+    def identity(self) -> ir.Number:
+        """What lanes begin with."""
+        return ir.Number(self.spec.identity(self.dtype), self.dtype)
 
-    def _waits_for_memory(self) -> bool:
-        """Whether a nest is one long sum of more than caches hold: then wider additions cost nothing."""
-        return self.plan.split and not self.is_column and math.prod(a.hint for a in self.red_axes) >= BEYOND_CACHES
+    @property
+    def total_dtype(self) -> torch.dtype:
+        """The dtype of the finished value."""
+        return torch.float64 if self.flushes else self.dtype
 
-    def _truth(self) -> torch.dtype:
-        """The dtype of a lane of `any` or `all`, as wide as the values: g++ does not vectorise sums of bools."""
-        rows = [r for n, r in enumerate(self.plan.rows) if r.op == "load" and self.is_full(n)]
-        wide = max((r.dtype.itemsize for r in rows), default=1)
-        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wide]
+    def total(self, lane: ir.Like) -> ir.Value:
+        """The finished value: of a lane in column nests, the only one in row nests."""
+        if self.flushes:
+            return ir.Name(f"tot{self.number}")[lane] if self.is_column else ir.Name(f"tot{self.number}")
+        return ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
 
-    def flushes(self, r: Reduce) -> bool:
-        """Whether partial sums go to float64 totals."""
-        spec, _, acc = self.spec(r)
-        return spec.adds and acc is torch.float32
-
-    def notes_nans(self, r: Reduce) -> bool:
-        """Whether an extreme is one of numbers, and NaNs are noted apart: one instruction each, that wait for less."""
-        spec, _, acc = self.spec(r)
-        return not self.is_column and bool(spec.extreme) and not spec.index and acc.is_floating_point
-
-    def column_flush(self) -> int:
-        """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
-        few = math.prod(a.hint for a in self.red_axes) <= SHORT_COLUMN
-        return SHORT_COLUMN_FLUSH if few else COLUMN_FLUSH
-
-    def total_dtype(self, r: Reduce) -> torch.dtype:
-        """The dtype of a finished accumulator."""
-        return torch.float64 if self.flushes(r) else self.spec(r)[2]
-
-    def in_order(self, r: Reduce) -> bool:
-        """Whether the index of an index reduction is the loop variable, so each lane sees rising indices."""
-        if not REDUCTIONS[r.kind].index or len(self.red_axes) != 1:
-            return False
-        index = self.plan.rows[self.plan.rows[r.row].args[1]]
-        return index.op == "index" and index.attr == expr(self.red_axes[0].sym)
-
-    def counts_turns(self, r: Reduce) -> bool:
-        """Whether lanes keep the first index of the iteration that gave their value, not the value's own index."""
-        return not self.is_column and self.in_order(r)
-
-    def holder(self, r: Reduce) -> Reduce:
-        """The reduction in whose accumulator `r`'s value is: an extreme next to its index needs none of its own."""
-        for other in self.plan.reductions:
-            if REDUCTIONS[other.kind].value == r.kind and other.phase == r.phase:
-                if self.plan.rows[other.row].args[0] == r.row:
-                    return other
-        return r
-
-    def accumulators(self, phase: int) -> list[Reduce]:
-        """The reductions of a pass that have an accumulator."""
-        return [r for r in self.plan.reductions if r.phase == phase and self.holder(r) is r]
-
-    def total(self, r: Reduce, lane: ir.Like) -> ir.Value:
-        """The finished value of an accumulator: of a lane in column nests, the only one in row nests."""
-        k = self.holder(r).number
-        if self.flushes(r):
-            return ir.Name(f"tot{k}")[lane] if self.is_column else ir.Name(f"tot{k}")
-        return ir.Name(f"acc{k}")[lane if self.is_column else 0]
-
-    def declare_accumulators(self, phase: int, low: ir.Value) -> None:
-        """Lane arrays at their identities. The pass begins at `low`."""
-        for r in self.accumulators(phase):
-            spec, _, acc = self.spec(r)
-            k = r.number
-            starts: list[ir.Statement] = []
-
-            def lanes(kind: str, name: str, start: ir.Value) -> None:
-                self.out.scratch(kind, name, self.lanes)
-                starts.append(ir.Set(ir.Name(name)["l"], start))  # noqa: B023
-
-            lanes(CPP_TYPES[acc], f"acc{k}", ir.Number(spec.identity(acc), acc))
-            if self.notes_nans(r):
-                lanes(INTEGERS[acc.itemsize], f"nan{k}", ir.Number(0))
-            if spec.index:
-                first = ir.Cast("i32", low) if self.in_order(r) else ir.Number(NO_PLACE)
-                lanes("i32", f"at{k}", ir.Number(0) if self.counts_turns(r) else first)
-            if self.flushes(r) and self.is_column:
-                lanes("double", f"tot{k}", ir.Number(0.0, torch.float64))
-            elif self.flushes(r):
-                lanes("float", f"mid{k}", ir.Number(0.0, torch.float32))
-                self.out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
-            self.out.each(self.lanes, *starts)
-
-    def accumulate(self, r: Reduce) -> None:
-        """Fold the current value into its lane."""
-        if self.holder(r) is not r:
-            return
-        spec, value, acc = self.spec(r)
-        k = r.number
-        held, at, x = ir.Name(f"acc{k}")["l"], ir.Name(f"at{k}")["l"], ir.Name(f"x{k}")
-        if not spec.index:
-            now: ir.Value = ir.Convert(value, acc, self.ref(r.row))
-            if self.overlaps and not spec.idempotent:
-                now = ir.Select(ir.Name("l") < "skip", ir.Number(spec.identity(acc), acc), now)
-            self.out.let(CPP_TYPES[acc], x.name, now)
-            if self.notes_nans(r):
-                self.out.set(held, ir.Select(ir.Binary(spec.extreme, x, held), x, held))
-                self.out.set(ir.Name(f"nan{k}")["l"], x.differs(x), "|")
-                return
-            self.out.set(held, ir.Op("combine", r.kind, acc, (held, x)))
-            return
-        v, i = self.plan.rows[r.row].args
-        place = ir.Name(f"start{r.phase}" if self.counts_turns(r) else f"now{k}")
-        if not self.counts_turns(r):
-            self.out.let("i32", place.name, ir.Cast("i32", self.ref(i)))
-        self.out.let(CPP_TYPES[acc], x.name, ir.Convert(value, acc, self.ref(v)))
-        if self.in_order(r):
-            better = ir.Op("overtakes", r.kind, acc, (held, x))
-        else:
-            better = ir.Op("combine", r.kind, acc, (held, at, x, place))
-        self.out.let("bool", f"better{k}", better)
-        self.out.set(held, ir.Select(ir.Name(f"better{k}"), x, held))
-        self.out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
-
-    def emit_flush(self, phase: int, when: ir.Value | None = None) -> None:
-        """Flush float32 partial sums: in the loop where `when` holds; without `when` after the loop, all that is left.
-
-        Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
-        sum has more than a few terms, and from time to time the sum over these to the total.
-        """
-        mine = [r for r in self.accumulators(phase) if self.flushes(r)]
-        if not mine:
-            return
-        lane, zero = ir.Name("l"), ir.Number(0.0, torch.float32)
-        if when is not None:
-            self.out.open(ir.If(when))
-            self.out.set("turns", 0)
-        for r in mine if self.is_column or when is not None else ():
-            held = ir.Name(f"acc{r.number}")[lane]
-            to_mid = ir.Set(ir.Name(f"mid{r.number}")[lane], held, "+")
-            self.out.each(self.lanes, self._to_total(r, lane) if self.is_column else to_mid, ir.Set(held, zero))
-        if when is not None and not self.is_column:
-            self.out.set("groups", 1, "+")
-            self.out.open(ir.If(ir.Name("groups").same(FLUSH // SHORT_FLUSH)))
-            self.out.set("groups", 0)
-        for r in mine if not self.is_column else ():
-            held, mid = ir.Name(f"acc{r.number}")[lane], ir.Name(f"mid{r.number}")[lane]
-            self.out.each(self.lanes, ir.Set(held, mid, "+"))
-            self.fold_lanes(r)
-            self.out.add(self._to_total(r, lane))
-            if when is not None:
-                self.out.each(self.lanes, ir.Set(mid, zero), ir.Set(held, zero))
-        if when is not None:
-            self.out.close()
-            if not self.is_column:
-                self.out.close()
-
-    def _to_total(self, r: Reduce, lane: ir.Value) -> ir.Set:
+    def to_total(self, lane: ir.Value) -> ir.Set:
         """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
-        held = ir.Name(f"acc{r.number}")[lane if self.is_column else 0]
-        return ir.Set(self.total(r, lane), ir.Cast("double", held), "+")
+        held = ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
+        return ir.Set(self.total(lane), ir.Cast("double", held), "+")
 
-    def join(
-        self, r: Reduce, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value
-    ) -> ir.Statement:  # fmt: skip
-        """Folds accumulator `b` (and its index) into `a`."""
-        if REDUCTIONS[r.kind].index:
-            better = ir.Op("combine", r.kind, dtype, (a, ai, b, bi))
+    def join(self, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value) -> ir.Statement:
+        """Folds value `b` (and its index) into `a`."""
+        if self.spec.index:
+            better = ir.Op("combine", self.reduce.kind, dtype, (a, ai, b, bi))
             return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
-        return ir.Set(a, ir.Op("combine", r.kind, dtype, (a, b)))
+        return ir.Set(a, ir.Op("combine", self.reduce.kind, dtype, (a, b)))
 
-    def fold_lanes(self, r: Reduce) -> None:
-        """Fold the lanes into lane 0."""
-        spec, _, acc = self.spec(r)
-        table, name = "combine", spec.value or r.kind
-        if self.notes_nans(r):
-            table, name = "wins", spec.extreme
-        elif spec.wraps and not acc.is_floating_point and acc is not torch.bool:
-            table, name = "sign", spec.wraps
-        self.out.add(ir.Fold(f"acc{r.number}", acc, self.lanes, self.machine.vector_bytes, table, name))
+    def fold(self, lanes: int, vector_bytes: int) -> ir.Fold:
+        """Folds the lanes into lane 0."""
+        table, name = "combine", self.spec.value or self.reduce.kind
+        if self.notes_nans:
+            table, name = "wins", self.spec.extreme
+        elif self.spec.wraps and not self.dtype.is_floating_point and self.dtype is not torch.bool:
+            table, name = "sign", self.spec.wraps
+        return ir.Fold(f"acc{self.number}", self.dtype, lanes, vector_bytes, table, name)
 
-    def emit_fold(self, phase: int, low: ir.Like = 0) -> None:
-        """Row nests: fold the lanes of each accumulator. `low` is where the pass began."""
-        for r in self.accumulators(phase):
-            if self.flushes(r):
-                continue  # flushed ones are folded already
-            if REDUCTIONS[r.kind].index:
-                self._fold_index(r, ir.value(low))
-                continue
-            self.fold_lanes(r)
-            if self.notes_nans(r):
-                k, acc = r.number, self.spec(r)[2]
-                found, best = ir.Name(f"any{k}"), ir.Name(f"acc{k}")[0]
-                self.out.var(INTEGERS[acc.itemsize], found.name, 0)
-                self.out.each(self.lanes, ir.Set(found, ir.Name(f"nan{k}")["l"], "|"))
-                self.out.set(best, ir.Select(found, ir.Number(math.nan, acc), best))
 
-    def _fold_index(self, r: Reduce, low: ir.Value) -> None:
-        """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
+def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
+    """How each reduction is kept, in order."""
+    return tuple(_accumulator(facts, r) for r in facts.plan.reductions)
 
-        Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
-        """
-        k, acc = r.number, self.spec(r)[2]
-        values, at, found, l = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}"), ir.Name("l")
-        held, best = values[l], ir.Name(f"acc{k}")[0]
-        self.out.scratch(CPP_TYPES[acc], values.name, self.lanes)
-        self.out.each(self.lanes, ir.Set(held, ir.Name(f"acc{k}")[l]))
-        self.fold_lanes(r)
-        index = at[l] + ir.Cast("i32", l) if self.counts_turns(r) else at[l]
-        same = held.same(best)
-        if acc.is_floating_point:
-            same = same | (held.differs(held) & best.differs(best))
-        self.out.var("i32", found.name, NO_PLACE)
-        lanes = ir.For("l", ir.Number(0), ir.Number(self.lanes), simd=True, joins=f"min:{found.name}")
-        with self.out.block(lanes):
-            self.out.let("i32", "here", index)
-            self.out.let("i32", "mine", ir.Select(same, ir.Name("here"), ir.Number(NO_PLACE)))
-            self.out.set(found, ir.least("mine", found))
-        if self.counts_turns(r):
-            lane = found % self.lanes
-            if self.overlaps:
-                p, last = ir.Name(f"p{r.phase}"), ir.Name(f"last{r.phase}")
-                lane = ir.Select(found < p - low, lane, found - (last - low))
-            self.out.set(best, values[lane])  # of zeros of both signs, the first
-            self.out.set(found, ir.Cast("i32", low), "+")
-        self.out.set(at[0], found)
+
+def dtypes_of(facts: Facts, r: Reduce) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of a reduction's values and of its accumulator."""
+    row = facts.plan.rows[r.row]
+    value = facts.plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
+    spec = REDUCTIONS[r.kind]
+    dtype = spec.accumulate(value)
+    if spec.adds and dtype is torch.float32 and _waits_for_memory(facts):
+        dtype = torch.float64
+    return value, _truth(facts) if dtype is torch.bool else dtype
+
+
+def _accumulator(facts: Facts, r: Reduce) -> Accumulator:
+    spec, (value, dtype) = REDUCTIONS[r.kind], dtypes_of(facts, r)
+    extreme = bool(spec.extreme) and not spec.index and dtype.is_floating_point
+    in_order = _is_in_order(facts, r)
+    return Accumulator(
+        r, spec, value, dtype, _holder(facts, r).number, facts.is_column, spec.adds and dtype is torch.float32,
+        extreme and not facts.is_column, in_order, in_order and not facts.is_column,
+    )  # fmt: skip
+
+
+def _waits_for_memory(facts: Facts) -> bool:
+    """Whether a nest is one long sum of more than caches hold: then wider additions cost nothing."""
+    long = math.prod(a.hint for a in facts.reduced_axes) >= BEYOND_CACHES
+    return facts.plan.split and not facts.is_column and long
+
+
+def _truth(facts: Facts) -> torch.dtype:
+    """The dtype of a lane of `any` or `all`, as wide as the values: g++ does not vectorise sums of bools."""
+    rows = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)]
+    wide = max((r.dtype.itemsize for r in rows), default=1)
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wide]
+
+
+def _is_in_order(facts: Facts, r: Reduce) -> bool:
+    if not REDUCTIONS[r.kind].index or len(facts.reduced_axes) != 1:
+        return False
+    index = facts.plan.rows[facts.plan.rows[r.row].args[1]]
+    return index.op == "index" and index.attr == expr(facts.reduced_axes[0].sym)
+
+
+def _holder(facts: Facts, r: Reduce) -> Reduce:
+    """The reduction in whose accumulator `r`'s value is: an extreme next to its index needs none of its own."""
+    for other in facts.plan.reductions:
+        if REDUCTIONS[other.kind].value == r.kind and other.phase == r.phase:
+            if facts.plan.rows[other.row].args[0] == r.row:
+                return other
+    return r
+
+
+def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
+    """Lane arrays at their identities. The pass begins at `low`."""
+    starts: list[ir.Statement] = []
+
+    def array(kind: str, name: str, start: ir.Value) -> None:
+        out.scratch(kind, name, lanes)
+        starts.append(ir.Set(ir.Name(name)["l"], start))
+
+    k, first = a.number, ir.Cast("i32", low) if a.in_order else ir.Number(NO_PLACE)
+    array(a.kind, f"acc{k}", a.identity)
+    if a.notes_nans:
+        array(INTEGERS[a.dtype.itemsize], f"nan{k}", ir.Number(0))
+    if a.spec.index:
+        array("i32", f"at{k}", ir.Number(0) if a.counts_turns else first)
+    if a.flushes and a.is_column:
+        array("double", f"tot{k}", ir.Number(0.0, torch.float64))
+    elif a.flushes:
+        array("float", f"mid{k}", ir.Number(0.0, torch.float32))
+        out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
+    out.each(lanes, *starts)
+
+
+def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value], overlaps: bool) -> None:
+    """Fold a value, and its index if it has one, into its lane; `overlaps`: but for lanes that were taken before."""
+    k, (value, *index) = a.number, values
+    held, x = ir.Name(f"acc{k}")["l"], ir.Name(f"x{k}")
+    now: ir.Value = ir.Convert(a.value, a.dtype, value)
+    if index:
+        _accumulate_index(out, a, now, index[0])
+        return
+    if overlaps and not a.spec.idempotent:
+        now = ir.Select(ir.Name("l") < "skip", a.identity, now)
+    out.let(a.kind, x.name, now)
+    if a.notes_nans:
+        out.set(held, ir.Select(ir.Binary(a.spec.extreme, x, held), x, held))
+        out.set(ir.Name(f"nan{k}")["l"], x.differs(x), "|")
+        return
+    out.set(held, ir.Op("combine", a.reduce.kind, a.dtype, (held, x)))
+
+
+def _accumulate_index(out: Builder, a: Accumulator, now: ir.Value, index: ir.Value) -> None:
+    k = a.number
+    held, at, x = ir.Name(f"acc{k}")["l"], ir.Name(f"at{k}")["l"], ir.Name(f"x{k}")
+    place = ir.Name(f"start{a.reduce.phase}" if a.counts_turns else f"now{k}")
+    if not a.counts_turns:
+        out.let("i32", place.name, ir.Cast("i32", index))
+    out.let(a.kind, x.name, now)
+    if a.in_order:
+        better = ir.Op("overtakes", a.reduce.kind, a.dtype, (held, x))
+    else:
+        better = ir.Op("combine", a.reduce.kind, a.dtype, (held, at, x, place))
+    out.let("bool", f"better{k}", better)
+    out.set(held, ir.Select(ir.Name(f"better{k}"), x, held))
+    out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
+
+
+def fold(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+    """Fold the lanes of an accumulator of a row nest that does not flush. `low` is where the pass began."""
+    if a.spec.index:
+        _fold_index(out, a, lanes, vector_bytes, low, overlaps)
+        return
+    out.add(a.fold(lanes, vector_bytes))
+    if a.notes_nans:
+        found, best = ir.Name(f"any{a.number}"), ir.Name(f"acc{a.number}")[0]
+        out.var(INTEGERS[a.dtype.itemsize], found.name, 0)
+        out.each(lanes, ir.Set(found, ir.Name(f"nan{a.number}")["l"], "|"))
+        out.set(best, ir.Select(found, ir.Number(math.nan, a.dtype), best))
+
+
+def _fold_index(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+    """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
+
+    Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
+    """
+    k, l = a.number, ir.Name("l")
+    values, at, found = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}")
+    held, best = values[l], ir.Name(f"acc{k}")[0]
+    out.scratch(a.kind, values.name, lanes)
+    out.each(lanes, ir.Set(held, ir.Name(f"acc{k}")[l]))
+    out.add(a.fold(lanes, vector_bytes))
+    index = at[l] + ir.Cast("i32", l) if a.counts_turns else at[l]
+    same = held.same(best)
+    if a.dtype.is_floating_point:
+        same = same | (held.differs(held) & best.differs(best))
+    out.var("i32", found.name, NO_PLACE)
+    with out.block(ir.For("l", ir.Number(0), ir.Number(lanes), simd=True, joins=f"min:{found.name}")):
+        out.let("i32", "here", index)
+        out.let("i32", "mine", ir.Select(same, ir.Name("here"), ir.Number(NO_PLACE)))
+        out.set(found, ir.least("mine", found))
+    if a.counts_turns:
+        lane = found % lanes
+        if overlaps:
+            p, last = ir.Name(f"p{a.reduce.phase}"), ir.Name(f"last{a.reduce.phase}")
+            lane = ir.Select(found < p - low, lane, found - (last - low))
+        out.set(best, values[lane])  # of zeros of both signs, the first
+        out.set(found, ir.Cast("i32", low), "+")
+    out.set(at[0], found)
+
+
+__all__ = ["NO_PLACE", "SHUFFLE_HELPER", "Accumulator", "accumulate", "accumulators", "declare", "dtypes_of", "fold"]

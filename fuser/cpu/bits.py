@@ -10,8 +10,9 @@ from collections.abc import Set
 
 import torch
 
+from fuser.cpu.facts import Facts, constant, storage_type
 from fuser.cpu.moves import bits_of
-from fuser.cpu.nest import Nest, constant, storage_type
+from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
@@ -65,37 +66,39 @@ def helpers(uses: Set[str], machine: Machine) -> str:
 class BitsLoop:
     """The innermost loop of a pointwise nest that moves elements of one size; `fits` says whether it is one."""
 
-    def __init__(self, nest: Nest) -> None:
-        self.nest, self.plan, self.out = nest, nest.plan, nest.out
-        self.stores = [s for s in self.plan.stores if nest.store_is_full(s)]
-        self.edges = find_edges(nest)
-        self.rows = nest.closure([s.row for s in self.stores], set(self.edges))
+    macro = "FUSER_MASKS"  # is not 0 where there are such registers
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.plan = facts, facts.plan
+        self.stores = [s for s in self.plan.stores if s in facts.passes.full_stores]
+        self.edges = find_edges(facts)
+        self.rows = facts.passes.closure([s.row for s in self.stores], set(self.edges))
         self.masks: set[int] = set(self.edges)
         for n in self.rows:
             row = self.plan.rows[n]
-            if row.traits.sign in _OF_MASKS and all(a in self.masks or not nest.is_full(a) for a in row.args):
+            if row.traits.sign in _OF_MASKS and all(a in self.masks or not facts.is_full(a) for a in row.args):
                 self.masks.add(n)
-        self.size = min((nest.dtypes[s.buffer].itemsize for s in self.stores), default=0)
-        self.lanes = nest.machine.vector_bytes // max(1, self.size)
+        self.size = min((facts.dtypes[s.buffer].itemsize for s in self.stores), default=0)
+        self.lanes = facts.machine.vector_bytes // max(1, self.size)
         self.vector = f"fuser_bits{self.size}"  # the type
 
     def fits(self) -> bool:
         """Whether all rows move elements of that size, and rows in memory are short."""
-        nest = self.nest
-        if not nest.machine.masks or nest.vector is None or self.size not in _WORDS:
+        facts = self.facts
+        if not facts.machine.masks or facts.vector is None or self.size not in _WORDS:
             return False
-        if nest.has_checks or nest.staged or nest.hoisted:
+        if facts.has_checks or facts.staged or facts.hoisted:
             return False
-        short = SHORTEST <= nest.vector.hint * self.size < LONGEST
+        short = SHORTEST <= facts.vector.hint * self.size < LONGEST
         return short and all(map(self._store_fits, self.stores)) and all(map(self._row_fits, self.rows))
 
     def _is_moved(self, n: int) -> bool:
-        return n in self.nest.moved or self.plan.rows[n].dtype in _BYTES
+        return n in self.facts.moved or self.plan.rows[n].dtype in _BYTES
 
     def _store_fits(self, s: Store) -> bool:
-        dtype = self.nest.dtypes[s.buffer]
-        same = dtype is self.nest.moved.get(s.row, self.plan.rows[s.row].dtype)
-        return same and s.row not in self.masks and dtype.itemsize == self.size and self.nest.step(s.address) == ONE
+        dtype = self.facts.dtypes[s.buffer]
+        same = dtype is self.facts.moved.get(s.row, self.plan.rows[s.row].dtype)
+        return same and s.row not in self.masks and dtype.itemsize == self.size and self.facts.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -105,21 +108,20 @@ class BitsLoop:
         if not self._is_moved(n) or any(a in self.masks for a in data):
             return False
         if row.op == "load":
-            own = self.nest.dtypes[row.attr[0]]
-            same = own is self.nest.moved.get(n, row.dtype) and own.itemsize == self.size
-            along = self.nest.step(row.attr[1][0])
-            known = not row.args or row.args[0] in self.masks or not self.nest.is_full(row.args[0])
-            plain = not indirect_rows(row) and n not in self.nest.guarded and n not in self.nest.parts
+            own = self.facts.dtypes[row.attr[0]]
+            same = own is self.facts.moved.get(n, row.dtype) and own.itemsize == self.size
+            along = self.facts.step(row.attr[1][0])
+            known = not row.args or row.args[0] in self.masks or not self.facts.is_full(row.args[0])
+            plain = not indirect_rows(row) and n not in self.facts.guarded and n not in self.facts.parts
             return same and known and plain and (along == ONE or (along == expr(-1) and not row.args))
         if row.traits.chooses:
-            return row.args[0] in self.masks or not self.nest.is_full(row.args[0])
+            return row.args[0] in self.masks or not self.facts.is_full(row.args[0])
         alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
         return row.op == "round_to" or row.traits.copies or (alike and row.traits.sign in LOGIC)
 
-    def emit(self, low: str, high: str) -> None:
+    def emit(self, rows: Rows, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names."""
-        assert self.nest.vector is not None
-        v, out = self.nest.vector.sym.name, self.out
+        v, out = self.facts.v, rows.out
         length, k = ir.Name("length"), ir.Name("k")
         out.open(ir.Plain())
         out.let("i64", "start", low)
@@ -128,11 +130,11 @@ class BitsLoop:
         for n in self.rows:
             if self.plan.rows[n].op == "load" and n not in self.masks:
                 buffer, (address,) = self.plan.rows[n].attr
-                kind = f"{storage_type(self.nest.dtypes[buffer])}* const"
-                out.let(kind, f"from{n}", self.nest.address(buffer, address))
+                kind = f"{storage_type(self.facts.dtypes[buffer])}* const"
+                out.let(kind, f"from{n}", rows.address(buffer, address))
         for at, s in enumerate(self.stores):
-            of = storage_type(self.nest.dtypes[s.buffer])
-            out.var(f"{of}* const", f"into{at}", ir.Unary("&", self.nest.target(s)))
+            of = storage_type(self.facts.dtypes[s.buffer])
+            out.var(f"{of}* const", f"into{at}", ir.Unary("&", rows.target(s)))
         with out.block(ir.For("k", ir.Number(0), length, ir.Number(self.lanes))):
             out.let("u64", "some", ir.First(self.size, length - k))
             for n in self.rows:
@@ -152,7 +154,7 @@ class BitsLoop:
             return ir.Binary(row.traits.sign, *args) if row.traits.sign in JOINING else ~args[0]
         if row.op == "load":
             at, length = ir.Name(f"from{n}"), ir.Name("length")
-            if self.nest.step(row.attr[1][0]) != ONE:
+            if self.facts.step(row.attr[1][0]) != ONE:
                 loaded = ir.Load(self.size, at - k, back=length - k)
             else:
                 some = ir.Name("some")
@@ -170,17 +172,17 @@ class BitsLoop:
 
     def _mask(self, n: int) -> ir.Value:
         none = ir.Cast("u64", ir.Number(0))
-        return ir.Name(f"b{n}") if self.nest.is_full(n) else ir.Select(self.nest.ref(n), ~none, none)
+        return ir.Name(f"b{n}") if self.facts.is_full(n) else ir.Select(self.facts.scalar(n), ~none, none)
 
     def _data(self, n: int, user: int) -> ir.Value:
         """Row `n` in the lanes of row `user`; a constant is of the half that this one is."""
-        if self.nest.is_full(n):
+        if self.facts.is_full(n):
             return ir.Name(f"b{n}")
-        row, half = self.plan.rows[n], self.nest.moved.get(user)
+        row, half = self.plan.rows[n], self.facts.moved.get(user)
         if row.op == "const":
             value: ir.Value = ir.Number(bits_of(float(row.attr), half)) if half is not None else constant(row)
         else:
-            value = self.nest.ref(n)
+            value = self.facts.scalar(n)
         return ir.Splat(self.size, ir.Cast(_WORDS[self.size]["CELL"], value))
 
 

@@ -6,160 +6,173 @@ values at once, and lanes store it. That takes sums whose order does not show, a
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
-from fuser.cpu.chains import ChainedScan
-from fuser.cpu.records import Bindings, Function
+from fuser.cpu import chains
+from fuser.cpu.facts import Facts
+from fuser.cpu.frame import closed, digits_of, each_unit, open_chunk, open_chunks, open_count, opened
+from fuser.cpu.ordered import Scan
+from fuser.cpu.prepared import prepared
+from fuser.cpu.records import Function, Generated
+from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import SCANNED
-from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, product, substitute, symbol
-from fuser.ops import CPP_TYPES, SCANS
-from fuser.scheduler.kernel_plan import Axis, KernelPlan, Store, address_rows
+from fuser.ir.sizes import ONE, Expr, coefficient, product
+from fuser.ops import CPP_TYPES
+from fuser.scheduler.kernel_plan import Store, address_rows
 
 BLOCK = 512  # elements of a row: a block of computed values fits into the first level cache
 LONG = 1 << 18  # elements of a row that is cut into chunks, whose totals are added up first
 SHORTEST = 16  # elements of a row; several shorter ones are taken side by side
 YS, PLACES = ir.Name("ys"), ir.Name("places")  # a block's results before they are stored
+ACC, COUNT, V0 = ir.Name("acc"), ir.Name("count"), ir.Name("v0")
 
 
-class BlockedScan(ChainedScan):
-    """A scan along one row for each unit, or along a chunk of it."""
+def blocked(facts: Facts) -> Generated | None:
+    """The functions of a scan over no lanes, whose one axis becomes the lanes'; None if blocks do not fit it."""
+    (axis,) = facts.reduced_axes
+    scan = Scan.of(replace(facts, plan=replace(facts.plan, vector=axis.sym), lanes=BLOCK))
+    if axis.hint < SHORTEST or _element(scan) is None:
+        return None
+    # Products are never cut: two chunks' may be 0 and infinite where their product is neither.
+    cut = scan.spec.adds and axis.hint >= LONG and chains.is_cut(scan)
+    return chains.in_chunks(scan, cut, _pass)
 
-    @classmethod
-    def of(cls, plan: KernelPlan, name: str, bindings: Bindings) -> BlockedScan | None:
-        """The nest of a scan over no lanes, whose one axis becomes the lanes'; None if blocks do not fit it."""
-        (axis,) = plan.reduced_axes
-        nest = cls(dataclasses.replace(plan, vector=axis.sym), name, bindings)
-        return nest if axis.hint >= SHORTEST and nest.element() is not None else None
 
-    def element(self) -> torch.dtype | None:
-        """What blocks consist of; None where the helpers have no such scan, or its order would show."""
-        spec, dtype = SCANS[self.ordered.how], self.plan.rows[self.value_row()].dtype
-        if spec.extreme:
-            return dtype if dtype in SCANNED else torch.int32
-        if dtype is torch.float32 and spec.helper:
-            return None if self.dtypes[self.plan.stores[0].buffer] is torch.float64 else dtype
-        return torch.int64 if spec.adds and not dtype.is_floating_point else None
+def _element(scan: Scan) -> torch.dtype | None:
+    """What blocks consist of; None where the helpers have no such scan, or its order would show."""
+    spec, dtype, facts = scan.spec, scan.value_dtype, scan.facts
+    if spec.extreme:
+        return dtype if dtype in SCANNED else torch.int32
+    if dtype is torch.float32 and spec.helper:
+        return None if facts.dtypes[facts.plan.stores[0].buffer] is torch.float64 else dtype
+    return torch.int64 if spec.adds and not dtype.is_floating_point else None
 
-    def _is_cut(self, axis: Axis) -> bool:
-        """As of chains; products never: two chunks' may be 0 and infinite where their product is neither."""
-        return SCANS[self.ordered.how].adds and axis.hint >= LONG and super()._is_cut(axis)
 
-    def _choose_lanes(self) -> int:
-        return BLOCK
-
-    def _pass(self, suffix: str, chunks: Expr, stores: bool) -> Function:
-        """One function: each unit is a row or a chunk of one."""
-        self.open_function(suffix)
-        (axis,) = self.red_axes
-        cut = bool(self.partials)
-        digits = self.digits(self.kept)
-        self.emit_constants()
+def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
+    """One function: each unit is a row or a chunk of one."""
+    facts, cut, axis = scan.facts, bool(scan.facts.partials), scan.axis
+    element = _element(scan)
+    assert element is not None
+    rows = opened(facts, suffix)
+    out, block = rows.out, _Block(rows, scan, element, stores)
+    rows.constants()
+    digits, low, high = digits_of(facts.kept_axes), ir.value(0), ir.value(f"n_{axis.sym.name}")
+    if cut:
+        open_chunks(rows, chunks, axis)
+        digits.append(("chunk", ir.Name("chunks")))
+        low, high = ir.value("from"), ir.value("to")
+    with each_unit(rows, digits):
+        rows.outside(facts.passes[0].before)
+        _start(rows, scan, element, cut and stores)
         if cut:
-            self.open_chunks(chunks, axis)
-            digits.append(("chunk", ir.Name("chunks")))
-        self.open_units(digits)
-        self.emit_unit_rows(self.passes[0].before)
-        self._start(cut and stores)
-        low, high = self._range(axis, {axis.sym: (ir.Name("from"), ir.Name("to"))} if cut else {})
-        if cut:
-            self.open_chunk(axis)
-        with self.out.block(ir.For("v0", low, high, ir.Number(BLOCK))):
-            self.open_count(BLOCK, high)
-            self._block(stores)
+            open_chunk(rows, axis)
+        with out.block(ir.For("v0", low, high, ir.Number(BLOCK))):
+            open_count(rows, BLOCK, high)
+            block.emit()
         if not stores:
-            self.out.set(ir.Name(f"{self.name}_p")["u"], "acc")
-        self.out.close()
-        units = product(a.size for a in self.kept) * chunks
-        return Function(self.close_function(), units, self.work(), expr(0))
+            out.set(ir.Name(f"{facts.name}_p")["u"], "acc")
+    return closed(rows, product(a.size for a in facts.kept_axes) * chunks, suffix=suffix)
 
-    def _start(self, joins: bool) -> None:
-        kind = torch.float64 if self.accumulator().is_floating_point else torch.int64
-        if self._is_extreme():
-            kind = self.element() or kind
-        self.out.var(CPP_TYPES[kind], "acc", ir.Number(SCANS[self.ordered.how].identity(self.accumulator()), kind))
-        if self._is_extreme():
-            self.out.var("i64", "place", 0)
-        if joins:
-            before = ir.Name(f"{self.name}_p")["c"]
-            with self.out.block(ir.For("c", ir.Name("u") - "chunk", ir.Name("u"))):
-                self.out.set("acc", ir.Op("step", self.ordered.how, kind, (ir.Name("acc"), before)))
 
-    def _is_extreme(self) -> bool:
-        return bool(SCANS[self.ordered.how].extreme)
+def _start(rows: Rows, scan: Scan, element: torch.dtype, joins: bool) -> None:
+    kind = torch.float64 if scan.dtype.is_floating_point else torch.int64
+    if scan.spec.extreme:
+        kind = element
+    rows.out.var(CPP_TYPES[kind], "acc", ir.Number(scan.identity.number, kind))
+    if scan.spec.extreme:
+        rows.out.var("i64", "place", 0)
+    if joins:
+        before = ir.Name(f"{rows.facts.name}_p")["c"]
+        with rows.out.block(ir.For("c", ir.Name("u") - "chunk", ir.Name("u"))):
+            rows.out.set("acc", scan.join(ACC, before, kind))
 
-    def _block(self, stores: bool) -> None:
-        """Compute, scan and store one block."""
-        element = self.element()
-        assert element is not None
-        kind, value = CPP_TYPES[element], self.value_row()
-        source = self._line(value)
-        is_line = source is not None
-        if not is_line:
-            self.open_pieces(0, "v0", "l", BLOCK, "count")
-        if value in self.pieces:
-            source = ir.Name(f"piece{value}")
-        if source is None:
-            source = ir.Name("xs")
-            self.out.scratch(kind, "xs", BLOCK, aligned=self.line)
-            self._open_block()
-            for n in self.passes[0].inner:
-                self.declare(n)
-            self.out.set(source["l"], ir.Convert(self.plan.rows[value].dtype, element, self.ref(value)))
-            self.out.close()
-        goals = {self.is_place(s): s for s in self.plan.stores} if stores else {}
-        to = {place: self._target(s, element) for place, s in goals.items()}
-        count, acc, how = ir.Name("count"), ir.Name("acc"), self.ordered.how
-        block = ir.ScanBlock(how, element, source, count, acc, to.get(False), not stores)
-        if self._is_extreme():
-            at = ir.Name("place"), ir.Name("v0"), to.get(True)
-            block = dataclasses.replace(block, place=at[0], base=at[1], places=at[2])
-        self.out.add(block)
-        for place, s in goals.items():
-            if to[place] in (YS, PLACES) and s not in self.results:
-                self._copy(s, torch.int64 if place else element, to[place])
-        if not stores:
-            self.results.clear()
-        if not is_line:
-            self.close_pieces(0, "v0", "count")
 
-    def _open_block(self) -> None:
-        self.out.open(self.simd("l", 0, "count"))
-        self.out.let("i64", self.red_axes[0].sym.name, ir.Name("v0") + "l")
+@dataclass(frozen=True)
+class _Block:
+    """One block of a row: computed, scanned and stored. It consists of `element`s."""
 
-    def _line(self, n: int) -> ir.Value | None:
-        """A pointer to the values to scan if they are contiguous in memory as they are; None if they are computed."""
-        row = self.plan.rows[n]
-        if row.op != "load" or row.args or n in self.guarded:
+    rows: Rows
+    scan: Scan
+    element: torch.dtype
+    stores: bool
+
+    @functools.cached_property
+    def line(self) -> tuple[str, Expr] | None:
+        """Where the values to scan are, if they are contiguous in memory as they are; None if they are computed."""
+        row = self.rows.plan.rows[self.scan.value]
+        if row.op != "load" or row.args or self.scan.value in self.rows.facts.guarded:
             return None
         buffer, (address,) = row.attr
-        return self._memory(buffer, address, self.element())
+        return (buffer, address) if self._is_memory(buffer, address, self.element) else None
 
-    def _memory(self, buffer: str, address: Expr, dtype: torch.dtype | None) -> ir.Value | None:
-        axis = self.red_axes[0].sym
-        plain = not any(map(self.is_full, address_rows(address)))
-        if self.checked or self.dtypes[buffer] is not dtype or coefficient(address, axis) != ONE or not plain:
-            return None
-        return self.address(buffer, substitute(address, {axis: symbol("v0", LOOP)}))
+    def _is_memory(self, buffer: str, address: Expr, dtype: torch.dtype) -> bool:
+        """Whether a block of `dtype` is contiguous in a buffer."""
+        facts = self.rows.facts
+        plain = not any(map(facts.is_full, address_rows(address)))
+        same = not facts.checked and facts.dtypes[buffer] is dtype
+        return same and coefficient(address, self.scan.axis.sym) == ONE and plain
 
-    def _target(self, s: Store, element: torch.dtype) -> ir.Value:
+    def emit(self) -> None:
+        """Statements for one block, from `v0` on."""
+        rows, out, scan, spec = self.rows, self.rows.out, self.scan, self.scan.spec
+        pieces = prepared(rows, 0, "v0", "l", BLOCK, "count", narrow=self.stores)
+        with pieces if self.line is None else nullcontext():
+            source = self._source()
+            goals = {scan.is_place(s): s for s in rows.plan.stores} if self.stores else {}
+            to = {place: self._target(s) for place, s in goals.items()}
+            block = ir.ScanBlock(scan.how, self.element, source, COUNT, ACC, to.get(False), not self.stores)
+            if spec.extreme:
+                block = replace(block, place=ir.Name("place"), base=V0, places=to.get(True))
+            out.add(block)
+            for place, s in goals.items():
+                if to[place] in (YS, PLACES) and s not in rows.results:
+                    self._copy(s, torch.int64 if place else self.element, to[place])
+
+    def _source(self) -> ir.Value:
+        """The values to scan, which are computed if they are nowhere."""
+        rows, out, value = self.rows, self.rows.out, self.scan.value
+        if self.line is not None:
+            return rows.address_from("v0", *self.line)
+        found = rows.places.get(value)
+        if found is not None and not found.stored:
+            return ir.Name(f"piece{value}")
+        xs = ir.Name("xs")
+        out.scratch(CPP_TYPES[self.element], "xs", BLOCK, aligned=rows.facts.machine.line_bytes)
+        with self._lanes():
+            for n in rows.facts.passes[0].inner:
+                rows.declare(n)
+            out.set(xs["l"], ir.Convert(self.scan.value_dtype, self.element, rows.ref(value)))
+        return xs
+
+    @contextmanager
+    def _lanes(self) -> Iterator[None]:
+        with self.rows.out.block(self.rows.simd("l", 0, "count")):
+            self.rows.out.let("i64", self.scan.axis.sym.name, V0 + "l")
+            yield
+
+    def _target(self, s: Store) -> ir.Value:
         """Where a block's results go: to memory straight away, or to where lanes convert them."""
-        if s in self.results:  # floats that become float16
-            return self.results[s].array
-        dtype, own = (torch.int64, PLACES) if self.is_place(s) else (element, YS)
-        straight = self._memory(s.buffer, s.address, dtype)
-        if straight is None:
-            self.out.scratch(CPP_TYPES[dtype], own.name, BLOCK, aligned=self.line)
-        return straight or own
+        rows = self.rows
+        if s in rows.results:  # floats that become float16
+            return rows.results[s].array
+        dtype, own = (torch.int64, PLACES) if self.scan.is_place(s) else (self.element, YS)
+        if self._is_memory(s.buffer, s.address, dtype):
+            return rows.address_from("v0", s.buffer, s.address)
+        rows.out.scratch(CPP_TYPES[dtype], own.name, BLOCK, aligned=rows.facts.machine.line_bytes)
+        return own
 
     def _copy(self, s: Store, dtype: torch.dtype, made: ir.Value) -> None:
         """Store a block's results that are not where they belong."""
-        self._open_block()
-        result = ir.Convert(dtype, self.plan.rows[s.row].dtype, made["l"])
-        self.out.set(ir.Name(s.buffer)[self.index(s.address)], ir.Encode(self.dtypes[s.buffer], result))
-        self.out.close()
+        rows = self.rows
+        with self._lanes():
+            result = ir.Convert(dtype, rows.plan.rows[s.row].dtype, made["l"])
+            rows.out.set(ir.Name(s.buffer)[rows.index(s.address)], ir.Encode(rows.facts.dtypes[s.buffer], result))
 
 
-__all__ = ["BlockedScan"]
+__all__ = ["blocked"]

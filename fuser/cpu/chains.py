@@ -9,210 +9,223 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from fuser.cpu.ordered import Scan
-from fuser.cpu.records import Bindings, Function, Generated, Partial
+from fuser.cpu.facts import Facts
+from fuser.cpu.frame import Digits, closed, digits_of, open_chunks, opened
+from fuser.cpu.ordered import Scan, in_scalars, step
+from fuser.cpu.records import Function, Generated, Partial
+from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
 from fuser.ir.sizes import Expr, expr, floordiv, minimum, product
-from fuser.ops import CPP_TYPES, SCANS
-from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.nodes import row_cost
 
-ACCS, ATS = ir.Name("accs"), ir.Name("ats")
+ACCS, ATS, J = ir.Name("accs"), ir.Name("ats"), ir.Name("j")
 SIDE_BY_SIDE = 4  # chains of a unit
 SIDE_BY_SIDE_FROM = 25  # elements of a row: processors look ahead over several shorter ones by themselves
 FEW_ROWS, LONG = 16, 1 << 15  # fewer and longer rows than this are cut
 FILLED_COST, FILLED = 8, 256  # operations of an element from which lanes compute a block before its scan; its elements
 LEAST_CHUNK, MOST_CHUNKS = 4096, 64
+Pass = Callable[[Scan, str, Expr, bool], Function]  # of a suffix, with chunks, whether it stores results
 
 
-class ChainedScan(Scan):
-    """A scan whose axis is one loop, over no lanes."""
+def chained(facts: Facts) -> Generated | None:
+    """The functions of a scan along rows, over no lanes; None if it does not pay."""
+    scan = Scan.of(facts)
+    if scan.axis.hint < SIDE_BY_SIDE_FROM:
+        return None
+    return in_chunks(scan, is_cut(scan), _pass)
 
-    @classmethod
-    def of(cls, plan: KernelPlan, name: str, bindings: Bindings) -> ChainedScan | None:
-        """The nest of a scan along rows; None if it does not pay."""
-        return cls(plan, name, bindings) if plan.reduced_axes[0].hint >= SIDE_BY_SIDE_FROM else None
 
-    def generate(self) -> Generated:
-        """One function, or where rows are cut one for what chunks add up to and one for the scan."""
-        (axis,) = self.red_axes
-        cut = self._is_cut(axis)
-        chunks = minimum(floordiv(axis.size + (LEAST_CHUNK - 1), expr(LEAST_CHUNK)), MOST_CHUNKS) if cut else expr(1)
-        if not cut:
-            return Generated((self._pass("", chunks, True),), ())
-        total = product(a.size for a in self.kept) * chunks
-        self.partials = [Partial(f"{self.name}_p", self.accumulator(), total)]
-        if self._has_index():
-            self.partials.append(Partial(f"{self.name}_i", torch.int64, total))
-        for p in self.partials:
-            self.bindings.pointers[p.name] = len(self.bindings.pointers)
-        functions = (self._pass("_partial", chunks, False), self._pass("_scan", chunks, True))
-        return Generated(functions, tuple(self.partials))
+def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
+    """One function, or where rows are cut one for what chunks add up to and one for the scan."""
+    size = scan.axis.size
+    chunks = minimum(floordiv(size + (LEAST_CHUNK - 1), expr(LEAST_CHUNK)), MOST_CHUNKS) if cut else expr(1)
+    if not cut:
+        return Generated((write(scan, "", chunks, True),), ())
+    total = product(a.size for a in scan.facts.kept_axes) * chunks
+    partials = [Partial(f"{scan.facts.name}_p", scan.dtype, total)]
+    if scan.spec.index:
+        partials.append(Partial(f"{scan.facts.name}_i", torch.int64, total))
+    scan = Scan.of(scan.facts.with_partials(partials))
+    functions = (write(scan, "_partial", chunks, False), write(scan, "_scan", chunks, True))
+    return Generated(functions, scan.facts.partials)
 
-    def _is_cut(self, axis: Axis) -> bool:
-        """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
 
-        Extremes wait for nothing: they seldom change, which the machine foresees.
-        """
-        if SCANS[self.ordered.how].extreme:
-            return False
-        shows = self.dtypes[self.plan.stores[0].buffer] is torch.float64
-        return not shows and axis.hint >= LONG and math.prod(a.hint for a in self.kept) < FEW_ROWS
+def is_cut(scan: Scan) -> bool:
+    """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
 
-    def _has_index(self) -> bool:
-        return SCANS[self.ordered.how].index
+    Extremes wait for nothing: they seldom change, which the machine foresees.
+    """
+    if scan.spec.extreme:
+        return False
+    facts = scan.facts
+    shows = facts.dtypes[facts.plan.stores[0].buffer] is torch.float64
+    return not shows and scan.axis.hint >= LONG and math.prod(a.hint for a in facts.kept_axes) < FEW_ROWS
 
-    def _pass(self, suffix: str, chunks: Expr, stores: bool) -> Function:
-        """One function: units of chains, each from a row's or chunk's start; it stores results, or their last ones."""
-        self.open_function(suffix)
-        (axis,) = self.red_axes
-        digits = [*self.digits(self.kept), ("chunk", ir.Name("chunks"))]
-        self.emit_constants()
-        self.open_chunks(chunks, axis)
-        self.out.let("i64", "n", f"n_{axis.sym.name}")
-        self.out.let("i64", "chains", functools.reduce(ir.Value.__mul__, (length for _, length in digits)))
-        self._point(axis.sym.name, stores)
-        self.out.open(ir.For("u", ir.Name("begin"), ir.Name("end")))
-        first, chains, width = ir.Name("first"), ir.Name("chains"), ir.Number(SIDE_BY_SIDE)
-        self.out.let("i64", "first", ir.Name("u") * width)
-        self.out.let("i64", "count", ir.Select(first + width < chains, width, chains - first))
-        self._starts(digits, joins=bool(self.partials) and stores)
-        self._run()
+
+def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
+    """One function: units of chains, each from a row's or chunk's start; it stores results, or their last ones."""
+    facts = scan.facts
+    rows = opened(facts, suffix)
+    digits = [*digits_of(facts.kept_axes), ("chunk", ir.Name("chunks"))]
+    rows.constants()
+    open_chunks(rows, chunks, scan.axis)
+    out, chains = rows.out, _Chains(rows.out, scan)
+    out.let("i64", "n", f"n_{scan.axis.sym.name}")
+    out.let("i64", "chains", functools.reduce(ir.Value.__mul__, (length for _, length in digits)))
+    _point(rows, scan, stores)
+    first, count, width = ir.Name("first"), ir.Name("chains"), ir.Number(SIDE_BY_SIDE)
+    with out.block(ir.For("u", ir.Name("begin"), ir.Name("end"))):
+        out.let("i64", "first", ir.Name("u") * width)
+        out.let("i64", "count", ir.Select(first + width < count, width, count - first))
+        chains.starts(digits, joins=bool(facts.partials) and stores)
+        chains.run()
         if not stores:
-            with self._each_chain():
-                self.out.set(ir.Name(f"{self.name}_p")[first + "j"], ACCS["j"])
-                if self._has_index():
-                    self.out.set(ir.Name(f"{self.name}_i")[first + "j"], ATS["j"])
-        self.out.close()
-        units = floordiv(product(a.size for a in self.kept) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
-        units = units * minimum(axis.size, 1)
-        return Function(self.close_function(), units, self.work(), expr(0))
+            with chains.each():
+                out.set(ir.Name(f"{facts.name}_p")[first + J], ACCS[J])
+                if scan.spec.index:
+                    out.set(ir.Name(f"{facts.name}_i")[first + J], ATS[J])
+    units = floordiv(product(a.size for a in facts.kept_axes) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
+    return in_scalars(closed(rows, units * minimum(scan.axis.size, 1), suffix=suffix))
 
-    def _each_chain(self) -> AbstractContextManager[None]:
+
+def _fills(scan: Scan) -> bool:
+    """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
+    cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.varying_rows([scan.value]))
+    return cost >= FILLED_COST and not scan.spec.index
+
+
+def _point(rows: Rows, scan: Scan, stores: bool) -> None:
+    """A function that takes a chain one step on: all rows that vary at all are computed in it, or before."""
+    facts, out, fills, axis = rows.facts, rows.out, _fills(scan), scan.axis.sym.name
+    kept = tuple(("const i64", a.sym.name) for a in facts.kept_axes)
+    if fills:
+        params = ((f"{scan.kind}*", "xs"), *kept, ("const i64", "from"), ("const i64", "count"))
+        with out.block(ir.Routine("fill", params, inline=False)), out.block(rows.simd("l", 0, "count")):
+            out.let("i64", axis, ir.Name("from") + "l")
+            for n in facts.varying_rows([scan.value]):
+                rows.declare(n)
+            out.set(ir.Name("xs")["l"], ir.Convert(scan.value_dtype, scan.dtype, rows.ref(scan.value)))
+    given = ((f"const {scan.kind}", "x"),) if fills else ()
+    params = ((f"{scan.kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)
+    with out.block(ir.Routine("point", params)):
+        for n in facts.varying_rows(facts.passes[0].roots) if not fills else ():
+            rows.declare(n)
+        step(rows, scan, stores, given=fills)
+
+
+class _Chains:
+    """The chains of a unit, side by side."""
+
+    def __init__(self, out: Builder, scan: Scan) -> None:
+        self.out, self.scan, self.fills = out, scan, _fills(scan)
+
+    def each(self) -> AbstractContextManager[None]:
+        """A loop over the chains."""
         return self.out.block(ir.For("j", ir.Number(0), ir.Name("count")))
 
-    def _fills(self) -> bool:
-        """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
-        cost = sum(row_cost(self.plan.rows[n]) for n in self.varying_rows([self.value_row()]))
-        return cost >= FILLED_COST and not self._has_index()
-
-    def _point(self, axis: str, stores: bool) -> None:
-        """A function that takes a chain one step on: all rows that vary at all are computed in it, or before."""
-        kept = tuple(("const i64", a.sym.name) for a in self.kept)
-        kind, value, fills = CPP_TYPES[self.accumulator()], self.value_row(), self._fills()
-        if fills:
-            params = ((f"{kind}*", "xs"), *kept, ("const i64", "from"), ("const i64", "count"))
-            self.out.open(ir.Routine("fill", params, inline=False))
-            with self.out.block(self.simd("l", 0, "count")):
-                self.out.let("i64", axis, ir.Name("from") + "l")
-                for n in self.varying_rows([value]):
-                    self.declare(n)
-                x = ir.Convert(self.plan.rows[value].dtype, self.accumulator(), self.ref(value))
-                self.out.set(ir.Name("xs")["l"], x)
-            self.out.close()
-        given = ((f"const {kind}", "x"),) if fills else ()
-        self.out.open(ir.Routine("point", ((f"{kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)))
-        for n in self.varying_rows(self.passes[0].roots) if not fills else ():
-            self.declare(n)
-        self.put(stores, given=fills)
-        self.out.close()
-
-    def _starts(self, digits: list[tuple[str, ir.Value]], joins: bool) -> None:
+    def starts(self, digits: Digits, joins: bool) -> None:
         """Where the chains of a unit are, from where to where they run, and what they start with."""
-        kind, spec, each = self.accumulator(), SCANS[self.ordered.how], ir.Name("each")
-        self.out.scratch(CPP_TYPES[kind], "accs", SIDE_BY_SIDE)
-        self.out.scratch("i64", "ats", SIDE_BY_SIDE, zero=True)
+        out = self.out
+        out.scratch(self.scan.kind, "accs", SIDE_BY_SIDE)
+        out.scratch("i64", "ats", SIDE_BY_SIDE, zero=True)
         for name in ("low", "high", *(f"of_{variable}" for variable, _ in digits[:-1])):
-            self.out.scratch("i64", name, SIDE_BY_SIDE)
+            out.scratch("i64", name, SIDE_BY_SIDE)
         unit, chunk, n, low, high = (ir.Name(name) for name in ("unit", "chunk", "n", "low", "high"))
-        with self._each_chain():
-            self.out.var("i64", "unit", ir.Name("first") + "j")
+        with self.each():
+            out.var("i64", "unit", ir.Name("first") + J)
             for position, (variable, length) in reversed(list(enumerate(digits))):
                 digit = unit % length if position else unit
                 if variable == "chunk":
-                    self.out.let("i64", "chunk", digit)
+                    out.let("i64", "chunk", digit)
                 else:
-                    self.out.set(ir.Name(f"of_{variable}")["j"], digit)
+                    out.set(ir.Name(f"of_{variable}")[J], digit)
                 if position:
-                    self.out.set(unit, length, "/")
-            self.out.set(low["j"], ir.least(chunk * each, n))
-            self.out.set(high["j"], ir.least(low["j"] + each, n))
-            self.out.set(ACCS["j"], ir.Number(spec.identity(kind), kind))
+                    out.set(unit, length, "/")
+            out.set(low[J], ir.least(chunk * "each", n))
+            out.set(high[J], ir.least(low[J] + "each", n))
+            out.set(ACCS[J], self.scan.identity)
             if joins:
-                self._join_chunks(kind)
+                self._join_chunks()
 
-    def _join_chunks(self, kind: torch.dtype) -> None:
+    def _join_chunks(self) -> None:
         """What the chunks before a chain's make."""
-        here = ir.Name("first") + "j"
-        with self.out.block(ir.For("c", here - "chunk", here)):
-            self.out.let(CPP_TYPES[kind], "x", ir.Name(f"{self.name}_p")["c"])
-            step = ir.Op("step", self.ordered.how, kind, (ACCS["j"], ir.Name("x")))
-            if self._has_index():
-                with self.out.block(ir.If(step)):
-                    self.out.set(ACCS["j"], "x")
-                    self.out.set(ATS["j"], ir.Name(f"{self.name}_i")["c"])
+        out, name, here = self.out, self.scan.facts.name, ir.Name("first") + J
+        with out.block(ir.For("c", here - "chunk", here)):
+            out.let(self.scan.kind, "x", ir.Name(f"{name}_p")["c"])
+            joined = self.scan.join(ACCS[J], ir.Name("x"))
+            if self.scan.spec.index:
+                with out.block(ir.If(joined)):
+                    out.set(ACCS[J], "x")
+                    out.set(ATS[J], ir.Name(f"{name}_i")["c"])
             else:
-                self.out.set(ACCS["j"], step)
+                out.set(ACCS[J], joined)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """All chains side by side as far as the shortest goes, then each to its end; perhaps block by block."""
-        fills, every = self._fills(), range(SIDE_BY_SIDE)
-        kind = CPP_TYPES[self.accumulator()]
-        low, length, count, done = (ir.Name(name) for name in ("low", "size", "count", "done"))
-        left = ir.Name("high")["j"] - low["j"]
-        self.out.scratch("i64", length.name, SIDE_BY_SIDE)
-        if fills:
-            longest = ir.Name("longest")
-            self.out.scratch(kind, "xs", SIDE_BY_SIDE, FILLED, aligned=self.line)
-            self.out.var("i64", longest.name, 0)
-            with self._each_chain(), self.out.block(ir.If(left > longest)):
-                self.out.set(longest, left)
-            self.out.open(ir.For("b", ir.Number(0), longest, ir.Number(FILLED)))
-        with self._each_chain():
-            self.out.set(length["j"], left)
-            if fills:
-                with self.out.block(ir.If(length["j"] > FILLED)):
-                    self.out.set(length["j"], FILLED)
-                self.out.do("fill", ir.Name("xs")["j"], *self._kept_of("j"), low["j"], length["j"])
-        self.out.var("i64", "done", 0)
-        with self.out.block(ir.If(count.same(SIDE_BY_SIDE))):
-            self.out.set(done, length[0])
-            for j in every[1:]:
-                with self.out.block(ir.If(length[j] < done)):
-                    self.out.set(done, length[j])
+        out, kind, low, length, done = self.out, self.scan.kind, *map(ir.Name, ("low", "size", "done"))
+        out.scratch("i64", length.name, SIDE_BY_SIDE)
+        with self._each_block() if self.fills else nullcontext():
+            with self.each():
+                out.set(length[J], ir.Name("high")[J] - low[J])
+                if self.fills:
+                    with out.block(ir.If(length[J] > FILLED)):
+                        out.set(length[J], FILLED)
+                    out.do("fill", ir.Name("xs")[J], *self._kept_of(J), low[J], length[J])
+            out.var("i64", "done", 0)
+            with out.block(ir.If(ir.Name("count").same(SIDE_BY_SIDE))):
+                self._together(length, done)
+            with self.each():
+                out.var(kind, "acc", ACCS[J])
+                out.var("i64", "at", ATS[J])
+                with out.block(ir.For("i", done, length[J])):
+                    self._step("acc", "at", J)
+                out.set(ACCS[J], "acc")
+                out.set(ATS[J], "at")
+                if self.fills:
+                    out.set(low[J], length[J], "+")
+
+    @contextmanager
+    def _each_block(self) -> Iterator[None]:
+        """Blocks of computed values of all chains, as far as the longest goes."""
+        out, longest, left = self.out, ir.Name("longest"), ir.Name("high")[J] - ir.Name("low")[J]
+        out.scratch(self.scan.kind, "xs", SIDE_BY_SIDE, FILLED, aligned=self.scan.facts.machine.line_bytes)
+        out.var("i64", longest.name, 0)
+        with self.each(), out.block(ir.If(left > longest)):
+            out.set(longest, left)
+        with out.block(ir.For("b", ir.Number(0), longest, ir.Number(FILLED))):
+            yield
+
+    def _together(self, length: ir.Name, done: ir.Name) -> None:
+        """All chains, as far as the shortest goes."""
+        out, every = self.out, range(SIDE_BY_SIDE)
+        out.set(done, length[0])
+        for j in every[1:]:
+            with out.block(ir.If(length[j] < done)):
+                out.set(done, length[j])
+        for j in every:
+            out.var(self.scan.kind, f"acc{j}", ACCS[j])
+        for j in every:
+            out.var("i64", f"at{j}", ATS[j])
+        with out.block(ir.For("i", ir.Number(0), done)):
             for j in every:
-                self.out.var(kind, f"acc{j}", ACCS[j])
-            for j in every:
-                self.out.var("i64", f"at{j}", ATS[j])
-            with self.out.block(ir.For("i", ir.Number(0), done)):
-                for j in every:
-                    self._step(f"acc{j}", f"at{j}", j, fills)
-            for j in every:
-                self.out.set(ACCS[j], f"acc{j}")
-                self.out.set(ATS[j], f"at{j}")
-        with self._each_chain():
-            self.out.var(kind, "acc", ACCS["j"])
-            self.out.var("i64", "at", ATS["j"])
-            with self.out.block(ir.For("i", done, length["j"])):
-                self._step("acc", "at", "j", fills)
-            self.out.set(ACCS["j"], "acc")
-            self.out.set(ATS["j"], "at")
-            if fills:
-                self.out.set(low["j"], length["j"], "+")
-        if fills:
-            self.out.close()
+                self._step(f"acc{j}", f"at{j}", j)
+        for j in every:
+            out.set(ACCS[j], f"acc{j}")
+            out.set(ATS[j], f"at{j}")
 
     def _kept_of(self, j: ir.Like) -> list[ir.Value]:
-        return [ir.Name(f"of_{a.sym.name}")[j] for a in self.kept]
+        return [ir.Name(f"of_{a.sym.name}")[j] for a in self.scan.facts.kept_axes]
 
-    def _step(self, acc: str, at: str, j: ir.Like, fills: bool) -> None:
+    def _step(self, acc: str, at: str, j: ir.Like) -> None:
         """Take chain `j` one step on, to its index `i`."""
-        x = (ir.Name("xs")[j]["i"],) if fills else ()
+        x = (ir.Name("xs")[j]["i"],) if self.fills else ()
         self.out.do("point", acc, at, *self._kept_of(j), ir.Name("low")[j] + "i", *x)
 
 
-__all__ = ["ChainedScan"]
+__all__ = ["chained", "in_chunks", "is_cut"]

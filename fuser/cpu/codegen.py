@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fuser import config
-from fuser.cpu import bits, contraction, transposes
+from fuser.cpu import bits, contraction, pointwise, reduction, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
-from fuser.cpu.blocks import BlockedScan
-from fuser.cpu.chains import ChainedScan
+from fuser.cpu.blocks import blocked
+from fuser.cpu.chains import chained
 from fuser.cpu.checked import CHECKED_HELPER
-from fuser.cpu.ordered import Scan, Scatter
+from fuser.cpu.facts import Facts
+from fuser.cpu.ordered import scan, scatter
 from fuser.cpu.parts import ZEROS
-from fuser.cpu.pointwise import PointwiseNest
 from fuser.cpu.records import Bindings, Function, Generated, Partial
-from fuser.cpu.reduction import ReductionNest
 from fuser.cpu.sharing import shared
-from fuser.cpu.split import SplitNest
+from fuser.cpu.split import split
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
 from fuser.cpu.vir.nodes import Kernel
@@ -40,7 +39,7 @@ PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     """C++ functions for `plan`."""
-    made = _nests(plan, name, bindings)
+    made = _functions(Facts(plan, name, bindings))
     return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
 
 
@@ -52,28 +51,27 @@ def _through_passes(function: Function, machine: Machine) -> Function:
     return function
 
 
-def _nests(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
+def _functions(facts: Facts) -> Generated:
+    """Vector IR by the first kind of nest that takes the plan."""
+    plan = facts.plan
     if plan.ordered is not None:
-        return _ordered(plan, name, bindings)
-    if bindings.counts is None and contraction.fits(plan):
-        return Generated((contraction.ContractionNest(plan, name, bindings).whole(),), ())
+        return _ordered(facts)
+    if not facts.checked and contraction.fits(plan):
+        return Generated((contraction.whole(facts),), ())
     if plan.split:
-        return SplitNest(plan, name, bindings).split()
-    reduces = any(a.reduced for a in plan.axes)
-    nest = ReductionNest(plan, name, bindings) if reduces else PointwiseNest(plan, name, bindings)
-    return Generated((nest.whole(),), ())
+        return split(facts)
+    return Generated((reduction.whole(facts) if facts.reduced_axes else pointwise.whole(facts),), ())
 
 
-def _ordered(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
-    """C++ functions of a scatter's or scan's plan."""
-    assert plan.ordered is not None
-    if plan.ordered.kind != "scan":
-        return Generated((Scatter(plan, name, bindings).function(),), ())
-    if plan.vector is None and len(plan.reduced_axes) == 1:
-        nest = BlockedScan.of(plan, name, bindings) or ChainedScan.of(plan, name, bindings)
-        if nest is not None:
-            return nest.generate()
-    return Generated((Scan(plan, name, bindings).function(),), ())
+def _ordered(facts: Facts) -> Generated:
+    """The functions of a scatter's or scan's plan."""
+    assert facts.plan.ordered is not None
+    if facts.plan.ordered.kind != "scan":
+        return Generated((scatter(facts),), ())
+    found = None
+    if facts.vector is None and len(facts.reduced_axes) == 1:
+        found = blocked(facts) or chained(facts)
+    return found or Generated((scan(facts),), ())
 
 
 # Helpers of the generator itself, in order: the text of each, and the names of which one is used.

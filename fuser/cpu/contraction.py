@@ -10,15 +10,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Set
+from dataclasses import replace
 
 import torch
 
+from fuser.cpu.facts import Facts
+from fuser.cpu.frame import closed, each_unit, opened, units_of
 from fuser.cpu.records import Function
-from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.reduction import results
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, ZERO, Expr, Sym, expr, substitute, symbol
 from fuser.machines import Machine
-from fuser.scheduler.kernel_plan import KernelPlan, Reduce
+from fuser.scheduler.kernel_plan import KernelPlan
 
 COLUMNS = 16  # of a unit
 MOST_ROWS = 8
@@ -29,57 +32,38 @@ _ADD = {"f32": "{s} += {a} * b;", "bf16": "FUSER_DOT_BF16({s}, {a}, b);"}
 _CALL = re.compile(r"fuser_dot_(f32|bf16)_(\d+)$")
 
 
-class ContractionNest(ReductionNest):
-    """A nest whose reductions are contractions of few rows."""
-
-    row_axis = ""  # the variable of the rows; "" where there is one
-
-    def _choose_lanes(self) -> int:
-        return COLUMNS
-
-    def total(self, r: Reduce, lane: ir.Like) -> ir.Value:
-        """A sum in the tile, of the row at hand."""
-        row = ir.Name(self.row_axis) * COLUMNS if self.row_axis else ir.Number(0)
-        return ir.Name(f"tile{r.number}")[row + lane]
-
-    def total_dtype(self, r: Reduce) -> torch.dtype:
-        """The dtype of a finished sum."""
-        return torch.float32
-
-    def whole(self) -> Function:
-        """The single function."""
-        found = self.plan.contraction
-        assert found is not None and self.vector is not None
-        self.row_axis = found.row.name if found.row is not None else ""
-        rows = _rows_of(self.plan)
-        self.open_function()
-        outer = [a for a in self.kept if a.sym in found.columns and a is not self.vector]
-        digits, units = self._column_digits_of(outer)
-        self.emit_constants()
-        self.open_units(digits)
-        self._column_block()
-        start: dict[Sym, Expr] = {found.inner: ZERO, self.vector.sym: expr(0)}
-        if found.row is not None:
-            start[found.row] = ZERO
-        for r, (x, w) in zip(self.plan.reductions, found.operands, strict=True):
-            self.out.scratch("float", f"tile{r.number}", rows * COLUMNS)
+def whole(facts: Facts) -> Function:
+    """The single function of a nest whose reductions are contractions of few rows."""
+    found, facts = facts.plan.contraction, replace(facts, lanes=COLUMNS)
+    assert found is not None
+    row_axis = found.row.name if found.row is not None else ""  # the variable of the rows; "" where there is one
+    count = _rows_of(facts.plan)
+    rows = opened(facts)
+    out = rows.out
+    digits, units = units_of(facts, [a for a in facts.kept_axes if a.sym in found.columns and a is not facts.vector])
+    start: dict[Sym, Expr] = {found.inner: ZERO, facts.along.sym: expr(0)}
+    if found.row is not None:
+        start[found.row] = ZERO
+    rows.constants()
+    with each_unit(rows, digits):
+        for r, (x, w) in zip(facts.plan.reductions, found.operands, strict=True):
+            out.scratch("float", f"tile{r.number}", count * COLUMNS)
             step = _step(x.address, start, found.row)
-            at_w = substitute(w.address, {**start, self.vector.sym: symbol("v0", LOOP)})
-            across = _step(w.address, start, self.vector.sym)
-            self.out.do(
-                f"fuser_dot_{DTYPES[w.dtype]}_{rows}",
-                self.address(x.buffer, substitute(x.address, start)), self.index(step, "floor"),
-                self.address(w.buffer, at_w), self.index(across, "floor"),
+            at_w = substitute(w.address, {**start, facts.along.sym: symbol("v0", LOOP)})
+            across = _step(w.address, start, facts.along.sym)
+            out.do(
+                f"fuser_dot_{DTYPES[w.dtype]}_{count}",
+                rows.address(x.buffer, substitute(x.address, start)), rows.index(step, "floor"),
+                rows.address(w.buffer, at_w), rows.index(across, "floor"),
                 f"n_{found.inner.name}", "count", f"tile{r.number}",
             )  # fmt: skip
-        each = ir.For(self.row_axis, ir.Number(0), ir.Name(f"n_{self.row_axis}"))
-        self.out.open(each if self.row_axis else ir.Plain())
-        self.emit_results(0)
-        for phase in range(len(self.passes)):
-            self.emit_outer_stores(phase)
-        self.out.close()
-        self.out.close()
-        return Function(self.close_function(), units, self.work(), expr(0))
+        each = ir.For(row_axis, ir.Number(0), ir.Name(f"n_{row_axis}"))
+        row = ir.Name(row_axis) * COLUMNS if row_axis else ir.Number(0)
+        with out.block(each if row_axis else ir.Plain()):
+            results(rows, 0, lambda r: (torch.float32, ir.Name(f"tile{r.number}")[row + "l"]))
+            for phase in range(len(facts.passes)):
+                rows.after(phase)
+    return closed(rows, units)
 
 
 def _step(address: Expr, start: dict[Sym, Expr], along: Sym | None) -> Expr:
@@ -238,4 +222,4 @@ def _block(dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: 
     return [*out, "  }"]
 
 
-__all__ = ["ContractionNest", "fits", "helpers"]
+__all__ = ["fits", "helpers", "whole"]

@@ -6,117 +6,116 @@ is read lies in the first level cache as floats before the loop, and what it wri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from fuser.cpu.parts import PartsNest
+from fuser.cpu.facts import Facts
+from fuser.cpu.parts import is_part
+from fuser.cpu.rows import Place, Rows
 from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, Expr, substitute, symbol
+from fuser.ir.sizes import ONE, Expr
 from fuser.scheduler.kernel_plan import Store
 
 _FAR = ir.Number(4 * FARTHEST, torch.int64)
 MOST_PIECES = 6  # more would not fit into the first level cache
 
 
-class HalvesNest(PartsNest):
-    """A nest that reads and writes float16 by way of pieces of floats."""
+def half_loads(facts: Facts, phase: int) -> list[int]:
+    """Loads of float16 in a pass that are contiguous along the vector axis."""
+    return [n for n in facts.rows_of(phase) if not facts.checked and _reads_halves(facts, n)]
 
-    def half_loads(self, phase: int) -> list[int]:
-        """Loads of float16 in a pass that are contiguous along the vector axis."""
-        return [n for n in self.rows_of(phase) if not self.checked and self._reads_halves(n)]
 
-    def _reads_halves(self, n: int) -> bool:
-        row = self.plan.rows[n]
-        if row.op != "load" or n in self.staged or n in self.guarded or n in self.moved:
-            return False
-        if self.is_part(n):
-            return self.dtypes[row.attr[0]] is torch.float16
-        if row.args and (n in self.parts or not self._bounds(row.args[0])):
-            return False
-        return self._is_line(row.attr[0], row.attr[1][0])
+def half_stores(facts: Facts, phase: int) -> list[Store]:
+    """The same of stores."""
+    mine = [s for s in facts.passes[phase].stores if s.row not in facts.moved and not facts.checked]
+    return [s for s in mine if _is_line(facts, s.buffer, s.address)]
 
-    def _bounds(self, mask: int) -> list[tuple[bool, ir.Value]]:
-        """The bounds that a condition sets on the index along the vector axis; none if it is not made of such bounds.
 
-        Each is (before, index): the condition holds before the index, or from it on.
-        A condition that does not depend on the vector axis is bounded beyond all indices.
-        """
-        found: list[tuple[bool, ir.Value]] = []
-        pending = [mask]
-        while pending:
-            n = pending.pop()
-            edge = find_edge(self, self.plan.rows[n])
-            if edge is not None:
-                found.append(edge)
-            elif not self.is_full(n) and not self.is_lane(n):
-                found.append((True, ir.Select(self.ref(n), _FAR, ir.Unary("-", _FAR))))
-            elif self.is_full(n) and self.plan.rows[n].traits.sign == "&":
-                pending += self.plan.rows[n].args
-            else:
-                return []
-        return found
+def has_halves(facts: Facts, phase: int) -> bool:
+    """Whether a pass over pieces converts float16 before and after each."""
+    return 0 < len(half_loads(facts, phase)) + len(half_stores(facts, phase)) <= MOST_PIECES
 
-    def _declare_bounds(self, n: int, start: str, count: ir.Value) -> None:
-        self.out.var("i64", f"low{n}", 0)
-        self.out.var("i64", f"high{n}", count)
-        edge = ir.Name("edge")
-        for before, place in self._bounds(self.plan.rows[n].args[0]):
-            side = ir.Name(f"high{n}" if before else f"low{n}")
-            with self.out.block(ir.Plain()):
-                self.out.let("i64", edge.name, place - start)
-                self.out.set(side, ir.Select(edge < side if before else edge > side, edge, side))
 
-    def _is_line(self, buffer: str, address: Expr) -> bool:
-        return self.dtypes[buffer] is torch.float16 and self.step(address) == ONE
+def _reads_halves(facts: Facts, n: int) -> bool:
+    row = facts.plan.rows[n]
+    if row.op != "load" or n in facts.staged or n in facts.guarded or n in facts.moved:
+        return False
+    if is_part(facts, n):
+        return facts.dtypes[row.attr[0]] is torch.float16
+    if row.args and (n in facts.parts or not _bounds(facts, row.args[0])):
+        return False
+    return _is_line(facts, row.attr[0], row.attr[1][0])
 
-    def half_stores(self, phase: int) -> list[Store]:
-        """The same of stores."""
-        mine = [s for s in self.passes[phase].stores if s.row not in self.moved and not self.checked]
-        return [s for s in mine if self._is_line(s.buffer, s.address)]
 
-    def has_halves(self, phase: int) -> bool:
-        """Whether a pass over pieces converts float16 before and after each."""
-        return 0 < len(self.half_loads(phase)) + len(self.half_stores(phase)) <= MOST_PIECES
+def _is_line(facts: Facts, buffer: str, address: Expr) -> bool:
+    return facts.dtypes[buffer] is torch.float16 and facts.step(address) == ONE
 
-    def open_pieces(self, phase: int, start: str, place: ir.Like, length: int, count: ir.Like) -> None:
-        """Prepare a loop of `count` elements from `start` on, at most `length`: parts, and float16 as float32.
 
-        `place` is the current index of the loop in each.
-        """
-        place, count = ir.value(place), ir.value(count)
-        self._open_parts(phase, start, place, count)
-        if self.has_halves(phase):
-            self._open_halves(phase, start, place, length, count)
+def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
+    """The bounds that a condition sets on the index along the vector axis; none if it is not made of such bounds.
 
-    def close_pieces(self, phase: int, start: str, count: ir.Like) -> None:
-        """After that loop; no result is converted that is no longer in `results`."""
-        self._close_halves(phase, start, count)
-        self._close_parts(phase)
+    Each is (before, index): the condition holds before the index, or from it on.
+    A condition that does not depend on the vector axis is bounded beyond all indices.
+    """
+    found: list[tuple[bool, ir.Value]] = []
+    pending = [mask]
+    while pending:
+        n = pending.pop()
+        edge = find_edge(facts, facts.plan.rows[n])
+        if edge is not None:
+            found.append(edge)
+        elif not facts.is_full(n) and not facts.is_lane(n):
+            found.append((True, ir.Select(facts.scalar(n), _FAR, ir.Unary("-", _FAR))))
+        elif facts.is_full(n) and facts.plan.rows[n].traits.sign == "&":
+            pending += facts.plan.rows[n].args
+        else:
+            return []
+    return found
 
-    def _open_halves(self, phase: int, start: str, place: ir.Value, length: int, count: ir.Value) -> None:
-        assert self.vector is not None
-        origin = {self.vector.sym: symbol(start, LOOP)}
-        length = -(-length // 16) * 16  # whole vectors
-        for n in self.half_loads(phase):
-            buffer, (address,) = self.plan.rows[n].attr
-            piece = ir.Name(f"piece{n}")
-            self.out.scratch("float", piece.name, length, aligned=self.line)
-            at = ir.Name(f"part{n}") if n in self.parts else self.address(buffer, substitute(address, origin))
-            if self.plan.rows[n].args and n not in self.parts:
-                self._declare_bounds(n, start, count)
-                self.out.add(ir.Widen(piece, at, count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))
-            else:
-                self.out.add(ir.Widen(piece, at, count))
-            self.pieces[n] = piece[place]
-        for k, s in enumerate(self.half_stores(phase)):
-            self.out.scratch("float", f"result{phase}_{k}", length, aligned=self.line)
-            self.results[s] = ir.Name(f"result{phase}_{k}")[place]
 
-    def _close_halves(self, phase: int, start: str, count: ir.Like) -> None:
-        assert self.vector is not None
-        self.pieces.clear()
-        for k, s in enumerate(self.half_stores(phase) if self.results else []):
-            origin = {self.vector.sym: symbol(start, LOOP)}
-            to = self.address(s.buffer, substitute(s.address, origin), self.tile_of(s))
-            self.out.add(ir.Narrow(to, ir.Name(f"result{phase}_{k}"), ir.value(count)))
-        self.results.clear()
+@contextmanager
+def pieces(
+    rows: Rows, phase: int, start: str, place: ir.Value, length: int, count: ir.Value, narrow: bool = True
+) -> Iterator[None]:
+    """Around a loop of `count` elements from `start` on, at most `length`: it finds float16 as float32.
+
+    `place` is the current index of the loop. What it leaves as float32 is converted after it, if `narrow`.
+    """
+    facts, out, found = rows.facts, rows.out, dict[int, Place]()
+    length, aligned = -(-length // 16) * 16, facts.machine.line_bytes  # whole vectors
+    for n in half_loads(facts, phase):
+        piece, part, row = ir.Name(f"piece{n}"), rows.places.get(n), facts.plan.rows[n]
+        out.scratch("float", piece.name, length, aligned=aligned)
+        at = ir.Name(f"part{n}") if part is not None else rows.address_from(start, row.attr[0], row.attr[1][0])
+        if row.args and part is None:
+            _declare_bounds(rows, n, start, count)
+            out.add(ir.Widen(piece, at, count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))
+        else:
+            out.add(ir.Widen(piece, at, count))
+        found[n] = Place(piece[place])
+    stores = {s: ir.Name(f"result{phase}_{k}") for k, s in enumerate(half_stores(facts, phase))}
+    for result in stores.values():
+        out.scratch("float", result.name, length, aligned=aligned)
+    with rows.found(found, {s: result[place] for s, result in stores.items()}):
+        yield
+    for s, result in stores.items() if narrow else ():
+        to = rows.address_from(start, s.buffer, s.address, facts.tile_of(s))
+        out.add(ir.Narrow(to, result, count))
+
+
+def _declare_bounds(rows: Rows, n: int, start: str, count: ir.Value) -> None:
+    out = rows.out
+    out.var("i64", f"low{n}", 0)
+    out.var("i64", f"high{n}", count)
+    edge = ir.Name("edge")
+    for before, place in _bounds(rows.facts, rows.plan.rows[n].args[0]):
+        side = ir.Name(f"high{n}" if before else f"low{n}")
+        with out.block(ir.Plain()):
+            out.let("i64", edge.name, place - start)
+            out.set(side, ir.Select(edge < side if before else edge > side, edge, side))
+
+
+__all__ = ["half_loads", "half_stores", "has_halves", "pieces"]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cpu.nest import Nest, storage_type
+from fuser.cpu.facts import Facts, storage_type
+from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
 from fuser.ops import LOW, has_lanes
@@ -50,17 +52,19 @@ class Stream:
 class LaneLoop:
     """The innermost loop of a pointwise nest, without reductions; `fits` says whether it can be written so."""
 
-    def __init__(self, nest: Nest) -> None:
-        self.nest, self.plan, self.out = nest, nest.plan, nest.out
-        self.full = [s for s in self.plan.stores if nest.store_is_full(s)]
-        self.stored = [nest.unrounded(s) for s in self.full]
-        self.edges = find_edges(nest)
-        self.rows = nest.closure(self.stored, set(self.edges))
+    macro = "FUSER_LANES"  # is not 0 where there are such vectors
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.plan = facts, facts.plan
+        self.full = [s for s in self.plan.stores if s in facts.passes.full_stores]
+        self.stored = [facts.unrounded(s) for s in self.full]
+        self.edges = find_edges(facts)
+        self.rows = facts.passes.closure(self.stored, set(self.edges))
         self.loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
-        self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in nest.parts}
-        used = {nest.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
-        used |= {nest.dtypes[s.buffer] for s in self.full}
-        self.backward = {n for n in self.loads if nest.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
+        self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in facts.parts}
+        used = {facts.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
+        used |= {facts.dtypes[s.buffer] for s in self.full}
+        self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
         in_order = self.masked or self.backward or any(n in self.edges for n in self.rows)  # lanes of pairs are not
         self.pairs = used == {torch.bfloat16} and not in_order
@@ -68,10 +72,10 @@ class LaneLoop:
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
-        nest = self.nest
-        if not nest.machine.lanes or nest.vector is None or nest.vector.hint < SHORTEST:
+        facts = self.facts
+        if not facts.machine.lanes or facts.vector is None or facts.vector.hint < SHORTEST:
             return False
-        if nest.checks_inside or nest.staged or nest.hoisted or nest.kept_rows:
+        if facts.checks_inside or facts.staged or facts.hoisted:
             return False
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
@@ -87,12 +91,12 @@ class LaneLoop:
 
     def _rounds(self, n: int) -> bool:
         row = self.plan.rows[n]
-        return row.op == "round_to" and not self.nest.is_exact(row.args[0], row.attr)
+        return row.op == "round_to" and not self.facts.is_exact(row.args[0], row.attr)
 
     def _store_fits(self, s: Store, n: int) -> bool:
-        dtype = self.nest.dtypes[s.buffer]
+        dtype = self.facts.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and dtype in DTYPES and self.nest.step(s.address) == ONE
+        return same and self.plan.rows[n].dtype in TYPES and dtype in DTYPES and self.facts.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
@@ -102,9 +106,9 @@ class LaneLoop:
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            if n in self.nest.guarded or self.nest.dtypes[buffer] not in DTYPES:
+            if n in self.facts.guarded or self.facts.dtypes[buffer] not in DTYPES:
                 return False
-            return self.nest.step(address) == ONE or (n in self.backward and not row.args)
+            return self.facts.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return row.op == "to_dtype" or self._cell_dtype(row) is not None
@@ -117,12 +121,11 @@ class LaneLoop:
             return None
         return kind if has_lanes(row.op, kind) else None
 
-    def emit(self, low: str, high: str) -> None:
+    def emit(self, rows: Rows, low: str, high: str) -> None:
         """The loop from `low` to `high`, which are names: groups of vectors, then single ones, the last in part."""
-        assert self.nest.vector is not None
-        v, out = self.nest.vector.sym.name, self.out
-        streams = [*((self._read(n), True) for n in self.loads)]
-        streams += [(self._write(k, s), False) for k, s in enumerate(self.full)]
+        v, out = self.facts.v, rows.out
+        streams = [*((self._read(rows, n), True) for n in self.loads)]
+        streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
         out.open(ir.Plain())
         out.let("i64", "start", low)
         out.let("i64", "length", ir.Name(high) - "start")
@@ -132,14 +135,14 @@ class LaneLoop:
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted(needed - set(self.rows)):
             dtype = self.plan.rows[n].dtype
-            out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, self.nest.ref(n)))
+            out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
         length = ir.Name("length")
         with out.block(ir.For("k", None, length, ir.Number(self.vectors) * LANES, whole=True)):
-            self._body(self.vectors, None)
+            self._body(out, self.vectors, None)
         with out.block(ir.For("k", None, length, LANES)):
             out.let("lanes_m", "some", ir.First(torch.float32, length - "k"))
-            self._body(1, ir.Name("some"))
+            self._body(out, 1, ir.Name("some"))
         out.close()
 
     def _deps(self, n: int) -> Sequence[int]:
@@ -147,24 +150,25 @@ class LaneLoop:
         row = self.plan.rows[n]
         return () if n in self.edges or (row.op == "load" and n not in self.masked) else row.args
 
-    def _read(self, n: int) -> Stream:
+    def _read(self, rows: Rows, n: int) -> Stream:
         buffer, (address,) = self.plan.rows[n].attr
-        place = self.nest.parts.get(n) or ir.Name(buffer)[self.nest.index(address)]
-        return Stream(f"from{n}", self.nest.dtypes[buffer], place)
+        part = rows.places.get(n)
+        element = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
+        return Stream(f"from{n}", self.facts.dtypes[buffer], element)
 
-    def _write(self, k: int, s: Store) -> Stream:
-        return Stream(f"into{k}", self.nest.dtypes[s.buffer], self.nest.target(s))
+    def _write(self, rows: Rows, k: int, s: Store) -> Stream:
+        return Stream(f"into{k}", self.facts.dtypes[s.buffer], rows.target(s))
 
-    def _body(self, vectors: int, some: ir.Value | None) -> None:
+    def _body(self, out: Builder, vectors: int, some: ir.Value | None) -> None:
         """All rows and stores of as many vectors; of one, if `some` names its lanes."""
         for n in self.rows:
             for at, v in enumerate(self._values(n, vectors, some)):
-                self.out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
+                out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
-            self._store(ir.Name(f"into{k}") + "k", self.nest.dtypes[s.buffer], n, vectors, some)
+            self._store(out, ir.Name(f"into{k}") + "k", self.facts.dtypes[s.buffer], n, vectors, some)
 
     def _name(self, n: int, at: int) -> ir.Value:
-        return ir.Name(f"t{n}_{at}" if self.nest.is_full(n) else f"t{n}_all")
+        return ir.Name(f"t{n}_{at}" if self.facts.is_full(n) else f"t{n}_all")
 
     def _values(self, n: int, vectors: int, some: ir.Value | None) -> Iterator[ir.Value]:
         """The right-hand sides of row `n`, one for each vector."""
@@ -179,21 +183,21 @@ class LaneLoop:
             elif row.op == "load":
                 yield self._load(n, at, args, some)
             elif row.op == "round_to":
-                exact, tame = self.nest.is_exact(row.args[0], row.attr), row.args[0] in self.nest.tame
+                exact, tame = self.facts.is_exact(row.args[0], row.attr), row.args[0] in self.facts.tame
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
             elif row.op == "to_dtype":
                 yield _convert(self.plan.rows[row.args[0]].dtype, row.dtype, args[0])
             else:
                 kind = self._cell_dtype(row)
                 assert kind is not None
-                yield ir.Op("lanes_near" if n in self.nest.near else "lanes", row.op, kind, args)
+                yield ir.Op("lanes_near" if n in self.facts.near else "lanes", row.op, kind, args)
 
     def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
         start = ir.Name(f"from{n}")
         if self.pairs and some is None:
             pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * LANES, paired=True)
             return ir.Half(pairs, odd=bool(at % 2))
-        dtype = self.nest.dtypes[self.plan.rows[n].attr[0]]
+        dtype = self.facts.dtypes[self.plan.rows[n].attr[0]]
         if n in self.backward:
             lanes = LANES if some is None else ir.Name("length") - "k"
             return ir.Load(dtype, start - "k" - ir.Number(at) * LANES, back=lanes)
@@ -202,12 +206,14 @@ class LaneLoop:
             mask = some if mask is None else some & mask
         return ir.Load(dtype, start + "k" + ir.Number(at) * LANES, mask)
 
-    def _store(self, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None) -> None:
-        exact, tame = self.nest.is_exact(n, dtype), n in self.nest.tame
+    def _store(
+        self, out: Builder, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None
+    ) -> None:  # fmt: skip
+        exact, tame = self.facts.is_exact(n, dtype), n in self.facts.tame
         together = 2 if self.pairs and some is None else 1
         for at in range(0, vectors, together):
             values = tuple(self._name(n, at + k) for k in range(together))
-            self.out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))
+            out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))
 
 
 def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:

@@ -7,17 +7,25 @@ axis runs over the lanes of a block. The other axes run in the plan's order, so 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
+from fuser.cpu.facts import Facts
+from fuser.cpu.frame import closed, each_unit, opened, units_of
+from fuser.cpu.prepared import prepared
 from fuser.cpu.records import Function
-from fuser.cpu.reduction import ReductionNest
+from fuser.cpu.reduction import decided
+from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
-from fuser.ir.sizes import Expr, expr, minimum, product
-from fuser.ops import CPP_TYPES, SCANS, compute_dtype
-from fuser.scheduler.kernel_plan import Store
-from fuser.scheduler.nodes import Ordered
+from fuser.ir.loop_body import Row
+from fuser.ir.sizes import minimum, product
+from fuser.ops import CPP_TYPES, SCANS, ScanRow, compute_dtype
+from fuser.scheduler.kernel_plan import Axis, Store
 
 
 def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
@@ -30,168 +38,189 @@ def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
     return changed
 
 
-class OrderedNest(ReductionNest):
-    """A nest of units, then loops in order, then perhaps lanes."""
+def how_of(facts: Facts) -> str:
+    """The name of what an ordered nest does at each point."""
+    assert facts.plan.ordered is not None
+    return facts.plan.ordered.how
+
+
+def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | None = None) -> Function:
+    """The whole function: units, then loops in order, then perhaps lanes; `put` writes what happens at one point.
+
+    `before` writes what a unit needs before its loops. Then lanes may read backwards, and float16 as float32.
+    """
+    facts, out = rows.facts, rows.out
+    digits, units = units_of(facts)
+    rows.constants()
+    with each_unit(rows, digits):
+        rows.outside(facts.passes[0].before)
+        if before is not None:
+            before()
+        for a in facts.reduced_axes:
+            out.open(ir.For(a.sym.name, ir.Number(0), ir.Name(f"n_{a.sym.name}")))
+        with _lanes(rows, before is not None):
+            for n in facts.passes[0].inner:
+                rows.declare(n)
+            put()
+        for _ in facts.reduced_axes:
+            out.close()
+    return closed(rows, units * minimum(product(a.size for a in facts.reduced_axes), 1))
+
+
+@contextmanager
+def _lanes(rows: Rows, prepares: bool) -> Iterator[None]:
+    if rows.facts.vector is None:
+        yield
+    elif not prepares:
+        with rows.lanes():
+            yield
+    else:
+        with prepared(rows, 0, "v0", "l", rows.facts.lanes, "count"), rows.lanes():
+            yield
+
+
+# -- scatters ---------------------------------------------------------------------------------------------------------
+def scatter(facts: Facts) -> Function:
+    """The function of a scatter: the value of each point is combined with the element at its computed index."""
+    rows = opened(decided(facts))
+    return _in_order(rows, lambda: _combine(rows))
+
+
+def _combine(rows: Rows) -> None:
+    (s,) = rows.plan.stores
+    dtype, value, how = rows.facts.dtypes[s.buffer], rows.ref(s.row), how_of(rows.facts)
+    rows.out.let("i64", "place", rows.index(s.address))
+    target = ir.Name(s.buffer)["place"]
+    if how:
+        rows.out.let(CPP_TYPES[compute_dtype(dtype)], "old", ir.Decode(dtype, target))
+        value = ir.Op("combine", how, compute_dtype(dtype), (ir.Name("old"), value))
+    rows.out.set(target, ir.Encode(dtype, value))
+
+
+# -- scans ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Scan:
+    """A scan: each point stores what the values up to it make.
+
+    how, spec: its row of the table. value: the row whose values are scanned; dtype: of what goes on from point to
+    point. pair: the row of a value and its index, where indices are results.
+    """
+
+    facts: Facts
+    how: str
+    spec: ScanRow
+    value: int
+    dtype: torch.dtype
+    pair: Row | None
+
+    @staticmethod
+    def of(facts: Facts) -> Scan:
+        """The scan of a plan."""
+        stores, rows, how = facts.plan.stores, facts.plan.rows, how_of(facts)
+        pair = next((r for r in (rows[s.row] for s in stores) if r.op == "pair"), None)
+        value = pair.args[0] if pair is not None else stores[0].row
+        return Scan(facts, how, SCANS[how], value, SCANS[how].accumulate(rows[value].dtype), pair)
 
     @property
-    def ordered(self) -> Ordered:
-        """How the points depend on each other."""
-        assert self.plan.ordered is not None
-        return self.plan.ordered
+    def kind(self) -> str:
+        """The C++ type of what goes on."""
+        return CPP_TYPES[self.dtype]
 
-    def streams(self, phase: int | None = None) -> list[Store]:
-        """None: results are read again soon, or are stored in small parts."""
-        return []
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.facts.plan.rows[self.value].dtype
 
-    def function(self) -> Function:
-        """The whole function."""
-        self.open_function()
-        digits, units = self._digits()
-        self.emit_constants()
-        self.open_units(digits)
-        if self.vector is not None:
-            self._column_block()
-        self.emit_unit_rows(self.passes[0].before)
-        self.before()
-        for a in self.red_axes:
-            self.out.open(ir.For(a.sym.name, *self._range(a, {})))
-        if self.vector is not None:
-            self.before_lanes()
-            self.open_lanes()
-        for n in self.passes[0].inner:
-            self.declare(n)
-        self.put()
-        if self.vector is not None:
-            self.out.close()
-            self.after_lanes()
-        for _ in self.red_axes:
-            self.out.close()
-        self.out.close()
-        units = units * minimum(product(a.size for a in self.red_axes), 1)
-        return Function(self.close_function(), units, self.work(), expr(0))
+    @property
+    def axis(self) -> Axis:
+        """The axis of a scan along rows."""
+        (axis,) = self.facts.reduced_axes
+        return axis
 
-    def _digits(self) -> tuple[list[tuple[str, ir.Value]], Expr]:
-        if self.vector is not None:
-            return self._column_digits()
-        return self.digits(self.kept), product(a.size for a in self.kept)
-
-    def before(self) -> None:
-        """What a unit needs before its loops."""
-
-    def before_lanes(self) -> None:
-        """What a loop over lanes needs before it."""
-
-    def after_lanes(self) -> None:
-        """What is left to do after it."""
-
-    def put(self, stores: bool = True, given: bool = False) -> None:
-        """What happens at one point, and what it stores."""
-        raise NotImplementedError
-
-
-class Scatter(OrderedNest):
-    """The value of each point is combined with the element at its computed index."""
-
-    def put(self, stores: bool = True, given: bool = False) -> None:
-        """Combine the value with the element at its index."""
-        (s,) = self.plan.stores
-        dtype, value = self.dtypes[s.buffer], self.ref(s.row)
-        self.out.let("i64", "place", self.index(s.address))
-        target = ir.Name(s.buffer)["place"]
-        if self.ordered.how:
-            self.out.let(CPP_TYPES[compute_dtype(dtype)], "old", ir.Decode(dtype, target))
-            value = ir.Op("combine", self.ordered.how, compute_dtype(dtype), (ir.Name("old"), value))
-        self.out.set(target, ir.Encode(dtype, value))
-
-
-class Scan(OrderedNest):
-    """Each point stores what the values up to it make."""
-
-    def before(self) -> None:
-        spec, kind = SCANS[self.ordered.how], self.accumulator()
-        start = ir.Number(spec.identity(kind), kind)
-        if self.vector is None:
-            self.out.var(CPP_TYPES[kind], "acc", start)
-            if spec.index:
-                self.out.var("i64", "at", 0)
-            return
-        starts: list[ir.Statement] = [ir.Set(ir.Name("accs")["l"], start)]
-        self.out.scratch(CPP_TYPES[kind], "accs", self.lanes)
-        if spec.index:
-            self.out.scratch("i64", "ats", self.lanes)
-            starts.append(ir.Set(ir.Name("ats")["l"], ir.Number(0)))
-        self.out.each(self.lanes, *starts)
-
-    def before_lanes(self) -> None:
-        """What a line reads backwards or under a condition, and floats of the float16 that it reads and writes."""
-        self.open_pieces(0, "v0", "l", self.lanes, "count")
-
-    def after_lanes(self) -> None:
-        """Floats become float16."""
-        self.close_pieces(0, "v0", "count")
-
-    def close_function(self) -> ir.Kernel:
-        """The function's tail; returns the function, with scalar conversions unless lanes are scanned side by side."""
-        kernel = super().close_function()
-        return lone_halves(kernel) if self.vector is None else kernel
-
-    def _stored(self, dtype: torch.dtype, acc: ir.Value) -> ir.Value:
-        """What to store for an accumulator: storing rounds, so its conversion to a half need not."""
-        return ir.Encode(dtype, ir.Convert(self.accumulator(), compute_dtype(dtype), acc))
-
-    def value_row(self) -> int:
-        """The row whose values are scanned."""
-        pair = next((r for r in (self.plan.rows[s.row] for s in self.plan.stores) if r.op == "pair"), None)
-        return pair.args[0] if pair is not None else self.plan.stores[0].row
+    @functools.cached_property
+    def identity(self) -> ir.Number:
+        """What a scan begins with."""
+        return ir.Number(self.spec.identity(self.dtype), self.dtype)
 
     def is_place(self, s: Store) -> bool:
         """Whether a store is of the index of the extreme, and not of its value."""
-        return self.plan.rows[s.row].op == "pair"
+        return self.facts.plan.rows[s.row].op == "pair"
 
-    def accumulator(self) -> torch.dtype:
-        """The dtype of what goes on from point to point."""
-        return SCANS[self.ordered.how].accumulate(self.plan.rows[self.value_row()].dtype)
+    def join(self, acc: ir.Value, x: ir.Value, dtype: torch.dtype | None = None) -> ir.Op:
+        """The next step of the scan; of an index scan, whether `x` is taken."""
+        return ir.Op("step", self.how, dtype or self.dtype, (acc, x))
 
-    def put(self, stores: bool = True, given: bool = False) -> None:
-        """The next step of the scan, of `x` if that is given. Results are stored but where the last one is all."""
-        spec, kind = SCANS[self.ordered.how], self.accumulator()
-        acc: ir.Value = ir.Name("acc") if self.vector is None else ir.Name("accs")["l"]
-        at: ir.Value = ir.Name("at") if self.vector is None else ir.Name("ats")["l"]
-        value, x = self.value_row(), ir.Name("x")
-        if not given:
-            self.out.let(CPP_TYPES[kind], "x", ir.Convert(self.plan.rows[value].dtype, kind, self.ref(value)))
-        step = ir.Op("step", self.ordered.how, kind, (acc, x))
-        if self.vector is None and spec.extreme:
-            self._take_extreme()
-        elif spec.index:
-            self.out.let("bool", "better", step)
-            self.out.set(acc, ir.Select(ir.Name("better"), x, acc))
-            self.out.set(at, ir.Select(ir.Name("better"), self._here(), at))
-        else:
-            self.out.set(acc, step)
-        for s in self.plan.stores if stores else ():
-            if s in self.results:
-                self.out.set(self.results[s], ir.Convert(kind, torch.float32, acc))
-                continue
-            result = at if self.is_place(s) else self._stored(self.dtypes[s.buffer], acc)
-            self.out.set(ir.Name(s.buffer)[self.index(s.address)], result)
 
-    def _here(self) -> ir.Value:
-        (pair,) = {self.plan.rows[s.row] for s in self.plan.stores if self.is_place(s)}
-        return self.ref(pair.args[1])
+def scan(facts: Facts) -> Function:
+    """The function of a scan over points in the plan's order, perhaps of neighbours side by side in lanes."""
+    found = Scan.of(decided(facts))
+    rows = opened(found.facts)
+    made = _in_order(rows, lambda: step(rows, found), lambda: _start(rows, found))
+    return made if facts.vector is not None else in_scalars(made)
 
-    def _take_extreme(self) -> None:
-        """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
-        x, acc = ir.Name("x"), ir.Name("acc")
-        better: ir.Value = ir.Unary("!", ir.Binary(_LOSES[SCANS[self.ordered.how].extreme], x, acc))
-        if self.accumulator().is_floating_point:  # NaN stays but for another NaN
-            better = ir.Binary("&&", better, ir.Binary("||", acc.same(acc), x.differs(x)))
-        with self.out.block(ir.If(better, rare=True)):
-            self.out.set(acc, x)
-            if SCANS[self.ordered.how].index:
-                self.out.set("at", self._here())
+
+def in_scalars(function: Function) -> Function:
+    """A function without lanes, with scalar conversions."""
+    return replace(function, code=lone_halves(function.code))
+
+
+def _start(rows: Rows, scan: Scan) -> None:
+    out, lanes = rows.out, rows.facts.lanes
+    if rows.facts.vector is None:
+        out.var(scan.kind, "acc", scan.identity)
+        if scan.spec.index:
+            out.var("i64", "at", 0)
+        return
+    starts: list[ir.Statement] = [ir.Set(ir.Name("accs")["l"], scan.identity)]
+    out.scratch(scan.kind, "accs", lanes)
+    if scan.spec.index:
+        out.scratch("i64", "ats", lanes)
+        starts.append(ir.Set(ir.Name("ats")["l"], ir.Number(0)))
+    out.each(lanes, *starts)
+
+
+def step(rows: Rows, scan: Scan, stores: bool = True, given: bool = False) -> None:
+    """The next step of the scan, of `x` if that is `given`. Results are stored but where the last one is all."""
+    out, one, x = rows.out, rows.facts.vector is None, ir.Name("x")
+    acc: ir.Value = ir.Name("acc") if one else ir.Name("accs")["l"]
+    at: ir.Value = ir.Name("at") if one else ir.Name("ats")["l"]
+    if not given:
+        out.let(scan.kind, "x", ir.Convert(scan.value_dtype, scan.dtype, rows.ref(scan.value)))
+    if one and scan.spec.extreme:
+        _take_extreme(rows, scan)
+    elif scan.spec.index:
+        out.let("bool", "better", scan.join(acc, x))
+        out.set(acc, ir.Select(ir.Name("better"), x, acc))
+        out.set(at, ir.Select(ir.Name("better"), _here(rows, scan), at))
+    else:
+        out.set(acc, scan.join(acc, x))
+    for s in rows.plan.stores if stores else ():
+        if s in rows.results:
+            out.set(rows.results[s], ir.Convert(scan.dtype, torch.float32, acc))
+            continue
+        # Storing rounds, so its conversion to a half need not.
+        dtype = rows.facts.dtypes[s.buffer]
+        result = at if scan.is_place(s) else ir.Encode(dtype, ir.Convert(scan.dtype, compute_dtype(dtype), acc))
+        out.set(ir.Name(s.buffer)[rows.index(s.address)], result)
+
+
+def _here(rows: Rows, scan: Scan) -> ir.Value:
+    assert scan.pair is not None
+    return rows.ref(scan.pair.args[1])
+
+
+def _take_extreme(rows: Rows, scan: Scan) -> None:
+    """A new extreme is rare: a branch costs less than a choice, for which the next one waits."""
+    x, acc = ir.Name("x"), ir.Name("acc")
+    better: ir.Value = ir.Unary("!", ir.Binary(_LOSES[scan.spec.extreme], x, acc))
+    if scan.dtype.is_floating_point:  # NaN stays but for another NaN
+        better = ir.Binary("&&", better, ir.Binary("||", acc.same(acc), x.differs(x)))
+    with rows.out.block(ir.If(better, rare=True)):
+        rows.out.set(acc, x)
+        if scan.spec.index:
+            rows.out.set("at", _here(rows, scan))
 
 
 _LOSES = {">": "<", "<": ">"}  # how a value loses, by how it wins
 
-__all__ = ["OrderedNest", "Scan", "Scatter"]
+__all__ = ["Scan", "how_of", "in_scalars", "lone_halves", "scan", "scatter", "step"]

@@ -7,11 +7,13 @@ Windows of pools do so with steps: g++ vectorises a load of every second element
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fuser.cpu.nest import Nest, size
+from fuser.cpu.facts import Facts, size
 from fuser.cpu.parts import LONGEST, open_part
+from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import Expr, expr
@@ -27,114 +29,118 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows that are constant in a segment, in order; the indices between segments; loads under such conditions."""
+    """Rows that are constant in a segment, in order; the indices between segments; loads under such conditions.
+
+    places: where the loop finds these loads. conditions: those of loads with steps; none where all are neighbours.
+    """
 
     rows: tuple[int, ...]
-    places: tuple[ir.Value, ...]
+    cuts: tuple[ir.Value, ...]
     loads: tuple[int, ...]
-    longest: int = LONGEST
-
-    def parts(self, nest: Nest) -> dict[int, ir.Value]:
-        """What the loads read."""
-        assert nest.vector is not None
-        at = ir.Name(nest.vector.sym.name) - "from"
-        steps = {n: _step(nest, nest.plan.rows[n].attr[1][0]) for n in self.loads}
-        return {n: ir.Name(f"part{n}")[at if step == 1 else ir.Number(step) * at] for n, step in steps.items()}
-
-    def conditions(self, nest: Nest) -> list[ir.Name]:
-        """All conditions of loads with steps; none where all are neighbours."""
-        if self.longest == LONGEST:
-            return []
-        found = dict.fromkeys(nest.plan.rows[n].args[0] for n in self.loads)
-        return [ir.Name(f"t{n}") for n in found if nest.plan.rows[n].op != "const"]
+    longest: int
+    places: dict[int, Place]
+    conditions: tuple[ir.Name, ...]
 
 
-def find_segments(nest: Nest) -> Segments | None:
+def find_segments(facts: Facts) -> Segments | None:
     """The segments of a pointwise nest's loop; None if no load depends on such a condition."""
-    if nest.vector is None:
+    if facts.vector is None:
         return None
-    held = [r for r in nest.plan.rows if r.op == "load" and r.args]
-    most = max((_step(nest, r.attr[1][0]) for r in held), default=1)
-    most = most if nest.vector.hint >= SHORTEST_OF_STEPS else 1
-    if nest.vector.hint < SHORTEST and most < 2:
+    held = [r for r in facts.plan.rows if r.op == "load" and r.args]
+    most = max((_step(facts, r.attr[1][0]) for r in held), default=1)
+    most = most if facts.vector.hint >= SHORTEST_OF_STEPS else 1
+    if facts.vector.hint < SHORTEST and most < 2:
         return None
-    edges = find_edges(nest, most)
-    places = dict.fromkeys(place for _, place in edges.values())
+    edges = find_edges(facts, most)
+    cuts = dict.fromkeys(place for _, place in edges.values())
     rows: list[int] = []
-    for n, row in enumerate(nest.plan.rows):
+    for n, row in enumerate(facts.plan.rows):
         if n in edges:
             rows.append(n)
-        elif not nest.is_full(n):
+        elif not facts.is_full(n):
             continue
-        elif row.traits.sign in LOGIC and all(a in rows or not nest.is_full(a) for a in row.args):
+        elif row.traits.sign in LOGIC and all(a in rows or not facts.is_full(a) for a in row.args):
             rows.append(n)
-    known = {*rows, *(n for n in range(len(nest.plan.rows)) if most > 1 and not (nest.is_full(n) or nest.is_lane(n)))}
-    loads = [n for n, row in enumerate(nest.plan.rows) if _reads_a_part(nest, row, known, most)]
-    if not loads or len(places) > MOST_CUTS:
+    outside = (n for n in range(len(facts.plan.rows)) if not (facts.is_full(n) or facts.is_lane(n)))
+    known = {*rows, *(outside if most > 1 else ())}
+    loads = [n for n, row in enumerate(facts.plan.rows) if _reads_a_part(facts, row, known, most)]
+    if not loads or len(cuts) > MOST_CUTS:
         return None
-    return Segments(tuple(rows), tuple(places), tuple(loads), LONGEST // most)
+    conditions = dict.fromkeys(facts.plan.rows[n].args[0] for n in loads if most > 1)
+    return Segments(
+        tuple(rows), tuple(cuts), tuple(loads), LONGEST // most,
+        {n: Place(_part(facts, n), stored=True) for n in loads},
+        tuple(ir.Name(f"t{n}") for n in conditions if facts.plan.rows[n].op != "const"),
+    )  # fmt: skip
 
 
-def _step(nest: Nest, address: Expr) -> int:
+def _part(facts: Facts, n: int) -> ir.Value:
+    """What a load reads in a segment."""
+    at, step = ir.Name(facts.v) - "from", _step(facts, facts.plan.rows[n].attr[1][0])
+    return ir.Name(f"part{n}")[at if step == 1 else ir.Number(step) * at]
+
+
+def _step(facts: Facts, address: Expr) -> int:
     """How far apart neighbours are, if it is a known number of at most MOST_STEP elements; else 0."""
-    found = nest.step(address)
+    found = facts.step(address)
     step = found.as_int() if found is not None else None
     return step if step is not None and 1 <= step <= MOST_STEP else 0
 
 
-def _reads_a_part(nest: Nest, row: Row, known: Set[int], most: int) -> bool:
+def _reads_a_part(facts: Facts, row: Row, known: Set[int], most: int) -> bool:
     if row.op != "load" or not row.args or row.args[0] not in known:
         return False
-    return 1 <= _step(nest, row.attr[1][0]) <= most
+    return 1 <= _step(facts, row.attr[1][0]) <= most
 
 
-def find_edges(nest: Nest, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
+def find_edges(facts: Facts, most: int = 1) -> dict[int, tuple[bool, ir.Value]]:
     """The rows that are such comparisons, of indices with steps of at most `most`, each with its edge."""
-    full = (n for n in range(len(nest.plan.rows)) if nest.vector is not None and nest.is_full(n))
-    return {n: e for n in full if (e := find_edge(nest, nest.plan.rows[n], most)) is not None}
+    full = (n for n in range(len(facts.plan.rows)) if facts.vector is not None and facts.is_full(n))
+    return {n: e for n in full if (e := find_edge(facts, facts.plan.rows[n], most)) is not None}
 
 
-def find_edge(nest: Nest, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
+def find_edge(facts: Facts, row: Row, most: int = 1) -> tuple[bool, ir.Value] | None:
     """Where a comparison of an index changes along the vector axis: (whether it holds before, the index); else None."""
     sign = row.traits.sign
     if sign not in _AFTER:
         return None
     for at, (own, other) in enumerate((row.args, row.args[::-1])):
-        index = nest.plan.rows[own]
-        if index.op != "index" or not nest.is_full(own) or nest.is_full(other) or nest.is_lane(other):
+        index = facts.plan.rows[own]
+        if index.op != "index" or not facts.is_full(own) or facts.is_full(other) or facts.is_lane(other):
             continue
-        assert nest.vector is not None
-        v, e = nest.vector.sym, index.attr
-        step = _step(nest, e)
+        v, e = facts.along.sym, index.attr
+        step = _step(facts, e)
         if not 1 <= step <= most:
             continue
         sign = sign if at == 0 else _SWAPPED[sign]
-        first = _bound(nest, other) - size(e - expr(v) * step) + (_AFTER[sign] + step - 1)
+        first = _bound(facts, other) - size(e - expr(v) * step) + (_AFTER[sign] + step - 1)
         return sign in ("<", "<="), first if step == 1 else first // step
     return None
 
 
-def _bound(nest: Nest, n: int) -> ir.Value:
+def _bound(facts: Facts, n: int) -> ir.Value:
     """What an index is compared with, clamped to a bound beyond all indices: sums with it do not overflow."""
-    row = nest.plan.rows[n]
+    row = facts.plan.rows[n]
     if row.op == "index":
-        return nest.ref(n)
+        return facts.scalar(n)
     if row.op == "const":
         return ir.Number(max(-FARTHEST, min(int(row.attr), FARTHEST)))
-    bound, low, high = nest.ref(n), ir.Number(-FARTHEST), ir.Number(FARTHEST)
+    bound, low, high = facts.scalar(n), ir.Number(-FARTHEST), ir.Number(FARTHEST)
     return ir.Select(bound < low, low, ir.Select(bound > high, high, bound))
 
 
-def open_segments(nest: Nest, segments: Segments, low: str, high: str) -> None:
+@contextmanager
+def each_segment(rows: Rows, segments: Segments, low: str, high: str) -> Iterator[None]:
     """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
-    assert nest.vector is not None
-    nest.out.open(ir.Segments(ir.Name(low), ir.Name(high), segments.longest, segments.places))
-    nest.out.let("i64", nest.vector.sym.name, "from")
-    indices = {a for n in segments.rows for a in nest.plan.rows[n].args if nest.is_full(a)}
-    for n in sorted({*indices, *segments.rows}):
-        nest.declare(n)
-    for n in segments.loads:
-        open_part(nest, n, nest.plan.rows[n].attr[1][0])
+    facts, plan = rows.facts, rows.plan
+    with rows.out.block(ir.Segments(ir.Name(low), ir.Name(high), segments.longest, segments.cuts)):
+        rows.out.let("i64", facts.v, "from")
+        indices = {a for n in segments.rows for a in plan.rows[n].args if facts.is_full(a)}
+        for n in sorted({*indices, *segments.rows}):
+            rows.declare(n)
+        for n in segments.loads:
+            open_part(rows, n, plan.rows[n].attr[1][0])
+        yield
 
 
-__all__ = ["Segments", "find_edge", "find_edges", "find_segments", "open_segments"]
+__all__ = ["Segments", "each_segment", "find_edge", "find_edges", "find_segments"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from fuser.cpu.nest import TILE_STRIDE
 from fuser.cpu.vir.printer import WORDS
 from fuser.machines import Machine
 
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
 LEAST_BYTES = 16  # of a row of a block
+TILE_ROWS, TILE_COLUMNS = 128, 128  # a transposed read goes through a tile in the first level cache
+TILE_STRIDE = TILE_COLUMNS + 16  # the rows of a tile start in different sets of the cache
 MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
 
 _SHUFFLE = """\
@@ -94,4 +95,4 @@ def _function(size: int, machine: Machine) -> str:
     return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
 
 
-__all__ = ["EDGES", "MOST_APART", "edge_of", "helpers"]
+__all__ = ["EDGES", "MOST_APART", "TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "helpers"]

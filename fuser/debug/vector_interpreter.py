@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuser.cpu.nest import TILE_STRIDE
 from fuser.cpu.records import Function
+from fuser.cpu.transposes import TILE_STRIDE
 from fuser.cpu.vir import nodes as ir
 from fuser.debug.vector_memory import (
     Scalar,

@@ -11,7 +11,7 @@ import torch.fx
 
 from fuser import config, fusion_handle, machines, register_fusion
 from fuser.cpu import toolchain, transposes
-from fuser.cpu.nest import TILE_STRIDE
+from fuser.cpu.transposes import TILE_STRIDE
 from fuser.cpu.vir.printer import WORDS
 
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,75 @@
+"""Passes of column nests: each lane of a block of neighbouring columns is a result, rows come one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.facts import Facts
+from fuser.cpu.halves import half_loads
+from fuser.cpu.prefetches import prefetch_columns, prefetches_columns
+from fuser.cpu.prepared import prepared
+from fuser.cpu.rows import Rows
+from fuser.cpu.sums import count_turns
+from fuser.cpu.vir import nodes as ir
+from fuser.scheduler.kernel_plan import Axis, Reduce
+
+ROWS_TOGETHER = 4  # of a column pass, while accumulators stay in registers
+TOGETHER_COST = 16  # operations of a row up to which they are
+Fold = Callable[[Reduce], None]
+
+
+def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis], fold: Fold) -> None:
+    """One row of a block of columns."""
+    facts, count = rows.facts, ir.Name("count")
+    prefetch_columns(rows, phase, loops)
+    with prepared(rows, phase, "v0", "l", facts.lanes, count):
+        with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count):
+            rows.inner(phase, fold)
+    count_turns(rows.out, facts, own, 1)
+
+
+def _reads_pieces_only(facts: Facts, phase: int) -> bool:
+    """Whether a pass may go on to whole vectors: it reads and writes nothing but pieces, which have room."""
+    loads = {n for n in facts.rows_of(phase) if facts.plan.rows[n].op == "load"}
+    looks_up = any(r.op == "indirect" for r in facts.plan.rows)
+    plain = not (facts.has_checks or facts.passes[phase].stores or facts.kept or looks_up)
+    return plain and phase == 0 and bool(loads) and loads == set(half_loads(facts, phase))
+
+
+def takes_rows_together(facts: Facts, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis]) -> bool:
+    """Whether a column pass adds up several rows before it writes its accumulators, which are in memory.
+
+    It pays for sums of cheap rows if the pass stores nothing. g++ does not vectorise several selects.
+    """
+    if not loops or not own or not all(a.spec.adds for a in own) or facts.checks_inside:
+        return False
+    if facts.passes[phase].stores or half_loads(facts, phase):
+        return False
+    keeps = any(n in facts.kept and facts.passes.first(n) == phase for n in facts.computed(phase))
+    return facts.cost_of(phase) <= TOGETHER_COST and not keeps
+
+
+def rows_together(
+    rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[Axis], bounds: tuple[ir.Value, ir.Value],
+    fold: Fold,
+) -> None:  # fmt: skip
+    """All rows of a block of columns, several at a time."""
+    facts, out, point = rows.facts, rows.out, f"point{phase}"
+    a, row = loops[-1].sym.name, ir.Name(f"r{phase}")
+    with out.block(ir.Routine(point, (("const i64", "l"), ("const i64", a)))):
+        out.let("i64", facts.v, ir.Name("v0") + "l")
+        rows.inner(phase, fold)
+    out.var("i64", row.name, bounds[0])
+    for together in (ROWS_TOGETHER, 1):
+        with out.block(ir.For(row.name, None, bounds[1], ir.Number(together), whole=True)):
+            if prefetches_columns(facts, phase, loops):
+                with out.block(ir.For(a, row, row + together)):
+                    prefetch_columns(rows, phase, loops)
+            with out.block(rows.simd("l", 0, "count")):
+                for n in range(together):
+                    out.do(point, "l", row + n)
+            count_turns(out, facts, own, together, exactly=False)
+
+
+__all__ = ["TOGETHER_COST", "one_row", "rows_together", "takes_rows_together"]

@@ -1,0 +1,320 @@
+"""What is known of a plan before any of its code is written: axes, rows, lanes, and what was decided of them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+
+from fuser.cpu.exact import exact_rows, tame_rows
+from fuser.cpu.intervals import near_rows
+from fuser.cpu.records import Bindings, Partial
+from fuser.cpu.vir import nodes as ir
+from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
+from fuser.ir.ranges import NO_LOOPS
+from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, product, symbols
+from fuser.machines import Machine
+from fuser.ops import CPP_TYPES
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Store, address_rows
+from fuser.scheduler.nodes import row_cost
+
+STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
+MOST_STREAMS = 6  # results whose tiles fit into the first level cache
+MOST_OF_A_GROUP = 4  # most stores of a group with gaps: g++ took ten seconds for 11 of 12 float16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A plan with all decisions about its code. Each is made once: a generator goes on with new facts.
+
+    lanes: elements of a block of columns, or of an accumulator of rows. constant: rows that do not change in a segment
+    of the loop; parts: loads under such conditions. moved: rows that hold the bits of a 16-bit float. kept: rows with a
+    row buffer; hoisted: rows computed before the loops; staged: loads that go through tiles, whose rows run along the
+    axis `tiled`. partials: temporaries that the functions share.
+    """
+
+    plan: KernelPlan
+    name: str
+    bindings: Bindings
+    lanes: int = 1
+    constant: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+    moved: Mapping[int, torch.dtype] = field(default_factory=lambda: MappingProxyType({}))
+    kept: tuple[int, ...] = ()
+    hoisted: tuple[int, ...] = ()
+    staged: tuple[int, ...] = ()
+    tiled: Axis | None = None
+    partials: tuple[Partial, ...] = ()
+
+    def with_partials(self, partials: Sequence[Partial]) -> Facts:
+        """The facts of functions that share these temporaries, which follow the other pointers."""
+        pointers = dict(self.bindings.pointers)
+        for p in partials:
+            pointers[p.name] = len(pointers)
+        return replace(self, partials=tuple(partials), bindings=replace(self.bindings, pointers=pointers))
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+    @property
+    def machine(self) -> Machine:
+        """The machine that runs the code."""
+        return self.bindings.machine
+
+    @property
+    def checked(self) -> bool:
+        """Whether each offset into memory is checked."""
+        return self.bindings.counts is not None
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each buffer."""
+        return dict(self.plan.buffers)
+
+    @functools.cached_property
+    def extents(self) -> dict[Sym, Expr]:
+        """The length of each axis."""
+        return {a.sym: a.size for a in self.plan.axes}
+
+    @functools.cached_property
+    def kept_axes(self) -> tuple[Axis, ...]:
+        """The axes of units."""
+        return tuple(a for a in self.plan.axes if not a.reduced)
+
+    @functools.cached_property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """The axes of the inner loops of a nest that reduces."""
+        return self.plan.reduced_axes
+
+    @functools.cached_property
+    def vector(self) -> Axis | None:
+        """The axis that runs over lanes, if there is one."""
+        return next((a for a in self.plan.axes if a.sym == self.plan.vector), None)
+
+    @property
+    def along(self) -> Axis:
+        """The axis that runs over lanes, where there is one."""
+        assert self.vector is not None
+        return self.vector
+
+    @property
+    def v(self) -> str:
+        """The variable of that axis."""
+        return self.along.sym.name
+
+    @functools.cached_property
+    def is_row(self) -> bool:
+        """Whether the lanes' axis is reduced."""
+        return self.vector is not None and self.vector.reduced
+
+    @functools.cached_property
+    def is_column(self) -> bool:
+        """Whether the nest reduces, each lane for itself."""
+        return bool(self.reduced_axes) and not self.is_row
+
+    @functools.cached_property
+    def in_blocks(self) -> bool:
+        """Whether a unit is a block of columns: of a column nest, or of a scatter or scan over lanes."""
+        goes_down = bool(self.reduced_axes) or self.plan.ordered is not None
+        return goes_down and self.vector is not None and not self.vector.reduced
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """The passes over the inner loops."""
+        return Passes(self.plan, self.constant) if self.constant else self.plan.passes
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+    def is_full(self, n: int) -> bool:
+        """Whether row `n` is computed inside the innermost loops."""
+        return n in self.passes.full
+
+    def is_lane(self, n: int) -> bool:
+        """Whether row `n` of a column nest has one value per lane, outside the reduced loops."""
+        return self.is_column and not self.is_full(n) and self.plan.vector in self.plan.varies[n]
+
+    def is_exact(self, n: int, dtype: torch.dtype) -> bool:
+        """Whether the values of row `n` are exact in the 16-bit float `dtype`."""
+        if dtype not in self._exact:
+            self._exact[dtype] = exact_rows(self.plan, dtype) if dtype in LOW_PRECISION else frozenset()
+        return n in self._exact[dtype]
+
+    @functools.cached_property
+    def _exact(self) -> dict[torch.dtype, frozenset[int]]:
+        return {}
+
+    @functools.cached_property
+    def tame(self) -> frozenset[int]:
+        """Rows whose NaNs have zeros in their low bits."""
+        return tame_rows(self.plan)
+
+    @functools.cached_property
+    def near(self) -> frozenset[int]:
+        """Rows whose arguments lie in the interval that a helper of their op is for."""
+        return near_rows(self.plan)
+
+    def kind(self, n: int) -> str:
+        """The C++ type of row `n`."""
+        return storage_type(self.moved[n]) if n in self.moved else CPP_TYPES[self.plan.rows[n].dtype]
+
+    def scalar(self, n: int) -> ir.Value:
+        """The value of a row that has one for all lanes, or for the lane at hand."""
+        row = self.plan.rows[n]
+        return constant(row) if row.op == "const" else ir.Name(f"t{n}")
+
+    @functools.cached_property
+    def guarded(self) -> frozenset[int]:
+        """Loads before the reduced loops that only these use: if the loops have no turns, there may be no element.
+
+        An ordered nest has no units then, so nothing is loaded.
+        """
+        if not self.reduced_axes or self.plan.ordered is not None:
+            return frozenset()
+        loads = {n for n, row in enumerate(self.plan.rows) if row.op == "load" and not self.is_full(n)}
+        return frozenset(loads.difference(*(p.outer for p in self.passes)))
+
+    def unrounded(self, s: Store) -> int:
+        """The row to store: storing rounds, so what was rounded for it need not be, where its source is at hand."""
+        row = self.plan.rows[s.row]
+        if row.op != "round_to" or row.attr is not self.dtypes[s.buffer] or not self.is_full(row.args[0]):
+            return s.row
+        return s.row if row.args[0] in self.kept or s.row in self.kept else row.args[0]
+
+    def varying_rows(self, roots: Sequence[int]) -> list[int]:
+        """The rows behind `roots` that vary along an axis, in order."""
+        seen: set[int] = set()
+        pending = list(roots)
+        while pending:
+            n = pending.pop()
+            if n not in seen and self.plan.varies[n]:
+                seen.add(n)
+                pending += self.passes.deps[n]
+        return sorted(seen)
+
+    @functools.cached_property
+    def has_checks(self) -> bool:
+        """Whether an index is checked."""
+        return any(map(is_checked, self.plan.rows))
+
+    @functools.cached_property
+    def checks_inside(self) -> bool:
+        """Whether an index is checked in an innermost loop."""
+        rows = enumerate(self.plan.rows)
+        return any(is_checked(r) and (self.is_full(n) or self.is_lane(n)) for n, r in rows)
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+    def available(self, phase: int) -> Set[int]:
+        """Rows inside the loops of a pass that are in memory by then."""
+        return {*(n for n in self.kept if self.passes.first(n) < phase), *self.hoisted}
+
+    def computed(self, phase: int) -> list[int]:
+        """Rows that a pass computes in its loops, and those that it finds in memory."""
+        return self.passes.closure(self.passes[phase].roots, self.available(phase))
+
+    def rows_of(self, phase: int) -> list[int]:
+        """Rows that a pass computes in its loops."""
+        available = self.available(phase)
+        return [n for n in self.computed(phase) if n not in available]
+
+    def cost_of(self, phase: int) -> int:
+        """Operations of the rows of a pass."""
+        return sum(row_cost(self.plan.rows[n]) for n in self.computed(phase))
+
+    @functools.cached_property
+    def costliest_pass(self) -> int:
+        """The pass with the most operations for each element among those that reduce."""
+
+        def cost(phase: int) -> int:
+            mine = [n for n in self.passes[phase].inner if self.passes.first(n) == phase]
+            return sum(row_cost(self.plan.rows[n]) for n in mine)
+
+        return max((r.phase for r in self.plan.reductions), key=lambda p: (cost(p), -p))
+
+    def work(self) -> Expr:
+        """Operations of the whole nest."""
+        cost = max(1, sum(max(1, row_cost(r)) for r in self.plan.rows) // 4)
+        return product(a.size for a in self.plan.axes) * cost
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+    def step(self, address: Expr) -> Expr | None:
+        """The stride of an address along the lanes' axis, in elements; None if the address has a computed index."""
+        if self.vector is None or any(s.kind == INDIRECT for s in symbols(address)):
+            return None
+        return coefficient(address, self.vector.sym)
+
+    def lines_read(self, rows: Iterable[int]) -> list[tuple[str, Expr]]:
+        """Buffers, and where in them, that loads among `rows` read line by line along the lanes' axis."""
+        loads = [self.plan.rows[n] for n in rows if self.plan.rows[n].op == "load"]
+        found = ((r.attr[0], r.attr[1][0]) for r in loads if not r.args and self.step(r.attr[1][0]) == ONE)
+        return list(dict.fromkeys(found)) if not self.checked else []
+
+    @functools.cached_property
+    def streams(self) -> tuple[Store, ...]:
+        """Stores that are contiguous along the lanes' axis and may be large, so they may go past the cache.
+
+        A buffer that the kernel also reads is in the cache already and is left out. So are scatters and scans: their
+        results are read again soon, or are stored in small parts.
+        """
+        if self.checked or not self.machine.past_cache or self.plan.split or self.plan.ordered is not None:
+            return ()
+        if self.vector is None or self.vector.hint < STREAM_SHORTEST:
+            return ()
+        read = {row.attr[0] for row in self.plan.rows if row.op == "load"}
+        full = [s for s in self.plan.stores if s in self.passes.full_stores and s.buffer not in read]
+        found = tuple(s for s in full if self.step(s.address) == ONE)
+        return found if len(found) <= MOST_STREAMS else ()
+
+    def streams_of(self, phase: int) -> list[Store]:
+        """Those of one pass."""
+        return [s for s in self.streams if s.phase == phase]
+
+    def tile_of(self, s: Store) -> str:
+        """The name of the tile that may stage a store; empty if none does."""
+        return f"{s.phase}_{self.streams_of(s.phase).index(s)}" if s in self.streams else ""
+
+    @functools.cached_property
+    def gapped_steps(self) -> frozenset[int]:
+        """Distances between neighbouring lanes of many stores that leave some elements between them out."""
+        own = (self.along.sym,)
+        steps = [(s.buffer, abs(c)) for s in self.plan.stores for monomial, c in s.address.terms if monomial == own]
+        counts = Counter(steps)
+        return frozenset(step for (_, step), n in counts.items() if MOST_OF_A_GROUP < n < step)
+
+    def is_narrow_gather(self, buffer: str, address: Expr) -> bool:
+        """Whether lanes look up elements of less than a word."""
+        return self.dtypes[buffer].itemsize < 4 and any(map(self.is_full, address_rows(address)))
+
+    @functools.cached_property
+    def narrow_gathers(self) -> int:
+        """Loads that are such."""
+        loads = (r.attr for r in self.plan.rows if r.op == "load")
+        return sum(self.is_narrow_gather(buffer, address) for buffer, (address,) in loads)
+
+
+def storage_type(dtype: torch.dtype) -> str:
+    """The C++ type of elements in memory."""
+    return "u8" if dtype is torch.bool else CPP_TYPES[dtype]
+
+
+def constant(row: Row) -> ir.Number:
+    """The constant of a `const` row."""
+    text: str = row.attr
+    if row.dtype is torch.bool:
+        return ir.Number(text == "True", row.dtype)
+    return ir.Number(float(text) if row.dtype.is_floating_point else int(text), row.dtype)
+
+
+def size(e: Expr) -> ir.Value:
+    """An integer expression over sizes alone."""
+    return ir.Offset(e, "floor", _SIZES)
+
+
+def no_row(n: int) -> ir.Value:
+    """For scopes of sizes, which no row computes."""
+    raise AssertionError(f"a size depends on the computed index t{n}")
+
+
+_SIZES = ir.Scope(no_row, NO_LOOPS)
+
+__all__ = ["Facts", "constant", "no_row", "size", "storage_type"]

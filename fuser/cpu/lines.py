@@ -1,0 +1,115 @@
+"""Passes of row nests: a unit's row is taken by arrays of lanes, the last one in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.columns import TOGETHER_COST
+from fuser.cpu.facts import Facts
+from fuser.cpu.halves import has_halves
+from fuser.cpu.prefetches import look_ahead, prefetch_later
+from fuser.cpu.prepared import prepared, tiles
+from fuser.cpu.rows import Rows
+from fuser.cpu.sums import SHORT_FLUSH, TURNS, count_turns, flush
+from fuser.cpu.vir import nodes as ir
+from fuser.scheduler.kernel_plan import Reduce
+
+MOST_VECTORS = 8  # that lanes take
+
+
+def line(
+    rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value],
+    fold: Callable[[Reduce], None], overlaps: bool,
+) -> None:  # fmt: skip
+    """A pass along a row, from one index to another. `overlaps`: see `takes_some_twice`."""
+    facts, out, v = rows.facts, rows.out, rows.facts.v
+    if not facts.passes[phase].folds:
+        if facts.streams_of(phase) or has_halves(facts, phase):
+            with tiles(rows, phase, *bounds), out.block(rows.simd(v, "w0", "w1")):
+                rows.inner(phase)
+        else:
+            with out.block(rows.simd(v, *bounds)):
+                rows.inner(phase)
+        return
+    ahead = look_ahead(rows, phase)
+    skip = ("skip",) if overlaps else ()
+    with out.block(ir.Routine(f"pass{phase}", tuple(("const i64", name) for name in ("v0", "count", *skip)))):
+        for k, buffer in enumerate(ahead):
+            out.add(rows.prefetch(buffer, ir.Name(f"ahead{k}") + "v0" + "q", "count"))
+        if any(a.counts_turns for a in own):
+            out.let("i32", f"start{phase}", ir.Cast("i32", ir.Name("v0") - bounds[0]))
+        prefetch_later(rows, phase)
+        unrolled = ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS)
+        loop = unrolled if _unrolls(facts, own, phase) else rows.simd("l", 0, "count")
+        with prepared(rows, phase, "v0", "l", facts.lanes, "count"), out.block(loop):
+            out.let("i64", v, ir.Name("v0") + "l")
+            rows.inner(phase, fold)
+    _call_pass(rows, own, phase, bounds, overlaps)
+
+
+def takes_some_twice(facts: Facts, phase: int) -> bool:
+    """Whether the tail of a row is a full array of lanes that overlaps the one before it.
+
+    Lanes that were taken before are left out; extremes may take them twice. A pass with stores does not overlap: it
+    may write what it reads.
+    """
+    whole = facts.along.hint % facts.lanes == 0 or facts.along.hint < facts.lanes
+    return not whole and not facts.passes[phase].stores
+
+
+def _unrolls(facts: Facts, own: Sequence[Accumulator], phase: int) -> bool:
+    """Whether the loop over lanes becomes one piece, which keeps accumulators of several registers in these.
+
+    Where the lanes take four registers, g++ would load and store them in each turn: 1.8 times the time of a sum.
+    Costly rows do not gain from it.
+    """
+    if facts.checks_inside:
+        return False
+    return any(a.notes_nans for a in own) or facts.cost_of(phase) <= TOGETHER_COST
+
+
+def _call_pass(
+    rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
+) -> None:  # fmt: skip
+    """Call the pass for full arrays of lanes, then for the tail; partial sums are flushed in between."""
+    facts, out, (low, high) = rows.facts, rows.out, bounds
+    routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(facts.lanes)
+    stop, flushes, several = high, any(a.flushes for a in own), len(facts.reduced_axes) > 1
+    out.var("i64", p.name, low)
+    if flushes:  # around the loop, not in it: so the accumulators stay in registers
+        stop = ir.Name(f"stop{phase}")
+        out.open(ir.While(p + lanes <= high))
+        out.let("i64", "begun", p)
+        taken = TURNS if several else ir.Number(0)
+        out.let("i64", "room", ir.Name("begun") + (ir.Number(SHORT_FLUSH) - taken) * lanes)
+        out.let("i64", stop.name, ir.Select(ir.Name("room") < high, ir.Name("room"), high))
+    with out.block(ir.For(p.name, None, stop, lanes, whole=True)):
+        out.do(routine, p, lanes, *((0,) if overlaps else ()))
+    if flushes:
+        if several:
+            count_turns(out, facts, own, (p - "begun") // lanes)
+        else:
+            flush(out, facts, own, p + lanes <= high)
+        out.close()
+    _call_tail(rows, phase, bounds, overlaps)
+    if flushes and several:
+        count_turns(out, facts, own, 1)
+
+
+def _call_tail(rows: Rows, phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool) -> None:
+    out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
+    routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
+    if overlaps:
+        out.let("i64", last.name, ir.Select(high - low < lanes, p, high - lanes))
+    with out.block(ir.If(p < high)):
+        if not overlaps:
+            out.do(routine, p, high - p)
+            return
+        with out.block(ir.If(last.same(p))):
+            out.do(routine, p, high - p, 0)
+        with out.block(ir.Else()):
+            out.do(routine, last, lanes, p - last)
+
+
+__all__ = ["line", "takes_some_twice"]

@@ -1,0 +1,118 @@
+"""Which memory to ask for ahead of its use, where the hardware does not foresee it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.cpu.facts import Facts, size, storage_type
+from fuser.cpu.rows import Rows
+from fuser.cpu.vir import nodes as ir
+from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol, symbols
+from fuser.scheduler.kernel_plan import Axis, address_rows
+
+ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
+
+
+def prefetch_rows(rows: Rows, tiled: Axis) -> None:
+    """Prefetch rows of a tile some rows ahead: they are too short for the hardware to predict the next one."""
+    facts = rows.facts
+    if not facts.machine.prefetches:
+        return
+    v, t = facts.along.sym, tiled.sym
+    ahead = {v: symbol("v0", LOOP) + symbol("q", LOOP), t: expr(t) + ROWS_AHEAD}
+    for buffer, address in facts.lines_read([n for n in range(len(facts.plan.rows)) if n not in facts.staged]):
+        if t in symbols(address):
+            at = rows.address(buffer, substitute(address, ahead))
+            rows.out.add(rows.prefetch(buffer, at, ir.Name("v1") - "v0", 0, 2))
+
+
+def prefetch_later(rows: Rows, phase: int) -> None:
+    """Ask for memory during the costliest pass: what later passes write, and what the next unit will read first.
+
+    Memory would be idle between the passes over a row in the cache.
+    """
+    facts = rows.facts
+    if facts.checked or not facts.machine.prefetches or facts.plan.split or phase != facts.costliest_pass:
+        return
+    v = facts.along.sym
+    wanted = [(s.buffer, s.address, 1) for s in facts.streams if s.phase > phase]
+    if facts.kept_axes and phase > 0:
+        unit = facts.kept_axes[-1].sym
+        for n in facts.passes[0].inner:
+            row = facts.plan.rows[n]
+            if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
+                wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
+    for buffer, address, write in dict.fromkeys(wanted):
+        if facts.step(address) != ONE:
+            continue
+        at = rows.address(buffer, substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
+        loop = rows.prefetch(buffer, at, "count", write)
+        rows.out.add(ir.Block(ir.If(ir.Unary("!", ir.Name("stream"))), (loop,)) if write else loop)
+
+
+def _reads_on(facts: Facts, loops: Sequence[Axis]) -> bool:
+    """Whether a block holds whole rows that follow each other in memory, which the hardware foresees."""
+    if facts.passes.loops > 1 or facts.along.hint > facts.lanes:
+        return False
+    a, rows = loops[-1].sym, facts.passes[0].inner
+    return all(coefficient(e, a) == facts.along.size for _, e in facts.lines_read(rows) if a in symbols(e))
+
+
+def prefetches_columns(facts: Facts, phase: int, loops: Sequence[Axis]) -> bool:
+    """Whether a pass over columns asks for memory: the only one, or the costliest of the later ones."""
+    wanted = facts.machine.prefetches and bool(loops) and not _reads_on(facts, loops)
+    return wanted and phase == (0 if facts.passes.loops == 1 else max(1, facts.costliest_pass))
+
+
+def prefetch_columns(rows: Rows, phase: int, loops: Sequence[Axis]) -> None:
+    """Prefetch what is read next. Rows of a block are far apart, so the hardware does not.
+
+    Where there is one pass, that is some rows ahead; otherwise the next block, during the costliest later pass.
+    """
+    facts = rows.facts
+    if not prefetches_columns(facts, phase, loops):
+        return
+    v, a = facts.along.sym, loops[-1].sym
+    outer = next((a.sym for a in reversed(facts.kept_axes) if a is not facts.vector), None)
+    for buffer, address in facts.lines_read(facts.passes[0].inner):
+        line = {v: symbol("v0", LOOP) + symbol("q", LOOP)}
+        if facts.passes.loops == 1:
+            at = rows.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
+        else:
+            turn = coefficient(address, outer) if outer is not None else None
+            other_row = size(turn) - "v0" if turn is not None else ir.Number(0)
+            onward = ir.Select(ir.Name("v0") + facts.lanes < f"n_{v.name}", ir.Number(facts.lanes), other_row)
+            at = rows.index(substitute(address, line)) + onward
+        rows.out.add(rows.prefetch(buffer, ir.Address(ir.Name(buffer), at), "count", 0, 2))
+
+
+def look_ahead(rows: Rows, phase: int) -> list[str]:
+    """Pointers to the rows that tensors of indices name for the next unit; the buffer of each."""
+    facts, out, ahead = rows.facts, rows.out, list[str]()
+    if facts.checked or not facts.machine.prefetches or facts.plan.split or len(facts.kept_axes) != 1:
+        return []
+    if phase == 0 or phase != facts.costliest_pass:
+        return []
+    v = facts.along.sym
+    for n in facts.passes[0].inner:
+        row = facts.plan.rows[n]
+        if row.op != "load" or row.args or coefficient(row.attr[1][0], v) != ONE:
+            continue
+        found = address_rows(row.attr[1][0])
+        if not found or any(map(facts.is_full, found)):
+            continue
+        buffer, (address,) = row.attr
+        to, unit = ir.Name(f"ahead{len(ahead)}"), facts.kept_axes[0].sym.name
+        out.var(f"const {storage_type(facts.dtypes[buffer])}*", to.name, buffer)
+        with out.block(ir.If(ir.Name("u") + 1 < "end")):
+            out.let("i64", "next", ir.Name(unit) + 1)
+            with out.block(ir.Plain()):
+                out.let("i64", unit, "next")
+                for m in facts.varying_rows(found):
+                    rows.declare(m)
+                out.set(to, rows.address(buffer, substitute(address, {v: expr(0)})))
+        ahead.append(buffer)
+    return ahead
+
+
+__all__ = ["look_ahead", "prefetch_columns", "prefetch_later", "prefetch_rows", "prefetches_columns"]

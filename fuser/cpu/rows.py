@@ -1,0 +1,319 @@
+"""Writes the rows of one function: their values, where each of them is, stores, and what is around loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fuser.cpu.facts import Facts, size, storage_type
+from fuser.cpu.moves import bits_of
+from fuser.cpu.quotients import factors
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.builder import Builder
+from fuser.ir.loop_body import Row
+from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
+from fuser.ops import CPP_TYPES
+from fuser.scheduler.kernel_plan import Reduce, Store
+
+_ZEROS = ("0.0", "0", "False")
+# Largest constant stride between lanes that g++ is shown. g++ treats loads at a constant stride as one group of
+# interleaved elements, and its compile time grows with the square of the stride.
+MOST_INTERLEAVED = 16
+# Most loads of less than a word that a loop gathers by vectors. A vector gather of bytes is some 20 instructions for
+# eight lanes, and 64 lanes are taken at once: many of them, as windows read, are faster as scalar loads.
+MOST_GATHERED = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where loops find a row that they need not compute: its value, or the element as memory has it, if `stored`."""
+
+    value: ir.Value
+    stored: bool = False
+
+
+class Rows:
+    """Statements of one function for the rows of a plan.
+
+    made: rows outside the loops that have been computed; arrays: those of them with a value for each lane.
+    places: rows that loops find somewhere; results: where they leave what is not stored to memory straight away.
+    hidden: constants that the function keeps from the compiler.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.plan, self.out = facts, facts.plan, Builder()
+        self.made: set[int] = set()
+        self.arrays: set[int] = set()
+        self.places: dict[int, Place] = {}
+        self.results: dict[Store, ir.At] = {}
+        self.hidden: set[int] = set()
+        self.scope = ir.Scope(_names(self.arrays), facts.extents)
+
+    @contextmanager
+    def found(self, places: Mapping[int, Place], results: Mapping[Store, ir.At] | None = None) -> Iterator[None]:
+        """Inside, loops find rows at `places`, and leave results at `results`."""
+        before = self.places, self.results
+        self.places, self.results = {**self.places, **places}, {**self.results, **(results or {})}
+        yield
+        self.places, self.results = before
+
+    # -- values --------------------------------------------------------------------------------------------------------
+    def ref(self, n: int) -> ir.Value:
+        """A row's value where it is used."""
+        return ir.Name(f"t{n}")["l"] if n in self.arrays else self.facts.scalar(n)
+
+    def index(self, e: Expr, of: str = "place") -> ir.Value:
+        """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
+        return ir.Offset(self._with_hidden_step(e) if of == "place" else e, of, self.scope)
+
+    def address(self, buffer: str, e: Expr, tile: str = "") -> ir.Value:
+        """A pointer to an element of a buffer."""
+        return ir.Address(ir.Name(buffer), self.index(e), tile)
+
+    def address_from(self, start: str, buffer: str, e: Expr, tile: str = "") -> ir.Value:
+        """A pointer to the element of a loop that begins at the variable `start`."""
+        return self.address(buffer, substitute(e, {self.facts.along.sym: symbol(start, LOOP)}), tile)
+
+    def _with_hidden_step(self, address: Expr) -> Expr:
+        """`address` with a name for a large constant distance between neighbouring lanes."""
+        if self.facts.vector is None:
+            return address
+        sym = self.facts.vector.sym
+        step = next((c for monomial, c in address.terms if monomial == (sym,)), 0)
+        if abs(step) <= MOST_INTERLEAVED and abs(step) not in self.facts.gapped_steps:
+            return address
+        self.hidden.add(abs(step))
+        name = symbol(f"far{abs(step)}", LOOP)
+        return address + expr(sym) * ((name if step > 0 else -name) - step)
+
+    def element(self, n: int) -> ir.Value:
+        """The element in memory that the load `n` reads. One of less than a word that lanes look up is gathered."""
+        buffer, (address,) = self.plan.rows[n].attr
+        at, facts = self.index(address), self.facts
+        if facts.checked or not facts.is_narrow_gather(buffer, address) or facts.narrow_gathers > MOST_GATHERED:
+            return ir.Name(buffer)[at]
+        return ir.Gather(storage_type(facts.dtypes[buffer]), ir.Name(buffer), at)
+
+    def decoded(self, n: int, element: ir.Value) -> ir.Value:
+        """What the load `n` makes of an element."""
+        return element if n in self.facts.moved else ir.Decode(self.facts.dtypes[self.plan.rows[n].attr[0]], element)
+
+    def value(self, n: int) -> ir.Value:
+        """The right-hand side of row `n`."""
+        row, place, facts = self.plan.rows[n], self.places.get(n), self.facts
+        if place is not None:
+            return self.decoded(n, place.value) if place.stored else place.value
+        args = [self.ref(a) for a in row.args]
+        if row.op == "load":
+            return self._loaded(n, row, args)
+        if n in facts.moved:
+            args = [self._bits(a, facts.moved[n]) for a in row.args]
+            return ir.Select(*args) if row.traits.chooses else args[0]
+        if row.traits.chooses and self._is_zero_already(row):
+            return args[1]
+        if row.op == "scalar":
+            return ir.Slot("f", facts.bindings.floats[row.attr])
+        if row.op == "index":
+            return self.index(row.attr, "floor")
+        if row.op == "to_dtype":
+            converted = ir.Convert(row.attr, row.dtype, args[0])
+            return ir.Select(args[0].same(0), ir.Number(0), converted) if self._drops_fraction(row) else converted
+        if row.op == "round_to":
+            tame = row.args[0] in facts.tame
+            return args[0] if facts.is_exact(row.args[0], row.attr) else ir.Round(row.attr, args[0], tame)
+        if row.traits.wins and row.dtype.is_floating_point and not facts.is_full(row.args[0]):
+            return ir.Bound(row.traits.wins, *args)
+        if row.traits.sign == "/" and row.dtype is torch.float32 and facts.is_full(n):
+            return self._quotient(row, *args)
+        table = "near" if n in facts.near else "op"
+        return ir.Op(table, row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
+
+    def _loaded(self, n: int, row: Row, args: list[ir.Value]) -> ir.Value:
+        loaded = self.decoded(n, self.element(n))
+        if n in self.facts.guarded:
+            some = ir.Unary("!", ir.Name("empty"))
+            args = [some & args[0] if args else some]
+        if args and row.dtype is torch.bool:  # g++ vectorises a select of numbers, not of bools
+            return ir.Select(args[0], ir.Cast("u8", loaded), ir.Cast("u8", ir.Number(0))).differs(0)
+        moved = n in self.facts.moved
+        zero = ir.Cast(self.facts.kind(n), ir.Number(0)) if moved else ir.Number(0, row.dtype)
+        return ir.Select(args[0], loaded, zero) if args else loaded
+
+    def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:
+        """A division in a loop. By a constant it is two products, if the machine has a fused multiply-add."""
+        by = self.plan.rows[row.args[1]]
+        found = factors(float(by.attr)) if by.op == "const" and self.facts.machine.fma else None
+        if found is None:
+            return ir.Binary("/", dividend, divisor)
+        high, low = (ir.Number(f, torch.float32) for f in found)
+        return ir.Fma(dividend, high, dividend * low)
+
+    def _is_zero_already(self, row: Row) -> bool:
+        """Whether a select of a masked load and 0 has the load's own mask: the load is 0 there already."""
+        load, other = (self.plan.rows[a] for a in row.args[1:])
+        return load.op == "load" and load.args == row.args[:1] and other.op == "const" and other.attr in _ZEROS
+
+    def _drops_fraction(self, row: Row) -> bool:
+        """Whether a number may lose its fraction by integers: g++ 12 takes that for `trunc`, which keeps -0.0."""
+        if not row.dtype.is_floating_point or self.plan.rows[row.args[0]].dtype.is_floating_point:
+            return False
+        pending, seen = [row.args[0]], set[int]()
+        while pending:
+            n = pending.pop()
+            now = self.plan.rows[n]
+            if n in seen or now.dtype.is_floating_point or now.dtype is torch.bool:
+                continue
+            if now.op == "to_dtype" and self.plan.rows[now.args[0]].dtype.is_floating_point:
+                return True
+            seen.add(n)
+            pending += now.args
+        return False
+
+    def _bits(self, n: int, dtype: torch.dtype) -> ir.Value:
+        row = self.plan.rows[n]
+        if row.op != "const" or row.dtype is torch.bool:  # a number; or a condition
+            return self.ref(n)
+        return ir.Cast("u16", ir.Number(bits_of(float(row.attr), dtype)))
+
+    # -- statements ----------------------------------------------------------------------------------------------------
+    def declare(self, n: int, target: ir.Value | None = None) -> None:
+        """Statements that compute row `n` into `t<n>` (or assign to `target`)."""
+        row = self.plan.rows[n]
+        if row.op in ("const", "pair"):
+            return
+        value = self._wrapped(n, row) if row.op == "indirect" and n not in self.places else self.value(n)
+        if target is not None:
+            self.out.set(target, value)
+        else:
+            self.out.let(self.facts.kind(n), f"t{n}", value)
+
+    def _wrapped(self, n: int, row: Row) -> ir.Value:
+        """An index that a tensor holds: negative ones count from the end, those outside become 0 and are reported."""
+        size, checked = row.attr
+        source, zero = self.ref(row.args[0]), ir.Cast("i64", ir.Number(0))
+        bound, wrapped, outside = ir.Cast("i64", self.index(size, "floor")), ir.Name(f"w{n}"), ir.Name(f"o{n}")
+        self.out.let("i64", wrapped.name, source + ir.Select(source < 0, bound, zero))
+        self.out.let("bool", outside.name, (wrapped < 0) | (wrapped >= bound))
+        if checked:
+            masked = outside & self.ref(row.args[1]) if len(row.args) > 1 else outside
+            self.out.set("bad", ir.Cast("int", masked), "|")
+        return ir.Select(outside, zero, wrapped)
+
+    def target(self, s: Store) -> ir.At:
+        """Where a store goes."""
+        return ir.At(ir.Name(s.buffer), self.index(s.address), self.facts.tile_of(s))
+
+    def store(self, s: Store) -> None:
+        """The statement of a store."""
+        facts, moved = self.facts, s.row in self.facts.moved
+        dtype, n = facts.dtypes[s.buffer], s.row if moved else facts.unrounded(s)
+        if s in self.results:
+            self.out.set(self.results[s], self.ref(n))
+            return
+        value = self.ref(n) if n in facts.moved else ir.Encode(dtype, self.ref(n), facts.is_exact(n, dtype))
+        self.out.set(self.target(s), value)
+
+    def inner(self, phase: int, fold: Callable[[Reduce], None] | None = None) -> None:
+        """The body of the innermost loops of a pass: rows, row buffers, stores, and `fold` for each reduction."""
+        facts, described = self.facts, self.facts.passes[phase]
+        first = {n: facts.passes.first(n) for n in facts.kept}
+        with self.found({n: Place(self._kept(n)) for n in facts.kept if first[n] < phase}):
+            for n in facts.computed(phase):
+                self.declare(n)
+                if first.get(n) == phase:
+                    self.out.set(self._kept(n), f"t{n}")
+        for s in described.stores:
+            self.store(s)
+        if fold is not None:
+            for r in described.folds:
+                fold(r)
+
+    def _kept(self, n: int) -> ir.At:
+        """The current point in a row buffer."""
+        e, facts = expr(0), self.facts
+        for a in facts.reduced_axes:
+            e = e * symbol(f"n_{a.sym.name}") + expr(a.sym)
+        return ir.Name(f"kept{facts.kept.index(n)}")[size(e) if facts.is_row else size(e) * facts.lanes + "l"]
+
+    def constants(self) -> None:
+        """Rows that vary along no axis."""
+        for n, row in enumerate(self.plan.rows):
+            if not self.plan.varies[n] and row.op != "reduced" and self.plan.phases[n] == 0:
+                self.made.add(n)
+                self.declare(n)
+
+    def outside(self, rows: Iterable[int]) -> None:
+        """Rows outside the innermost loops, if not there yet: scalars of the unit, lane arrays of a column nest."""
+        lanes = []
+        for n in rows:
+            if n in self.made:
+                continue
+            self.made.add(n)
+            if self.facts.is_lane(n) and self.plan.rows[n].op not in ("const", "pair"):
+                lanes.append(n)
+            else:
+                self.declare(n)
+        self._lane_rows(lanes)
+
+    def _lane_rows(self, rows: Sequence[int]) -> None:
+        """Rows with a value for each lane, all in one loop: the compiler takes its time over every loop."""
+        for n in rows:
+            self.array(n)
+        if rows:
+            with self.lanes():
+                for n in rows:
+                    self.declare(n, ir.Name(f"t{n}")["l"])
+
+    def array(self, n: int) -> None:
+        """Declare the array of lanes that row `n` is."""
+        self.out.scratch(CPP_TYPES[self.plan.rows[n].dtype], f"t{n}", self.facts.lanes)
+        self.arrays.add(n)
+
+    def after(self, phase: int) -> None:
+        """Stores outside the innermost loops."""
+        stores = self.facts.passes[phase].after
+        if not stores:
+            return
+        self.outside(self.facts.passes[phase].outer)
+        with self.lanes_or_unit():
+            for s in stores:
+                self.store(s)
+
+    # -- loops ---------------------------------------------------------------------------------------------------------
+    def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
+        """A vectorised loop. It names a reduction only if it has one: a needless one costs more than a short row."""
+        joins = "|:bad" if self.facts.checks_inside else ""
+        return ir.For(name, ir.value(low), ir.value(high), simd=True, joins=joins)
+
+    @contextmanager
+    def lanes(self, count: ir.Like = "count") -> Iterator[None]:
+        """A loop over the lanes of a column nest's block, or as many."""
+        with self.out.block(self.simd("l", 0, count)):
+            self.out.let("i64", self.facts.v, ir.Name("v0") + "l")
+            yield
+
+    @contextmanager
+    def lanes_or_unit(self) -> Iterator[None]:
+        """Such a loop in a column nest; in others nothing."""
+        if not self.facts.is_column:
+            yield
+            return
+        with self.lanes():
+            yield
+
+    def prefetch(self, buffer: str, address: ir.Value, count: ir.Like, *how: int) -> ir.Block:
+        """A loop that asks for each line of `count` elements of a buffer; of element `q`, that is at `address`."""
+        step = max(1, self.facts.machine.line_bytes // self.facts.dtypes[buffer].itemsize)
+        head = ir.For("q", ir.Number(0), ir.value(count), ir.Number(step))
+        return ir.Block(head, (ir.Prefetch(address, how),))
+
+
+def _names(arrays: set[int]) -> Callable[[int], ir.Value]:
+    """The value of a computed index. It holds on to no more than the set, for as long as the function's code lives."""
+    return lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}")
+
+
+__all__ = ["Place", "Rows"]
