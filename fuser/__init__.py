@@ -59,6 +59,7 @@ __all__ = [
     "register_lowering",
     "register_op",
     "register_pass",
+    "register_reduction",
     "require_fused",
     "run_fusion",
     "stats",
@@ -79,6 +80,7 @@ _LATER: dict[str, tuple[str, str]] = {
         "register_decomposition", "register_lowering", "register_op", "register_pass", "unregister_decomposition",
         "unregister_lowering", "unregister_op",
     )},
+    **{name: ("passes.own_reductions", name) for name in ("register_reduction", "unregister_reduction")},
 }
 
 

@@ -20,7 +20,7 @@ from fuser.cuda.split import CHUNK, Partial, combine_plan
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, minimum, product
-from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_combine, triton_number
+from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_combine, triton_folder, triton_number
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce
 from fuser.scheduler.together import Joined
 
@@ -155,7 +155,7 @@ class _Walking:
         value = f"acc{k}"
         if nest.layout.dims[ROWS].block > 1:
             adds = REDUCTIONS[r.kind].adds
-            fold = f"tl.sum({value}, 0)" if adds else f"tl.reduce({value}, 0, {REDUCTIONS[r.kind].folder})"
+            fold = f"tl.sum({value}, 0)" if adds else f"tl.reduce({value}, 0, {triton_folder(r.kind)})"
             value = f"{fold}[None, :]"
         at = expr(CHUNK) * results
         for a in nest.layout.dims[COLUMNS].axes:

@@ -31,6 +31,7 @@ from fuser.ops import (
     triton_cell,
     triton_constant,
     triton_convert,
+    triton_folder,
     triton_load,
     triton_number,
     triton_store,
@@ -395,8 +396,8 @@ class Nest:
             how = "min" if spec.identity(acc) else "max"
             return f"(tl.{how}(({values}).to(tl.int32), {axis}) != 0){back}"
         if spec.index:
-            return f"tl.reduce(({values}, {indices}), {axis}, {spec.folder})[1]{back}"
-        return f"tl.reduce({values}, {axis}, {spec.folder}){back}"
+            return f"tl.reduce(({values}, {indices}), {axis}, {triton_folder(r.kind)})[1]{back}"
+        return f"tl.reduce({values}, {axis}, {triton_folder(r.kind)}){back}"
 
     def result(self, n: int, r: Reduce, values: str, indices: str) -> None:
         """The `reduced` row `n`."""

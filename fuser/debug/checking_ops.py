@@ -1,19 +1,22 @@
-"""An op of the table, compiled by itself and compared with what its row says that torch computes."""
+"""An op or reduction of the table, compiled by itself and compared with what its row says that torch computes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from fuser import config, interface
 from fuser.errors import ConfigError, VerifyError
 from fuser.kernel_cache import REGISTRY
-from fuser.ops import OPS, OpRow
+from fuser.ops import OPS, REDUCTIONS, OpRow, ReductionRow
 from fuser.passes.extending import lower_to_op, register_lowering, sample_arguments, unregister_lowering
+from fuser.passes.own_reductions import lower_to_reduction
 
 _NAMESPACE = "fuser_check"
+_SHAPES = ((3, 130), (200, 3), (2, 515), (4, 1))  # rows of several registers and less, with a tail
 
 
 def check_op(name: str, device: str = "cpu") -> None:
@@ -33,8 +36,46 @@ def check_op(name: str, device: str = "cpu") -> None:
             _check(row, torch.fx.GraphModule(torch.nn.Module(), graph), dtype, device)
 
 
-def _check(row: OpRow, module: torch.fx.GraphModule, dtype: torch.dtype, device: str) -> None:
-    args = [a.to(device) for a in sample_arguments(row, dtype)]
+def check_reduction(
+    name: str, device: str = "cpu", domain: tuple[float, float] = (-4.0, 4.0), rtol: float | None = None
+) -> None:
+    """Run kernels of the reduction `name` along rows, columns and both, for each dtype; compare with its `eval`.
+
+    Values are drawn from `domain`; floats are compared with `eval` of float64 values within `rtol`, relative to the
+    result or 1.0, or torch's own limit for the dtype. VerifyError names the first dtype, shape and dims that are wrong,
+    or the dtype for which there is no kernel, with the reason.
+    """
+    row = REDUCTIONS.get(name)
+    if row is None:
+        raise ConfigError(f"there is no reduction {name!r}: expected a row of fuser.ops.REDUCTIONS")
+    generator, (low, high) = torch.Generator().manual_seed(0), domain
+    with _reducing(row) as operator:
+        for dtype in row.dtypes:
+            for shape in _SHAPES:
+                drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+                for dims in ((1,), (0,), (0, 1)):
+                    _check_reduction(row, operator, drawn.to(dtype), dims, device, rtol)
+
+
+def _check_reduction(
+    row: ReductionRow, operator: torch._ops.OpOverload, x: torch.Tensor, dims: tuple[int, ...], device: str,
+    rtol: float | None,
+) -> None:  # fmt: skip
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(operator, (graph.placeholder("x"), list(dims))))
+    got, said = _run(torch.fx.GraphModule(torch.nn.Module(), graph), [x.to(device)])
+    where = f"reduction {row.name!r} in {x.dtype} on {device}, dims {list(dims)} of {list(x.shape)}"
+    if said:
+        raise VerifyError(f"{where}: there is no kernel: {said}")
+    want = row.eval(x.double() if x.is_floating_point() else x, dims, False).to(got.dtype)
+    try:
+        torch.testing.assert_close(got.cpu(), want, equal_nan=True, rtol=rtol, atol=rtol)
+    except AssertionError as e:
+        raise VerifyError(f"{where}: {e}") from None
+
+
+def _run(module: torch.fx.GraphModule, args: list[torch.Tensor]) -> tuple[torch.Tensor, str]:
+    """The result of a group of its own, and the reason if no kernel made it."""
     with config.override(slowest=0.0):
         key = interface.register_fusion(module)
         try:
@@ -42,8 +83,14 @@ def _check(row: OpRow, module: torch.fx.GraphModule, dtype: torch.dtype, device:
             fallbacks = REGISTRY.find(key).spec.store.fallbacks
         finally:
             interface.unregister_fusion(key)
-    if fallbacks:
-        raise VerifyError(f"op {row.name!r} has no kernel for {dtype} on {device}: {next(iter(fallbacks))}")
+    return got, str(next(iter(fallbacks), ""))
+
+
+def _check(row: OpRow, module: torch.fx.GraphModule, dtype: torch.dtype, device: str) -> None:
+    args = [a.to(device) for a in sample_arguments(row, dtype)]
+    got, said = _run(module, args)
+    if said:
+        raise VerifyError(f"op {row.name!r} has no kernel for {dtype} on {device}: {said}")
     want = row.eval(*(a.cpu() for a in args)).to(row.result_dtype(dtype))
     allowed = row.ulps * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     same = torch.isclose(got.cpu(), want, rtol=allowed, atol=0.0, equal_nan=dtype.is_floating_point)
@@ -64,12 +111,33 @@ def _operator(row: OpRow) -> Iterator[torch._ops.OpOverload]:
         library.define(f"{row.name}({', '.join(f'Tensor {n}' for n in names)}) -> Tensor")
         for key in ("CompositeExplicitAutograd", "Meta"):
             library.impl(row.name, lambda *args: row.eval(*args), key)
-        operator = getattr(getattr(torch.ops, _NAMESPACE), row.name).default
-        register_lowering(operator, lower_to_op(row.name))
-        try:
+        with _lowered(row.name, lower_to_op(row.name)) as operator:
             yield operator
-        finally:
-            unregister_lowering(operator)
 
 
-__all__ = ["check_op"]
+@contextlib.contextmanager
+def _reducing(row: ReductionRow) -> Iterator[torch._ops.OpOverload]:
+    """An operator of torch that computes `row.eval` over dims, lowered to the reduction."""
+
+    def sizes(x: torch.Tensor, dim: list[int], keepdim: bool = False) -> torch.Tensor:
+        return torch.empty_like(x.sum(dim, keepdim), dtype=row.result_dtype(x.dtype))
+
+    with torch.library._scoped_library(_NAMESPACE, "FRAGMENT") as library:
+        library.define(f"{row.name}(Tensor x, int[] dim, bool keepdim=False) -> Tensor")
+        library.impl(row.name, lambda x, dim, keepdim=False: row.eval(x, tuple(dim), keepdim), "CPU")
+        library.impl(row.name, sizes, "Meta")
+        with _lowered(row.name, lower_to_reduction(row.name)) as operator:
+            yield operator
+
+
+@contextlib.contextmanager
+def _lowered(name: str, function: Callable[..., Any]) -> Iterator[torch._ops.OpOverload]:
+    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    register_lowering(operator, function)
+    try:
+        yield operator
+    finally:
+        unregister_lowering(operator)
+
+
+__all__ = ["check_op", "check_reduction"]

@@ -49,6 +49,7 @@ from fuser.ops.triton_cells import (
     triton_template,
 )
 from fuser.ops.triton_helpers import triton_prelude
+from fuser.reasons import because
 
 OPS: dict[str, OpRow] = {row.name: row for row in (*pointwise.ROWS, *special.ROWS, *random.ROWS)}
 REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
@@ -133,6 +134,13 @@ def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
     return triton_expand(triton_template(row, dtype, fast), dtype, args)
 
 
+def triton_folder(name: str) -> str:
+    """The Triton function that joins two accumulators of reduction `name`; Unsupported if there is none."""
+    if not REDUCTIONS[name].folder:
+        raise Unsupported(because("dtype", f"reduction {name} has no Triton function that joins two accumulators"))
+    return REDUCTIONS[name].folder
+
+
 def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The Triton expression that joins accumulators of reduction `name` (see `ReductionRow.combine`)."""
     row = REDUCTIONS.get(name)
@@ -187,6 +195,7 @@ __all__ = [
     "TRITON_TYPES",
     "triton_cell",
     "triton_combine",
+    "triton_folder",
     "triton_constant",
     "triton_convert",
     "triton_load",

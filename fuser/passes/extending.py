@@ -23,7 +23,7 @@ from fuser.ops import ALL, CPP_TYPES, OPS, OpRow, cpp_cell
 from fuser.passes import decompositions
 from fuser.passes.registry import register as register_pass
 
-_lock = forks.lock()
+lock = forks.lock()
 _TAKEN = frozenset("load const scalar index indirect pair round_to to_dtype reduced".split())  # kinds of rows
 
 
@@ -53,7 +53,7 @@ def register_lowering(
     name = _operator_name(operator)
     if not callable(function):
         raise ConfigError(f"the lowering of {name} is a {type(function).__name__}: expected a function")
-    with _lock:
+    with lock:
         if registry.find(name) is not None:
             raise ConfigError(f"{name} has a lowering: unregister_lowering takes away one that was registered")
         registry.lower(name, view=view, decisive=decisive)(function)
@@ -64,7 +64,7 @@ def register_lowering(
 def unregister_lowering(operator: Any) -> None:
     """Take away a lowering that was registered. ConfigError for any other."""
     name = _operator_name(operator)
-    with _lock:
+    with lock:
         if name not in registry.LOWERINGS or not _is_noted(name):
             raise ConfigError(f"{name} has no lowering from outside the package")
         del registry.LOWERINGS[name]
@@ -87,14 +87,14 @@ def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     found = getattr(operator, "_opoverload", operator)
     if not isinstance(found, torch._ops.OpOverload) or not callable(function):
         raise ConfigError(f"{operator!r}: expected an overload, such as torch.ops.mylib.name.default, and a function")
-    with _lock:
+    with lock:
         decompositions.FROM_OUTSIDE[found] = function
         decompositions.decomposition_table.cache_clear()
 
 
 def unregister_decomposition(operator: Any) -> None:
     """Take away a decomposition that was registered. ConfigError for any other."""
-    with _lock:
+    with lock:
         if decompositions.FROM_OUTSIDE.pop(getattr(operator, "_opoverload", operator), None) is None:
             raise ConfigError(f"{operator!r} has no decomposition from outside the package")
         decompositions.decomposition_table.cache_clear()
@@ -111,7 +111,7 @@ def register_op(row: OpRow, operator: Any = None) -> None:
         raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")
     if not row.name.isidentifier() or keyword.iskeyword(row.name) or row.name in _TAKEN:
         raise ConfigError(f"op {row.name!r}: expected a name that is an identifier, and no kind of row")
-    with _lock:
+    with lock:
         if row.name in OPS:
             raise ConfigError(f"op {row.name!r} is in the table: choose another name, or unregister it first")
         OPS[row.name] = row
@@ -152,7 +152,7 @@ def _lower_to_op(name: str, ctx: LoweringContext, *args: Any) -> TensorBox:
 
 def unregister_op(name: str) -> None:
     """Take away an op that was registered, and the lowering that came with it. ConfigError for any other."""
-    with _lock:
+    with lock:
         if not _is_noted(f"op {name}"):
             raise ConfigError(f"op {name!r} is none from outside the package")
         del OPS[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import re
 import runpy
 import time
 
@@ -14,12 +13,18 @@ import torch
 
 import fuser
 from fuser import errors, extensions, passes, plans
-from fuser.ops import OPS, OpRow
+from fuser.ops import FLOATS, OPS, REDUCTIONS, OpRow, ReductionRow, triton_folder
 from fuser.passes import extending
-from fuser.testing import check_op
+from fuser.testing import check_op, check_reduction
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "extending"
 ROW = OpRow("twice", 1, lambda x: x + x, "({0} + {0})", "({0} + {0})", dtypes=(torch.float32, torch.int64))
+
+FOLD = ReductionRow(
+    "widest", eval=lambda x, dims, keepdim: x.amax(dims, keepdim), identity=lambda dtype: float("-inf"),
+    combine="({0} > {1}) | ({0} != {0}) ? {0} : {1}", accumulate=lambda dtype: dtype, dtypes=FLOATS,
+    triton="tl.maximum({0}, {1})", idempotent=True,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +32,8 @@ def taken_away():
     yield
     for name in [n for n in OPS if not extensions.without([f"op {n}"])]:
         fuser.unregister_op(name)
+    for name in [n for n in REDUCTIONS if not extensions.without([f"reduction {n}"])]:
+        fuser.unregister_reduction(name)
     for name in [n for n in extending.registry.LOWERINGS if not extensions.without([n])]:
         fuser.unregister_lowering(name)
     for operator in list(extending.decompositions.FROM_OUTSIDE):
@@ -41,17 +48,6 @@ def test_the_examples_run(name, capsys):
     start = time.perf_counter()
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out and time.perf_counter() - start < 60
-
-
-@pytest.mark.parametrize("name", ["extending", "ir", "profiling"])
-def test_the_code_of_the_pages_runs(name, capsys):
-    text = (EXAMPLES.parents[1] / "docs" / f"{name}.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert blocks
-    path = str(EXAMPLES.parents[1] / "docs" / f"{name}.md")
-    known: dict[str, object] = {"__name__": "page", "fuser": fuser}
-    for block in blocks:
-        exec(compile(block, path, "exec"), known)
 
 
 def test_kept_kernels_are_of_the_functions_that_made_them():
@@ -111,3 +107,42 @@ def test_other_misuse_is_said():
         fuser.unregister_lowering(torch.ops.aten.add)
     with pytest.raises(errors.ConfigError, match="no op"):
         check_op("there_is_none")
+
+
+def test_a_reduction_from_outside():
+    fuser.register_reduction(FOLD)
+    check_reduction("widest")
+    fuser.unregister_reduction("widest")
+    fuser.register_reduction(dataclasses.replace(FOLD, dtypes=FLOATS[:1], combine="{0} + {1}"))
+    with pytest.raises(errors.VerifyError, match=r"reduction 'widest' in torch.float32 on cpu, dims \[1\] of"):
+        check_reduction("widest")
+
+
+def test_a_reduction_without_a_triton_function_is_refused_on_a_gpu():
+    fuser.register_reduction(FOLD)
+    with pytest.raises(errors.Unsupported, match="no Triton function that joins"):
+        triton_folder("widest")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (ROW, "was given a OpRow"),
+        (dataclasses.replace(FOLD, name="sum"), "is in the table"),
+        (dataclasses.replace(FOLD, name="a b"), "an identifier"),
+        (dataclasses.replace(FOLD, index=True), "positions"),
+        (dataclasses.replace(FOLD, combine="{2}"), r"cannot be filled in .* places are \{0\}"),
+        (dataclasses.replace(FOLD, dtypes=(torch.complex64,)), "is said to take torch.complex64"),
+    ],
+)
+def test_reductions_that_cannot_be_are_refused(row, said):
+    with pytest.raises(errors.ConfigError, match=said):
+        fuser.register_reduction(row)
+    assert "widest" not in REDUCTIONS
+
+
+def test_other_misuse_of_reductions_is_said():
+    with pytest.raises(errors.ConfigError, match="none from outside"):
+        fuser.unregister_reduction("sum")
+    with pytest.raises(errors.ConfigError, match="no reduction"):
+        check_reduction("there_is_none")
