@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fuser.machines import Machine
-from fuser.ops import float_cpp, inverse_cpp
+from fuser.ops import float_cpp, inverse_cpp, special
 
 # `lanes_f` is a vector of floats, `lanes_i` one of what a comparison gives, 0 or -1. Pairs are neighbours in memory,
 # two bfloat16 in a word: a vector of the even ones and one of the odd ones take an instruction each.
@@ -302,10 +302,7 @@ HELPERS: dict[str, str | Callable[[Machine], str]] = {
 }
 
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
-FUNCTIONS = frozenset(
-    "exp exp_down exp2 expm1 log log2 log10 log1p tanh sigmoid erf normal_cdf"
-    " asin acos atan sinh cosh asinh acosh atanh half_erfc".split()
-)
+FUNCTIONS = tuple(row.name for row in special.ROWS if row.inline)
 _INSIDE = ("exp_near", "exp_below", "log_edges", "half_exp", "log1p_sum", "log1p_unit", "turned")
 _FOR_VECTORS = (
     (r"\bfuser_(\w+)", r"fuser_lanes_\1"),

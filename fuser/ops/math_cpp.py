@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuser.machines import Machine
-from fuser.ops import special_fits
-from fuser.ops.float_cpp import horner
 
 HELPERS: dict[str, str | Callable[[Machine], str]] = {}
 
@@ -160,44 +158,25 @@ for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
     )
 for _d, _i in (("f32", "i32"), ("f64", "i64")):
     HELPERS[f"fuser_nextafter_{_d}"] = str(HELPERS[f"fuser_nextafter_{_d}"]).replace("{I}", _i)
-for _name, _exp, _log1p in (
-    ("logaddexp", "fuser_exp_f64", "fuser_log1p_f64"),
-    # One after another, libm's own are done sooner than those made for vectors.
-    ("logaddexp_in_order", "__builtin_exp", "__builtin_log1p"),
-):
-    _both(
-        _name,
-        "a b",
-        """\
-  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
-  const {T} s = ({T})(m + LOG1P(EXP(d)));
+
+
+def sum_of_logs(name: str, suffix: str, total: str, more: str = "") -> str:
+    """C++ text of log(exp(a) + exp(b)): `total` has the larger argument `m` and the other one less that, `d`."""
+    kind, f = ("float", "f") if suffix == "f32" else ("double", "")
+    return f"""\
+FUSER_FN {kind} fuser_{name}_{suffix}({kind} a, {kind} b) {{
+  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b{more};
+  const {kind} s = ({kind}){total};
   const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
-  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
-""".replace("EXP", _exp).replace("LOG1P", _log1p),
-    )
-_both(
-    "logaddexp2",
-    "a b",
-    """\
-  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b;
-  const {T} s = ({T})(m + fuser_log1p_f64(fuser_exp2_f64(d)) * 1.4426950408889634074);
-  const bool same_inf = (a == b) & (__builtin_fabs{f}(a) == __builtin_inf{f}());
-  return (a != a) | (b != b) ? a + b : same_inf ? a : s;
-""",
-)
-# Of float32 by short polynomials in double: m + log(1 + e^d), d <= 0. e^d is 0 long before its exponent wraps.
-for _name, _steps, _scale in (
-    ("logaddexp", "fuser_exp_mid(d)", ""),
-    ("logaddexp2", "fuser_exp_mid(d * 0.6931471805599453)", " * 1.4426950408889634"),
-):
-    HELPERS[f"fuser_{_name}_f32"] = f"""\
-FUSER_FN float fuser_{_name}_f32(float a, float b) {{
-  const double m = a > b ? a : b, d = a > b ? (double)b - a : (double)a - b, e = {_steps};
-  const float s = (float)FUSER_FMA(e, {horner("e", *special_fits.LOG1P_MID, double=True)}{_scale}, m);
-  const bool same_inf = (a == b) & (__builtin_fabsf(a) == __builtin_inff());
   return (a != a) | (b != b) ? a + b : same_inf ? a : s;
 }}
 """
+
+
+for _d in ("f32", "f64"):  # one after another, libm's own functions are done sooner than those made for vectors
+    HELPERS[f"fuser_logaddexp_in_order_{_d}"] = sum_of_logs(
+        "logaddexp_in_order", _d, "(m + __builtin_log1p(__builtin_exp(d)))"
+    )
 _both(
     "xlogy",
     "a b",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from fuser.ops import special_fits as fits
 from fuser.ops.float_cpp import horner
+from fuser.ops.math_cpp import sum_of_logs
 
 HELPERS: dict[str, str] = {}
 
@@ -60,6 +61,20 @@ HELPERS["fuser_log_mid"] = function(
   return (x > 0.0) & (x < __builtin_inf()) ? y : edge;
 """,
 )
+
+
+# In float32 by short polynomials in double: m + log(1 + e^d), d <= 0. e^d is 0 long before its exponent wraps.
+for _name, _wide, _power, _scale in (
+    ("logaddexp", "fuser_log1p_f64(fuser_exp_f64(d))", "d", ""),
+    (
+        "logaddexp2", "fuser_log1p_f64(fuser_exp2_f64(d)) * 1.4426950408889634074", "d * 0.6931471805599453",
+        " * 1.4426950408889634",
+    ),
+):  # fmt: skip
+    HELPERS[f"fuser_{_name}_f64"] = sum_of_logs(_name, "f64", f"(m + {_wide})")
+    HELPERS[f"fuser_{_name}_f32"] = sum_of_logs(
+        _name, "f32", f"FUSER_FMA(e, {polynomial('e', fits.LOG1P_MID)}{_scale}, m)", f", e = fuser_exp_mid({_power})"
+    )
 
 
 def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) -> None:
@@ -169,7 +184,6 @@ def _digamma(mid: str) -> str:
 
 
 double_pair(HELPERS, "digamma", _digamma)
-
 
 
 # From 1/2 on: 6.4.6 to a large argument, then 6.4.12.
