@@ -19,6 +19,7 @@ from fuser.lowering import (
     scatter,
     searching,
     selection,
+    vectors,
     views,
     writes,
 )
@@ -27,5 +28,6 @@ from fuser.lowering.registry import LOWERINGS, REFUSED, VIEWS, find, lower, refu
 __all__ = [
     "LOWERINGS", "REFUSED", "VIEWS", "activations", "creation", "find", "gradients", "indexing", "joining", "losses",
     "lower", "norms", "pointwise", "pooling", "pooling_gradients", "products", "random", "reductions", "refuse",
-    "resampling", "scans", "scatter", "searching", "selection", "supports", "views", "writes",
+    "resampling", "scans", "scatter", "searching", "selection", "supports", "vectors", "views",
+    "writes",
 ]  # fmt: skip

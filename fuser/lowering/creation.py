@@ -91,7 +91,7 @@ def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBo
     if all(isinstance(b, (int, Expr)) and not isinstance(b, bool) for b in (start, end, step)):
         return _integer_range(ctx, as_expr(start), as_expr(end), ctx.specialise(as_expr(step)), dtype)
     if not all(isinstance(b, (int, float)) for b in (start, end, step)):
-        raise Unsupported("arange between numbers that are not known before it runs")
+        raise Unsupported("arange between numbers that are not known when the graph is registered")
     if not dtype.is_floating_point:  # eager cuts start and step off first, but counts with all of them
         return ctx.pointwise(
             tuple(as_expr(n) for n in ctx.meta.shape), dtype,
@@ -132,7 +132,7 @@ def lower_iota(
 def _bound(ctx: LoweringContext, value: Operand) -> Callable[[], Value]:
     """An end of a range in float64: a number, or what a tensor of no dims holds."""
     if isinstance(value, TensorBox) and value.size:
-        raise Unsupported("a range between tensors of some dims")
+        raise Unsupported("linspace between tensors that are not 0-dim")
     load = ctx.loader(value, (), torch.float64)
     whole = not result_dtype(ctx).is_floating_point  # eager cuts the ends off first
     return lambda: ops.trunc(load(())) if whole else load(())
@@ -169,7 +169,7 @@ def lower_logspace(
 ) -> TensorBox:  # fmt: skip
     """Powers of `base`, their exponents spaced evenly."""
     if not result_dtype(ctx).is_floating_point:
-        raise Unsupported("powers cut off to integers: the last bit decides")
+        raise Unsupported("logspace of integers: powers are truncated, so the last bit decides")
     n, inner = _spaced(ctx, start, end, steps)
     foot = _bound(ctx, base)
     return ctx.pointwise((n,), result_dtype(ctx), lambda index: ops.pow(foot(), inner(index)))
@@ -229,7 +229,7 @@ def lower_diag(ctx: LoweringContext, x: TensorBox, diagonal: int = 0) -> TensorB
     return lower_diagonal(ctx, x, diagonal)
 
 
-refuse(because("left_to_aten", "a table of indices, made once"), "aten.tril_indices", "aten.triu_indices")
-refuse(because("left_to_aten", "powers are left to ATen"), "aten.vander")
+refuse(because("left_to_aten", "a table of indices is left to ATen"), "aten.tril_indices", "aten.triu_indices")
+refuse(because("left_to_aten", "a matrix of powers is left to ATen"), "aten.vander")
 
 __all__ = ["filled"]

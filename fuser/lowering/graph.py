@@ -246,7 +246,7 @@ def _why_it_failed(
         return Unsupported(f"its lowering does not take these arguments: {e}", op)
     blind = isinstance(error, (AssertionError, AttributeError, NameError)) and not _names_a_number(error)
     if not blind and any(isinstance(v, (Expr, Scalar)) for v in leaves((args, kwargs))):
-        return Unsupported("a number that only a call gives stands where a constant is needed", op)
+        return Unsupported("an argument that must be a constant is computed by an earlier call", op)
     where = f"{getattr(lowering, '__module__', '?')}.{getattr(lowering, '__qualname__', lowering)}"
     return LoweringError(f"please report this: {where}, for {op}, raised {type(error).__name__}: {error}")
 

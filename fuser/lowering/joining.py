@@ -390,7 +390,7 @@ def lower_repeat_interleave(
 ) -> TensorBox:  # fmt: skip
     """Each place of `dim` (of all elements, if None) `repeats` times."""
     if isinstance(repeats, TensorBox) or not isinstance(repeats, (int, Expr)):
-        raise Unsupported("repeat_interleave with numbers of repetitions that a tensor holds")
+        raise Unsupported("repeat_interleave with its repeats in a tensor")
     times = ctx.canon(repeats)
     ctx.assume("lt", 0, times)
     if dim is None:
@@ -429,7 +429,7 @@ def lower_channel_shuffle(ctx: LoweringContext, x: TensorBox, groups: int) -> Te
 def _has_places(ctx: LoweringContext) -> None:
     """Unsupported where elements share memory: they do in eager's copy too, where a write then shows in all of them."""
     if copies_overlap(ctx.arg_metas[0]):
-        raise Unsupported(because("not_traced", "a part is replaced of a tensor whose elements overlap in memory"))
+        raise Unsupported(because("not_traced", "it replaces a part of a tensor whose elements overlap in memory"))
 
 
 @lower("aten.slice_scatter")

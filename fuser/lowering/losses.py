@@ -403,7 +403,7 @@ def _by_probabilities(
 
 
 refuse(
-    because("left_to_aten", "a loss over pairs of classes"), "aten.multi_margin_loss", "aten.multilabel_margin_loss",
-    "aten.multilabel_margin_loss_forward",
+    because("left_to_aten", "a loss over pairs of classes: left to ATen"),
+    "aten.multi_margin_loss", "aten.multilabel_margin_loss", "aten.multilabel_margin_loss_forward",
 )  # fmt: skip
-refuse(because("left_to_aten", "a loss with a recursion over time"), "aten.ctc_loss", "aten._ctc_loss")
+refuse(because("left_to_aten", "a recursion over time is left to ATen"), "aten.ctc_loss", "aten._ctc_loss")

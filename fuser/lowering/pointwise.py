@@ -115,7 +115,7 @@ def _unary(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, x: Operand) -> TensorBox:
         dtype = result_dtype(ctx)
         if dtype in OPS[name].inexact:
-            raise Unsupported("eager's own values in float64 are right to 1e-6, and kernels have others")
+            raise Unsupported("eager's own values in float64 are accurate to 1e-6 only, and kernels' differ")
         if (OPS[name].keeps_integers and not dtype.is_floating_point) or (name == "sign" and dtype is torch.bool):
             return elementwise(ctx, [x], lambda v: v)
         return elementwise(ctx, [x], lambda v: ops.call(name, v))
@@ -364,7 +364,7 @@ def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) ->
 def lower_nextafter(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
     """The next number towards b."""
     if result_dtype(ctx) in LOW_PRECISION:
-        raise Unsupported("nextafter of a half: kernels compute in float32")
+        raise Unsupported("nextafter of a 16-bit float: kernels compute in float32")
     return elementwise(ctx, [a, b], lambda x, y: ops.nextafter(x, y))
 
 
@@ -484,7 +484,7 @@ def lower_frexp(ctx: LoweringContext, x: TensorBox) -> tuple[TensorBox, TensorBo
     )
 
 
-refuse(because("left_to_aten", "no scalar form in the table"), "aten.igamma", "aten.igammac")
+refuse(because("left_to_aten", "no scalar code for this function: left to ATen"), "aten.igamma", "aten.igammac")
 refuse(because("dtype", "its result is complex"), "aten.complex", "aten.polar", "aten.view_as_complex", "aten._fft_r2c")
 refuse(
     because("no_tensor", "it returns a Python number"),

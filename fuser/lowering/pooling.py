@@ -81,7 +81,7 @@ def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
         return (value,) * n
     numbers = tuple(value)
     if not all(isinstance(v, int) for v in numbers):
-        raise Unsupported("a window whose size is not known before it runs")
+        raise Unsupported("a window whose size is not known when the graph is registered")
     return numbers * n if len(numbers) == 1 else numbers or (default,) * n
 
 
@@ -140,7 +140,7 @@ def lower_avg_pool(
     """The sum of each window over the number of its places."""
     dtype = result_dtype(ctx)
     if not dtype.is_floating_point:
-        raise Unsupported("an average of integers")
+        raise Unsupported("an average pool of integers")
     n, wide = n_dims(ctx), compute_dtype(dtype)
     w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
     if math.prod(w.kernel) > MOST_PLACES:
@@ -356,12 +356,12 @@ def lower_im2col(
 
 
 refuse(
-    because("left_to_aten", "windows of different sizes"),
+    because("left_to_aten", "a pool whose windows differ in size: left to ATen"),
     "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
     "aten.fractional_max_pool2d", "aten.fractional_max_pool3d",
 )  # fmt: skip
 refuse(
-    because("left_to_aten", "each element gathers from many windows: left to ATen"),
+    because("left_to_aten", "each element sums over a variable number of windows: left to ATen"),
     "aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", "aten.max_unpool2d",
     "aten.max_unpool3d",
 )  # fmt: skip

@@ -79,7 +79,7 @@ def lower_avg_pool_backward(
 
 
 _OF_MAXIMA = "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward"
-_IN_ORDER = because("left_to_aten", "ATen puts each gradient where its index says, in order")
+_IN_ORDER = because("left_to_aten", "a gradient is scattered to the indices of the maxima, and ATen adds them in order")
 refuse_in_order(_IN_ORDER, *_OF_MAXIMA)
 
 

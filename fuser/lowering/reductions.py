@@ -449,6 +449,13 @@ def expanded(ctx: LoweringContext, x: TensorBox, size: tuple[Expr, ...]) -> Tens
 refuse(
     because("left_to_aten", "it sorts: left to ATen"),
     "aten.median", "aten.nanmedian", "aten.mode", "aten.sort", "aten.argsort", "aten.topk",
-    "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile", "aten.unique_dim", "aten.unique_consecutive",
-    "aten._unique2", "aten.histc", "aten.bincount",
+    "aten.kthvalue", "aten.msort", "aten.quantile", "aten.nanquantile",
 )  # fmt: skip
+refuse(
+    because("data_size", "the number of unique values depends on data"),
+    "aten.unique_dim",
+    "aten.unique_consecutive",
+    "aten._unique2",
+)
+refuse(because("left_to_aten", "it counts values in bins: left to ATen"), "aten.histc")
+refuse(because("data_size", "the number of bins depends on data"), "aten.bincount")

@@ -37,11 +37,11 @@ def _sizes(
     ctx: LoweringContext, x: TensorBox, out: Any, scales: Sequence[float | None]
 ) -> tuple[list[int], list[int], list[float | None]]:  # fmt: skip
     if out is None:
-        raise Unsupported("an output size that factors give")
+        raise Unsupported("an output size that scale factors give")
     n = len(out)
     own = [ctx.specialise(s) for s in ctx.size_of(x)[-n:]]
     if any(s is not None and not isinstance(s, float) for s in scales):
-        raise Unsupported("factors that are not known before it runs")
+        raise Unsupported("scale factors that are not known when the graph is registered")
     return own, [ctx.specialise(o) for o in out], [*scales, *(None,) * n][:n]
 
 
@@ -77,17 +77,17 @@ def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) ->
 
 
 refuse(
-    because("left_to_aten", "weights of neighbours are made once for a row: left to ATen"),
+    because("left_to_aten", "linear and cubic resampling is left to ATen"),
     "aten.upsample_linear1d", "aten.upsample_bilinear2d",
     "aten.upsample_bicubic2d", "aten.upsample_trilinear3d",
 )  # fmt: skip
 refuse(
-    because("left_to_aten", "smoothed on the way: left to ATen"),
+    because("left_to_aten", "antialiased resampling is left to ATen"),
     "aten._upsample_bilinear2d_aa",
     "aten._upsample_bicubic2d_aa",
 )
 refuse(
-    because("left_to_aten", "places that a tensor holds, between elements"),
+    because("left_to_aten", "it interpolates at positions that a tensor holds: left to ATen"),
     "aten.grid_sampler_2d",
     "aten.grid_sampler_3d",
 )

@@ -61,7 +61,7 @@ def lower_diff(
 ) -> TensorBox:
     """Differences of neighbours along `dim`."""
     if n != 1 or prepend is not None or append is not None:
-        raise Unsupported("differences of differences, or with something before or after")
+        raise Unsupported("diff with n other than 1, or with prepend or append")
     d = wrap_dim(dim, len(x.size))
     ctx.assume("lt", 0, ctx.size_of(x)[d])
     later, earlier = slice_box(ctx, x, d, 1, None), slice_box(ctx, x, d, 0, ctx.size_of(x)[d] - 1)
@@ -69,7 +69,7 @@ def lower_diff(
     return elementwise(ctx, [later, earlier], lambda a, b: ops.call(name, a, b))
 
 
-refuse(because("left_to_aten", "areas under curves are left to ATen"), "aten.trapezoid", "aten.cumulative_trapezoid")
+refuse(because("left_to_aten", "trapezoids are left to ATen"), "aten.trapezoid", "aten.cumulative_trapezoid")
 
 SCANS = frozenset({"aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax", "aten.cummin"})
 

@@ -48,7 +48,7 @@ class Spread:
         self.flat = index if index.size else unsqueeze_box(ctx, index_tensor(index), 0)
         self.size = ctx.size_of(index_tensor(self.flat))
         if len(self.size) != len(self.own):
-            raise Unsupported("an index with another number of dims")
+            raise Unsupported("an index with a different number of dims")
         for d, (a, b) in enumerate(zip(self.size, self.own)):
             if d != self.dim:
                 ctx.assume("le", a, b)
@@ -67,7 +67,7 @@ class Spread:
             src = unsqueeze_box(ctx, src, 0)
         size = ctx.size_of(src)
         if len(size) != len(self.size):
-            raise Unsupported("a source with another number of dims")
+            raise Unsupported("a source with a different number of dims")
         for a, b in zip(self.size, size):
             ctx.assume("le", a, b)
         return cast_loader(ctx, src, size, dtype)
@@ -210,14 +210,14 @@ def _put_where(
     row = given[max(len(given) - len(rest), 0) :]
     before = given[: len(given) - len(row)]
     if not all(ctx.is_equal(s, 1) for s in before):
-        raise Unsupported(because("data_size", "values put where a mask holds: which one goes where depends on data"))
+        raise Unsupported(because("data_size", "which value goes to which masked element depends on data"))
     if len(before) > 1 and (accumulate or rest):
         raise Unsupported("values of more dims than what the mask takes")
     for a, b in zip(ctx.size_of(mask), size):
         if not ctx.is_equal(a, b):
-            raise Unsupported("a mask of another size")
+            raise Unsupported("a mask that does not have the size of the indexed dims")
     if not all(ctx.is_equal(s, 1) or ctx.is_equal(s, n) for s, n in zip(reversed(row), reversed(rest))):
-        raise Unsupported(because("eager_raises", "values that do not broadcast to what the mask takes"))
+        raise Unsupported(because("eager_raises", "values that do not broadcast to the masked elements: eager raises"))
     for _ in rest:
         mask = unsqueeze_box(ctx, mask, len(mask.size))
     first = (ZERO,) * len(before)
@@ -276,7 +276,10 @@ ask_elsewhere(
     "aten.embedding_dense_backward",
 )  # fmt: skip
 refuse(
-    because("writes", "it writes overlapping windows"), "aten.unfold_backward", "aten.col2im", "aten.as_strided_scatter"
+    because("writes", "it adds up overlapping windows: left to ATen"),
+    "aten.unfold_backward",
+    "aten.col2im",
+    "aten.as_strided_scatter",
 )
 
 __all__ = ["along", "scattered"]

@@ -30,13 +30,13 @@ def searched(
     """
     dtype = bounds.dtype
     if isinstance(x, TensorBox) and x.dtype is not dtype or isinstance(x, float) and not dtype.is_floating_point:
-        raise Unsupported(because("dtype", "a search for values of another dtype than the sorted ones"))
+        raise Unsupported(because("dtype", "the values searched for and the sorted ones have different dtypes"))
     if dtype is torch.bool:
-        raise Unsupported(because("eager_raises", "a search among masks, which eager refuses unless there are none"))
+        raise Unsupported(because("eager_raises", "searchsorted over bools: eager raises unless it is empty"))
     own, size, wide = ctx.size_of(bounds), ctx.size_of(x), compute_dtype(dtype)
     if len(own) != 1 and len(own) != len(size):
         raise Unsupported(
-            because("eager_raises", "sorted values of other dims than those that are looked for: eager refuses them")
+            because("eager_raises", "searchsorted with leading dims that differ: eager raises")
         )
     n = own[-1]
     steps = ctx.hint(n).bit_length()
@@ -46,7 +46,7 @@ def searched(
     ctx.assume("le", (1 << steps) >> 1, n)
     for a, b in zip(own[:-1], size):
         if not ctx.is_equal(a, b):
-            raise Unsupported("sorted values of another size")
+            raise Unsupported("sorted values whose leading sizes differ from those searched for")
     load, bound = cast_loader(ctx, x, size, dtype), ctx.loader(bounds, own, wide)
     order = ctx.loader(sorter, own, torch.int64) if sorter is not None else None
 
@@ -83,7 +83,7 @@ def lower_bucketize(
 ) -> TensorBox:
     """The bucket between `bounds` in which each element lies."""
     if len(ctx.size_of(bounds)) != 1:
-        raise Unsupported(because("eager_raises", "bounds of buckets in other than one dim: eager refuses them"))
+        raise Unsupported(because("eager_raises", "bucketize with boundaries that are not 1-d: eager raises"))
     return searched(ctx, bounds, x, right is True)
 
 
@@ -91,7 +91,7 @@ def lower_bucketize(
 def lower_masked_scatter(ctx: LoweringContext, x: TensorBox, mask: TensorBox, source: TensorBox) -> TensorBox:
     """`x` with the elements where mask holds replaced by those of `source`, one after the other."""
     if not ctx.arg_metas[2].is_contiguous():
-        raise Unsupported("masked_scatter of elements that do not lie in row-major order: eager copies them first")
+        raise Unsupported("masked_scatter of elements that are not stored in row-major order: eager copies them first")
     size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(mask)])
     wide = expand_box(ctx, mask, size)
     count, given = ctx.numel(wide), ctx.numel(source)

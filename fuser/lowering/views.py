@@ -323,7 +323,7 @@ def lower_slice(
 def lower_narrow(ctx: LoweringContext, x: TensorBox, dim: int, start: Any, length: Int) -> TensorBox:
     """`length` places from `start`."""
     if isinstance(start, TensorBox):
-        raise Unsupported("narrow from a place that a tensor holds")
+        raise Unsupported("narrow with its start in a tensor")
     d = wrap_dim(dim, len(x.size))
     size = ctx.size_of(x)[d]
     first = ctx.canon(start)
@@ -402,7 +402,7 @@ def lower_tensor_split(ctx: LoweringContext, x: TensorBox, how: Any, dim: int = 
     dim = {"aten.hsplit": min(1, len(x.size) - 1), "aten.vsplit": 0, "aten.dsplit": 2}.get(ctx.op, dim)
     d = wrap_dim(dim, len(x.size))
     if isinstance(how, TensorBox):
-        raise Unsupported("a split at places that a tensor holds")
+        raise Unsupported("tensor_split at indices that a tensor holds")
     if isinstance(how, (tuple, list)):
         places = [0, *how, None]
         return tuple(slice_box(ctx, x, d, a, b) for a, b in zip(places, places[1:]))

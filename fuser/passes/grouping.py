@@ -327,7 +327,7 @@ def _made_of_numbers(units: _Units) -> set[fx.Node]:
 def _is_worth_it(units: _Units, members: list[int], from_numbers: set[fx.Node]) -> str | None:
     """Why a group is dissolved; None for one that is kept."""
     if all(units.heads[u] in from_numbers for u in members):
-        return because("from_numbers", "it is computed from numbers alone")
+        return because("from_numbers", "it is computed from numbers alone, without a tensor")
     return None
 
 

@@ -295,6 +295,14 @@ def flip_roll(s: State) -> Call:
     return call("torch.roll", Ref(i), (s.rng.randint(-3, 3),), (dim_of(s, i),))
 
 
+@smooth
+def cross(s: State) -> Call:
+    i = s.pick(lambda t: 3 in t.shape and is_number(t))
+    x = s.values[i]
+    j = s.pick(lambda t: t.dim() == x.dim() and t.dtype is x.dtype and 3 in t.shape)
+    return call("torch.linalg.cross", Ref(i), Ref(j), dim=x.shape.index(3) - s.rng.choice((0, x.dim())))
+
+
 @exact
 def join(s: State) -> Call:
     i = s.pick(has_dims)
