@@ -59,7 +59,8 @@ def _prepare_pieces(maker: Maker, made: Split | None, device_type: str) -> None:
     """Have the pieces of a split compiled as far as their inputs are known."""
     for key, piece in zip(made.keys, made.pieces, strict=True) if made is not None else ():
         if None not in piece.examples:
-            maker.registry.find(key).runner.prepare([examples.on(device_type, e) for e in piece.examples])
+            found = maker.registry.find(key)  # constants may be bound: they come first among its arguments
+            found.runner.prepare(found.arguments([examples.on(device_type, e) for e in piece.examples]))
 
 
 __all__ = ["Maker", "make"]

@@ -108,8 +108,10 @@ def begin(
 ) -> State:
     """The state in which only the inputs have values. `refused(example)` is value and meta of one that is not fused.
 
-    Raises Unsupported for such an input where there is no `refused`.
+    Raises Unsupported for such an input where there is no `refused`; LoweringError for another number of inputs.
     """
+    if len(examples) != graph.n_inputs:
+        raise LoweringError(f"please report this: a graph of {graph.n_inputs} inputs is lowered for {len(examples)}")
     found = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), targets.HOST)
     ctx = LoweringContext(numerics, targets.of(device_type or found))
     inputs: list[TensorInput | NumberInput] = []

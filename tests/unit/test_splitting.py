@@ -192,3 +192,26 @@ def test_only_the_classes_of_arguments_that_need_it_are_split():
         want = (torch.relu(x * 2).view(torch.int32) + 1) * 3
         assert torch.equal(handle(x), want) and torch.equal(handle(x), want)
         assert (len(store.kernels), len(store.splits)) == (1, splits)
+
+
+def test_prepared_pieces_get_the_constants_that_are_bound_to_them(registry):
+    """The second piece of a form takes its constants as inputs, whatever the graph around it."""
+
+    def sliced(first: Callable[[torch.Tensor], torch.Tensor], start: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = first(x).view(torch.int32)
+            return torch.cat([y[:, start : start + 20], y], 1) * 3
+
+        return function
+
+    x = torch.randn(4, 40)
+    for first, start in ((torch.relu, 3), (torch.neg, 5), (torch.abs, 9)):
+        handle, key = registered(sliced(first, start))
+        assert fuser.prepare(key, [x]).result() is not None
+        assert fuser.wait(60)
+        (split,) = interface.kernel_spec(key).store.splits
+        assert [r.bound for r in map(registry.find, split.keys)] == [(), () if start == 3 else (start, start + 20, 3)]
+        stores = [interface.kernel_spec(piece).store for piece in split.keys]
+        assert [(len(s.kernels), [e.reason for e in s.entries]) for s in stores] == [(1, [None])] * 2
+        assert torch.equal(handle(x), sliced(first, start)(x))
+    assert [len(s.kernels) for s in stores] == [1, 1]
