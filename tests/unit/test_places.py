@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -73,6 +74,23 @@ print(fuser.num_compiled_kernels())
     assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr
     assert done.stderr.count("the quota of") == 1
     assert not list(cache.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_cache_with_room_needs_no_other_place(tmp_path):
+    """A process that is killed leaves nothing outside of the cache, where no later one would look for it."""
+    (tmp_path / "temporary").mkdir()
+    script = """
+import os, signal, torch, fuser
+handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(lambda x: torch.tanh(x) * 3)))
+handle(torch.randn(3, 5))
+assert fuser.num_compiled_kernels() == 1
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "temporary").iterdir())
 
 
 def test_folders_stay_where_they_are(tmp_path):
