@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from tests import compilers  # noqa: E402
 
 THREADS = 2
+AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +78,16 @@ def same_start() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process counts together and says once is a test's own: earlier ones compile no more, and said nothing."""
+    from fuser import notices
+    from fuser.runtime import background
+
+    background.COMPILERS.wait(AT_MOST)
+    monkeypatch.setattr(notices, "_said", {})
+
+
+@pytest.fixture(autouse=True)
 def quick_compilers() -> Iterator[None]:
     """No test makes a kernel that holds the compiler."""
     before = len(compilers.runs)
@@ -100,11 +111,11 @@ def clean() -> Iterator[None]:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An empty registry: what a test registers shares no kernels with what others did."""
-    from fuser import interface, kernel_cache
+    from fuser import interface, kernel_cache, metrics
     from fuser.debug import explaining, reporting
 
     made = kernel_cache.Registry()
-    for module in (interface, reporting, explaining):
+    for module in (interface, metrics, reporting, explaining):
         monkeypatch.setattr(module, "REGISTRY", made)
     return made
 

@@ -55,7 +55,7 @@ for name, implementation in (("twice", lambda x: x * 2), ("itself", lambda x: x)
 
 @pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("operator", ["twice", "itself"])
-def test_the_first_call_of_a_graph_with_custom_operators(operator, monkeypatch):
+def test_the_first_call_of_a_graph_with_custom_operators(operator, monkeypatch, registry):
     """Kernels run, though torch's mode looks for a custom operator that returns its input, and warns of one."""
     monkeypatch.setattr(functorch_config, "error_on_custom_op_aliasing", False, raising=False)  # as it is outside of CI
     call = getattr(torch.ops.fuser_test_modes, operator)
