@@ -50,7 +50,7 @@ TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", REDIS, SPANS, TRITON]
 NNSMITH = ["nnsmith", "z3-solver"]
 # Rivals on the CPU that the benchmarks run where they are installed; zentorch needs a release for torch's version.
 RIVALS = ["openvino>=2025", "onnxruntime>=1.20", "onnx>=1.17", "zentorch; platform_machine == 'x86_64'"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=1,<2"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=1,<2", "matplotlib>=3.8"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
 setup(
