@@ -19,6 +19,24 @@ def version() -> str:
     return found.group(1)
 
 
+def repository() -> str:
+    """The address that CITATION.cff states as `repository-code`; "" while there is none."""
+    found = re.search(r'^repository-code: "?([^"\n]+)', (HERE / "CITATION.cff").read_text(), re.MULTILINE)
+    return found.group(1).rstrip("/") if found else ""
+
+
+def description(text: str, home: str) -> str:
+    """The README for a package index, where links to files lead nowhere: to `home`, or without one only their text."""
+    to = rf"[\1]({home}/blob/main/\2)" if home else r"\1"
+    return re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", to, text)
+
+
+def urls(home: str) -> dict[str, str]:
+    """The links that a package index shows beside the description."""
+    paths = {"Source": "", "Issues": "/issues", "Documentation": "/tree/main/docs"}
+    return {name: home + path for name, path in paths.items()} if home else {}
+
+
 def choose_compiler() -> None:
     """`$CXX`, else g++, else clang++, as the kernels' own toolchain does.
 
@@ -57,8 +75,9 @@ setup(
     name="fuser",
     version=version(),
     description="Just-in-time fusion for PyTorch: subgraphs become single kernels, in a fraction of a second",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=description((HERE / "README.md").read_text(encoding="utf-8"), repository()),
     long_description_content_type="text/markdown",
+    project_urls=urls(repository()),
     author="the fuser authors",
     license="BSD-3-Clause",
     license_files=["LICENSE"],

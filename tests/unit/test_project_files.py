@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pathlib
 import re
+import runpy
 
 import pytest
+import setuptools
 
 import fuser
 
@@ -37,3 +39,18 @@ def test_names_that_the_form_asks_for_exist():
     (form,) = (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
     for name in re.findall(r"fuser\.debug\.(\w+)", form.read_text()):
         assert hasattr(fuser.debug, name), name
+
+
+def test_the_package_index_has_no_dead_links(monkeypatch):
+    """Links to files become text, or lead to the repository that CITATION.cff names."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.setenv("CXX", "g++")  # which setup.py sets otherwise
+    monkeypatch.setenv("CC", "g++")
+    made = runpy.run_path(str(ROOT / "setup.py"))
+    dead = r"\]\((?![a-z]+:|#)"
+    assert re.search(dead, (ROOT / "README.md").read_text()) and not re.search(dead, given["long_description"])
+    text = made["description"]("[a](docs/a.md#b) and [web](https://pytorch.org)", "https://example.org/f")
+    assert text == "[a](https://example.org/f/blob/main/docs/a.md#b) and [web](https://pytorch.org)"
+    assert made["urls"]("") == {} and made["urls"]("https://example.org/f")["Issues"].endswith("/f/issues")
+    assert given["project_urls"] == made["urls"](made["repository"]())
