@@ -21,7 +21,9 @@ def version() -> str:
 
 def repository() -> str:
     """The address that CITATION.cff states as `repository-code`; "" while there is none."""
-    found = re.search(r'^repository-code: "?([^"\n]+)', (HERE / "CITATION.cff").read_text(), re.MULTILINE)
+    citation = HERE / "CITATION.cff"
+    text = citation.read_text() if citation.exists() else ""  # a source distribution may leave it out
+    found = re.search(r'^repository-code: "?([^"\n]+)', text, re.MULTILINE)
     return found.group(1).rstrip("/") if found else ""
 
 

@@ -103,7 +103,8 @@ def __getattr__(name: str) -> Any:
     name: then Dynamo is imported with Python's collector at rest, and the first call comes 0.4 s sooner.
     """
     if name not in _LATER:
-        raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+        said = ": torch.compile(model, backend='fuser') fuses a model" if name in ("compile", "jit", "optimize") else ""
+        raise AttributeError(f"module 'fuser' has no attribute {name!r}{said}", name=name, obj=sys.modules[__name__])
     module, attribute = _LATER[name]
     found = importlib.import_module(f"fuser.{module}")
     return getattr(found, attribute) if attribute else found

@@ -399,6 +399,14 @@ class _Entry:
     held: Registration | None = None
 
 
+def _not_a_key(key: object) -> str:
+    """The sentence for what `register_fusion` did not return in this process."""
+    if isinstance(key, (int, str)):
+        return f"unknown key {key!r}: expected one that register_fusion returned in this process"
+    cure = "register_fusion(graph) gives the key of a graph, and fuser.explain(model, *inputs) tells of a model"
+    return f"a {type(key).__name__} is no key: expected a number that register_fusion returned in this process; {cure}"
+
+
 class Registry:
     """Every specification and registration of the process that somebody holds.
 
@@ -540,7 +548,7 @@ class Registry:
                 f"fusion {key} is gone: it was unregistered, and nobody holds a handle of it any more; register its "
                 "graph again, which gives the key to use"
             )
-        raise UnknownKeyError(f"unknown key {key!r}: expected one that register_fusion returned in this process")
+        raise UnknownKeyError(_not_a_key(key))
 
     def registrations(self, keys: Iterable[int] | None = None) -> tuple[Registration, ...]:
         """All registrations, or those of `keys`, in the order of registration."""

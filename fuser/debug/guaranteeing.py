@@ -14,7 +14,7 @@ from fuser.debug.explaining import fake_of
 from fuser.debug.explanation import Explanation
 from fuser.debug.gathering import explanation_of, graph_break_count, graph_breaks
 from fuser.debug.models import explain_model
-from fuser.errors import FuserError, NotFusedError
+from fuser.errors import ConfigError, FuserError, NotFusedError
 from fuser.frontends.guarantees import ALLOWED, complain
 from fuser.frontends.records import collected
 from fuser.kernel_cache import REGISTRY, KernelSpec
@@ -32,13 +32,13 @@ def require_fused(max_kernels: int | None = None) -> Iterator[None]:
     when it is made, a graph break or more than `max_kernels` kernels of all graphs compiled here at the end of the
     block. The error names operators, lines and reasons. Functions compiled before are checked by their calls alone.
     """
+    most = settings.MANY if max_kernels is None else config.check("require_fused", max_kernels)
     before, breaks = _fallbacks(), graph_break_count()
     with config.override(require_fused=True), collected() as records:
         yield
     interface.wait()
     e = explanation_of(records, graph_breaks(breaks), ())
     said = [*_why_not(e), *(f"{n} calls ran on ATen: {why}" for why, n in (_fallbacks() - before).items())]
-    most = settings.MANY if max_kernels is None else config.check("require_fused", max_kernels)
     complain(said, _launches(e), most)
 
 
@@ -50,6 +50,9 @@ def assert_fused(
     `kernels` is the most loop nests that it may launch, forward and backward together, `reads` the most tensors that
     these read from memory, each counted once for each loop nest. Returns the explanation.
     """
+    for name, most in (("kernels", kernels), ("reads", reads)):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise ConfigError(f"{name}={most!r}: expected the most that are allowed, such as 1")
     e = explain_model(function, *args, **kwargs)
     complain(_why_not(e), _launches(e), settings.MANY if kernels is None else kernels)
     found = sum(_reads(g.key) for g in e.groups) if reads is not None else 0

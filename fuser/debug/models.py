@@ -38,7 +38,8 @@ def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanati
     """
     if not callable(function):
         raise InputError(
-            f"explain was given a {type(function).__name__}: expected a function, a module or a compiled one"
+            f"explain was given a {type(function).__name__}: expected a function, a module or a compiled one, and its "
+            "arguments; fuser.debug.explain(key) tells of a registered graph"
         )
     inner = _inside(function)
     if inner is not function and not args and not kwargs:

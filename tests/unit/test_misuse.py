@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import fuser
+import fuser.debug
+import fuser.testing
 from fuser.canonical.keywords import unknown_keyword
-from fuser.errors import ConfigError, GraphError
+from fuser.errors import ConfigError, FuserError, GraphError
 
 X = torch.rand(4)
 
@@ -24,6 +26,32 @@ def call_with(target, **named):
 class Double(nn.Module):
     def forward(self, x):
         return x * 2
+
+
+NOT_SO = {
+    "a graph for a key": (lambda: fuser.run_fusion(torch.fx.Graph(), [X]), "a Graph is no key: .* register_fusion"),
+    "a model for a key": (lambda: fuser.debug.explain(Double()), r"a Double is no key: .*fuser.explain\(model"),
+    "a key for a model": (lambda: fuser.explain(7), r"was given a int: .*fuser.debug.explain\(key\)"),
+    "most kernels": (lambda: fuser.require_fused("one").__enter__(), "require_fused='one': expected"),
+    "kernels": (lambda: fuser.testing.assert_fused(torch.relu, X, kernels="1"), "kernels='1': expected the most"),
+    "reads": (lambda: fuser.testing.assert_fused(torch.relu, X, reads=-1), "reads=-1: expected the most"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SO)
+def test_one_thing_for_another(name):
+    call, said = NOT_SO[name]
+    with pytest.raises(FuserError, match=said):
+        call()
+
+
+def test_names_that_the_package_lacks():
+    """The error knows name and module, from which Python makes its "Did you mean"."""
+    with pytest.raises(AttributeError, match="no attribute 'expalin'$") as caught:
+        getattr(fuser, "expa" + "lin")
+    assert (caught.value.name, caught.value.obj) == ("expalin", fuser)
+    with pytest.raises(AttributeError, match=r"'compile': torch.compile\(model, backend='fuser'\)"):
+        getattr(fuser, "com" + "pile")
 
 
 NO_GRAPHS = {
