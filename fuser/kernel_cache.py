@@ -401,7 +401,7 @@ class _Entry:
 
 def _not_a_key(key: object) -> str:
     """The sentence for what `register_fusion` did not return in this process."""
-    if isinstance(key, (int, str)):
+    if key is None or isinstance(key, (int, float, str, list, tuple)):
         return f"unknown key {key!r}: expected one that register_fusion returned in this process"
     cure = "register_fusion(graph) gives the key of a graph, and fuser.explain(model, *inputs) tells of a model"
     return f"a {type(key).__name__} is no key: expected a number that register_fusion returned in this process; {cure}"
