@@ -2,6 +2,7 @@
 
     python tools/replay.py record CASES tests/backend        what the tests ask kernels for (nothing is compiled)
     python tools/replay.py write CASES BEFORE.json           the C++ and the Triton text of every case
+    python tools/replay.py write CASES BEFORE.json cpu:avx2 cpu:scalar       the C++ for these machines' rows
     python tools/replay.py compare BEFORE.json AFTER.json    prints each text that differs; exit status 1 if any does
 
 A case is a canonical graph, the layouts of its arguments and the settings that decide code. It needs neither a
@@ -14,6 +15,7 @@ import difflib
 import json
 import pickle
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,12 +71,13 @@ def record(path: str, pytest_args: list[str]) -> int:
 
 
 def source(case: Any, device: str) -> str:
-    """The text of a case's kernel, with the plan of its launch; or why there is none."""
+    """The text of a case's kernel, with the plan of its launch; or why there is none. `device`: "cuda", "cpu:avx2"."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fuser import compiler, config, pipeline
 
     graph, kept, settings = case
+    device, _, settings["isa"] = device.partition(":")
     backend = compiler.find_backend(device)
     try:
         with FakeTensorMode():
@@ -86,14 +89,14 @@ def source(case: Any, device: str) -> str:
     return f"{made.text}\n{made.program}"
 
 
-def write(cases: str, out: str) -> int:
-    """The sources of all cases, for both devices."""
+def write(cases: str, out: str, devices: Sequence[str]) -> int:
+    """The sources of all cases."""
     with open(cases, "rb") as f:
         found = pickle.load(f)
     texts = {}
     for n, (name, case) in enumerate(found.items()):
         loaded = pickle.loads(case)
-        for device in ("cpu", "cuda"):
+        for device in devices:
             texts[f"{n} on {device}\n{name}"] = source(loaded, device)
     with open(out, "w") as f:
         json.dump(texts, f)
@@ -121,8 +124,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["record", path, *rest]:
             sys.exit(record(path, rest))
-        case ["write", cases, out]:
-            sys.exit(write(cases, out))
+        case ["write", cases, out, *devices]:
+            sys.exit(write(cases, out, devices or ("cpu", "cuda")))
         case ["compare", before, after]:
             sys.exit(compare(before, after))
         case _:
