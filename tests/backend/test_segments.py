@@ -48,3 +48,20 @@ def test_conditions_on_the_index(sizes: tuple[tuple[int, int], ...], name: str, 
 def flat(value: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples."""
     return [t for v in value for t in flat(v)] if isinstance(value, (tuple, list)) else [value]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_conditions_on_rows_beside_conditions_on_steps(dtype: torch.dtype):
+    """A load under a row's condition is part of the segments of loads with steps, not of the pieces around these."""
+
+    def padded(x, y):
+        return F.pad(x, (1, 1))[:, ::2] + F.pad(y, (0, 0, 1, 1))
+
+    registered = REGISTRY.find(register_fusion(torch.fx.symbolic_trace(padded), functional=True))
+    generator = torch.Generator().manual_seed(11)
+    for rows, columns in ((6, 4000), (3, 2700)):
+        x = torch.randint(0, 100, (rows, columns), generator=generator).to(dtype)
+        y = torch.randint(0, 100, (rows - 2, columns // 2 + 1), generator=generator).to(dtype)
+        (got,) = flat([registered.handle(x, y)])
+        assert torch.equal(got, padded(x, y)), (rows, columns)
+    assert registered.spec.store.kernels and not registered.spec.store.fallbacks
