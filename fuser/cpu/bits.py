@@ -119,14 +119,9 @@ class BitsLoop:
         alike = row.dtype in _BYTES and all(self.plan.rows[a].dtype is row.dtype for a in row.args)
         return row.op == "round_to" or row.traits.copies or (alike and row.traits.sign in LOGIC)
 
-    def emit(self, rows: Rows, low: str, high: str) -> None:
-        """The loop from `low` to `high`, which are names."""
-        v, out = self.facts.v, rows.out
-        length, k = ir.Name("length"), ir.Name("k")
-        out.open(ir.Plain())
-        out.let("i64", "start", low)
-        out.let("i64", "length", ir.Name(high) - "start")
-        out.let("i64", v, "start")
+    def emit(self, rows: Rows) -> None:
+        """The loop over the `length` elements from `start` on, the last register in part."""
+        out, length, k = rows.out, ir.Name("length"), ir.Name("k")
         for n in self.rows:
             if self.plan.rows[n].op == "load" and n not in self.masks:
                 buffer, (address,) = self.plan.rows[n].attr
@@ -141,7 +136,6 @@ class BitsLoop:
                 out.let("u64" if n in self.masks else self.vector, f"b{n}", self._value(n))
             for at, s in enumerate(self.stores):
                 out.add(ir.Store(self.size, ir.Name(f"into{at}") + k, (self._data(s.row, s.row),), ir.Name("some")))
-        out.close()
 
     def _value(self, n: int) -> ir.Value:
         row, k = self.plan.rows[n], ir.Name("k")

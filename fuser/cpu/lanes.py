@@ -121,15 +121,11 @@ class LaneLoop:
             return None
         return kind if has_lanes(row.op, kind) else None
 
-    def emit(self, rows: Rows, low: str, high: str) -> None:
-        """The loop from `low` to `high`, which are names: groups of vectors, then single ones, the last in part."""
-        v, out = self.facts.v, rows.out
+    def emit(self, rows: Rows) -> None:
+        """The loop over `length` elements from `start` on: groups of vectors, then single ones, the last in part."""
+        out = rows.out
         streams = [*((self._read(rows, n), True) for n in self.loads)]
         streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
-        out.open(ir.Plain())
-        out.let("i64", "start", low)
-        out.let("i64", "length", ir.Name(high) - "start")
-        out.let("i64", v, "start")
         for stream, const in streams:
             out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
@@ -143,7 +139,6 @@ class LaneLoop:
         with out.block(ir.For("k", None, length, LANES)):
             out.let("lanes_m", "some", ir.First(torch.float32, length - "k"))
             self._body(out, 1, ir.Name("some"))
-        out.close()
 
     def _deps(self, n: int) -> Sequence[int]:
         """Rows that row `n` needs as vectors."""

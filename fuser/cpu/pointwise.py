@@ -165,8 +165,11 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
     """The loop in explicit vectors, if there is one, and the plain one for other machines."""
     out, vectors = rows.out, choice.vectors
     if vectors is not None:
-        with out.block(ir.Only(vectors.macro)):
-            vectors.emit(rows, low, high)
+        with out.block(ir.Only(vectors.macro)), out.block(ir.Plain()):
+            out.let("i64", "start", low)
+            out.let("i64", "length", ir.Name(high) - "start")
+            out.let("i64", rows.facts.v, "start")
+            vectors.emit(rows)
     with out.block(ir.Otherwise()) if vectors is not None else nullcontext():
         held = choice.segments.conditions if choice.segments is not None else ()
         if held:  # g++ vectorises loads with steps where conditions are no matter

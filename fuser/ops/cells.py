@@ -32,16 +32,7 @@ typedef int i32; typedef unsigned int u32; typedef long long i64; typedef unsign
 """
 LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored on GPUs alone
-_SUFFIX = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
+_SUFFIX = {**CPP_TYPES, torch.float32: "f32", torch.float64: "f64"}  # of helpers
 _BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64, torch.uint8: 8}
 _ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
 
