@@ -76,8 +76,26 @@ def _registered(graph: Any, inputs: Sequence[Any]) -> Function:
     return REGISTRY.find(key).handle
 
 
+_traces: dict[str, torch.fx.GraphModule] = {}  # of texts that nobody has run yet
+
+
+def is_traceable(text: str, keep: bool = False) -> bool:
+    """Whether symbolic tracing takes a text: most writes by an index it does not. With `keep`, the route "fx" uses the
+    trace."""
+    try:
+        trace = torch.fx.symbolic_trace(make_function(text))
+    except Exception:
+        return False
+    if keep:
+        if len(_traces) >= 1000:  # of programs that eager does not run
+            _traces.clear()
+        _traces[text] = trace
+    return True
+
+
 def _by_fx(functions: Sequence[Function], cases: Sequence[Case], backend: Backend) -> Function:
-    handle = _registered(torch.fx.symbolic_trace(functions[0]), case_inputs(cases[0]))
+    trace = _traces.pop(cases[0].text, None) or torch.fx.symbolic_trace(functions[0])
+    handle = _registered(trace, case_inputs(cases[0]))
     return lambda ins: [handle(*ins[0])]
 
 
@@ -206,16 +224,19 @@ class Group:
     def begin(self, rehearse: Callable[[Callable[[], Any]], None] | None = None) -> None:
         """Trace everything; kernels are compiled in the background. Nothing runs here; `rehearse` takes a call that
         may be made meanwhile, whose results nobody needs."""
+        # With all kernels of a batch, those of the backward too; without `rehearse` they come at the first gradient.
+        early = torch._functorch.config.patch(force_non_lazy_backward_lowering=rehearse is not None)
         try:
-            with settled(), mode_of(self.cases[0].mode):
+            with settled(), mode_of(self.cases[0].mode), early:
                 self.function = self.route.make(self.functions, self.cases, self.gate)
-                if self.route.together:
+                if self.route.lowers:
                     self.function([case_inputs(c) for c in self.cases])
         except _Begun:
             pass
         except Exception as e:
             self.error = e
-        if rehearse is not None and not self.route.together and self.function is not None:
+        # Tracing belongs to this thread: torch keeps its patches of modules in one variable for the whole process.
+        if rehearse is not None and not self.route.lowers and self.function is not None:
             function = self.function
             rehearse(lambda: function([case_inputs(c) for c in self.cases]))
 
@@ -280,6 +301,6 @@ _TRACES: dict[str, Callable[[Case], Any]] = {
     "script": lambda c: scripted(c.text),
 }
 __all__ = [
-    "BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "scripted", "together",
-    "traced",
+    "BY_NAME", "MODULES", "ROUTES", "Gate", "Group", "Route", "alone", "batch_function", "is_traceable", "scripted",
+    "together", "traced",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
 
     from tests import compare
     from tests.fuzz import cases, judge, writer
-    from tests.fuzz.routes import BY_NAME
+    from tests.fuzz.routes import BY_NAME, is_traceable
 
     route = BY_NAME[route_name]
     writes = writer.is_writing(program)
@@ -101,7 +101,7 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
     if mode == "grad" and writes:
         leaves = [i for i, x in enumerate(program.inputs) if x.of < 0 and x.dtype.is_floating_point]
         body = [*(f"v{i} = v{i}.clone()" for i in leaves), *body]
-    if route.traceable and not _is_traceable(writer.function_text(program, body)):
+    if route.traceable and not is_traceable(writer.function_text(program, body), keep=route_name == "fx"):
         return case_of(program, seed, n, "compile" if route.together else "make_fx")
     if not program.outputs and not route.lowers:
         return None  # `register_fusion` wants a result
@@ -119,19 +119,6 @@ def _is_scriptable(text: str) -> bool:
 
     try:
         scripted(text)
-    except Exception:
-        return False
-    return True
-
-
-def _is_traceable(text: str) -> bool:
-    """Whether symbolic tracing takes it: most writes by an index it does not."""
-    import torch
-
-    from tests.fuzz.writer import make_function
-
-    try:
-        torch.fx.symbolic_trace(make_function(text))
     except Exception:
         return False
     return True

@@ -14,6 +14,7 @@ from tests.fuzz.batch import BatchBackend
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import what_differs
 from tests.fuzz.program import Input, Program, Ref, Step, make_inputs, run
+from tests.fuzz.routes import BY_NAME, Group, is_traceable
 from tests.fuzz.running import reproducer
 from tests.fuzz.spelling_table import spellings
 from tests.fuzz.spellings import MOST, OFTEN, case_of, cases_of, run_batch
@@ -109,6 +110,42 @@ def test_a_difference_in_memory_or_gradients_is_seen():
         with torch.no_grad():
             change(got)
         assert cases.problems(case, got, want)
+
+
+def _squared(route, mode="none", then="torch.tanh"):
+    """A case of two steps."""
+    steps = (Step("torch.mul", (Ref(0), Ref(0))), Step(then, (Ref(1),)))
+    program = Program((Input((3, 4), torch.float32, "dense", "normal", 1),), steps, (2,))
+    text = function_text(program, write(program, 0, writer.Style(plain=True)))
+    return cases.Case(0, route, mode, text, lambda: make_inputs(program), "", torch.float32, program)
+
+
+@pytest.mark.parametrize("route", ["fx", "make_fx", "backend", "compile", "unbacked"])
+def test_whatever_traces_does_so_before_a_batch_is_rehearsed(route):
+    """Torch keeps the patches of a trace in one variable: a thread that traced beside this one would drop them."""
+    asked = []
+    Group(BY_NAME[route], [_squared(route)]).begin(asked.append)
+    assert bool(asked) is not BY_NAME[route].lowers
+
+
+def test_a_program_is_traced_once(monkeypatch):
+    case = _squared("fx")
+    assert is_traceable(case.text, keep=True)
+    monkeypatch.setattr(torch.fx, "symbolic_trace", None)
+    group = Group(BY_NAME["fx"], [case])
+    group.begin()
+    assert group.error is None and not is_traceable(case.text)
+
+
+def test_kernels_of_the_backward_are_compiled_with_the_batch():
+    backend, case = BatchBackend(), _squared("compile", "grad", "torch.atan")
+    with backend.installed():
+        group = Group(BY_NAME["compile"], [case])
+        with backend.collecting():
+            group.begin(backend.rehearse)
+        before = backend.compiled
+        assert not cases.problems(case, group.finish()[0], cases.eager(case))
+    assert backend.compiled == before == 2
 
 
 def test_kernels_with_the_same_helpers_are_compiled_together(monkeypatch):
