@@ -14,7 +14,7 @@ from fuser import compiled_calls, compiler, config, orders
 from fuser.arguments import why_unfit
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
-from fuser.errors import ConfigError, GraphError, Unsupported
+from fuser.errors import ConfigError, GraphError, InputError, Unsupported
 from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.reasons import because
@@ -27,14 +27,26 @@ Graph = torch.fx.Graph | torch.fx.GraphModule
 
 # -- register and run --------------------------------------------------------------------------------------------------
 def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = False) -> int:
-    """The key of `graph`, a torch.fx Graph or GraphModule of ATen or torch-level calls. GraphError says what is wrong.
+    """Register a graph as a fusion group.
 
     An equal graph gives the same key, which is good until `unregister_fusion` was called as often as this. Tensors that
     the graph holds itself are bound as they are now. So are constants if the graph differs from an earlier one in
     nothing else: all further ones share one specification. The settings that change generated code, and torch's default
-    dtype, are those in force now. `functional` promises that nobody will write into the inputs or the results, so that
-    a result may be a copy where eager gives a view. `in_place` promises that an input into which the graph writes by
-    `copy_` shares no memory with another input, so that a kernel may write it; the caller counts up its version.
+    dtype, are those in force now. Nothing is compiled before the first call.
+
+    Args:
+        graph: a torch.fx Graph or GraphModule of calls of ATen or torch. Inputs are tensors of any dtype and size,
+            numbers, and containers of these.
+        functional: promises that nobody will write into the inputs or the results, so that a result may be a copy where
+            eager gives a view.
+        in_place: promises that an input into which the graph writes by `copy_` shares no memory with another input, so
+            that a kernel may write it; the caller counts up its version.
+
+    Returns:
+        The key, a number that is the same in every process.
+
+    Raises:
+        GraphError: it is no graph, or one that can never run; the message names the node.
     """
     made = register(REGISTRY, graph, functional, in_place)
     REGISTRY.hold(made)
@@ -59,7 +71,20 @@ def register_handle(
 
 
 def run_fusion(key: int, inputs: Sequence[Any]) -> list[Any]:
-    """The results of a registered fusion, as a list. UnknownKeyError; InputError for wrong inputs; else as eager."""
+    """Run a registered fusion.
+
+    Args:
+        key: what `register_fusion` returned.
+        inputs: one value for each placeholder of the graph, in order. A single tensor may stand alone.
+
+    Returns:
+        The results as a list, with eager's dtypes, sizes and strides, on the inputs' device.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        InputError: a wrong number of inputs, or one that is neither tensor nor number where that is expected.
+        Exception: whatever eager raises for these inputs.
+    """
     registration = REGISTRY.find(key)
     if not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
@@ -72,6 +97,16 @@ def fusion_handle(key: int) -> Callable[..., Any]:
 
     It works as long as it is held, and keeps the fusion registered for so long. It can be copied and pickled: another
     process, or this one, gets the handle of the same graph. Functions compiled with `fullgraph=True` may call it.
+
+    Args:
+        key: what `register_fusion` returned.
+
+    Returns:
+        A function of the graph's placeholders, by position or by name. Its `hits` and `misses` count calls,
+        `kernel_count` kernels.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
     """
     found = REGISTRY.find(key).handle
     compiled_calls.allow(found)
@@ -106,17 +141,39 @@ class _WhenNeeded:
 
 
 def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
-    """Compile in the background for inputs like `examples`, which may be fake tensors and symbolic numbers.
+    """Compile in the background, so that the first call finds its kernel.
 
-    The result is None, or the reason why there is no kernel. Calls that come meanwhile wait for it only if they are of
-    the same class. InputError for a wrong number or type of examples.
+    Calls that come meanwhile wait for it only if they are of the same class.
+
+    Args:
+        key: what `register_fusion` returned.
+        examples: inputs of the class to compile for; they may be fake tensors and symbolic numbers.
+
+    Returns:
+        A future, whose result is None, or the reason why there is no kernel.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        InputError: a wrong number or type of examples.
     """
     registration = REGISTRY.find(key)
     return registration.runner.prepare(registration.arguments(examples))
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait for all compilations under way in the background, for `timeout` seconds at most. Whether all are done."""
+    """Wait for all compilations under way in the background.
+
+    Args:
+        timeout: seconds to wait at most; None waits for all.
+
+    Returns:
+        Whether all are done.
+
+    Raises:
+        InputError: the timeout is no number of seconds.
+    """
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+        raise InputError(f"wait was given {timeout!r}: expected seconds, or None")
     return orders.wait(timeout)
 
 
@@ -181,10 +238,16 @@ def _reconsider() -> None:
 def register_fusion_backend(
     device_type: str, backend: FusionBackend | None, target: Target | None = None, runtime: Runtime | None = None
 ) -> None:
-    """Compile groups on `device_type` with `backend`; None takes it away. BackendError if it is not one.
+    """Have groups on a device compiled by a backend.
 
-    A device from outside brings a `target`, the record that lowering and scheduler read, and a `runtime`, which
-    allocates, loads and launches; `examples/numpy_device.py` is one.
+    Args:
+        device_type: torch's name of the device, such as "cpu".
+        backend: a `fuser.compiler.FusionBackend`, which makes code of scheduled loops; None takes it away.
+        target: of a device from outside, the `fuser.targets.Target` that lowering and scheduler read.
+        runtime: of a device from outside, the `fuser.runtime.foreign.Runtime` that allocates, loads and launches.
+
+    Raises:
+        BackendError: one of them is not what was expected; the message names what it lacks.
     """
     compiler.register_backend(device_type, backend, target, runtime)
     _reconsider()

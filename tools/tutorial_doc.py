@@ -138,7 +138,7 @@ print(fuser.debug.guards(key))
 ## Where to go on
 
 - [What happened to my model](explain.md): the same for a whole model.
-- [Extending](extending.md): an operator, a lowering, a pass or a device of your own.
+- [Extending](extending.md): an op, a lowering, a pass, a reduction or a device of your own.
 - [Architecture](architecture.md): the folders behind these stages.
 """
 

@@ -31,6 +31,13 @@ def require_fused(max_kernels: int | None = None) -> Iterator[None]:
     A graph with another operator on ATen is a NotFusedError when it is compiled, a call of a group that runs on ATen
     when it is made, a graph break or more than `max_kernels` kernels of all graphs compiled here at the end of the
     block. The error names operators, lines and reasons. Functions compiled before are checked by their calls alone.
+
+    Args:
+        max_kernels: the most loop nests of all graphs compiled in the block; None allows any number.
+
+    Raises:
+        NotFusedError: an AssertionError; see above.
+        ConfigError: `max_kernels` is no number.
     """
     most = settings.MANY if max_kernels is None else config.check("require_fused", max_kernels)
     before, breaks = _fallbacks(), graph_break_count()
@@ -47,8 +54,19 @@ def assert_fused(
 ) -> Explanation:
     """Compile and call `function`; AssertionError, with the reasons, unless all is fused up to calls of libraries.
 
-    `kernels` is the most loop nests that it may launch, forward and backward together, `reads` the most tensors that
-    these read from memory, each counted once for each loop nest. Returns the explanation.
+    Args:
+        function: a function, a module, or what `torch.compile` returned.
+        *args: positional arguments of the call.
+        kernels: the most loop nests that it may launch, forward and backward together.
+        reads: the most tensors that these read from memory, each counted once for each loop nest.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The explanation, as `fuser.explain` gives it.
+
+    Raises:
+        NotFusedError: an AssertionError that names operators, lines and reasons.
+        ConfigError: `kernels` or `reads` is no number.
     """
     for name, most in (("kernels", kernels), ("reads", reads)):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):

@@ -33,8 +33,20 @@ def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanati
 
     What `torch.compile` made of it before stays as it is. Buffers of a module and the states of random generators are
     as before, too; whatever else the call writes is written. With gradients wanted, the backward is compiled as well.
-    A compiled function without arguments is not called: the explanation is of what is compiled so far. InputError for
-    what cannot be called.
+    A compiled function without arguments is not called: the explanation is of what is compiled so far.
+
+    Args:
+        function: a function, a module, or what `torch.compile` returned.
+        *args: positional arguments of the call.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        An `Explanation`: graphs, groups, kernels, graph breaks, and each operator on ATen with its reason. Sizes are
+        bytes, times seconds.
+
+    Raises:
+        InputError: `function` cannot be called.
+        Exception: whatever the call raises.
     """
     if not callable(function):
         raise InputError(

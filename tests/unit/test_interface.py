@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pathlib
 import pickle
@@ -194,7 +195,10 @@ def test_a_fusion_says_how_fast_it_runs():
     x, y = torch.randn(100, 20), torch.randn(20)
     timing = debug.measure(key, [x, y])
     assert timing.bytes == 4 * (2000 + 20 + 2000) and 0 < timing.seconds < 1 and 0 < timing.aten_seconds < 1
+    assert timing.spread > 0 and timing.aten_spread > 0
     assert f"{timing.bytes} bytes in and out" in str(timing)
+    steady, shaken = dataclasses.replace(timing, spread=0.0, aten_spread=0.0), dataclasses.replace(timing, spread=1.0)
+    assert "noisy" not in str(steady) and str(shaken).endswith("the machine is noisy: small differences say nothing")
     assert re.search(r"\n\d+ calls ran by kernels\n", debug.explain(key))
 
 

@@ -34,6 +34,7 @@ NOT_SO = {
     "a key for a model": (lambda: fuser.explain(7), r"was given a int: .*fuser.debug.explain\(key\)"),
     "most kernels": (lambda: fuser.require_fused("one").__enter__(), "require_fused='one': expected"),
     "kernels": (lambda: fuser.testing.assert_fused(torch.relu, X, kernels="1"), "kernels='1': expected the most"),
+    "seconds": (lambda: fuser.wait("long"), "wait was given 'long': expected seconds"),
     "reads": (lambda: fuser.testing.assert_fused(torch.relu, X, reads=-1), "reads=-1: expected the most"),
 }
 
