@@ -59,6 +59,16 @@ _QUICK: dict[Any, Any] = {
     torch.ops.aten.convolution.default: torch.convolution,
     torch.ops.aten.embedding.default: torch.embedding,
 }
+# The same of operators with one overload, as far as this torch has them under their own names.
+_BOUND = (
+    "_linalg_check_errors", "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd",
+    "cumsum", "gather", "grid_sampler_2d", "native_batch_norm", "native_dropout", "native_group_norm",
+    "native_layer_norm", "topk",
+)  # fmt: skip
+for _name in _BOUND:
+    _packet, _function = getattr(torch.ops.aten, _name, None), getattr(torch._C._VariableFunctions, _name, None)
+    if _packet is not None and _function is not None and "default" in _packet.overloads():
+        _QUICK[_packet.default] = _function
 _INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -137,7 +147,9 @@ class Program:
     # What a sequence's steps call.
 
     def called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-        """The function that a node calls, and its arguments."""
+        """The function that a node calls, and its arguments; of a call with an effect those of the operator itself."""
+        if is_ordered(node):
+            return _function_of(node.args[1]), node.args[2:], node.kwargs
         return _function_of(node.target), node.args, node.kwargs
 
     def constant(self, node: fx.Node) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +31,19 @@ _PRODUCTS: dict[Any, str] = {
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-@functools.cache
 def are_possible() -> bool:
-    """Whether the native launcher has sequences, and torch's shim says of tensors what DLPack says."""
-    native: Any = launcher.native()
-    return native is not None and native.has_sequences() and torch_abi.in_fresh_thread(_reads_alike)
+    """Whether the native launcher is ready and has sequences, and torch's shim says of tensors what DLPack says."""
+    launcher.prepare()  # a graph without groups has no handle that would have
+    native = launcher.native()
+    return native is not None and _has_sequences(native)
 
 
-def _reads_alike() -> bool:
-    native: Any = launcher.native()
+@functools.cache
+def _has_sequences(native: Any) -> bool:
+    return bool(native.has_sequences()) and torch_abi.in_fresh_thread(lambda: _reads_alike(native))
+
+
+def _reads_alike(native: Any) -> bool:
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
     samples = [torch.empty(2, 3, dtype=d, device="cpu") for d in dtypes]
     samples += [samples[0].t(), samples[0][1:, ::2], torch.empty((), device="cpu")]
@@ -69,11 +73,14 @@ class _Builder:
         self.kept = {r for r in results if isinstance(r, fx.Node)}
         self.real = self._real()
         self.views: dict[fx.Node, tuple[fx.Node, Geometry]] = {}  # native ones: root, where it lies in that
-        self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}  # results of an attention, read one by one
-        self.skipped: set[fx.Node] = set()
+        self.items: dict[fx.Node, dict[Any, fx.Node]] = {}  # of a call with several results: who reads which
+        self.effects: set[fx.Node] = set()  # calls under `with_effects` that call the operator itself
+        self.tokens: dict[Any, Any] = {}  # what each gives beside its results: the token that the first was given
+        self.skipped: set[fx.Node] = set()  # no steps
         for s in statements:
             if s.node is not None:
                 self._look_at(s.node)
+        self.kept = {k for k in map(self._origin, self.kept) if isinstance(k, fx.Node)}
         self.dead, self.unused = self._lifetimes()
         self.slots: dict[fx.Node, int] = {p: i for i, p in enumerate(placeholders)}
         self.free = [self.slots[p] for p in self.unused]
@@ -97,38 +104,51 @@ class _Builder:
         return found
 
     def _look_at(self, node: fx.Node) -> None:
-        if node.target is _ATTENTION:
-            self._look_at_attention(node)
+        if is_ordered(node):
+            self._look_at_effect(node)
+        elif node.target is _ATTENTION and not _is_native_attention(node):
+            return
+        elif (count := _results_of(node.target)) > 1:
+            self._take_apart(node, node.users, count)
         elif geometry.is_known(node.target) and node not in self.real and isinstance(node.args[0], fx.Node):
             root, where = self.views.get(node.args[0], (node.args[0], _geometry(node.args[0].meta.get("val"))))
             found = None if where is None or node.kwargs else geometry.of_view(node.target, where, node.args[1:])
             if found is not None:
                 self.views[node] = root, found
 
-    def _look_at_attention(self, node: fx.Node) -> None:
-        readers = list(node.users)
-        found: dict[Any, fx.Node] = {r.args[1]: r for r in readers if r.target is operator.getitem}
-        if len(found) != len(readers) or not set(found) <= {0, 1} or len(node.args) > 5:
-            return
-        if node.kwargs.get("attn_mask") is not None or any(isinstance(a, fx.Node) for a in node.args[3:]):
-            return
-        self.items[node] = tuple(found.values())
-        self.skipped.update(readers)
+    def _take_apart(self, node: fx.Node, readers: Iterable[fx.Node], count: int, first: int = 0) -> None:
+        """Have each result of a call go to its own slot, if it is read as such alone; they begin with item `first`."""
+        found = {r.args[1] - first: r for r in readers if r.target is operator.getitem and type(r.args[1]) is int}
+        if len(found) == len(list(readers)) and set(found) <= set(range(count)):
+            self.items[node] = found
+            self.skipped.update(readers)
+
+    def _look_at_effect(self, node: fx.Node) -> None:
+        """Statements have an order without tokens: the operator itself is called, and its token is the one before."""
+        tokens = [r for r in node.users if r.target is operator.getitem and r.args[1] == 0]
+        operator_called: Any = node.args[1]
+        self._take_apart(node, [r for r in node.users if r not in tokens], _results_of(operator_called), 1)
+        if node in self.items:
+            self.effects.add(node)
+            self.skipped.update(tokens)
+            self.tokens.update(dict.fromkeys(tokens, self._origin(node.args[0])))
+
+    def _origin(self, value: Any) -> Any:
+        """A value, or of a token that no step makes the one that it stands for: an input, or None."""
+        return self.tokens.get(value, value) if isinstance(value, fx.Node) else value
 
     # Lifetimes and slots.
 
     def _lifetimes(self) -> tuple[dict[int, list[fx.Node]], list[fx.Node]]:
         """What each statement is the last to read, and inputs that none reads. A view keeps its root alive."""
         last: dict[fx.Node, int] = {}
-        made: dict[fx.Node, int] = {}
         for i, s in enumerate(self.statements):
             if s.node in self.skipped:
                 continue
-            for node in s.defines:
-                for out in self.items.get(node, (node,)):
-                    made[out] = i
-            for node in s.reads:
-                last[node] = i
+            token = s.node.args[0] if s.node in self.effects else None
+            for node in map(self._origin, s.reads):
+                if isinstance(node, fx.Node) and node is not self._origin(token):
+                    last[node] = i
         for view, (root, _) in self.views.items():
             if view in last:
                 last[root] = max(last.get(root, 0), last[view])
@@ -169,6 +189,7 @@ class _Builder:
         return self.count, tuple(steps), tuple(map(self._argument, self.results)), unused
 
     def _argument(self, value: Any) -> tuple[Any, ...]:
+        value = self._origin(value)
         if isinstance(value, fx.Node):
             return (self.slots[value],)
         if isinstance(value, (list, tuple)) and any(isinstance(v, (fx.Node, list, tuple)) for v in value):
@@ -185,7 +206,7 @@ class _Builder:
             plan, function, numbers, several = s.launch
             arguments, names = self._arguments([*numbers, *plan.inputs])
             return LAUNCH, function, arguments, names, tuple(map(self._slot, plan.outputs)), several, ()
-        if s.node is None or is_ordered(s.node):
+        if s.node is None or is_ordered(s.node) and s.node not in self.effects:
             arguments, _ = self._arguments(s.reads)
             return PYTHON, self.calls.step(s), arguments, None, tuple(map(self._slot, s.defines)), True, ()
         return self._call(s.node)
@@ -196,8 +217,11 @@ class _Builder:
         call, args, kwargs = self.calls.called(node)
         arguments, names = self._arguments(args, kwargs)
         if node in self.items:
-            outs, special = self._attention(node)
-            return ATTENTION, call, arguments, names, outs, True, special
+            kind, special = (ATTENTION, _attention(node)) if node.target is _ATTENTION else (PYTHON, ())
+            target: Any = node.args[1] if node in self.effects else node.target
+            found, count = self.items[node], _results_of(target)
+            outs = tuple(self._slot(found[i]) if i in found else _NONE for i in range(count))
+            return kind, call, arguments, names, outs, count > 1, special
         kind, special = self._special(node)
         return kind, call, arguments, names, (self._slot(node),), False, special
 
@@ -215,13 +239,23 @@ class _Builder:
             return PRODUCT, (product, float(numbers.get("beta", 1)), float(numbers.get("alpha", 1)))
         return PYTHON, ()
 
-    def _attention(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The slots of its two results, and its dropout, whether it is causal, and its scale, or nan."""
-        found = {r.args[1]: r for r in self.items[node]}
-        outs = tuple(self._slot(found[i]) if i in found else _NONE for i in (0, 1))
-        given: list[Any] = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
-        scale: Any = node.kwargs.get("scale")
-        return outs, (float(given[0]), float(given[1]), float("nan") if scale is None else float(scale))
+
+@functools.cache
+def _results_of(target: Any) -> int:
+    """How many results an operator has that are known before it runs; 1 for what is no operator."""
+    return len(target._schema.returns) if isinstance(target, torch._ops.OpOverload) else 1
+
+
+def _is_native_attention(node: fx.Node) -> bool:
+    fits = len(node.args) <= 5 and not any(isinstance(a, fx.Node) for a in node.args[3:])
+    return fits and node.kwargs.get("attn_mask") is None
+
+
+def _attention(node: fx.Node) -> tuple[float, ...]:
+    """The dropout of an attention, whether it is causal, and its scale, or nan."""
+    given: list[Any] = [*node.args[3:], *(0.0, False)[len(node.args) - 3 :]]
+    scale: Any = node.kwargs.get("scale")
+    return float(given[0]), float(given[1]), float("nan") if scale is None else float(scale)
 
 
 def _geometry(value: Any) -> Geometry | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser.frontends import functional, geometry
+from fuser.frontends import functional, geometry, sequences
 from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.geometry import Geometry
 from fuser.frontends.program import Program
@@ -174,6 +174,7 @@ def test_inputs_of_a_backward_end_with_their_last_reader(programs):
 @native_only
 def test_writes_of_results_are_counted_for_what_shares_their_memory(programs):
     """A result that is a view is one to autograd: a write through it is seen by what saved the other."""
+
     def f(x):
         y = x * 2
         return y, y.view(-1)[2:5], y.t().split(2)[1]
@@ -199,3 +200,45 @@ def test_symbolic_sizes_run_as_steps_of_python(programs):
             x = torch.randn(2, n, 32)
             torch.testing.assert_close(f(x, w), attend(x, w))
     assert any(s.runs for p in programs for s in p._sequences.values() if s is not None)
+
+
+# -- Calls with several results, and in order --------------------------------------------------------------------------
+@native_only
+@pytest.mark.parametrize("gradients", [False, True])
+def test_results_of_one_call_are_read_without_steps(programs, gradients):
+    well = torch.eye(8) * 3 + torch.randn(4, 8, 8).sin() * 0.1
+
+    def solved(a, b):
+        for _ in range(2):
+            b = torch.linalg.solve(a, b)
+        return b, *a.sort(-1), torch.linalg.inv_ex(a)[0]
+
+    f = torch.compile(solved, backend=fuser_backend)
+    for _ in range(2):
+        a = well.clone().requires_grad_(gradients)
+        got = f(a, well.mT)
+    want = solved(well, well.mT)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype and x.stride() == y.stride()
+        torch.testing.assert_close(x.detach(), y, rtol=1e-5, atol=1e-5)
+    sequence = programs[0].sequence(gradients)
+    targets = [s.node.target for s in programs[0].statements if s.node is not None]
+    calls = [t for t in targets if isinstance(t, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
+    assert sequence.runs and sequence.step_count <= len(calls) < len(targets)
+
+
+@native_only
+def test_an_item_of_a_tuple_that_is_returned_whole_is_a_step(programs):
+    gm = torch.fx.symbolic_trace(lambda x: torch.ops.aten.sort.default(x))
+    x = torch.randn(5, 3)
+    got = torch.compile(gm, backend=fuser_backend)(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, x.sort(), strict=True))
+
+
+def test_a_launcher_that_is_not_ready_is_asked_again(monkeypatch):
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "native", lambda: None)
+        patch.setattr(launcher, "prepare", lambda: asked.append(1))
+        assert not sequences.are_possible() and asked == [1]
+    assert sequences.are_possible() == bool(launcher.wait() and launcher.native().has_sequences())
