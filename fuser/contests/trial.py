@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from fuser.contests.middle import median
+from fuser.lazy_dataclasses import dataclass
 
 try:
     import resource
@@ -35,6 +36,7 @@ _SAMPLE_SECONDS = 2e-4  # short calls are made several times for one sample
 _FEWEST, _MOST = 5, 15  # rounds: so many where a call takes long, and at most
 _SECONDS = 0.02  # no round begins after so much CPU time, but for the fewest
 _CLEARLY, _CLEAR_ROUNDS = 0.9, 3  # a kernel that takes less than this of the other's time is timed no longer
+_FAR = 0.25  # nor is one that takes less than this of it in the second call already
 # A call with more page faults wrote into new pages, as the first few calls do wherever malloc puts their results.
 _FAULTS = 16
 _COLD_SECONDS = 0.04  # CPU time after which they may
@@ -88,9 +90,11 @@ def compete(
     """Time two functions of `args` beside each other, until it is known whether the kernel is `limit` times slower.
 
     3 rounds (5 with a limit below 1, 2 of long calls) where the kernel is clearly faster; else up to 15 within 20 ms of
-    CPU time, and at least 5. Calls before these are not timed (`_warm_up`).
+    CPU time, and at least 5. Calls before these are not rounds (`_warm_up`), but settle what is clear by a factor of 4.
     """
-    _warm_up(kernel, other, args, now)
+    ratio = _warm_up(kernel, other, args, now)
+    if ratio < _FAR * min(limit, 1.0):
+        return Outcome(ratio, False)
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     end = now()[1] + _SECONDS
@@ -108,16 +112,27 @@ def compete(
     return Outcome(ratio, slower or limit < 1 and max(ratio, usual) > limit)
 
 
-def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> None:
-    """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long."""
-    end = now()[1] + _COLD_SECONDS
+def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> float:
+    """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long.
+
+    Stops at a call after the first in which the kernel takes less than `_FAR` of the other's time. Returns the ratio
+    of the last call, seconds on the clock by the other's on a processor; infinity if that wrote into new pages.
+    """
+    ratio, begun = math.inf, now()
+    end = begun[1] + _COLD_SECONDS
     for n in range(_MOST):
         faults = _page_faults()
         kernel(*args)
+        middle, before = now(), _page_faults()
         other(*args)
-        settled = n > 0 and _page_faults() - faults <= _FAULTS
-        if settled or now()[1] > end:
+        done, after = now(), _page_faults()
+        theirs = done[1] - middle[1] if n > 0 and after - before <= _FAULTS else 0.0
+        ratio = (middle[0] - begun[0]) / theirs if theirs > 0 else math.inf
+        settled = n > 0 and after - faults <= _FAULTS
+        if settled or ratio < _FAR or done[1] > end:
             break
+        begun = now()
+    return ratio
 
 
 def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:
