@@ -15,7 +15,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fuser import config, machines, plans
 from fuser.cpu import toolchain
 from fuser.cuda import kept
 from fuser.cuda import toolchain as cuda_toolchain
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import archive, compilers, files, launcher, machine, native_build, prebuilt
 from fuser.runtime.archive import ArchiveError
 

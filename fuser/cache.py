@@ -13,7 +13,6 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from fuser import bundles, compiler, config, plans
 from fuser.bundles import Bundle, export, import_
 from fuser.examples import concrete
 from fuser.kernel_cache import REGISTRY
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import eviction, files, prebuilt
 from fuser.runtime.archive import ArchiveError
 from fuser.runtime.machine import Difference

@@ -22,7 +22,8 @@ from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
 from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
 from fuser.reasons import because, told
-from fuser.runtime import foreign, prebuilt
+from fuser.runtime import foreign, prebuilt, workers
+from fuser.runtime.background import as_here
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.foreign import Runtime
 from fuser.runtime.prebuilt import Prebuilt
@@ -300,10 +301,11 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
         answers = {op: refusals.recall(_QUESTION.format(op)) for op in others} if known else {}
         if known and None not in answers.values():
             return _sentences(answers)
+        toolchain.warm_up()  # beside the imports, which take as long
         from fuser import pipeline
 
         if not known:
-            plans.keep_operators(pipeline.lowered_operators())
+            _beside(lambda: plans.keep_operators(pipeline.lowered_operators()))
     else:
         others = list(dict.fromkeys(node.op for node in graph.calls))
     found = {op: why_not_lowered([op]) for op in others}
@@ -311,6 +313,13 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
         if reason is not None and not config.check_ir and refusals.recall(_QUESTION.format(op)) is None:
             refusals.remember(_QUESTION.format(op), reason)
     return _sentences(found)
+
+
+def _beside(function: Callable[[], object]) -> None:
+    """Do what only other processes need in a thread that the process's end waits for; at once if there can be none."""
+    here = as_here(function)
+    if workers.start(here, "fuser-beside", daemon=False) is None:
+        here()
 
 
 _QUESTION = "why is {} not lowered?"

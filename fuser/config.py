@@ -15,11 +15,11 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fuser import logs, machines, notices
 from fuser.errors import ConfigError
+from fuser.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fuser.compiler import FusionBackend
 from fuser.errors import ConfigError, GraphError, InputError, Unsupported
 from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.runtime import heap, launcher
 from fuser.runtime.foreign import Runtime

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cachetools
@@ -26,6 +26,7 @@ from fuser.canonical.spelling import spelling_of
 from fuser.errors import CompileError, FuserError, UnknownKeyError, is_defect, is_refusal
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 from fuser.logs import LOG
 from fuser.reasons import because, code_of
 from fuser.runtime.counting import COUNTS

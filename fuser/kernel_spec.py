@@ -6,12 +6,12 @@ outputs. It is data, so the native launcher and the Python one read the same thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser.ir.sizes import Program
+from fuser.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import os
 import pathlib
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from fuser.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

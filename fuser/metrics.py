@@ -7,11 +7,11 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fuser import config
 from fuser.kernel_cache import REGISTRY
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import launcher, pool, warm
 from fuser.runtime.background import COMPILERS
 from fuser.runtime.counting import COUNTS

@@ -18,7 +18,6 @@ import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from fuser import config, extensions
 from fuser.errors import BackendError
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step, is_aligned
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import eviction, files, prebuilt, remote
 from fuser.runtime.encode import encode
 from fuser.runtime.prebuilt import Prebuilt

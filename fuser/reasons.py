@@ -8,8 +8,9 @@ lowering. docs/reasons.md is this table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from fuser.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from fuser import config, plans
 from fuser.canonical import CanonicalGraph
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import as_json, from_json
 from fuser.runtime.memory import Recent
 

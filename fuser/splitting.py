@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from fuser.canonical import Ref, Registered, Row, refs_of
 from fuser.canonical.graph import ROUNDED, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.fallback import Fallback
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.refusals import Refusals
 

@@ -8,11 +8,11 @@ own facts of eager (`lowering/corrections.py`), which a record points to by `eag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from fuser.errors import Unsupported
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 
 DTYPES = frozenset(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from fuser.contests import records
 from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.reproduce import write_reproducer
 from fuser.runtime import launcher

@@ -18,7 +18,7 @@ from pathlib import Path
 # From the bottom up. A module may import from its own layer and from those below. Names are relative to the package;
 # a name covers everything under it, the longest match wins, and "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("startup",),
+    ("lazy_dataclasses", "startup"),
     ("errors", "extensions", "forks", "machines", "notices", "reasons", "logs"),
     ("config",),
     ("ir.sizes",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from fuser.canonical.structure import (
     takes_of,
 )  # fmt: skip
 from fuser.errors import GraphError
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 
 REQUIRED = object()  # the default of an input that has none

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fuser.canonical.aliases import main_overload, main_packet
 from fuser.canonical.graph import CanonicalNode, Opaque, Ref, is_constant, map_refs
 from fuser.canonical.lifting import is_literal, lifted_places, map_literals, plain
 from fuser.canonical.schemas import Call, Kind, bind_overload, bind_packet
+from fuser.lazy_dataclasses import dataclass
 
 
 class Untranslatable(Exception):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
+
+from fuser.lazy_dataclasses import dataclass
 
 FORMAT = "fuser graph 1"
 ROUNDED = "rounded"  # key in the meta of an FX node whose result is rounded to its dtype whatever reads it

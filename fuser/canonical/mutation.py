@@ -12,12 +12,13 @@ import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
+
+from fuser.lazy_dataclasses import dataclass
 
 
 class Effect(enum.Enum):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fuser.canonical.graph import Opaque, Ref
+from fuser.lazy_dataclasses import dataclass
 
 
 class Kind(enum.Enum):

@@ -6,7 +6,6 @@ Equal forms are equal objects: they are a part of what tells two registrations a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fuser.canonical.graph import is_constant
 from fuser.errors import InputError
+from fuser.lazy_dataclasses import dataclass
 
 Form = tuple[Any, ...]  # ("result", number), ("constant", type, value), or (kind, class or keys, forms of the items)
 

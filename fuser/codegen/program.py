@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
@@ -24,6 +24,7 @@ from fuser.ir.sizes import (
     symbols,
 )
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fuser import forks
 from fuser.contests import records
 from fuser.contests.middle import median
 from fuser.contests.records import Choice
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import process
 
 _SAMPLE_SECONDS = 1.5e-4  # short calls are made several times for one sample

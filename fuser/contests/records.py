@@ -9,12 +9,12 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser import config, machines
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import eviction, files
 
 settings: Any = config  # its attributes are made from a table

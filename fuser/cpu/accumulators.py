@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +16,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.cpu.vir.printer import INTEGERS
 from fuser.ir.sizes import expr
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES, REDUCTIONS, ReductionRow
 from fuser.scheduler.kernel_plan import Reduce
 

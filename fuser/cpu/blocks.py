@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +23,7 @@ from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import SCANNED
 from fuser.ir.sizes import ONE, Expr, coefficient, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Store, address_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import MappingProxyType
 
 import torch
@@ -17,6 +17,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
 from fuser.ir.ranges import NO_LOOPS
 from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, product, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Store, address_rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 
 from fuser import config, machines
 from fuser.codegen.program import ProgramBuilder, entry_name
@@ -12,6 +11,7 @@ from fuser.cpu import codegen, toolchain
 from fuser.cpu.checked import span
 from fuser.ir.sizes import ONE, Expr
 from fuser.kernel_spec import LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.machines import Machine
 from fuser.scheduler.schedule import Schedule

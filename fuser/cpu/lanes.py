@@ -11,7 +11,6 @@ which it changes, or all from there on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +21,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +24,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import minimum, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES, SCANS, ScanRow, compute_dtype
 from fuser.scheduler.kernel_plan import Axis, Store
 

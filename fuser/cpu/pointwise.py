@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +25,7 @@ from fuser.cpu.tiles import fill_tiles, in_tiles, transposed
 from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import product
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
 

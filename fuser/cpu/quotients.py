@@ -11,7 +11,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 BITS = 24  # of a float32's significand
 NEAREST = 16  # units of 2^-48 of the quotient from a middle, within which it is tried
@@ -20,10 +23,11 @@ LEAST, MOST = 2.0**-100, 2.0**100  # of constants
 
 def _rounded(value: Fraction, how: Callable[[Fraction], int] = round) -> Fraction:
     """A normal number with the bits of a float32, by default the nearest one, halves to even."""
+    two = type(value)(2)
     exponent = math.frexp(float(abs(value)))[1] - BITS
-    if abs(value) < Fraction(2) ** (exponent + BITS - 1):
+    if abs(value) < two ** (exponent + BITS - 1):
         exponent -= 1
-    unit = Fraction(2) ** exponent
+    unit = two**exponent
     return how(value / unit) * unit
 
 
@@ -32,6 +36,8 @@ def factors(divisor: float) -> tuple[float, float] | None:
     """The factors (h, l) for a constant, rounded to float32; None where a division is better or rounds otherwise."""
     if not LEAST <= abs(divisor) <= MOST:
         return None
+    from fractions import Fraction  # with decimals 5 ms, and few kernels divide by constants
+
     c = _rounded(Fraction(divisor))
     h = _rounded(1 / c, math.trunc)
     if not 1 / c - h:  # a power of two

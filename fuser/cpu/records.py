@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from fuser.cpu.vir.nodes import Kernel
 from fuser.cpu.vir.printer import Text, printed
 from fuser.ir.sizes import Expr, Sym
+from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 
 

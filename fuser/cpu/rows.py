@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +14,7 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Reduce, Store
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from fuser.cpu.facts import Facts, size
 from fuser.cpu.parts import LONGEST, open_part
@@ -17,6 +16,7 @@ from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import Expr, expr
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import LOGIC
 
 SHORTEST = 256  # elements of a vector axis that is worth it

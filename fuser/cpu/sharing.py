@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +16,7 @@ from fuser.cpu.records import Function
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import SIGNATURE, Printer, Text
 from fuser.cpu.vir.rewrite import walk
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS, atom, cpp_constant
 
 LEAST = 1000  # characters of a function that pay for a call

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fuser import config, forks, machines
 from fuser.errors import CompileError
 from fuser.machines import Machine
-from fuser.runtime import compilers, eviction, files, prebuilt, process, remote, workers
+from fuser.runtime import background, compilers, eviction, files, prebuilt, process, remote, workers
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library, is_cut
 from fuser.runtime.spans import span
@@ -59,7 +59,7 @@ def warm_up() -> None:
         with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
             flags_for(find_compiler())
 
-    workers.start(probe, "fuser-toolchain")
+    workers.start(background.as_here(probe), "fuser-toolchain")
 
 
 def flags_for(

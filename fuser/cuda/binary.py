@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from fuser.lazy_dataclasses import dataclass
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: (symbol, registers), (symbol, bytes of stack)
 _SIZED = 0x04  # the format of an attribute whose value follows it

@@ -15,7 +15,6 @@ for each phase. Axes that no dim covers are digits of the program's number.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from fuser.cuda.joined import fits, write_joined
 from fuser.cuda.layout import Context
@@ -24,6 +23,7 @@ from fuser.cuda.scan import write_scan
 from fuser.cuda.scatter import write_scatter
 from fuser.cuda.split import Partial, cut, split, unsplit
 from fuser.cuda.text import Guard
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import triton_prelude
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.together import Joined

@@ -7,12 +7,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser.errors import CompileError
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 
 _log = logging.getLogger(__name__)

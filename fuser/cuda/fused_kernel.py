@@ -8,7 +8,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
 import torch
@@ -21,6 +21,7 @@ from fuser.cuda.text import Param
 from fuser.errors import CompileError
 from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.ops import SCANS

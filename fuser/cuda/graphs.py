@@ -14,12 +14,13 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from fuser import config, forks
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime.background import COMPILERS
 
 settings: Any = config  # its attributes are made from a table

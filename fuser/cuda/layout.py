@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
@@ -11,6 +11,7 @@ from fuser.cuda import tiles
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce
 

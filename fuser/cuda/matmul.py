@@ -8,7 +8,7 @@ here adds up along the inner axis instead, and goes on with the rows behind: bia
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +19,7 @@ from fuser.cuda.nest import Function, Nest
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import Expr, expr, mod, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.reasons import because
 from fuser.scheduler.kernel_plan import Axis, KernelPlan

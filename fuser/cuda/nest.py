@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +22,7 @@ from fuser.cuda.windows import Windows, find_windows
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, is_checked
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     FLOAT8,
     REDUCTIONS,

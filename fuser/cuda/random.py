@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +11,7 @@ from fuser.cuda.layout import Layout
 from fuser.cuda.text import VECTOR, fixed_factors
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, Expr, coefficient, expr
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
 NEIGHBOURS = 4

@@ -9,7 +9,6 @@ second kernel combines.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +30,7 @@ from fuser.ir.sizes import (
     product,
     symbols,
 )  # fmt: skip
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
 from fuser.scheduler.plan import phases_of

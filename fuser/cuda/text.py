@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
 from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, mod, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import TRITON_POINTERS
 
 VECTOR = 16  # bytes of the widest access, and the divisor that lets the compiler use it

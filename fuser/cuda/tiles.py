@@ -8,7 +8,8 @@ check (a class of row lengths), never of the example alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from fuser.lazy_dataclasses import dataclass
 
 MULTIPROCESSORS = 132  # of the device that the tables were measured on
 

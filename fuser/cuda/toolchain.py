@@ -13,7 +13,6 @@ import json
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from fuser import config, forks
 from fuser.cuda import compile_worker, driver, pool
 from fuser.cuda.driver import Entry
 from fuser.errors import CompileError
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.runtime import eviction, files, prebuilt, remote, workers
 from fuser.runtime.counting import COUNTS

@@ -8,13 +8,14 @@ value outside goes into the load, and what is compared with an edge is compared 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
 from fuser.cuda.text import VECTOR, Guard
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import KernelPlan
 
 FEWEST = 3  # loads of one tensor that are a window

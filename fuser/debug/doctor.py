@@ -8,7 +8,6 @@ import pathlib
 import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +16,7 @@ from fuser.cpu import toolchain
 from fuser.cuda import driver as cuda_driver
 from fuser.cuda import toolchain as cuda_toolchain
 from fuser.errors import CompileError
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import compilers, files, launcher, process, remote, torch_abi
 
 LEAST_FREE = 64 << 20  # bytes; a kernel with its source and plan takes about 30 thousand

@@ -9,11 +9,12 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from fuser.debug import explained_html, explained_text, page
 from fuser.debug.opening import Trace
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.sources import Source
 
 SCHEMA = 1  # of `to_json`; grows when a field changes its meaning or leaves

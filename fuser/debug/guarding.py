@@ -12,12 +12,12 @@ stands for any number; whatever is written instead of a name must hold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fuser.ir.sizes import ADD, EQ, FLOORDIV, LE, LT, MAX, MIN, MOD, MUL, NE, PUSH, SLOT, Program, run_program
 from fuser.kernel_cache import REGISTRY
 from fuser.kernel_spec import ALIGNMENT, Bind, Check, InputPattern, LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 
 _INFIX = {ADD: "+", MUL: "*", FLOORDIV: "//", MOD: "%", EQ: "==", NE: "!=", LT: "<", LE: "<="}
 _CALLS = {MIN: "min", MAX: "max"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fuser.errors import FuserError, GraphError
 from fuser.ir.fx import Builder, body_to_fx
 from fuser.ir.sizes import STRIDE, Sym
 from fuser.kernel_cache import KernelEntry, KernelSpec
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, NumberInput
 from fuser.scheduler.printer import print_plan
 

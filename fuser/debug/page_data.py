@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from fuser.debug.explained_text import headline, said, short
 from fuser.debug.profile_report import ProfileReport
 from fuser.debug.traffic import product_rate
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.sources import Source
 from fuser.reasons import BY_CODE
 from fuser.runtime.spans import Stage

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fuser.debug.traffic import cache_bytes, spread
+from fuser.lazy_dataclasses import dataclass
 
 NOISY = 0.15  # interquartile range of equal work, as a part of its median, from which on numbers say little
 _SHOWN = 25  # rows of each table

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from fuser.frontends.records import CompiledGraph, compilations, last_compilation
 from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.lazy_dataclasses import dataclass
 
 NOT_RUN = "not run yet"
 

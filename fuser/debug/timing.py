@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fuser.debug.traffic import spread
 from fuser.errors import Unsupported
 from fuser.executor import may_repeat
 from fuser.kernel_cache import REGISTRY
+from fuser.lazy_dataclasses import dataclass
 
 _ROUNDS, _ROUND_SECONDS, _NOISE = 15, 2e-3, 0.15
 

@@ -8,12 +8,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from fuser.codegen.program import ProgramBuilder
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, NumberInput
 from fuser.ops import OPS
 from fuser.scheduler.kernel_plan import KernelPlan

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fuser.errors import FuserError
 from fuser.executor import may_repeat
 from fuser.frontends.records import CompiledGraph, collected
 from fuser.kernel_cache import REGISTRY
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import spans
 
 _REPLAY_SECONDS, _REPLAYS = 3.0, 5

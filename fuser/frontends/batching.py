@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.extract import GroupPlan
 from fuser.passes.hints import numel_hint
 

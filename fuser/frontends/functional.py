@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from fuser.frontends import guarantees, matmuls
 from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
 from fuser.passes.classify import MARK
 from fuser.passes.extract import GroupPlan, Plan, extract

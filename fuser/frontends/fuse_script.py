@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from fuser.frontends import script_autocast as autocast
 from fuser.frontends.script_copies import copied, copy_python_side
 from fuser.frontends.script_direct import Direct, direct_call
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import launcher
 
 Script = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fuser.lazy_dataclasses import dataclass
 
 aten = torch.ops.aten
 

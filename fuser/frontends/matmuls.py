@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 from fuser import config, forks, interface
 from fuser.cuda import choices, fused_kernel, matmul
 from fuser.errors import CompileError, Unsupported
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import lower_graph
 from fuser.passes.classify import op_name
 from fuser.passes.extract import GroupPlan, Plan

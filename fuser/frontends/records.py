@@ -6,9 +6,10 @@ import collections
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.runner import PassRecord
 from fuser.passes.sources import Notes, Source
 from fuser.reasons import code_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser.frontends.script_fusion import Fused
+from fuser.lazy_dataclasses import dataclass
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "TensorType": (torch.Tensor, torch.nn.Parameter), "IntType": (int,), "FloatType": (float,), "BoolType": (bool,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fuser.frontends.script_products import divert_products
 from fuser.frontends.script_special import Specialised
 from fuser.frontends.script_writes import Writes, without_writes, write_again, written_copy
 from fuser.frontends.torchscript import Translator, line_of
+from fuser.lazy_dataclasses import dataclass
 
 _TYPES = {"TensorType": "Tensor", "IntType": "int", "FloatType": "float", "BoolType": "bool", "NumberType": "Scalar"}
 _DROPOUTS = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"})

@@ -8,10 +8,10 @@ stand right before the first ordered node of a level of n or more: all that it r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fuser.frontends.script_nodes import Fact, Facts, Role, read_by
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 
 Node = Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fuser import interface
 from fuser.errors import FuserError
 from fuser.frontends.script_memory import SILENT, Memory, every_node
 from fuser.frontends.torchscript import Translator
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import COPIES_IF_NEEDED, may_share
 from fuser.passes.classify import op_name, schema_reason
 from fuser.reasons import because

@@ -8,7 +8,6 @@ here is the scheduler's or a code generator's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Union
 
 import torch
@@ -17,6 +16,7 @@ from fuser.errors import VerifyError
 from fuser.ir.loop_body import Row, compute_dtype
 from fuser.ir.nodes import Buffer, Index, Loops, Reduction, Scan, Scatter
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, evaluate
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import NO_INDEX, OPS, REDUCTIONS, SCANS
 
 Load = Callable[[str, tuple[torch.Tensor, ...], "torch.Tensor | None"], torch.Tensor]

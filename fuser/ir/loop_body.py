@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser.errors import Unsupported
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, symbol
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import NO_OP, OPS, OpRow
 from fuser.reasons import because
 

@@ -9,13 +9,14 @@ box over it sees the new data. A buffer is an input, or computed by one or more 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Union
 
 import torch
 
 from fuser.ir.loop_body import LoopBody, Value, ops
 from fuser.ir.sizes import Expr, product
+from fuser.lazy_dataclasses import dataclass
 
 Index = tuple[Expr, ...]
 

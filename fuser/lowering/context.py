@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )  # fmt: skip
+from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.targets import Target
 

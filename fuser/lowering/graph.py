@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import is_aligned
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import host
 from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected

@@ -7,7 +7,6 @@ else each piece is a loop of its own that fills its part of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, maximum, minimum, mod, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext, Operand, as_expr
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower, refuse

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr, floordiv, maximum, minimum, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import number_of, reduce

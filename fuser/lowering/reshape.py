@@ -8,11 +8,11 @@ scheduler resolves these where loop bounds allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fuser.errors import Unsupported
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, divide_exactly, product
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 
 Sizes = tuple[Expr, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fuser import config
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs
 from fuser.errors import Unsupported, is_defect
 from fuser.ir.nodes import TensorBox
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import graph as lowering
 from fuser.lowering.graph import State
 from fuser.lowering.host import is_host

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import float_cpp, inverse_cpp, special
 

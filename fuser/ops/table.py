@@ -11,10 +11,12 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
+
+from fuser.lazy_dataclasses import dataclass
 
 FLOATS = (torch.float32, torch.float64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)

@@ -9,7 +9,7 @@ chain of nodes. `products.py` reads the products, `attention_masks.py` what is a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import attention_masks as masks
 from fuser.passes.attention_masks import Bias, Fill, Step
 from fuser.passes.calls import (

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import emit, value_of
 from fuser.passes.constants import distinct, evaluated
 from fuser.passes.masks import HUGE, is_mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser.canonical import mutation
+from fuser.lazy_dataclasses import dataclass
 
 _NAMES: dict[Any, str] = {
     operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",

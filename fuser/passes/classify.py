@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import fx
 from fuser import config, examples, interface, lowering, refusals
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.survey import survey
 from fuser.reasons import because, reason_of_call
 from fuser.runtime.counting import COUNTS

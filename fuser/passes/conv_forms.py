@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.providers import linear_op
 
 aten = torch.ops.aten

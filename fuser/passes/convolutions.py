@@ -11,7 +11,6 @@ images more cheaply than large weights, and the convolution keeps the usual orde
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 
 from fuser import config
 from fuser.errors import Unsupported
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import conv_forms
 from fuser.passes.conv_forms import LAST, LINEAR, PACKED, USUAL, Convolution
 from fuser.passes.hints import are_numbers

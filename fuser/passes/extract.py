@@ -5,13 +5,13 @@ Placeholders are created in the order in which members first read them, so equal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser.canonical.graph import ROUNDED
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
 from fuser.passes.classify import Kind, op_name
 from fuser.passes.grouping import Grouping

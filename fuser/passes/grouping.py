@@ -10,11 +10,12 @@ higher ones. Then `_contract` joins groups of different levels where no other pa
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import fx
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.classify import (
     APART,
     MARK,

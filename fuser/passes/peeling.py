@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import Call, call_of, number_of, shape_of, value_of
 from fuser.passes.products import Factor, Mismatch
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import Call, shape_of
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from fuser import config, interface, targets
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.products import LEAST_WEIGHT
 
 aten: Any = torch.ops.aten

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from fuser import forks
 from fuser.errors import ConfigError
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import runner
 from fuser.passes.joint_graph import JOINT_GRAPH
 from fuser.passes.patterns import compile_pattern

@@ -11,13 +11,13 @@ import logging
 import pathlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from fuser import config, notices
 from fuser.errors import ConfigError, PassError
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes import checking, sources
 
 _log = logging.getLogger(__name__)

@@ -12,11 +12,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from fuser.lazy_dataclasses import dataclass
 
 TRACE = "stack_trace"
 NOTES = (TRACE, "nn_module_stack", "fwd_nn_module_stack")

@@ -18,8 +18,8 @@ import pathlib
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import files
 
 VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fuser import config, forks
@@ -61,3 +61,14 @@ def yielding() -> Iterator[None]:
         yield
     finally:
         _yielding.leave()
+
+
+def as_here(function: Callable[[], object]) -> Callable[[], None]:
+    """A function that calls `function` under the settings of this thread, for another."""
+    current = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+
+    def call() -> None:
+        with config.override(**current):
+            function()
+
+    return call

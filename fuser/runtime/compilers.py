@@ -8,9 +8,10 @@ import os
 import pathlib
 import shlex
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from fuser.errors import CompileError
+from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.reasons import because
 

@@ -12,10 +12,10 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fuser import config, forks
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import workers
 
 settings: Any = config  # its attributes are made from a table

@@ -149,7 +149,8 @@ def put(made: pathlib.Path, path: pathlib.Path, sealed: bool = True, mode: int =
         if sealed:
             file.write(seal(path.name, file.read()))
         file.flush()
-        os.fsync(file.fileno())
+        if not sealed:  # a seal tells after a loss of power that data is missing: the entry is made again
+            os.fsync(file.fileno())
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     os.replace(made, path)

@@ -7,7 +7,7 @@ with each kernel's launch program as the launchers do, and has the device's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from fuser import forks
 from fuser.errors import BackendError
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import events
 from fuser.runtime.python_launcher import match
 

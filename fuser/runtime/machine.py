@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fuser import machines
+from fuser.lazy_dataclasses import dataclass
 
 # Beginnings of Linux's names for the instructions that a compiler may use unasked.
 _ISA = (

@@ -12,10 +12,10 @@ import functools
 import json
 import os
 import pathlib
-from dataclasses import dataclass
 from typing import Any
 
 from fuser import config
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import files, machine
 
 settings: Any = config  # its attributes are made from a table

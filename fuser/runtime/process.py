@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from fuser import forks, notices
 from fuser.errors import CompileError
+from fuser.lazy_dataclasses import dataclass
 
 _SHELL = "/bin/sh"
 _GUARD = (

@@ -14,7 +14,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from fuser import config
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import GpuLaunch, LaunchProgram
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import events, libraries, python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
 from fuser.runtime.python_programs import Bound, counter, matcher

@@ -12,12 +12,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser import config, forks
+from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import workers
 
 HUGE = 2 << 20

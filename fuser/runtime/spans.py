@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+from fuser.lazy_dataclasses import dataclass
 
 _API = "opentelemetry.trace"
 _timed = threading.local()

@@ -22,9 +22,9 @@ class NoThread(RuntimeError):
     """No thread can be started, and the work cannot be done in the caller's."""
 
 
-def start(function: Callable[[], Any], name: str) -> threading.Thread | None:
-    """A started thread that runs `function` and does not hold up the process's end; None if there can be none."""
-    thread = threading.Thread(target=function, name=name, daemon=True)
+def start(function: Callable[[], Any], name: str, daemon: bool = True) -> threading.Thread | None:
+    """A started thread that runs `function`; None if there can be none. A daemon does not hold up the process's end."""
+    thread = threading.Thread(target=function, name=name, daemon=daemon)
     try:
         thread.start()
     except RuntimeError:  # a limit on threads or memory

@@ -8,9 +8,10 @@ splitting the larger of two that differ, where it divides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from fuser.ir.sizes import LOOP, ONE, ZERO, Expr, Sym, atoms, coefficient, divide_exactly, expr, substitute, symbol
+from fuser.lazy_dataclasses import dataclass
 
 Digits = list[tuple[Sym, Expr]]  # (variable, size), most significant first
 

@@ -7,12 +7,12 @@ Code generators take both apart: an element of `w` is read once for all rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
 
 Sums = Sequence[tuple[str, int]]  # of reductions: kind, and the row that is reduced

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.ops import SCANS
 from fuser.scheduler.align import Axes, Matching, digits_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +25,7 @@ from fuser.ir.loop_body import (
     row_exprs,
 )  # fmt: skip
 from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, substitute, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
 

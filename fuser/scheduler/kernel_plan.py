@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
 
 import torch
 
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, Expr, Sym, symbols
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.contraction import Contraction, contraction_of
 from fuser.scheduler.nodes import Ordered
 

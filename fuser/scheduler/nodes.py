@@ -8,7 +8,7 @@ A node is one loop nest of one buffer. Its loop variables are its own; facts are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from fuser.ir.loop_body import LoopBody, Row, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
@@ -25,6 +25,7 @@ from fuser.ir.sizes import (
     substitute,
     symbol,
 )  # fmt: skip
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.ops import OPS, REDUCTIONS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import is_checked
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import Expr
+from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.fusion import Fusion, fuse
 from fuser.scheduler.inline import inline_cheap

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
 from fuser.ir.sizes import ZERO, Expr, Sym, expr, product, substitute
+from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
 from fuser.scheduler.plan import phases_of
 

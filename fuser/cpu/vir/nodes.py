@@ -7,13 +7,13 @@ new ones (`rewrite.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Union
 
 import torch
 
 from fuser.cpu.vir.values import *  # noqa: F403
 from fuser.cpu.vir.values import Call, Name, Number, Of, Value
+from fuser.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from fuser.cpu.text import Lines, cpp_expr
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import INDIRECT, Sym
+from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     CPP_TYPES,
     LOW,

@@ -7,12 +7,13 @@ flags, 0 or -1), or of elements of 1 or 2 bytes, which it has as they are. A mas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Union
 
 import torch
 
 from fuser.ir.sizes import Expr, Sym
+from fuser.lazy_dataclasses import dataclass
 
 
 class Value:
