@@ -337,15 +337,14 @@ FUSER_FN lanes_f {_SCALE}(lanes_f p, lanes_f t) {{ return FUSER_LANES_SCALE(p, t
 """
 
 # As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number in one of
-# that helper's buckets, or infinite, ask it for each of theirs. The bits are the same.
+# that helper's buckets, or infinite, ask it for each of theirs. The bits are the same. That comes last: so g++ computes
+# what sine and cosine of one number share once.
 _SINE = f"""\
 static __attribute__((noinline, unused)) lanes_f fuser_lanes_NAME_far(lanes_f x) {{
   for (int i = 0; i < FUSER_LANES; ++i) x[i] = fuser_NAME_f32(x[i]);
   return x;
 }}
 FUSER_FN lanes_f fuser_lanes_NAME_f32(lanes_f x) {{
-  if (__builtin_expect(FUSER_LANES_ANY_ABOVE(fuser_lanes_abs(x), {float_cpp.FIRST_BUCKET}), 0))
-    return fuser_lanes_NAME_far(x);
   union {{ lanes_f all; lanes_f2 part[2]; }} of = {{x}};
   lanes_d t[2], r[2];
   for (int i = 0; i < 2; ++i) {{
@@ -356,7 +355,9 @@ FUSER_FN lanes_f fuser_lanes_NAME_f32(lanes_f x) {{
   }}
   const lanes_f2 low = __builtin_convertvector(r[0], lanes_f2), high = __builtin_convertvector(r[1], lanes_f2);
   const lanes_u turn = __builtin_shuffle((lanes_u)t[0], (lanes_u)t[1], FUSER_LANES_EVEN);
-  return fuser_lanes_turned_f32(FUSER_LANES_JOIN(low, high), turn + TURN);
+  const lanes_f y = fuser_lanes_turned_f32(FUSER_LANES_JOIN(low, high), turn + TURN);
+  const auto far = FUSER_LANES_ANY_ABOVE(fuser_lanes_abs(x), {float_cpp.FIRST_BUCKET});
+  return __builtin_expect(far, 0) ? fuser_lanes_NAME_far(x) : y;
 }}
 """
 for _name, _turn in (("sin", "0u"), ("cos", "1u")):

@@ -79,7 +79,7 @@ class OpRow:
       `SAME`, or None where there is none.
     within: the interval of all float results, NaN apart; one from 0.0 has no -0.0.
     near: a helper for float32 arguments that are known to lie in an interval.
-    inline: whether it is a function whose cells are straight-line code, in vectors too.
+    inline: whether it is a function whose cells are straight-line code but for rare arguments, in vectors too.
     fast: Triton for float32 by the hardware's approximations, where all results are rounded to a half.
     """
 

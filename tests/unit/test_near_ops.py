@@ -104,8 +104,27 @@ def test_vectors_of_elementary_functions():
         torch.testing.assert_close(fused(graph, [x, y])[0], f(x.double(), y.double()).float(), rtol=2e-6, atol=2e-7)
     has_vectors = bool(machines.find(config.isa).lanes)
     assert has_vectors == ("fuser_lanes_exp_below_f32(t" in debug_get_fused_kernel_code(graph, [x, y]))
-    plain = source(lambda x, y: torch.sin(x) / y, x, y)
+    plain = source(lambda x, y: torch.tan(x) + torch.sin(y), x, y)
     assert "fuser_lanes_sin_f32(t" not in plain
+
+
+def test_vectors_of_sines_share_the_rest_of_their_argument():
+    """Sine and cosine of one number are computed in vectors; numbers from 2^50 on are computed apart, with their bits."""
+    f = lambda x, y: (torch.sin(x * y), torch.cos(x * y))  # noqa: E731
+    graph = graph_of([f], 2)
+    for n in (1, 33, 1031):
+        x, y = torch.randn(n) * 100, torch.ones(n)
+        x[n // 2], x[n // 3] = 3e20, -1e36
+        for got, want in zip(fused(graph, [x, y]), f(x.double(), y.double())):
+            torch.testing.assert_close(got, want.float(), rtol=2e-7, atol=1e-7)
+        for function, got in zip((torch.sin, torch.cos), fused(graph, [x, y])):
+            by_rows = fused(graph_of([lambda x, y: function(x * y).amax(0)], 2), [x.repeat(2, 1), y.repeat(2, 1)])  # noqa: B023
+            assert torch.equal(got, by_rows[0])
+    text = debug_get_fused_kernel_code(graph, [x, y])
+    assert bool(machines.find(config.isa).lanes) == ("fuser_lanes_sin_f32(t" in text)
+    for name in ("sin", "cos") if machines.find(config.isa).lanes else ():
+        body = text.partition(f"lanes_f fuser_lanes_{name}_f32(lanes_f x) {{")[2].partition("\n}\n")[0]
+        assert body.index("fuser_lanes_turned_f32") < body.index(f"fuser_lanes_{name}_far")  # no branch before
 
 
 def test_powers_of_two_in_vectors():
