@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from fuser.cpu.facts import Facts, size, storage_type
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, substitute, symbol, symbols
 from fuser.scheduler.kernel_plan import Axis, address_rows
 
 ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
+PIECE = 4096  # elements of a piece of a row up to which the next piece is asked for
 
 
 def prefetch_rows(rows: Rows, tiled: Axis) -> None:
@@ -42,12 +43,29 @@ def prefetch_later(rows: Rows, phase: int) -> None:
             row = facts.plan.rows[n]
             if row.op == "load" and not row.args and unit in symbols(row.attr[1][0]):
                 wanted.append((row.attr[0], substitute(row.attr[1][0], {unit: expr(unit) + 1}), 0))
+    if phase == 0:
+        wanted += _next_pieces(facts)
     for buffer, address, write in dict.fromkeys(wanted):
         if facts.step(address) != ONE:
             continue
         at = rows.address(buffer, substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
         loop = rows.prefetch(buffer, at, "count", write)
         rows.out.add(ir.Block(ir.If(ir.Unary("!", ir.Name("stream"))), (loop,)) if write else loop)
+
+
+def _next_pieces(facts: Facts) -> list[tuple[str, Expr, int]]:
+    """Where a row is short pieces that are far apart, such as a channel's planes: the piece after each load's.
+
+    The hardware foresees lines of one piece, and not where the next one begins.
+    """
+    outer = [a for a in facts.reduced_axes if a is not facts.vector]
+    if not outer or facts.along.hint > PIECE:
+        return []
+    a, found = outer[-1].sym, []
+    for buffer, address in facts.lines_read(facts.passes[0].inner):
+        if a in symbols(address) and coefficient(address, a) not in (None, facts.along.size):
+            found.append((buffer, substitute(address, {a: expr(a) + 1}), 0))
+    return found
 
 
 def _reads_on(facts: Facts, loops: Sequence[Axis]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,18 @@ def test_lanes_of_cheap_rows_are_unrolled(cheap):
     (kernel,) = kernel_spec(key).store.kernels
     loop = kernel.source[: kernel.source.index("acc0[l] = (acc0[l]) + ")]
     assert (loop.rindex("#pragma GCC unroll") > loop.rfind("#pragma omp simd")) if cheap else "GCC unroll" not in loop
+
+
+@pytest.mark.parametrize("plane, asks", [(1024, True), (16384, False)])
+def test_the_next_piece_of_a_row_is_asked_for(plane, asks):
+    """A channel's planes are far apart: while one is added up the next is asked for, if it is short."""
+    f = lambda x, y: (x * y - (x * y).mean((0, 2), keepdim=True)) * y  # noqa: E731
+    graph, x, y = graph_of([f], 2), torch.randn(3, 24, plane), torch.randn(3, 24, plane)
+    torch.testing.assert_close(fused(graph, [x, y])[0], f(x.double(), y.double()).float(), rtol=1e-5, atol=1e-5)
+    if machines.find(config.isa).prefetches:
+        source = debug_get_fused_kernel_code(graph, [x, y])
+        ahead = re.findall(r"__builtin_prefetch\((in\d) \+ \(.*\), 0\)", source)
+        assert (ahead == ["in0", "in1"]) == asks, source
 
 
 def test_columns_in_chunks_are_read_by_whole_rows():

@@ -109,7 +109,7 @@ def test_vectors_of_elementary_functions():
 
 
 def test_vectors_of_sines_share_the_rest_of_their_argument():
-    """Sine and cosine of one number are computed in vectors; numbers from 2^50 on are computed apart, with their bits."""
+    """Vectors of sine and cosine of one number; numbers from 2^50 on are computed apart, with the same bits."""
     f = lambda x, y: (torch.sin(x * y), torch.cos(x * y))  # noqa: E731
     graph = graph_of([f], 2)
     for n in (1, 33, 1031):
