@@ -25,7 +25,8 @@ from fuser.scheduler.kernel_plan import KernelPlan
 
 COLUMNS = 16  # of a unit
 MOST_ROWS = 8
-IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies
+IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies, without prefetches
+WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # rows of `x` up to the first stay in L1; of longer ones parts of the second
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ELEMENTS = {"f32": "float", "bf16": "u16"}
 _ADD = {"f32": "{s} += {a} * b;", "bf16": "FUSER_DOT_BF16({s}, {a}, b);"}
@@ -120,6 +121,14 @@ ROUNDS
   return t[0];
 }
 """
+# A vector that is used several times is loaded once: g++ makes it an operand in memory of each use.
+_KEEP = """\
+#if defined(__AVX512F__)
+#define FUSER_DOT_KEEP(b) asm("" : "+v"(b))
+#else
+#define FUSER_DOT_KEEP(b)
+#endif
+"""
 _BF16 = """\
 #if defined(__AVX512BF16__)
 #define FUSER_DOT_BF16(acc, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b))
@@ -136,7 +145,7 @@ FUSER_CONTRACT static void fuser_dot_NAME_ROWS(
     const TYPE* x, i64 step, const TYPE* w, i64 across, i64 inner, i64 count, float* out) {
   FUSER_CONTRACTS
   fuser_dot_f sums[ROWS * COLUMNS];
-  if (count < COLUMNS) for (int n = 0; n < ROWS * COLUMNS; ++n) sums[n] = fuser_dot_f{};
+  for (int n = 0; n < ROWS * COLUMNS; ++n) sums[n] = fuser_dot_f{};
 BLOCKS
   for (int n = 0; n < ROWS * COLUMNS; n += LANES) *(fuser_dot_f*)(out + n) = fuser_dot_fold(sums + n);
   for (i64 k = inner / WIDTH * WIDTH; k < inner; ++k) for (int m = 0; m < ROWS; ++m) for (i64 c = 0; c < count; ++c)
@@ -150,7 +159,7 @@ def helpers(uses: Set[str], machine: Machine) -> str:
     calls = sorted((m[1], int(m[2])) for m in map(_CALL.match, uses) if m)
     if not calls:
         return ""
-    head = _HEAD + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
+    head = _HEAD + _KEEP + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
     lanes = _lanes(machine)
     head += _FOLD.replace("ROUNDS", _rounds(lanes))
     head = head.replace("LANES", str(lanes)).replace("BYTES", str(4 * lanes))
@@ -183,14 +192,15 @@ def _together(rows: int, machine: Machine) -> int:
 def _function(dtype: str, rows: int, machine: Machine) -> str:
     """C++ of one helper: `rows` rows of `x`, `step` elements apart, by `count` rows of `w`, into `out`.
 
-    Where the rows of `x` fit the first-level cache, those of `w` are read one after the other, as memory is fastest.
-    Else several are taken at once, and the next ones asked for.
+    Several rows of `w` are taken at once, for as long a part of them as leaves the rows of `x` in the first-level
+    cache, while those of the next unit are asked into the second: a core that computes has few loads of its own under
+    way. Machines without such prefetches read few rows of `w` in the order of memory.
     """
     lanes = _lanes(machine)
     width = lanes if dtype == "f32" else 2 * lanes
-    blocks = "\n".join(_block(dtype, rows, width, _together(rows, machine), 1, machine.prefetches))
+    blocks = "\n".join(_parts(dtype, rows, width, machine))
     unroll = min(4, machine.registers // (2 * rows))
-    if rows <= IN_ORDER_ROWS and unroll > 1:
+    if rows <= IN_ORDER_ROWS and unroll > 1 and not machine.prefetches:
         in_order = "\n".join(_block(dtype, rows, width, 1, unroll, False))
         blocks = f"  if (sizeof(*x) * inner * ROWS <= {IN_ORDER_BYTES}) {{\n{in_order}\n  }} else {{\n{blocks}\n  }}"
     words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": _ELEMENTS[dtype], "ROWS": str(rows), "COLUMNS": str(COLUMNS)}
@@ -198,25 +208,42 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
     return functools.reduce(lambda text, word: text.replace(*word), words.items(), _FUNCTION)
 
 
-def _block(dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: bool) -> list[str]:
-    """The loop over columns, `columns` at a time, with `unroll` registers of each at a time."""
+def _parts(dtype: str, rows: int, width: int, machine: Machine) -> list[str]:
+    """The loop over parts of the rows, each with a loop over all columns."""
+    size = 4 if dtype == "f32" else 2
+    part = max(width, PART_BYTES // (rows * size) // width * width)
+    return [
+        f"  const i64 part = {rows * size} * inner <= {WHOLE_BYTES} ? inner : {part};",
+        "  for (i64 first = 0; first < inner; first += part) {",
+        "  const i64 last = first + part < inner ? first + part : inner;",
+        *_block(dtype, rows, width, _together(rows, machine), 1, machine.prefetches, "first", "last"),
+        "  }",
+    ]
+
+
+def _block(
+    dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: bool, first: str = "0", last: str = "inner"
+) -> list[str]:
+    """The loop over columns, `columns` at a time, with `unroll` registers of each at a time; added to `sums`."""
     element, vector = _ELEMENTS[dtype], f"fuser_dot_{'f' if dtype == 'f32' else 'u'}"
     turns, cells = range(unroll), [(i, m) for m in range(rows) for i in range(columns)]
     out = [
         f"  for (i64 c = 0; c < count; c += {columns}) {{",
         *(f"    const {element}* w{i} = w + (c + {i} < count ? c + {i} : count - 1) * across;" for i in range(columns)),
-        *(f"    fuser_dot_f s{i}_{m}_{u} = {{}};" for i, m in cells for u in turns),
-        "    i64 k = 0;",
-    ]
+        *(f"    fuser_dot_f s{i}_{m}_{u} = {f'sums[{m} * COLUMNS + c + {i}]' if u == 0 else '{}'};"
+          for i, m in cells for u in turns),
+        f"    i64 k = {first};",
+    ]  # fmt: skip
     for taken in sorted({unroll, 1}, reverse=True):
-        out.append(f"    for (; k + {width * taken} <= inner; k += {width * taken}) {{")
-        out += [f"      __builtin_prefetch(w{i} + {columns} * across + k);" for i in range(columns) if ahead]
+        out.append(f"    for (; k + {width * taken} <= {last}; k += {width * taken}) {{")
+        out += [f"      __builtin_prefetch(w{i} + COLUMNS * across + k, 0, 2);" for i in range(columns) if ahead]
         for u in range(taken):
             at = f"k + {u * width}"
             out += [f"      const {vector} a{i}_{u} = *(const {vector}*)(w{i} + {at});" for i in range(columns)]
             for m in range(rows):
                 adds = " ".join(_ADD[dtype].format(s=f"s{i}_{m}_{u}", a=f"a{i}_{u}") for i in range(columns))
-                out.append(f"      {{ const {vector} b = *(const {vector}*)(x + {m} * step + {at}); {adds} }}")
+                keep = "FUSER_DOT_KEEP(b); " if columns > 1 else ""
+                out.append(f"      {{ {vector} b = *(const {vector}*)(x + {m} * step + {at}); {keep}{adds} }}")
         out.append("    }")
     out += [f"    sums[{m} * COLUMNS + c + {i}] = {' + '.join(f's{i}_{m}_{u}' for u in turns)};" for i, m in cells]
     return [*out, "  }"]

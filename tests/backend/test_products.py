@@ -20,8 +20,8 @@ from fuser.passes import onednn, providers
 
 aten = torch.ops.aten
 PRODUCT = providers.product_op()
-# Rows, inner and columns: parts of a register and of a block of columns, long rows, as many rows as there may be.
-SIZES = [(1, 1027, 99), (2, 770, 200), (4, 512, 129), (5, 4100, 17), (8, 515, 130)]
+# Rows, inner and columns: parts of a register and of a block of columns, long rows (taken in parts), as many as may be.
+SIZES = [(1, 1027, 99), (2, 770, 200), (4, 512, 129), (5, 4100, 17), (8, 515, 130), (8, 2051, 67)]
 
 
 @pytest.fixture(autouse=True)
