@@ -26,7 +26,7 @@ from fuser.scheduler.kernel_plan import KernelPlan
 COLUMNS = 16  # of a unit
 MOST_ROWS = 8
 IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies, without prefetches
-WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # rows of `x` up to the first stay in L1; of longer ones parts of the second
+WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # rows of `x` that the first-level cache keeps; parts of longer ones
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ELEMENTS = {"f32": "float", "bf16": "u16"}
 _ADD = {"f32": "{s} += {a} * b;", "bf16": "FUSER_DOT_BF16({s}, {a}, b);"}
