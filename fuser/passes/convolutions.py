@@ -116,13 +116,13 @@ def _is_last(node: Any) -> bool:
 
 def _by_rule(found: list[fx.Node]) -> _Plan:
     """The usual order where weights outweigh images, else channels-last, and products for 1x1 convolutions."""
-    forms = {}
-    for node in found:
-        c = class_of(node)
-        heavy = _bytes(_weight_of(node)) > _HEAVY_WEIGHTS * _bytes(*_images_of(node))
-        linear = c.is_pointwise and linear_op() is not None
-        forms[node] = LINEAR if linear else USUAL if heavy else LAST
-    return _Plan(forms)
+    return _Plan({node: _form_by_rule(node) for node in found})
+
+
+def _form_by_rule(node: fx.Node) -> str:
+    if class_of(node).is_pointwise and linear_op() is not None:
+        return LINEAR
+    return USUAL if _bytes(_weight_of(node)) > _HEAVY_WEIGHTS * _bytes(*_images_of(node)) else LAST
 
 
 def _weight_of(node: fx.Node) -> Any:
@@ -135,13 +135,19 @@ def _images_of(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _by_times(found: list[fx.Node]) -> _Plan:
-    """The fastest form of each, where one in the usual order costs copies of its images."""
+    """The fastest form of each, where one in the usual order costs copies of its images.
+
+    A convolution whose contest had no verdict goes by the rule and counts as nothing saved, all if none had one.
+    """
     forms, saved, before = {}, 0.0, 0.0
     rate = conv_forms.seconds_a_byte()
-    for node in found:
-        times = conv_forms.seconds(class_of(node))
+    known = {node: conv_forms.seconds(class_of(node)) for node in found}
+    if not any(known.values()):
+        return _by_rule(found)
+    for node, times in known.items():
         if USUAL not in times or LAST not in times:
-            return _by_rule(found)
+            forms[node] = _form_by_rule(node)
+            continue
         images = _images_of(node)
         now = times[LAST if any(map(_is_last, (images[0], _weight_of(node)))) else USUAL]
         costs = {**times, USUAL: times[USUAL] + rate * _bytes(*images)}

@@ -91,6 +91,20 @@ def test_a_model_in_channels_last_is_compared_with_itself(monkeypatch):
     assert check(MODELS["single"]().to(memory_format=torch.channels_last), x) == 0
 
 
+def test_one_contest_without_a_verdict_leaves_the_others_theirs(monkeypatch):
+    """The first convolution goes by the rule; that the second is slower in channels-last still counts."""
+
+    def seconds(c):
+        return {} if c.weight[0] == 32 else {USUAL: 1.0, LAST: times}
+
+    monkeypatch.setattr(conv_forms, "seconds", seconds)
+    monkeypatch.setattr(conv_forms, "seconds_a_byte", lambda: 0.0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3), nn.ReLU())
+    for times, changed in ((2.0, 0), (0.5, 2)):
+        torch._dynamo.reset()
+        assert check(model, torch.randn(2, 16, 20, 20)) == changed
+
+
 def test_gradients_count_and_lie_as_eagers(monkeypatch):
     asked = taking(monkeypatch, 2.0, FAST_LAST)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2))
