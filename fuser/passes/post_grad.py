@@ -13,11 +13,13 @@ from fuser.passes.norms import norms_apart
 from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
 from fuser.passes.runner import Pass
 from fuser.passes.scatters import scatters_in_place
+from fuser.passes.written_pieces import join_writes
 
 POST_GRAD: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops),
     Pass("split_to_slices", split_to_slices),
     Pass("join_pieces", join_pieces),
+    Pass("join_writes", join_writes),
     Pass("merge_equal", merge_equal),
     Pass("fold_frozen", fold_frozen),
     Pass("norms_apart", norms_apart),

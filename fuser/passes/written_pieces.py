@@ -1,0 +1,137 @@
+"""Tensors that a program fills piece by piece: a chain of writes into parts of one dim becomes one `cat`.
+
+AOTAutograd makes each `out[t] = row` a `select_scatter`, a new tensor of which only one row is new. A kernel that
+computes the last of n such tensors chooses among n rows at each element, and computes all of them to do so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.passes.calls import put_for
+from fuser.passes.classify import is_write_back
+from fuser.passes.cleanup import reaches_output, same_static_shape
+
+aten = torch.ops.aten
+LEAST = 3  # writes from which a `cat` is made: fewer rows are chosen among, element by element, without a store
+_SCATTERS = {aten.select_scatter.default: aten.select.int, aten.slice_scatter.default: aten.slice.Tensor}
+_CUTS = frozenset(_SCATTERS.values())
+Span = tuple[int, int, int]  # a dim, its first place and the one behind the last
+
+
+def join_writes(module: fx.GraphModule) -> int:
+    """A tensor that is written piece by piece along a dim, of which only the last content is read, becomes a `cat`."""
+    graph = module.graph
+    kept = reaches_output(graph)
+    changed = sum(_read_through(node, kept) for node in list(graph.nodes) if node.target in _CUTS)
+    for node in reversed(list(graph.nodes)):
+        if node.target in _SCATTERS and node.users:
+            changed += _join(graph, node, kept)
+    return changed
+
+
+def _span(node: fx.Node) -> Span | None:
+    """The part that a scatter writes, or a cut reads; None where it is not known, or has steps."""
+    scatter = node.target in _SCATTERS
+    args = (node.args[0], *node.args[2:]) if scatter else node.args
+    x: Any = args[0]
+    value = x.meta.get("val")
+    if node.kwargs or not isinstance(value, torch.Tensor) or len(args) < 2 or not all(type(a) is int for a in args[1:]):
+        return None
+    dim: int = args[1] % value.dim()  # type: ignore[operator, assignment]
+    size = value.shape[dim]
+    if type(size) is not int:
+        return None
+    if node.target in (aten.select_scatter.default, aten.select.int):
+        start: int = args[2] % size if size else 0  # type: ignore[operator, assignment]
+        return dim, start, start + 1
+    bounds: list[Any] = [*args[2:], *(0, size, 1)[len(args) - 2 :]]
+    if bounds[2] != 1:
+        return None
+    low, high, _ = slice(bounds[0], bounds[1]).indices(size)
+    return dim, low, max(low, high)
+
+
+def _apart(a: Span, b: Span) -> bool:
+    return a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1])
+
+
+def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
+    """A piece that is read of a tensor whose other pieces were written since is read of the older tensor."""
+    span, source = _span(cut), cut.args[0]
+    if span is None or cut in kept:
+        return 0
+    while isinstance(source, fx.Node) and source.target in _SCATTERS:
+        written, older = _span(source), source.args[0]
+        if written is None or not _alike(source, older):
+            break
+        value: Any = source.args[1]
+        if written == span and _SCATTERS[source.target] is cut.target and _alike(cut, value):
+            if value.op == "placeholder":
+                break
+            cut.replace_all_uses_with(value)
+            cut.graph.erase_node(cut)
+            return 1
+        if not _apart(written, span):
+            break
+        source = older
+    if source is cut.args[0]:
+        return 0
+    cut.update_arg(0, source)
+    return 1
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return same_static_shape(a.meta.get("val"), b.meta.get("val"))
+
+
+def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
+    """Put a `cat` for the chain of writes that ends with `last`; 0 where it stays."""
+    value = last.meta["val"]
+    if not value.is_contiguous() or any(is_write_back(u) for u in last.users):
+        return 0
+    pieces: dict[Span, fx.Node] = {}
+    node, base = last, last
+    while node.target in _SCATTERS and (node is last or len(node.users) == 1 and node not in kept):
+        span = _span(node)
+        if span is None or any(s != span and not _apart(s, span) for s in pieces) or not _fits(value, node):
+            break
+        pieces.setdefault(span, node)
+        node = base = node.args[0]  # type: ignore[assignment]
+    if len(pieces) < LEAST or not _alike(last, base):
+        return 0
+    dim, size = next(iter(pieces))[0], 0
+    parts: list[fx.Node] = []
+    with graph.inserting_before(last):
+        for span in sorted(pieces):
+            if span[1] > size:
+                parts.append(_emit(graph, aten.slice.Tensor, base, dim, size, span[1]))
+            scatter, size = pieces[span], span[2]
+            source: Any = scatter.args[1]
+            selects = scatter.target is aten.select_scatter.default
+            parts.append(_emit(graph, aten.unsqueeze.default, source, dim) if selects else source)
+        if size < value.shape[dim]:
+            parts.append(_emit(graph, aten.slice.Tensor, base, dim, size, value.shape[dim]))
+    put_for(last, aten.cat.default, (parts, dim))
+    return 1
+
+
+def _fits(value: torch.Tensor, scatter: fx.Node) -> bool:
+    """Whether a `cat` of what is written is like the last scatter: no cast, and not in channels-last memory."""
+    source = scatter.args[1]
+    own = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(own, torch.Tensor) or own.dtype is not value.dtype:
+        return False
+    return own.is_contiguous() or value.dim() not in (4, 5)
+
+
+def _emit(graph: fx.Graph, function: Any, x: fx.Node, *args: Any) -> fx.Node:
+    node = graph.call_function(function, (x, *args))
+    node.meta = {**x.meta, "val": function(x.meta["val"], *args)}
+    return node
+
+
+__all__ = ["join_writes"]
