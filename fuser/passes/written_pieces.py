@@ -17,6 +17,7 @@ from fuser.passes.cleanup import reaches_output, same_static_shape
 
 aten = torch.ops.aten
 LEAST = 3  # writes from which a `cat` is made: fewer rows are chosen among, element by element, without a store
+MOST = 256  # and up to which
 _SCATTERS = {aten.select_scatter.default: aten.select.int, aten.slice_scatter.default: aten.slice.Tensor}
 _CUTS = frozenset(_SCATTERS.values())
 Span = tuple[int, int, int]  # a dim, its first place and the one behind the last
@@ -62,7 +63,7 @@ def _apart(a: Span, b: Span) -> bool:
 def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
     """A piece that is read of a tensor whose other pieces were written since is read of the older tensor."""
     span, source = _span(cut), cut.args[0]
-    if span is None or cut in kept:
+    if span is None or cut in kept or _of_written_input(source):
         return 0
     while isinstance(source, fx.Node) and source.target in _SCATTERS:
         written, older = _span(source), source.args[0]
@@ -84,6 +85,13 @@ def _read_through(cut: fx.Node, kept: set[fx.Node]) -> int:
     return 1
 
 
+def _of_written_input(node: Any) -> bool:
+    """Whether a chain of scatters begins with an input that the graph writes, which is for `scatters_in_place`."""
+    while isinstance(node, fx.Node) and node.target in _SCATTERS:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.op == "placeholder" and any(map(is_write_back, node.users))
+
+
 def _alike(a: Any, b: Any) -> bool:
     return same_static_shape(a.meta.get("val"), b.meta.get("val"))
 
@@ -91,7 +99,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
     """Put a `cat` for the chain of writes that ends with `last`; 0 where it stays."""
     value = last.meta["val"]
-    if not value.is_contiguous() or any(is_write_back(u) for u in last.users):
+    if not value.is_contiguous() or _of_written_input(last):
         return 0
     pieces: dict[Span, fx.Node] = {}
     node, base = last, last
@@ -101,7 +109,7 @@ def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
             break
         pieces.setdefault(span, node)
         node = base = node.args[0]  # type: ignore[assignment]
-    if len(pieces) < LEAST or not _alike(last, base):
+    if not LEAST <= len(pieces) <= MOST or not _alike(last, base):
         return 0
     dim, size = next(iter(pieces))[0], 0
     parts: list[fx.Node] = []
