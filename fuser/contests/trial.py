@@ -6,9 +6,9 @@ of the other's calls took on the clock, by a margin, and if calls of equal lengt
 one of `1 / _CHANCE` contests (a rank test, which knows nothing of how noise is distributed). Noise therefore makes
 contests end without a verdict; it does not make a kernel lose.
 
-With a limit below 1 the kernel has to prove itself: it also loses if its least or its median time is above the limit
-times the other's. That is meant for single operators, where nothing is gained but what the loops themselves are
-better by, and the other is the very code that eager runs.
+With a limit below 1 the kernel has to prove itself: it also loses if its least time is above the limit times the
+other's, or its median is while its least is not clearly below. That is meant for single operators, where nothing is
+gained but what the loops themselves are better by, and the other is the very code that eager runs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long the kernel takes as a multiple of the other, by the least of each, and whether it is surely slower."""
+    """How long the kernel takes as a multiple of the other, and whether it is surely slower.
+
+    The multiple is of the least of each; of the medians where these decided.
+    """
 
     ratio: float
     slower: bool
@@ -108,8 +111,11 @@ def compete(
         if slower or faster and n + 1 >= (2 if late else enough) or late and n + 1 >= _FEWEST:
             break
     ratio = min(mine.most) / min(theirs.most)
-    usual = median(mine.most) / median(theirs.most)
-    return Outcome(ratio, slower or limit < 1 and max(ratio, usual) > limit)
+    if limit < 1 and not slower:
+        usual = median(mine.most) / median(theirs.most)
+        slower = ratio > limit or usual > limit and ratio > _CLEARLY * limit
+        ratio = max(ratio, usual) if slower else ratio
+    return Outcome(ratio, slower)
 
 
 def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> float:

@@ -3,12 +3,16 @@
 A pointwise buffer that is read at an index which cannot line up with the reader's loops (broadcast, sliced, shifted,
 under a mask) would need a kernel of its own. Where recomputing costs little, its rows are copied into the reader
 instead, with the reader's index in place of its loop variables. Buffers nobody reads any more disappear later.
+
+A producer may be the last of a chain, which would be copied as a whole: what counts is the cost of the chain, times
+how often it is computed more than once. Else steps of a stencil would compute each step anew for each neighbour.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import field, replace
 
 import torch
 
@@ -32,6 +36,8 @@ from fuser.scheduler.nodes import Node, normalise, row_cost
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
 AGAIN = 8  # readings of an element that is looked up, from which it is looked up once and kept in memory
+DEEP = 48  # operations that chains may cost for each element they make, beside those of the first time
+REPEATS = 4  # times at most that an element counts which a reader computes along a loop of its own
 COSTLY = 64  # what an element may cost that a scatter or scan computes itself
 MOST_ROWS = 96  # rows a reader may have after it took in a producer
 
@@ -44,6 +50,7 @@ class Producers:
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
     shared: Collection[str] = ()  # buffers that loops read which no scan can join
+    evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
     def points(self, node: Node) -> int:
         """Points of the loops of `node` in the example."""
@@ -56,6 +63,20 @@ class Producers:
         behind = [self.by_buffer[b] for b in node.reads if b in self.by_buffer and b not in self.stored]
         return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
+    def is_deep(self, node: Node) -> bool:
+        """Whether readers would compute too much again: all between the result of `node` and what lies in memory."""
+        again = self.evaluations.get(node.buffer.name, 1.0) - 1
+        if again <= 0:
+            return False
+        cost, seen, pending = 0, {node.buffer.name}, [node]
+        while pending and cost * again <= DEEP:
+            found = pending.pop()
+            cost += found.cost()
+            behind = [b for b in found.reads if b in self.by_buffer and b not in seen and b not in self.stored]
+            seen.update(behind)
+            pending += [self.by_buffer[b] for b in behind]
+        return cost * again > DEEP
+
 
 def inline_cheap(
     nodes: list[Node], hint: Callable[[Expr], int], stored: Collection[str] = (), scans_share: bool = False
@@ -67,11 +88,42 @@ def inline_cheap(
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
     producers = Producers(makers, hint, stored, shared)
+    producers = replace(producers, evaluations=_evaluations(nodes, producers))
     for node in nodes:
         if node.contracts:
             continue
         if any(_should_inline(producers, node, r, node.rows) for r in node.rows if r.op == "load"):
             _inline_into(node, producers)
+
+
+def _evaluations(nodes: Sequence[Node], producers: Producers) -> dict[str, float]:
+    """By buffer: once for all readers that line up with its loops, and for each other as often as that has points."""
+    aligned: set[str] = set()
+    out: dict[str, float] = {}
+    for node in nodes:
+        sizes = node.sizes()
+        for row in node.rows:
+            producer = producers.by_buffer.get(row.attr[0]) if row.op == "load" else None
+            if producer is None:
+                continue
+            name = producer.buffer.name
+            if not row.args and _lines_up(producer, row.attr[1], sizes):
+                aligned.add(name)
+            else:
+                ratio = producers.points(node) / producers.points(producer)
+                out[name] = out.get(name, 0.0) + min(ratio, REPEATS)
+    for name in aligned & out.keys():
+        out[name] += 1
+    return out
+
+
+def _lines_up(producer: Node, index: tuple[Expr, ...], sizes: Mapping[Sym, Expr]) -> bool:
+    """Whether each loop of a reader, whose loops have these `sizes`, is one of the producer's, and all of it."""
+    digits = [digits_of(e, sizes) for e in index]
+    whole = all(
+        d is not None and product(s for _, s in d) == n for d, n in zip(digits, producer.buffer.size, strict=True)
+    )
+    return whole and {v for d in digits if d is not None for v, _ in d} == set(sizes)
 
 
 def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence[Row]) -> bool:
@@ -89,13 +141,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
             return False
         return len(rows) + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
-    sizes = reader.sizes()
-    digits = [digits_of(e, sizes) for e in index]
-    used = {v for d in digits if d is not None for v, _ in d}
-    whole = all(
-        d is not None and product(s for _, s in d) == n for d, n in zip(digits, producer.buffer.size, strict=True)
-    )
-    if whole and used == set(sizes) and not load.args:
+    if not load.args and _lines_up(producer, index, reader.sizes()):
         return False  # the scheduler can line the two up
     if producers.points(reader) * FEW > producers.points(producer) and producers.spares(producer):
         return False
@@ -107,7 +153,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
     few = producers.points(reader) * FEW <= producers.points(producer)
-    return hoisted or few or producer.cost() <= CHEAP
+    return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
 
 
 def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:

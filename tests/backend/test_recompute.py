@@ -155,3 +155,40 @@ def test_what_is_looked_up_for_many_readings_is_kept():
         assert source.count('extern "C" void') == kernels
     rows = source[source.index('extern "C" void') :]
     assert rows.count("in2[") == 1  # the second pass reads what the first has looked up
+
+
+def rolled(u, steps):
+    for _ in range(steps):
+        u = u + 0.1 * (u.roll(1, 0) + u.roll(-1, 0) + u.roll(1, 1) + u.roll(-1, 1) - 4 * u) - u * u * u
+    return u
+
+
+def padded(u, steps):
+    for _ in range(steps):
+        p = F.pad(u, (1, 1, 1, 1))
+        u = torch.tanh(u) + 0.1 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)
+    return u
+
+
+def differences(u, steps):
+    for _ in range(steps):
+        u = F.pad(u[1:] * u[1:] - 2 * u[:-1], (0, 0, 0, 1)) * 0.5 + u.flip(0) + u.flip(1)
+    return u
+
+
+def in_steps(stencil, steps):
+    return lambda u: stencil(u, steps)
+
+
+@pytest.mark.parametrize("stencil", [rolled, padded, differences])
+def test_steps_of_a_stencil_are_not_computed_anew_for_each_neighbour(stencil):
+    """Twice the steps are twice the operations, and not their square."""
+
+    x, found = torch.rand(40, 36) / 2, []
+    for steps in (2, 4, 8):
+        graph = torch.fx.symbolic_trace(in_steps(stencil, steps))
+        key = fuser.register_fusion(graph)
+        torch.testing.assert_close(list(fuser.run_fusion(key, [x])), [graph(x)])
+        plans = schedule(lower_graph(kernel_spec(key).graph, (x,), "fast"), 256).plans
+        found.append(sum(len(plan.rows) for plan in plans))
+    assert found[1] - found[0] <= 1.1 * found[0] and found[2] - found[1] <= 1.1 * 2 * found[0]
