@@ -78,13 +78,15 @@ def same_start() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_before() -> Iterator[None]:
     """What a process counts together and says once is a test's own: earlier ones compile no more, and said nothing."""
     from fuser import notices
     from fuser.runtime import background
 
     background.COMPILERS.wait(AT_MOST)
-    monkeypatch.setattr(notices, "_said", {})
+    with pytest.MonkeyPatch.context() as patch:  # its own: a test's patches end before other fixtures do
+        patch.setattr(notices, "_said", {})
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from torch import fx
 from fuser.passes.calls import put_for
 from fuser.passes.classify import is_write_back
 from fuser.passes.cleanup import reaches_output, same_static_shape
+from fuser.passes.hints import is_contiguous
 
 aten = torch.ops.aten
 LEAST = 3  # writes from which a `cat` is made: fewer rows are chosen among, element by element, without a store
@@ -99,7 +100,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
     """Put a `cat` for the chain of writes that ends with `last`; 0 where it stays."""
     value = last.meta["val"]
-    if not value.is_contiguous() or _of_written_input(last):
+    if not is_contiguous(value) or _of_written_input(last):
         return 0
     pieces: dict[Span, fx.Node] = {}
     node, base = last, last
@@ -133,7 +134,7 @@ def _fits(value: torch.Tensor, scatter: fx.Node) -> bool:
     own = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(own, torch.Tensor) or own.dtype is not value.dtype:
         return False
-    return own.is_contiguous() or value.dim() not in (4, 5)
+    return is_contiguous(own) or value.dim() not in (4, 5)
 
 
 def _emit(graph: fx.Graph, function: Any, x: fx.Node, *args: Any) -> fx.Node:

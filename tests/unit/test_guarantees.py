@@ -73,7 +73,7 @@ def test_what_is_not_fails_with_the_reason_and_the_line(way):
         way(sorts)
     with pytest.raises(NotFusedError, match=r"it takes 2 kernels: expected 1 at most"):
         way(two, 1)
-    with pytest.raises(NotFusedError, match="nextafter of a half"):
+    with pytest.raises(NotFusedError, match="nextafter of a 16-bit float"):
         way(refused)
 
 

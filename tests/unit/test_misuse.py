@@ -48,9 +48,10 @@ def test_one_thing_for_another(name):
 
 def test_names_that_the_package_lacks():
     """The error knows name and module, from which Python makes its "Did you mean"."""
-    with pytest.raises(AttributeError, match="no attribute 'expalin'$") as caught:
-        getattr(fuser, "expa" + "lin")
-    assert (caught.value.name, caught.value.obj) == ("expalin", fuser)
+    name = "expa" + "lin"
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'$") as caught:
+        getattr(fuser, name)
+    assert (caught.value.name, caught.value.obj) == (name, fuser)
     with pytest.raises(AttributeError, match=r"'compile': torch.compile\(model, backend='fuser'\)"):
         getattr(fuser, "com" + "pile")
 
