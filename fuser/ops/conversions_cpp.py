@@ -102,7 +102,9 @@ FUSER_FN u16 fuser_store_half(float x) {
 """,
 }
 
-# Out of range and NaN give the smallest integer, as cvtt* does; the comparison keeps that defined in C++.
+# Out of range and NaN give the smallest integer, as cvtt* does. g++ would thread jumps between a choice and a clamp
+# before it, and makes no vectors of such loops, so it gets masks, and converts what is not used to some number; clang,
+# to which that would be undefined, gets the choice.
 for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807LL - 1)")):
     for _name, _float in (("f32", "float"), ("f64", "double")):
         _limit = ("2147483648.0" if _wide == "i32" else "9223372036854775808.0") + ("f" if _name == "f32" else "")
@@ -111,6 +113,11 @@ for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807
         _above = f"x > {_from}" if _from else f"x >= -{_limit}"
         HELPERS[f"fuser_{_wide}_from_{_name}"] = f"""\
 FUSER_FN {_wide} fuser_{_wide}_from_{_name}({_float} x) {{
+#if defined(__clang__)
   return ({_above}) & (x < {_limit}) ? ({_wide})x : {_low};
+#else
+  const {_wide} in = -({_wide})(({_above}) & (x < {_limit}));
+  return (({_wide})x & in) | ({_low} & ~in);
+#endif
 }}
 """

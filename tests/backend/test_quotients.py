@@ -52,6 +52,10 @@ SCALAR_ONCE = {
     "log after a clamp": (lambda x: torch.log(x.clamp(min=1e-3)), (64, 4096)),
     "log10 after a clamp": (lambda x: torch.log10(x.clamp(min=1e-3)), (64, 4096)),
     "pow after a clamp": (lambda x: x.clamp(min=1e-3).pow(2.7), (64, 4096)),
+    "int8 after a clamp": (lambda x: (x * 3.7).round().clamp(-128, 127).to(torch.int8), (64, 4096)),
+    "uint8 after a clamp": (lambda x: (x.clamp(0, 1) * 255).to(torch.uint8), (64, 4096)),
+    "int32 after relu": (lambda x: F.relu(x).to(torch.int32), (64, 4096)),
+    "int64 after a choice": (lambda x: torch.where(x > 0.5, 3.0, x).to(torch.int64), (64, 4096)),
     "windows with steps": (lambda x: F.max_pool2d(F.relu(x), 3, 2, 1), (2, 8, 112, 112)),
 }
 
