@@ -123,6 +123,24 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs of the graphs that a test compiles through Dynamo."""
+    from fuser.frontends import functional
+    from fuser.frontends.program import Program
+
+    made: list[Any] = []
+
+    class Kept(Program):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(functional, "Program", Kept)
+    torch._dynamo.reset()
+    return made
+
+
+@pytest.fixture
 def lenient() -> Iterator[None]:
     """Defects are fallbacks, as users have it; in other tests they are errors."""
     from fuser import config

@@ -68,6 +68,11 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float) and _is_number(value)
 
 
+def _is_limit(value: Any) -> bool:
+    """A negative integer does not fit uint8: what a clamp makes of it depends on torch's version."""
+    return _is_number(value) and (isinstance(value, float) or value >= 0)
+
+
 Place = tuple[int | str, int | None]
 Rule = tuple[Callable[[Any], bool], tuple[int | str, ...]]
 # By operator: a test of values, and the arguments, by number or name, that are lifted if it holds.
@@ -79,9 +84,10 @@ _RULES: dict[str, Rule] = {
     "aten.pad": (_is_number, (3,)),
     "aten.where": (_is_number, (1, 2)),
     **{f"aten.{n}": (_is_number, (1, "alpha")) for n in ("add", "sub")},
-    **{f"aten.{n}": (_is_number, (1,)) for n in "mul eq ne lt le gt ge clamp_min clamp_max".split()},
+    **{f"aten.{n}": (_is_number, (1,)) for n in "mul eq ne lt le gt ge".split()},
+    **{f"aten.{n}": (_is_limit, (1,)) for n in ("clamp_min", "clamp_max")},
     "aten.rsub": (_is_number, (1, 2)),
-    "aten.clamp": (_is_number, (1, 2)),
+    "aten.clamp": (_is_limit, (1, 2)),
     **{f"aten.{n}": (_is_float, (1,)) for n in ("div", "leaky_relu")},
     **{f"aten.{n}": (_is_float, (2,)) for n in ("leaky_relu_backward", "threshold_backward", "lerp")},
     **{f"aten.{n}": (_is_float, (4,)) for n in ("layer_norm", "native_layer_norm", "group_norm")},

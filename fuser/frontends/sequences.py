@@ -73,7 +73,7 @@ class _Builder:
         self.kept = {r for r in results if isinstance(r, fx.Node)}
         self.real = self._real()
         self.views: dict[fx.Node, tuple[fx.Node, Geometry]] = {}  # native ones: root, where it lies in that
-        self.items: dict[fx.Node, dict[Any, fx.Node]] = {}  # of a call with several results: who reads which
+        self.items: dict[fx.Node, dict[Any, fx.Node]] = {}  # a call with several results: the reader of each, by number
         self.effects: set[fx.Node] = set()  # calls under `with_effects` that call the operator itself
         self.tokens: dict[Any, Any] = {}  # what each gives beside its results: the token that the first was given
         self.skipped: set[fx.Node] = set()  # no steps

@@ -52,15 +52,30 @@ def lower_fill(ctx: LoweringContext, x: TensorBox, value: Operand) -> TensorBox:
 @lower("aten.clamp")
 def lower_clamp(ctx: LoweringContext, x: Operand, low: Operand | None = None, high: Operand | None = None) -> TensorBox:
     """min(max(x, low), high), NaN kept"""
-    operands = [x] + [o for o in (low, high) if o is not None]
+    dtype = result_dtype(ctx)
+    limits = [_limit(dtype, o, at) for at, o in enumerate((low, high)) if o is not None]
 
-    def body(v: Value, *limits: Value) -> Value:
-        rest = list(limits)
+    def body(v: Value, *values: Value) -> Value:
+        rest = list(values)
         if low is not None:
             v = ops.maximum(rest.pop(0), v)  # ties give the last argument: eager keeps the zero of x
         return ops.minimum(rest.pop(0), v) if high is not None else v
 
-    return elementwise(ctx, operands, body, cast=True)
+    return elementwise(ctx, [x, *limits], body, cast=True)
+
+
+def _limit(dtype: torch.dtype, limit: Operand, at: int) -> Operand:
+    """The limit that eager uses. Integers that do not fit wrap, saturate or raise, by torch's version: it is asked."""
+    if type(limit) is not int or dtype.is_floating_point:
+        return limit
+    info = torch.iinfo(dtype)
+    if info.min <= limit <= info.max:
+        return limit
+    try:
+        found = torch.tensor([(info.min, info.max)[at]], dtype=dtype).clamp(*((limit, None), (None, limit))[at])
+    except RuntimeError as e:
+        raise Unsupported(because("eager_raises", str(e))) from None
+    return int(found)
 
 
 @lower("aten.clamp_min")

@@ -102,9 +102,9 @@ FUSER_FN u16 fuser_store_half(float x) {
 """,
 }
 
-# Out of range and NaN give the smallest integer, as cvtt* does. g++ would thread jumps between a choice and a clamp
-# before it, and makes no vectors of such loops, so it gets masks, and converts what is not used to some number; clang,
-# to which that would be undefined, gets the choice.
+# Out of range and NaN give the smallest integer, as cvtt* does. g++ gets masks: it would thread jumps between a choice
+# and a clamp before it, and loops with such jumps get no vectors. The masks convert numbers out of range, too, and drop
+# the result, which is undefined for clang: it gets the choice.
 for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807LL - 1)")):
     for _name, _float in (("f32", "float"), ("f64", "double")):
         _limit = ("2147483648.0" if _wide == "i32" else "9223372036854775808.0") + ("f" if _name == "f32" else "")

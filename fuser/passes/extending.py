@@ -19,7 +19,7 @@ from fuser.ir.nodes import TensorBox
 from fuser.lowering import registry
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import elementwise
-from fuser.ops import ALL, CPP_TYPES, OPS, OpRow, cpp_cell
+from fuser.ops import ALL, CPP_TYPES, OPS, OpRow, ReductionRow, cpp_cell
 from fuser.passes import decompositions
 from fuser.passes.registry import register as register_pass
 
@@ -111,37 +111,76 @@ def register_op(row: OpRow, operator: Any = None) -> None:
         raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")
     if not row.name.isidentifier() or keyword.iskeyword(row.name) or row.name in _TAKEN:
         raise ConfigError(f"op {row.name!r}: expected a name that is an identifier, and no kind of row")
+    arguments = [f"a{n}" for n in range(row.arity)]
+    places = ", ".join(f"{{{n}}}" for n in range(row.arity))
+    add_row("op", OPS, row, lambda dtype: cpp_cell(row.name, dtype, *arguments), places)
+    lower_to_row("op", OPS, row.name, operator, lower_to_op(row.name))
+
+
+def add_row(
+    kind: str, table: dict[str, Any], row: OpRow | ReductionRow, fill: Callable[[torch.dtype], str], places: str
+) -> None:
+    """Add a row from outside to a table of `fuser.ops`; `kind` is what messages call it.
+
+    ConfigError if the name is taken, for a dtype that no table has, or if `fill` finds in the C++ cell other places
+    than `places`; the table is then as before.
+    """
     with lock:
-        if row.name in OPS:
-            raise ConfigError(f"op {row.name!r} is in the table: choose another name, or unregister it first")
-        OPS[row.name] = row
+        if row.name in table:
+            raise ConfigError(f"{kind} {row.name!r} is in the table: choose another name, or unregister it first")
+        table[row.name] = row
         try:
-            _fill_in(row)
+            for dtype in row.dtypes:
+                _fill_in(kind, row.name, dtype, fill, places)
         except (ConfigError, Unsupported):
-            del OPS[row.name]
+            del table[row.name]
             raise
-        extensions.note(f"op {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
-    if operator is not None:
-        register_lowering(operator, lower_to_op(row.name))
-        extensions.note(_operator_name(operator), row.name)
+        extensions.note(f"{kind} {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
 
 
-def _fill_in(row: OpRow) -> None:
-    """ConfigError if the C++ cell has places for other arguments than the row's."""
-    for dtype in row.dtypes:
-        if dtype not in CPP_TYPES or dtype not in ALL:
-            raise ConfigError(f"op {row.name!r} is said to take {dtype}: expected some of {', '.join(map(str, ALL))}")
-        try:
-            cpp_cell(row.name, dtype, *(f"a{n}" for n in range(row.arity)))
-        except (KeyError, IndexError, ValueError) as e:
-            wanted = ", ".join(f"{{{n}}}" for n in range(row.arity))
-            raise ConfigError(
-                f"op {row.name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {wanted}, "
-                "{T}, {U}, {I}, {D} and {f}"
-            ) from None
+def _fill_in(kind: str, name: str, dtype: torch.dtype, fill: Callable[[torch.dtype], str], places: str) -> None:
+    if dtype not in CPP_TYPES or dtype not in ALL:
+        raise ConfigError(f"{kind} {name!r} is said to take {dtype}: expected some of {', '.join(map(str, ALL))}")
+    try:
+        fill(dtype)
+    except (KeyError, IndexError, ValueError) as e:
+        raise ConfigError(
+            f"{kind} {name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {places}, "
+            "{T}, {U}, {I}, {D} and {f}"
+        ) from None
 
 
-def lower_to_op(name: str) -> Callable[..., TensorBox]:
+def lower_to_row(
+    kind: str, table: dict[str, Any], name: str, operator: Any, lowering: functools.partial[TensorBox]
+) -> None:
+    """Have an operator, if one is given, lowered to a row that was added. If that is refused, the row is removed."""
+    if operator is None:
+        return
+    try:
+        register_lowering(operator, lowering)
+    except ConfigError:
+        remove_row(kind, table, name, lowering)
+        raise
+    extensions.note(_operator_name(operator), f"{kind} {name}")  # the row says what a partial cannot
+
+
+def remove_row(kind: str, table: dict[str, Any], name: str, lowering: functools.partial[TensorBox]) -> None:
+    """Remove a row that was added, and lowerings like `lowering`. ConfigError for a row of the package's own."""
+    with lock:
+        if not _is_noted(f"{kind} {name}"):
+            raise ConfigError(f"{kind} {name!r} is none from outside the package")
+        del table[name]
+        extensions.forget(f"{kind} {name}")
+    for operator, found in list(registry.LOWERINGS.items()):
+        if isinstance(found, functools.partial) and _parts(found) == _parts(lowering):
+            unregister_lowering(operator)
+
+
+def _parts(lowering: functools.partial[TensorBox]) -> tuple[Any, ...]:
+    return lowering.func, lowering.args
+
+
+def lower_to_op(name: str) -> functools.partial[TensorBox]:
     """The lowering of an operator that is the op `name`, element by element."""
     return functools.partial(_lower_to_op, name)
 
@@ -152,14 +191,7 @@ def _lower_to_op(name: str, ctx: LoweringContext, *args: Any) -> TensorBox:
 
 def unregister_op(name: str) -> None:
     """Take away an op that was registered, and the lowering that came with it. ConfigError for any other."""
-    with lock:
-        if not _is_noted(f"op {name}"):
-            raise ConfigError(f"op {name!r} is none from outside the package")
-        del OPS[name]
-        extensions.forget(f"op {name}")
-    for operator, fn in list(registry.LOWERINGS.items()):
-        if isinstance(fn, functools.partial) and fn.func is _lower_to_op and fn.args == (name,):
-            unregister_lowering(operator)
+    remove_row("op", OPS, name, lower_to_op(name))
 
 
 def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Sequence[torch.Tensor]:
@@ -177,6 +209,7 @@ def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Seque
 
 
 __all__ = [
-    "lower_to_op", "register_decomposition", "register_lowering", "register_op", "register_pass", "sample_arguments",
-    "unregister_decomposition", "unregister_lowering", "unregister_op",
+    "add_row", "lower_to_op", "lower_to_row", "register_decomposition", "register_lowering", "register_op",
+    "register_pass", "remove_row", "sample_arguments", "unregister_decomposition", "unregister_lowering",
+    "unregister_op",
 ]  # fmt: skip

@@ -6,14 +6,12 @@ import functools
 import keyword
 from typing import Any
 
-from fuser import extensions
-from fuser.errors import ConfigError, Unsupported
+from fuser.errors import ConfigError
 from fuser.ir.nodes import TensorBox
-from fuser.lowering import registry
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.reductions import Dims, reduce_to_result
-from fuser.ops import ALL, CPP_TYPES, REDUCTIONS, ReductionRow, cpp_combine
-from fuser.passes.extending import lock, register_lowering, unregister_lowering
+from fuser.ops import REDUCTIONS, ReductionRow, cpp_combine
+from fuser.passes.extending import add_row, lower_to_row, remove_row
 
 
 def register_reduction(row: ReductionRow, operator: Any = None) -> None:
@@ -30,33 +28,10 @@ def register_reduction(row: ReductionRow, operator: Any = None) -> None:
         raise ConfigError(f"reduction {row.name!r}: expected a name that is an identifier")
     if row.index or row.contracts:
         raise ConfigError(f"reduction {row.name!r}: positions and contractions cannot be registered from outside")
-    with lock:
-        if row.name in REDUCTIONS:
-            raise ConfigError(f"reduction {row.name!r} is in the table: choose another name, or unregister it first")
-        REDUCTIONS[row.name] = row
-        try:
-            _fill_in(row)
-        except (ConfigError, Unsupported):
-            del REDUCTIONS[row.name]
-            raise
-        extensions.note(f"reduction {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
-    if operator is not None:
-        register_lowering(operator, lower_to_reduction(row.name))
-
-
-def _fill_in(row: ReductionRow) -> None:
-    """ConfigError if the C++ cell has places for other arguments, or a dtype is none of the table's."""
-    for dtype in row.dtypes:
-        if dtype not in CPP_TYPES or dtype not in ALL:
-            wanted = ", ".join(map(str, ALL))
-            raise ConfigError(f"reduction {row.name!r} is said to take {dtype}: expected some of {wanted}")
-        try:
-            cpp_combine(row.name, row.accumulate(dtype), "a0", "a1")
-        except (KeyError, IndexError, ValueError) as e:
-            raise ConfigError(
-                f"reduction {row.name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); "
-                "places are {0}, {1}, {T}, {U}, {I}, {D} and {f}"
-            ) from None
+    add_row(
+        "reduction", REDUCTIONS, row, lambda dtype: cpp_combine(row.name, row.accumulate(dtype), "a0", "a1"), "{0}, {1}"
+    )
+    lower_to_row("reduction", REDUCTIONS, row.name, operator, lower_to_reduction(row.name))
 
 
 def lower_to_reduction(name: str) -> Any:
@@ -70,14 +45,7 @@ def _lower(name: str, ctx: LoweringContext, x: TensorBox, dim: Dims = None, keep
 
 def unregister_reduction(name: str) -> None:
     """Take away a reduction that was registered, and the lowering that came with it. ConfigError for any other."""
-    with lock:
-        if extensions.without([f"reduction {name}"]):
-            raise ConfigError(f"reduction {name!r} is none from outside the package")
-        del REDUCTIONS[name]
-        extensions.forget(f"reduction {name}")
-    for operator, fn in list(registry.LOWERINGS.items()):
-        if isinstance(fn, functools.partial) and fn.func is _lower and fn.args == (name,):
-            unregister_lowering(operator)
+    remove_row("reduction", REDUCTIONS, name, lower_to_reduction(name))
 
 
 __all__ = ["lower_to_reduction", "register_reduction", "unregister_reduction"]

@@ -129,7 +129,7 @@ def _join(graph: fx.Graph, last: fx.Node, kept: set[fx.Node]) -> int:
 
 
 def _fits(value: torch.Tensor, scatter: fx.Node) -> bool:
-    """Whether a `cat` of what is written is like the last scatter: no cast, and not in channels-last memory."""
+    """Whether a `cat` of the written pieces has the dtype and the memory format of the last scatter's result."""
     source = scatter.args[1]
     own = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(own, torch.Tensor) or own.dtype is not value.dtype:

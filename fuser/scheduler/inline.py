@@ -64,7 +64,7 @@ class Producers:
         return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
     def is_deep(self, node: Node) -> bool:
-        """Whether readers would compute too much again: all between the result of `node` and what lies in memory."""
+        """Whether inlining repeats more than DEEP operations: those from memory to the result, times the repeats."""
         again = self.evaluations.get(node.buffer.name, 1.0) - 1
         if again <= 0:
             return False

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from fuser import config
-from fuser.frontends import functional
 from fuser.frontends.dynamo import fuser_backend
-from fuser.frontends.program import Program
 from fuser.runtime import launcher
 
 pytestmark = pytest.mark.cuda
@@ -19,20 +17,10 @@ SEQUENCES, PYTHON = ({"sequences": which} for which in ("all", "none"))
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch):
-    """The programs of the graphs that a test compiles. The native launcher is ready."""
-    made = []
-
-    class Kept(Program):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(functional, "Program", Kept)
-    torch._dynamo.reset()
+def native(programs):
+    """The native launcher is ready, and what a test compiles is kept."""
     assert launcher.wait(60), launcher.reason()
     assert launcher.native().has_sequences()
-    return made
 
 
 def layers(x, w, b, scale):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch.export import Dim, export
+from torch.utils import _pytree as pytree
 
 import fuser
 from fuser import aot
@@ -284,14 +285,17 @@ def test_operators_on_graphs_and_nameless_containers_are_refused(tmp_path):
         def forward(self, x):
             return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
-    class Top(torch.nn.Module):
-        def forward(self, x):
-            return x.topk(2)
+    class Nameless(dict): ...
 
+    class Named(torch.nn.Module):
+        def forward(self, x):
+            return Nameless(result=x.sin())
+
+    pytree.register_pytree_node(Nameless, lambda d: (list(d.values()), list(d)), lambda v, k: Nameless(zip(k, v, strict=True)))
     with pytest.raises(AotError, match="cond, an operator on graphs"), torch.no_grad():
         aot.compile(export(Branch(), (torch.ones(3),)), tmp_path / "x")
     with pytest.raises(AotError, match="containers have no name"), torch.no_grad():
-        aot.compile(export(Top(), (torch.ones(3),)), tmp_path / "x")
+        aot.compile(export(Named(), (torch.ones(3),)), tmp_path / "x")
 
 
 class Shapes(torch.nn.Module):

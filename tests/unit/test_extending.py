@@ -118,6 +118,21 @@ def test_a_reduction_from_outside():
         check_reduction("widest")
 
 
+@pytest.mark.parametrize(
+    ("register", "row"), [(fuser.register_op, ROW), (fuser.register_reduction, FOLD)], ids=["op", "reduction"]
+)
+def test_a_row_with_an_operator_leaves_a_mark_and_a_refused_one_leaves_nothing(register, row):
+    register(row, operator="examples.lowered")
+    with_operator = extensions.mark()
+    assert with_operator and plans.question_key("is there a key?") is not None
+    taken_away_again = fuser.unregister_op if register is fuser.register_op else fuser.unregister_reduction
+    taken_away_again(row.name)
+    assert not extensions.any_known() and "examples.lowered" not in extending.registry.LOWERINGS
+    with pytest.raises(errors.ConfigError, match="aten.add has a lowering"):
+        register(row, operator=torch.ops.aten.add)
+    assert not extensions.any_known() and row.name not in {*OPS, *REDUCTIONS}
+
+
 def test_a_reduction_without_a_triton_function_is_refused_on_a_gpu():
     fuser.register_reduction(FOLD)
     with pytest.raises(errors.Unsupported, match="no Triton function that joins"):

@@ -130,6 +130,20 @@ WHOLE = (3, 5, 100, 0, 1, 2, 1 << 40)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("form", ["clamp", "clamp_min", "clamp_max", "both"])
+def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):
+    """They wrap, saturate or raise, as torch's version has it; limits of one form run in turn."""
+    x = torch.arange(-130, 130).to(dtype)
+    made: dict[str, Callable[[Any], Function]] = {
+        "clamp": lambda c: lambda x: (torch.clamp(x, c), torch.clamp(x, None, c)),
+        "clamp_min": lambda c: lambda x: (torch.clamp_min(x, c),),
+        "clamp_max": lambda c: lambda x: (torch.clamp_max(x, c),),
+        "both": lambda c: lambda x: (torch.clamp(x, -c, c),),
+    }
+    specifications(made[form], (3, 100, -3, -5, -100, 120, 127, -128, 200, -200, 255, 300, -(1 << 20), 1 << 40), x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scalars_share_kernels(dtype):
     """Of one type and then in turn; some of them stay constants, and 1 << 40 does not fit every dtype."""

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser.frontends import functional, geometry, sequences
+from fuser.frontends import geometry, sequences
 from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.geometry import Geometry
-from fuser.frontends.program import Program
 from fuser.runtime import launcher
 
 aten = torch.ops.aten
@@ -83,21 +82,6 @@ def test_views_lie_where_atens_do():
 
 
 # -- Whole graphs ------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def programs(monkeypatch):
-    """The programs of the graphs that a test compiles."""
-    made = []
-
-    class Kept(Program):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(functional, "Program", Kept)
-    torch._dynamo.reset()
-    return made
-
-
 def attend(x, w, heads=4):
     q, k, v = (x @ w.t()).chunk(3, -1)
     q, k, v = (t.view(*t.shape[:2], heads, -1).transpose(1, 2) for t in (q, k, v))
