@@ -291,7 +291,9 @@ def test_operators_on_graphs_and_nameless_containers_are_refused(tmp_path):
         def forward(self, x):
             return Nameless(result=x.sin())
 
-    pytree.register_pytree_node(Nameless, lambda d: (list(d.values()), list(d)), lambda v, k: Nameless(zip(k, v, strict=True)))
+    pytree.register_pytree_node(
+        Nameless, lambda d: (list(d.values()), list(d)), lambda v, k: Nameless(zip(k, v, strict=True))
+    )
     with pytest.raises(AotError, match="cond, an operator on graphs"), torch.no_grad():
         aot.compile(export(Branch(), (torch.ones(3),)), tmp_path / "x")
     with pytest.raises(AotError, match="containers have no name"), torch.no_grad():
