@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
@@ -25,6 +26,7 @@ from fuser.canonical.lifting import as_literal, map_literals, plain
 from fuser.canonical.modules import graph_of
 from fuser.canonical.schemas import Kind
 from fuser.canonical.structure import (
+    Apart,
     Flattened,
     Results,
     Unflattened,
@@ -152,6 +154,7 @@ def _cure(given: Any) -> str:
 def _visit(state: _State, node: torch.fx.Node) -> None:
     if node.op == "call_module" and _inline(state, node):
         return
+    apart = _results_apart(state, node) if node.op == "output" else {}
     index = len(state.rows)
     args = _raw(state, node, node.args)
     kwargs = {k: _raw(state, node, v) for k, v in node.kwargs.items()}
@@ -163,7 +166,7 @@ def _visit(state: _State, node: torch.fx.Node) -> None:
         if state.has_output:
             raise GraphError(f"the graph has a second output, {node.name!r}: expected one, with a tuple of results")
         state.output, state.has_output = args[0] if args else None, True
-        _take_form(state, node)
+        _take_form(state, node, apart)
         state.env.append(None)
     else:
         state.env.append(_value(state, node, target, args, kwargs))
@@ -347,11 +350,45 @@ def _spell_defaults(b: Builder, state: _State, nodes: list[CanonicalNode]) -> No
             nodes[first + i] = CanonicalNode(first + i, "input", (), (("default", b.spell(default)),))
 
 
-def _take_form(state: _State, node: torch.fx.Node) -> None:
+def _results_apart(state: _State, output: torch.fx.Node) -> Apart:
+    """Returned calls that give several tensors: the class that holds these, and new nodes, whose rows read them."""
+    made: Apart = {}
+    for node in output.all_input_nodes:
+        row = state.raw.get(node, 0)
+        value = state.env[row]
+        if not isinstance(value, Ref) or value.index not in state.builder.results:
+            continue
+        items = []
+        for number in range(state.builder.results[value.index]):
+            item = torch.fx.Graph().call_function(operator.getitem)
+            args = (Ref(row), number)
+            state.raw[item] = len(state.rows)
+            state.rows.append(Row(len(state.rows), "call_function", operator.getitem, args, {}))
+            state.first.append(len(state.builder.nodes))
+            state.env.append(_value(state, item, operator.getitem, args, {}))
+            items.append(item)
+        made[node] = _class_of_results(state, row, value), items
+    return made
+
+
+def _class_of_results(state: _State, row: int, value: Ref) -> type:
+    """Functions and methods of torch have classes with names for their results; operators give tuples."""
+    if isinstance(state.rows[row].target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return tuple
+    name = state.builder.nodes[value.index].op.split(".")[1]
+    found = getattr(torch.return_types, name, tuple)
+    return found if isinstance(found, type) else tuple
+
+
+def _take_form(state: _State, node: torch.fx.Node, apart: Apart) -> None:
     """Results that stand in containers within containers, or beside constants, become a tuple and a form around it."""
     numbers: dict[torch.fx.Node, int] = {}
-    form = form_of(node.args[0], numbers) if node.args else None
-    if form is None or not numbers or is_flat(form):
+    form = form_of(node.args[0], numbers, apart) if node.args else None
+    if form is not None and apart:
+        state.output = tuple(Ref(state.raw[n]) for n in numbers)
+        plain = form[1] is tuple and is_flat(form) and len(form[2]) == len(numbers)
+        state.container = None if plain else Results(form)
+    elif form is None or not numbers or is_flat(form):
         state.container = _container(node.args[0]) if node.args else None
     else:
         state.output = tuple(Ref(state.raw[n]) for n in numbers)

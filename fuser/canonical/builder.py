@@ -37,6 +37,7 @@ class Builder:
     unknown: list[str] = field(default_factory=list)
     pointwise: set[int] = field(default_factory=set)
     lifted: list[tuple[int, int | float]] = field(default_factory=list)
+    results: dict[int, int] = field(default_factory=dict)  # of calls that give several tensors: how many
 
     def add(self, op: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], kind: Kind) -> Ref:
         """A node as it stands."""
@@ -94,6 +95,8 @@ class Builder:
         ref = self.add(call.op, *arguments, kind)
         if s.pointwise:
             self.pointwise.add(ref.index)
+        if s.results > 1 and not s.mutable:
+            self.results[ref.index] = s.results
         if s.mutable:
             (self.writes if self._writes_an_input(call) else self.mutations).append(call.op)
         if s.mutable or s.random or kind is Kind.NONE:

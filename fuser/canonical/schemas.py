@@ -56,6 +56,7 @@ class Signature:
     random: bool
     pointwise: bool
     result: Kind
+    results: int  # how many tensors it gives one by one; 1 for one value of any kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def signature(overload: OpOverload) -> Signature:
         random=torch.Tag.nondeterministic_seeded in overload.tags,
         pointwise=torch.Tag.pointwise in overload.tags,
         result=result,
+        results=len(returns) if len(returns) > 1 and result is Kind.TENSORS else 1,
     )
 
 

@@ -16,6 +16,8 @@ from fuser.canonical.graph import is_constant
 from fuser.errors import InputError
 from fuser.lazy_dataclasses import dataclass
 
+# Calls that return several tensors: the class that holds these, and a node for each.
+Apart = dict[torch.fx.Node, tuple[type, list[torch.fx.Node]]]
 Form = tuple[Any, ...]  # ("result", number), ("constant", type, value), or (kind, class or keys, forms of the items)
 
 
@@ -29,15 +31,18 @@ class Results:
         return _filled(self.form, results)
 
 
-def form_of(value: Any, numbers: dict[torch.fx.Node, int]) -> Form | None:
+def form_of(value: Any, numbers: dict[torch.fx.Node, int], apart: Apart) -> Form | None:
     """The form of an output's argument, whose nodes get numbers; None if it holds something that has no form here."""
     if isinstance(value, torch.fx.Node):
+        if value in apart:
+            cls, nodes = apart[value]
+            return "items", cls, tuple(("result", numbers.setdefault(n, len(numbers))) for n in nodes)
         return "result", numbers.setdefault(value, len(numbers))
     if isinstance(value, dict):
-        items = [form_of(v, numbers) for v in value.values()]
+        items = [form_of(v, numbers, apart) for v in value.values()]
         return None if None in items else ("dict", tuple(value), tuple(items))
     if isinstance(value, (tuple, list)):
-        items = [form_of(v, numbers) for v in value]
+        items = [form_of(v, numbers, apart) for v in value]
         cls = type(value) if hasattr(type(value), "_make") else list if isinstance(value, list) else tuple
         return None if None in items else ("items", cls, tuple(items))
     return ("constant", type(value), value) if is_constant(value) and not isinstance(value, slice) else None
@@ -135,6 +140,7 @@ def takes_of(spec: pytree.TreeSpec) -> Flattened | None:
 
 
 __all__ = [
+    "Apart",
     "Flattened",
     "Results",
     "Unflattened",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import operator
+import pickle
 
 import pytest
 import torch
@@ -88,6 +89,47 @@ def test_views_and_results_returned_twice_share_memory():
     for _ in range(2):
         y, held = handle(X)
         assert held["y"] is y and held["x"] is X
+
+
+# Returned calls that give several tensors, with how many of theirs are fused at least: the rest has no kernel.
+SEVERAL = {
+    "max": (lambda x: torch.sin(x).max(1), 1),
+    "min by function": (lambda x: torch.min(torch.sin(x) * 2, 1, keepdim=True), 1),
+    "aminmax": (lambda x: torch.aminmax(torch.sin(x) * 3, dim=0), 1),
+    "var_mean": (lambda x: torch.var_mean(torch.sin(x) * 4, 1), 1),
+    "std_mean, whole": (lambda x: torch.std_mean(torch.sin(x) * 5), 1),
+    "an operator": (lambda x: torch.ops.aten.max.dim(torch.sin(x) * 6, 1), 1),
+    "an operator by packet": (lambda x: torch.ops.aten.var_mean(torch.sin(x) * 7, [1]), 1),
+    "native_layer_norm": (lambda x: torch.native_layer_norm(torch.sin(x) * 8, [8], None, None, 1e-5), 1),
+    "in a tuple": (lambda x: (torch.sin(x) * 9, torch.sin(x).max(0), 3), 1),
+    "in a dict, twice": (lambda x: {"a": (y := (torch.sin(x) * 10).min(0)), "b": [y, x + 1]}, 1),
+    "alone in a tuple": (lambda x: ((torch.sin(x) * 11).max(0),), 1),
+    "with one of its results": (lambda x: ((y := torch.var_mean(torch.sin(x) * 12, 1)), y[0]), 1),
+    "cummax": (lambda x: torch.cummax(torch.sin(x) * 13, 0), 0),
+    "sort": (lambda x: (torch.sin(x) * 14).sort(0), 0),
+    "topk": (lambda x: torch.topk(torch.sin(x) * 15, 2), 0),
+    "kthvalue": (lambda x: torch.kthvalue(torch.sin(x) * 16, 2), 0),
+    "median": (lambda x: (torch.sin(x) * 17).median(1), 0),
+    "nanmedian": (lambda x: (torch.sin(x) * 18).nanmedian(1), 0),
+    "mode": (lambda x: torch.mode(torch.sin(x) * 19), 0),
+    "frexp": (lambda x: torch.frexp(torch.sin(x) * 20), 0),
+    "slogdet": (lambda x: torch.linalg.slogdet(torch.sin(x)[:, :6] + 21 * torch.eye(6)), 0),
+    "histogram": (lambda x: torch.histogram(torch.sin(x) * 22, 4), 0),
+    "pooling with indices": (lambda x: F.max_pool1d(torch.sin(x)[None] * 23, 2, return_indices=True), 0),
+    "chunks": (lambda x: (torch.sin(x) * 24).chunk(2), 0),
+    "unbind": (lambda x: (torch.sin(x) * 25).unbind(), 0),
+}
+
+
+@pytest.mark.parametrize("function, kernels", SEVERAL.values(), ids=SEVERAL)
+def test_returned_calls_with_several_results(function, kernels):
+    key = interface.register_fusion(fx.symbolic_trace(function))
+    for _ in range(2):
+        got, want = fuser.fusion_handle(key)(X), function(X)
+        assert_same(got, want)
+        assert type(got) is type(want)
+    assert kernels_of(key) >= kernels
+    assert_same(pickle.loads(pickle.dumps(fuser.fusion_handle(key)))(X), want)
 
 
 def test_gradients_reach_through_containers():
