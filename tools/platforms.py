@@ -54,7 +54,7 @@ def run(name: str, arguments: list[str]) -> int:
     """Run pytest and keep the row. The exit code is pytest's."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", *arguments]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    print(done.stdout[-3000:])
+    print(done.stdout)
     keep(name, done.stdout, [a for a in arguments if a.startswith("tests")])
     return done.returncode
 
