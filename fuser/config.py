@@ -373,6 +373,13 @@ class Config(types.ModuleType):
         """The same for a block that is entered at each call of something: values are checked once. May be nested."""
         return Prepared(self, {k: check(k, v) for k, v in values.items()})
 
+    def snapshot(self) -> dict[str, Any]:
+        """All settings as this thread has them, for `override` in another."""
+        found = dict(self._values)
+        for layer in getattr(self._local, "layers", ()):
+            found.update(layer)
+        return found
+
     def key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change generated code, as part of a kernel's identity."""
         found = {s.name: getattr(self, s.name) for s in SETTINGS if s.key}

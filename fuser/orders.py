@@ -62,7 +62,7 @@ class Orders:
         with self._lock:
             if key not in self._pending:
                 self._pending.add(key)
-                settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+                settings = config.snapshot()
                 # The handle is held: what is compiled for it lives until then.
                 self._prepared[key] = POOL.submit(lambda _: self._serve(key, args, have, settings), self._handle())
             return self._prepared[key]

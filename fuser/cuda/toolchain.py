@@ -150,7 +150,7 @@ def compile_all(requests: Sequence[Request]) -> tuple[Entry, ...]:
     """The binaries of several kernels, made at the same time. Raises CompileError."""
     if len(requests) < 2:  # none: all results are views, or hold nothing
         return tuple(map(compile_kernel, requests))
-    own = {s.name: getattr(config, s.name) for s in config.SETTINGS}  # overrides are this thread's
+    own = config.snapshot()  # overrides are this thread's
 
     def compile_one(r: Request) -> Entry:
         with config.override(**own):

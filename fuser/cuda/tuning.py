@@ -148,7 +148,7 @@ def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 def _compiled(sources: Mapping[str, Source]) -> tuple[dict[str, Run], list[tuple[str, str]]]:
     """A handle for each source that fits the device, and why others do not."""
-    settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+    settings = config.snapshot()
     device = torch.cuda.current_device()
     capability = driver.capability(device)
 

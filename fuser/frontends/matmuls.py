@@ -130,7 +130,7 @@ class Raced:
         self.precision = precision()
         self.choices: dict[Any, choices.Choice] = {}
         self._handles: dict[Any, Function] = {}
-        self._settings = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+        self._settings = config.snapshot()
         self._lock = forks.lock()
 
     def plain(self, *args: Any) -> Any:

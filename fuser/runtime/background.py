@@ -65,7 +65,7 @@ def yielding() -> Iterator[None]:
 
 def as_here(function: Callable[[], object]) -> Callable[[], None]:
     """A function that calls `function` under the settings of this thread, for another."""
-    current = {s.name: getattr(config, s.name) for s in config.SETTINGS}
+    current = config.snapshot()
 
     def call() -> None:
         with config.override(**current):
