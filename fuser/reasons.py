@@ -146,7 +146,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "dtype",
         "no kernel computes in this dtype",
-        "cast it",
+        "cast it; compute complex numbers as pairs of reals (`torch.view_as_real`)",
     ),
     Reason(
         "follows",
