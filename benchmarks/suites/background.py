@@ -6,6 +6,7 @@ The time that a thread waits for a core, which other processes have, is left out
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import tempfile
@@ -54,11 +55,31 @@ def child(params: dict[str, Any]) -> dict[str, Any]:
     alone = _times([lambda: group(x, y)], params["seconds"] / 3)[0]
     handle, slow = (fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(f))) for f in (group, chain))
     slow(torch.randn(4, 50))
+    first = _first_calls(x, y)
     handle(x, y)
     mine, eager = _times([lambda: handle(x, y), lambda: group(x, y)], params["seconds"])
     hangs = not fuser.wait(0) and not handle.hits
     found = {"alone": _percentiles(alone), "fuser": _percentiles(mine), "eager": _percentiles(eager)}
+    found |= {"first": _percentiles(first)}
     return {**found, "hangs": hangs, "lowerings": fuser.stats()["lowerings"], "end": time.monotonic()}
+
+
+def _first_calls(x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Microseconds of the first call of each of some groups that nothing was compiled for."""
+    import fuser
+
+    found = []
+    for first, second in itertools.product((torch.sin, torch.exp, torch.tanh, torch.cos, torch.erf), repeat=2):
+        graph = torch.fx.symbolic_trace(_three_operators(first, second))
+        handle = fuser.fusion_handle(fuser.register_fusion(graph))
+        start = time.perf_counter_ns()
+        handle(x, y)
+        found.append((time.perf_counter_ns() - start) / 1e3)
+    return found
+
+
+def _three_operators(first: Any, second: Any) -> Callable[[Any, Any], Any]:
+    return lambda x, y: first(second(x * y) + 1)
 
 
 def _times(calls: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
@@ -129,10 +150,12 @@ def run(options: Options) -> Report:
                 continue
             report.records.append({"row": f"{size} elements"} | found)
             exits.append(found["exit"])
-            for way in ("alone", "eager", "fuser"):
+            for way in ("alone", "eager", "fuser", "first"):
                 cells = [f"{found[way][n]:.1f}" for n, _ in AT]
                 counts = (str(found[way]["slow"]), str(found[way]["times"]))
                 rows.append((f"{size} elements, {way}", *cells, *counts))
+            first = found["first"]["median"] / found["eager"]["median"]
+            report.claims.append(at_most(f"{size} elements, first calls of groups beside eager's", first, SLOWEST, "×"))
             for name, _ in AT:
                 what, gain = f"{size} elements, {name} beside eager's", found["fuser"][name] / found["eager"][name]
                 report.claims.append(at_most(what, gain, SLOWEST, "×"))
