@@ -11,6 +11,7 @@ from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, Expr, expr, substitute, symbol
 
+FEWEST_HELD = 2  # conditions, from which a loop is written without them, too
 LONGEST = 1024  # elements of a loop: of as many is the page of zeros
 ZEROS = f"""\
 static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
@@ -43,6 +44,15 @@ def prepared(rows: Rows, phase: int, start: str, place: ir.Value, count: ir.Valu
         open_part(rows, n, _from(facts, start, facts.plan.rows[n].attr[1][0]))
         found[n] = Place(ir.Name(f"part{n}")[place], stored=True)
     return found
+
+
+def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
+    """The conditions of such loads, where there are several, as in a window: most often they all hold."""
+    if facts.checked:
+        return ()
+    found = dict.fromkeys(facts.plan.rows[n].args[0] for n in facts.rows_of(phase) if _hangs_together(facts, n))
+    known = [n for n in found if facts.plan.rows[n].op != "const"]
+    return tuple(ir.Name(f"t{n}") for n in known) if len(known) >= FEWEST_HELD else ()
 
 
 def _from(facts: Facts, start: str, address: Expr) -> Expr:
@@ -83,4 +93,4 @@ def open_part(rows: Rows, n: int, address: Expr) -> None:
     rows.out.let(f"{kind} const", f"part{n}", ir.Cast(f"const {kind}", source))
 
 
-__all__ = ["LONGEST", "ZEROS", "is_part", "open_part", "prepared"]
+__all__ = ["LONGEST", "ZEROS", "conditions", "is_part", "open_part", "prepared"]

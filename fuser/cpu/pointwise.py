@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fuser.cpu import parts
 from fuser.cpu.bits import BitsLoop
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
@@ -172,8 +173,8 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
             out.let("i64", rows.facts.v, "start")
             vectors.emit(rows)
     with out.block(ir.Otherwise()) if vectors is not None else nullcontext():
-        held = choice.segments.conditions if choice.segments is not None else ()
-        if held:  # g++ vectorises loads with steps where conditions are no matter
+        held = choice.segments.conditions if choice.segments is not None else parts.conditions(rows.facts, 0)
+        if held:  # g++ vectorises loads with steps where conditions are no matter, and makes no jumps of them
             tests: list[ir.Value] = [*held]
             with out.block(ir.If(functools.reduce(ir.Value.__and__, tests))):
                 for c in held:

@@ -2,7 +2,8 @@
 
 The forms of a two-dimensional convolution, transposed or not, and of its gradients: images in the usual order or in
 channels-last, and for 1x1 convolutions a product over the channels of all points (`LINEAR`). With a frozen weight the
-channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications a thread need.
+channels-last form may take it packed. Contests run on as few images as `_MOST_WORK` multiplications a thread need; on
+more where weights are larger than images, since oneDNN turns weights at each call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 USUAL, LAST, LINEAR, PACKED = "contiguous", "channels last", "linear", "channels last, packed"
 LEAST_LINEAR = 1 << 22  # multiplications of a 1x1 convolution that becomes a product
 _MOST_WORK = 1 << 26
+_MOST_HEAVY = 4  # images of a contest, whatever the work, if the weights are larger
 _COPIED = 1 << 18  # elements of the copy by which the rate of copies is measured
 
 
@@ -66,8 +68,10 @@ class Convolution:
         return repr((self._images(), self.x[1:], *list(self.__dict__.values())[1:]))
 
     def _images(self) -> int:
-        """How many images compete."""
-        return max(1, min(self.x[0], _MOST_WORK * torch.get_num_threads() * self.x[0] // max(self.work, 1)))
+        """How many images compete: more than one where turning the weights, once a call, takes as long as they do."""
+        image = math.prod(self.x[1:]) + math.prod(self.out)
+        heavy = min(_MOST_HEAVY, math.prod(self.weight) // max(image, 1) + 1)
+        return max(1, min(self.x[0], max(heavy, _MOST_WORK * torch.get_num_threads() * self.x[0] // max(self.work, 1))))
 
     def __str__(self) -> str:
         kind = "transposed convolution" if self.transposed else "convolution"

@@ -31,7 +31,9 @@ aten = torch.ops.aten
 _FEWEST = 2  # convolutions, by the rule
 _HEAVY_WEIGHTS = 4  # times the images
 _MOST_COPIED = 0.25  # of the bytes that convolutions read and write
-_LEAST_GAIN = 0.05  # of the convolutions' time
+# Of the convolutions' time. What contests do not see is for channels-last: in the usual order oneDNN copies images into
+# fresh memory.
+_LEAST_GAIN = 0.02
 
 
 def _is_plain_conv(node: fx.Node) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fuser
 from tests.backend.fused import check, check_falls_back, compare, fuse, no_fallback, values
 
 aten = torch.ops.aten
@@ -100,3 +103,34 @@ def test_what_is_left_to_aten():
     check_falls_back(lambda x: F.max_pool2d(x, 6), x, reason="places")
     check_falls_back(lambda x: aten._adaptive_avg_pool2d(x, [1, 2]), x, reason="windows that differ")
     check_falls_back(lambda x: aten.upsample_bilinear2d(x, [24, 26], False), x, reason="left to ATen")
+
+
+BEFORE = {
+    "relu6": F.relu6, "scaled": lambda x: x * 1.5, "leaky": F.leaky_relu, "clamped": lambda x: x.clamp(-1, 1),
+    "shrunk": lambda x: F.softshrink(x * 1.25), "in halves": lambda x: x.half() * 2,
+}  # fmt: skip
+WINDOWS = {
+    "max": lambda x: F.max_pool2d(x, 3, 2, 1), "avg": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "dilated": lambda x: F.max_pool2d(x, 2, 1, 1, 2), "padded": lambda x: F.pad(x, (1, 1, 2, 0)) - 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("before", BEFORE)
+def test_windows_over_what_is_computed_in_channels_last(window, before):
+    """Images that are all border, and images with an inside, whose loops test nothing; channels that fill no vector."""
+    fn = lambda x: WINDOWS[window](BEFORE[before](x))  # noqa: E731
+    handle, spec = fuse(fn)
+    for size in ((1, 21, 3, 2), (2, 37, 9, 8), (1, 64, 1, 5)):
+        x = values(*size).contiguous(memory_format=torch.channels_last)
+        x[0, 1, 0, 1], x[0, 2] = float("nan"), -float("inf")
+        compare(handle(x), fn(x), tol=CLOSE if before != "in halves" else {"rtol": 1e-2, "atol": 1e-2})
+    no_fallback(spec)
+
+
+def test_the_inside_of_an_image_tests_no_conditions():
+    """g++ makes jumps of them, and of clamps before them, and then no vectors."""
+    x = values(2, 16, 9, 8).contiguous(memory_format=torch.channels_last)
+    graph = torch.fx.symbolic_trace(lambda x: F.max_pool2d(F.relu6(x), 3, 2, 1))
+    code = fuser.debug_get_fused_kernel_code(graph, [x])
+    assert re.search(r"if \(t\d+( & t\d+)+\) \{\n +const bool t\d+ = true;", code)
