@@ -31,6 +31,7 @@ from fuser.frontends.thin import thin
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
+from fuser.passes.resampling import kept_whole
 from fuser.passes.runner import PassRecord
 from fuser.progress import working
 from fuser.reasons import because
@@ -259,16 +260,17 @@ class _GraphCompiler:
         from torch._functorch.aot_autograd import aot_module_simplified
 
         fakes.correct(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None))
-        wrapped: Function = aot_module_simplified(
-            self.gm,
-            self.example_inputs,
-            fw_compiler=steps.compiler_of("forward"),
-            bw_compiler=steps.compiler_of("backward"),
-            partition_fn=steps.partition,
-            inference_compiler=self.compile_inference,
-            decompositions=decomposition_table(),
-            keep_inference_input_mutations=True,
-        )
+        with kept_whole():
+            wrapped: Function = aot_module_simplified(
+                self.gm,
+                self.example_inputs,
+                fw_compiler=steps.compiler_of("forward"),
+                bw_compiler=steps.compiler_of("backward"),
+                partition_fn=steps.partition,
+                inference_compiler=self.compile_inference,
+                decompositions=decomposition_table(),
+                keep_inference_input_mutations=True,
+            )
         meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may write: none, unless it asks then
             meta.bw_donated_idxs = []  # AOTAutograd would refuse `retain_graph=True` after a backward without it

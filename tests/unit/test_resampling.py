@@ -1,0 +1,126 @@
+"""Images made larger or smaller through torch.compile: ATen's own kernels, eager's very bits and gradients."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.export import export
+
+import fuser
+from fuser import aot
+from fuser.frontends.dynamo import fuser_backend
+from fuser.passes import decompositions, resampling
+
+pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+MODES = {1: ("nearest", "nearest-exact", "linear"), 3: ("nearest", "nearest-exact", "trilinear")}
+MODES[2] = ("nearest", "nearest-exact", "bilinear", "bicubic", "bilinear, antialiased", "bicubic, antialiased")
+TO = {
+    "twice": {"scale_factor": 2.0}, "by a half": {"scale_factor": 0.5}, "by 1.7": {"scale_factor": 1.7},
+    "by 1.7, anew": {"scale_factor": 1.7, "recompute_scale_factor": True}, "to a size": {"size": 7},
+}  # fmt: skip
+CASES = [(dims, mode, to) for dims, modes in MODES.items() for mode in modes for to in TO]
+
+
+def resized(x, mode, how, corners=None):
+    mode, _, rest = mode.partition(", ")
+    return F.interpolate(x, mode=mode, align_corners=corners, antialias=bool(rest), **how)
+
+
+def targets(function, *args, **options):
+    """The operators of the graph that AOTAutograd makes for inference."""
+    found = []
+
+    def keep(gm, inputs):
+        found.extend(n.target for n in gm.graph.nodes if n.op == "call_function")
+        return gm.forward
+
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def backend(gm, inputs):
+        with resampling.kept_whole():
+            return aot_module_simplified(gm, inputs, fw_compiler=keep)
+
+    with torch.no_grad():
+        torch.compile(function, backend=backend, **options)(*args)
+    return found
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(("dims", "mode", "to"), CASES)
+def test_bits_and_gradients(clean, dims, mode, to, last):
+    x = torch.randn(2, 3, *(6, 5, 4)[:dims])
+    formats = {2: torch.channels_last, 3: torch.channels_last_3d}
+    if last and dims not in formats:
+        pytest.skip("there is no such order of memory")
+    x = x.contiguous(memory_format=formats[dims]) if last else x
+    fn = lambda x: resized(torch.sin(x), mode, TO[to]) * 2 + 1  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=False)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    got, want = compiled(mine), fn(theirs)
+    assert got.stride() == want.stride()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    for y in (got, want):
+        y.square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), fn(x), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("corners", [False, True])
+def test_they_stay_whole(clean, corners):
+    x = torch.randn(1, 2, 8, 8)
+    found = targets(lambda x: resized(x, "bilinear", {"scale_factor": 2}, corners), x)
+    assert found == [torch.ops.aten.upsample_bilinear2d.default]
+
+
+def test_sizes_may_be_symbols(clean):
+    fn = lambda x: resized(x * 2, "bilinear", {"scale_factor": 1.5}) + 1  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=True)
+    for size in (8, 9, 31):
+        x = torch.randn(1, 2, size, size + 3)
+        torch.testing.assert_close(compiled(x), fn(x), rtol=2e-6, atol=2e-6)
+
+
+def test_an_exported_program(tmp_path):
+    class Up(torch.nn.Module):
+        def forward(self, x):
+            return resized(x.sin(), "bilinear", {"scale_factor": 2}) + 1
+
+    x = torch.randn(1, 2, 5, 6)
+    with torch.no_grad():
+        path = aot.compile(export(Up(), (x,)), tmp_path / "up.fuser")
+        torch.testing.assert_close(aot.load(path or tmp_path / "up.fuser")(x), Up()(x), rtol=2e-6, atol=2e-6)
+
+
+def test_torchs_own_functions_come_back():
+    overload = torch.ops.aten.upsample_bilinear2d.vec
+    before = dict(overload.py_kernels)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with resampling.kept_whole():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(ZeroDivisionError), resampling.kept_whole():
+        assert overload.py_kernels != before
+        raise ZeroDivisionError
+    assert overload.py_kernels != before  # the other thread traces still
+    leave.set()
+    thread.join()
+    assert overload.py_kernels == before
+
+
+def test_no_other_operator_that_is_kept_is_taken_apart_by_the_dispatcher():
+    """Dynamo leaves recurrent networks to eager."""
+    for name in sorted(decompositions._KEPT_FOR_ATEN):
+        packet = getattr(torch.ops.aten, name.removeprefix("aten."))
+        for overload in packet.overloads():
+            apart = [k for k in resampling.KEYS if k in getattr(packet, overload).py_kernels]
+            assert not apart or packet.__name__ in (*resampling.NAMES, "lstm", "gru"), name
