@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -47,7 +46,6 @@ _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
 _SUBCLASS = "an input or output is a tensor subclass"
-_ANTIALIASED = ("bilinear", "bicubic", "lanczos")
 
 CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
 import_dynamo()
@@ -120,9 +118,8 @@ def _compile(
         notices.warn_once(f"{missing}; the groups concerned run by ATen")
         _remember_eager(missing, options)
         return gm.forward
-    reason = _why_eager(gm)
-    if reason is not None:
-        return _run_eager(gm, reason, options)
+    if not config.enabled:
+        return _run_eager(gm, because("disabled", "config.enabled is False"), options)
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         flat = flattened(gm, example_inputs)
         if flat is None:
@@ -147,17 +144,6 @@ def _compile_single(
     return lambda *args: function(*args)[0]
 
 
-def _why_eager(gm: fx.GraphModule) -> str | None:
-    if not config.enabled:
-        return because("disabled", "config.enabled is False")
-    if any(map(_resizes_bytes, training.all_nodes(gm))):
-        return because(
-            "not_traced",
-            "it interpolates uint8, which eager does in fixed point and AOTAutograd takes apart into floats",
-        )
-    return None
-
-
 def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
     """The types of the devices on which a graph has tensors, as far as its nodes say."""
     found = [*example_inputs, *gm.parameters(), *gm.buffers()]
@@ -167,26 +153,6 @@ def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
         found += value if isinstance(value, (tuple, list)) else []
     types = {v.device.type for v in found if isinstance(v, torch.Tensor)}
     return types | {torch.device(v).type for v in found if isinstance(v, (str, torch.device))}
-
-
-_RESIZES = frozenset(
-    {F.interpolate, F.upsample}.union(
-        getattr(home, name)
-        for home in (torch._C._nn, torch.ops.aten)
-        for name in ("upsample_bilinear2d", "upsample_bicubic2d", *(f"_upsample_{n}2d_aa" for n in _ANTIALIASED))
-        if hasattr(home, name)
-    )
-)
-
-
-def _resizes_bytes(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype is not torch.uint8:
-        return False
-    if getattr(node.target, "overloadpacket", node.target) not in _RESIZES:
-        return False
-    mode = node.kwargs.get("mode", node.args[3] if len(node.args) > 3 else "nearest")
-    return node.target not in (F.interpolate, F.upsample) or mode not in ("nearest", "nearest-exact")
 
 
 def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:

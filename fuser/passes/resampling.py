@@ -7,6 +7,7 @@ that stand for autograd's key. They become look-ups of each element, which take 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ NAMES = (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
 )  # fmt: skip
 _lock = forks.lock()
 _inside = 0
@@ -44,7 +46,7 @@ def kept_whole() -> Iterator[None]:
 
 
 def _replace() -> None:
-    for name in NAMES:
+    for name in filter(functools.partial(hasattr, aten), NAMES):  # some came with later versions of torch
         vec, plain = getattr(aten, name).vec, getattr(aten, name).default
         for overload in (vec, plain):
             _before[overload] = {k: overload.py_kernels.pop(k) for k in KEYS if k in overload.py_kernels}

@@ -63,7 +63,7 @@ def test_bessel_functions_in_float64_are_eagers(name):
 
 @pytest.mark.parametrize("name", ["nn.functional.interpolate.bilinear", "nn.functional.interpolate.bicubic"])
 def test_interpolation_of_bytes_is_eagers(name):
-    """Eager rounds weights and sums to fixed point; the decomposition computes in float32 and is off by one."""
+    """Eager rounds weights and sums to fixed point; torch's decomposition computes in float32 and is off by one."""
     for sample in samples_of((name,), (torch.uint8,), 2):
         outcome = runner.run(sample, "compile")
         assert outcome.status == runner.ATEN and not outcome.problems, outcome

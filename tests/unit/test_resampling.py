@@ -69,6 +69,14 @@ def test_bits_and_gradients(clean, dims, mode, to, last):
         torch.testing.assert_close(compiled(x), fn(x), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("mode", MODES[2])
+def test_bytes_are_computed_in_fixed_point_as_eager_does(clean, mode):
+    x = torch.randint(0, 256, (1, 3, 9, 8), dtype=torch.uint8)
+    fn = lambda x: (resized(x, mode, {"scale_factor": 1.5}) >> 1, x + 1)  # noqa: E731
+    for got, want in zip(torch.compile(fn, backend=fuser_backend, dynamic=False)(x), fn(x), strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()
+
+
 @pytest.mark.parametrize("corners", [False, True])
 def test_they_stay_whole(clean, corners):
     x = torch.randn(1, 2, 8, 8)
