@@ -148,12 +148,24 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     if len(rows) + len(producer.rows) > MOST_ROWS:
         return False
     read = _varies_along(rows, index)
-    innermost = reader.domain[-1][0] if reader.domain else None
-    hoisted = innermost not in read
+    innermost = _innermost(reader)
+    hoisted = innermost not in read or (len(reader.domain) > 1 and read == {innermost})  # once for a row, or for all
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
+
+
+def _innermost(reader: Node) -> Sym | None:
+    """The loop that runs over neighbours in the memory of the result."""
+    last = reader.domain[-1][0] if reader.domain else None
+    if reader.is_reduction or not reader.identity_store or reader.buffer.order is None:
+        return last
+    for dim in reversed(reader.buffer.order):
+        found = symbols(reader.store_index[dim]) & reader.sizes().keys()
+        if found:
+            return max(found, key=lambda s: s.name)
+    return last
 
 
 def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:

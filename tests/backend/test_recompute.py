@@ -192,3 +192,16 @@ def test_steps_of_a_stencil_are_not_computed_anew_for_each_neighbour(stencil):
         plans = schedule(lower_graph(kernel_spec(key).graph, (x,), "fast"), 256).plans
         found.append(sum(len(plan.rows) for plan in plans))
     assert found[1] - found[0] <= 1.1 * found[0] and found[2] - found[1] <= 1.1 * 2 * found[0]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_a_costly_number_for_each_plane_is_computed_once(last):
+    """Next to each other in memory are columns, or channels: along these it would be computed anew for each pixel."""
+    x, m = torch.randn(2, 24, 6, 5), torch.randn(2, 24)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    planes = lambda x, m: x * torch.erf(m)[:, :, None, None]  # noqa: E731
+    torch.testing.assert_close(run(planes, x, m), planes(x, m))
+    assert code(planes, x, m).count('extern "C" void') == (2 if last else 1)
+    channels = lambda x, m: x * torch.erf(m)[:, None, None]  # noqa: E731
+    torch.testing.assert_close(run(channels, x, m[0]), channels(x, m[0]))
+    assert code(channels, x, m[0]).count('extern "C" void') == 1
