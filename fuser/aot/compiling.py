@@ -26,7 +26,7 @@ from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.program import Listing
 from fuser.kernel_cache import REGISTRY
 from fuser.passes.decompositions import decomposition_table
-from fuser.passes.resampling import kept_whole
+from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime import archive
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -179,7 +179,7 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
     composite = set(_collect_all_valid_cia_ops())
     core: Any = torch.export.default_decompositions()
     table = {op: f for op, f in core.items() if op in composite}
-    with kept_whole():
+    with in_fast_forms():
         found: torch.export.ExportedProgram = exported.run_decompositions({**table, **decomposition_table()})
     return found
 

@@ -28,9 +28,9 @@ from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.thin import thin
 from fuser.passes.decompositions import decomposition_table
+from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
-from fuser.passes.resampling import kept_whole
 from fuser.passes.runner import PassRecord
 from fuser.progress import working
 from fuser.reasons import because
@@ -226,7 +226,7 @@ class _GraphCompiler:
         from torch._functorch.aot_autograd import aot_module_simplified
 
         fakes.correct(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None))
-        with kept_whole():
+        with in_fast_forms():
             wrapped: Function = aot_module_simplified(
                 self.gm,
                 self.example_inputs,

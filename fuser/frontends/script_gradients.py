@@ -25,7 +25,7 @@ from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.training import Training
 from fuser.passes.decompositions import decomposition_table
-from fuser.passes.resampling import kept_whole
+from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime.memory import Tally
 
 Function = Callable[..., Any]
@@ -138,7 +138,7 @@ class _Program:
         whole: Any = _Whole(fallback)
         steps = Training({}, ())
         fakes.correct(mode)
-        with tracing(TracingContext(mode)), kept_whole():
+        with tracing(TracingContext(mode)), in_fast_forms():
             compiled: Function = aot_module_simplified(
                 whole,
                 self._fake,

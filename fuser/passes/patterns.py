@@ -35,10 +35,10 @@ def _trace(stage: str, function: Callable[..., Any], example_inputs: Sequence[An
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from fuser.passes.decompositions import decomposition_table
-    from fuser.passes.resampling import kept_whole
+    from fuser.passes.dispatched import in_fast_forms
 
     try:
-        with torch.no_grad(), unset_fake_temporarily(), kept_whole():
+        with torch.no_grad(), unset_fake_temporarily(), in_fast_forms():
             module: fx.GraphModule = make_fx(function, decomposition_table())(*example_inputs)
     except Exception as error:
         name = getattr(function, "__name__", "a function")

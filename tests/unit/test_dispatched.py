@@ -1,4 +1,4 @@
-"""Images made larger or smaller through torch.compile: ATen's own kernels, eager's very bits and gradients."""
+"""Resized images and circular pads through torch.compile: traced in fast forms, with eager's bits and gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.export import export
 import fuser
 from fuser import aot
 from fuser.frontends.dynamo import fuser_backend
-from fuser.passes import decompositions, resampling
+from fuser.passes import decompositions, dispatched
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 MODES = {1: ("nearest", "nearest-exact", "linear"), 3: ("nearest", "nearest-exact", "trilinear")}
@@ -40,7 +40,7 @@ def targets(function, *args, **options):
     from torch._functorch.aot_autograd import aot_module_simplified
 
     def backend(gm, inputs):
-        with resampling.kept_whole():
+        with dispatched.in_fast_forms():
             return aot_module_simplified(gm, inputs, fw_compiler=keep)
 
     with torch.no_grad():
@@ -109,14 +109,14 @@ def test_torchs_own_functions_come_back():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with resampling.kept_whole():
+        with dispatched.in_fast_forms():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
     thread.start()
     assert inside.wait(10)
-    with pytest.raises(ZeroDivisionError), resampling.kept_whole():
+    with pytest.raises(ZeroDivisionError), dispatched.in_fast_forms():
         assert overload.py_kernels != before
         raise ZeroDivisionError
     assert overload.py_kernels != before  # the other thread traces still
@@ -130,5 +130,30 @@ def test_no_other_operator_that_is_kept_is_taken_apart_by_the_dispatcher():
     for name in sorted(decompositions._KEPT_FOR_ATEN):
         packet = getattr(torch.ops.aten, name.removeprefix("aten."))
         for overload in packet.overloads():
-            apart = [k for k in resampling.KEYS if k in getattr(packet, overload).py_kernels]
-            assert not apart or packet.__name__ in (*resampling.NAMES, "lstm", "gru"), name
+            apart = [k for k in dispatched.KEYS if k in getattr(packet, overload).py_kernels]
+            assert not apart or packet.__name__ in (*dispatched.RESIZING, "lstm", "gru"), name
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("pad", [(1, 2, 3, 0), (0, 0, 2, 1), (0, 4), (6, 6, 5, 5), (-1, 2, 0, 1), (0, 0, 0, 0), (1, 1)])
+def test_circular_pads(clean, pad, last):
+    x = torch.randn(2, 3, 5, 6) if len(pad) == 4 else torch.randn(2, 5, 6)
+    x = x.contiguous(memory_format=torch.channels_last) if last and x.dim() == 4 else x
+    fn = lambda x: F.pad(x, pad, mode="circular")  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=False)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    got, want = compiled(mine), fn(theirs)
+    assert torch.equal(got, want) and got.stride() == want.stride()
+    weights = torch.randn_like(want)
+    for y in (got, want):
+        (y * weights).sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_circular_pads_are_joins(clean):
+    x = torch.randn(2, 3, 5, 6)
+    found = targets(lambda x: F.pad(x, (1, 2, 3, 0), mode="circular"), x)
+    assert torch.ops.aten.cat.default in found and not any("scatter" in str(t) for t in found)
+    compiled = torch.compile(lambda x: F.pad(x, (7, 0, 0, 0), mode="circular"), backend=fuser_backend)
+    with pytest.raises(Exception, match="wrapping around more than once"):
+        compiled(x)

@@ -1,0 +1,109 @@
+"""Operators that torch's dispatcher takes apart while a graph is traced, and what is traced in their place on the CPU.
+
+No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
+composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
+ATen's kernels, and circular pads chains of masked writes; here the first stay whole, and the second become joins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fuser import forks
+
+aten = torch.ops.aten
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+KEYS = (torch._C.DispatchKey.Autograd, COMPOSITE)
+RESIZING = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
+)  # fmt: skip
+_lock = forks.lock()
+_inside = 0
+_before: dict[Any, dict[Any, Callable[..., Any]]] = {}  # an overload's own functions, while others stand for them
+
+
+@contextlib.contextmanager
+def in_fast_forms() -> Iterator[None]:
+    """Trace a graph in this block: these operators are traced as calls that are fast. Blocks may be open in threads."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _replace()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _put_back()
+
+
+def _replace() -> None:
+    for name in filter(functools.partial(hasattr, aten), RESIZING):  # some came with later versions of torch
+        vec, plain = getattr(aten, name).vec, getattr(aten, name).default
+        _take(plain)
+        for key, own in _take(vec).items():
+            vec.py_kernels[key] = _Resized(vec, plain, own)
+    circular = aten._pad_circular.default
+    _take(circular)
+    circular.py_kernels[COMPOSITE] = _joined
+
+
+def _take(overload: Any) -> dict[Any, Callable[..., Any]]:
+    """Take an overload's functions away, and return them."""
+    _before[overload] = {k: overload.py_kernels.pop(k) for k in KEYS if k in overload.py_kernels}
+    overload._dispatch_cache.clear()
+    return _before[overload]
+
+
+def _put_back() -> None:
+    for overload, kernels in _before.items():
+        for key in KEYS:
+            overload.py_kernels.pop(key, None)
+        overload.py_kernels.update(kernels)
+        overload._dispatch_cache.clear()
+    _before.clear()
+
+
+class _Resized:
+    """`vec`, which takes sizes or factors, as a call of the overload that takes both; torch's own for other devices."""
+
+    def __init__(self, vec: Any, plain: Any, own: Callable[..., Any]) -> None:
+        self.plain, self.own = plain, own
+        self.names = [a.name for a in vec._schema.arguments]  # input, output_size, align_corners if any, scale_factors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        x, sizes, *rest, factors = (given[name] for name in self.names)
+        if x.device.type != "cpu":
+            return self.own(x, sizes, *rest, factors)
+        if factors is None:
+            return self.plain(x, sizes, *rest)
+        whole: Any = torch.sym_int
+        sizes = [whole(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+        return self.plain(x, sizes, *rest, *factors)
+
+
+def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:
+    """A circular pad: along each dim the end, the whole, and the beginning. Composite where that is none, or raises."""
+    known = all(type(n) is int and n >= 0 for n in (*pad, *x.shape)) and len(pad) <= 2 * x.dim() - 2 and any(pad)
+    if not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
+        made: torch.Tensor = aten._pad_circular.default._op_dk(COMPOSITE, x, pad)
+        return made
+    for i in range(len(pad) // 2):
+        dim, size, (before, after) = -1 - i, x.shape[-1 - i], pad[2 * i : 2 * i + 2]
+        parts = [x.narrow(dim, size - before, before), x, x.narrow(dim, 0, after)]
+        x = torch.cat([p for p, n in zip(parts, (before, size, after), strict=True) if n], dim)
+    return x.contiguous()
+
+
+__all__ = ["in_fast_forms"]
