@@ -31,6 +31,7 @@ SUITES = {
     "torchscript": "scripts with loops and branches beside their fused copies; the first call; memory over many calls",
     "aot": "an ahead-of-time file of GPT-2: the first result of a fresh process, and steady calls beside torch.compile",
     "background": "microseconds of calls while a compiler hangs in the background; seconds to exit",
+    "pairs": "each activation before each operator that reads neighbours, beside eager, with trials off",
     "numerics": "what eager's very bits (numerics='eager') cost over numerics='fast', on chains of simple operators",
 }
 

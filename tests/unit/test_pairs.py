@@ -1,0 +1,26 @@
+"""The suite of pairs of operators says what is wrong, and its functions are what they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fuser
+from benchmarks.suites import pairs
+
+pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("order", pairs.ORDERS)
+def test_a_right_pair(clean, order):
+    found = pairs.measure("relu6", "max_pool 3x3", order)
+    assert found["problem"] is None and found["gain"] > 0 and found["row"] == f"relu6, max_pool 3x3, {order}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(lambda y: y + 1, "differs by up to 1"), (lambda y: y.double(), "torch.float64"), (lambda y: y.mT, "eager torch")],
+)
+def test_a_wrong_pair_is_said(monkeypatch, wrong, said):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: wrong(function(x)))
+    assert said in pairs.measure("relu", "roll", "contiguous")["problem"]
