@@ -96,6 +96,7 @@ class _Resized:
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:
     """A circular pad: along each dim the end, the whole, and the beginning. Composite where that is none, or raises."""
     known = all(type(n) is int and n >= 0 for n in (*pad, *x.shape)) and len(pad) <= 2 * x.dim() - 2 and any(pad)
+    known = known and x.device.type == "cpu"
     if not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
         made: torch.Tensor = aten._pad_circular.default._op_dk(COMPOSITE, x, pad)
         return made
