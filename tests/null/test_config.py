@@ -99,3 +99,11 @@ def test_an_assignment_sets():
     with pytest.raises(ConfigError, match="unknown setting 'numeric'"):
         config.numeric = "eager"
     assert config.numerics == "eager"
+
+
+def test_a_snapshot_has_what_a_thread_overrides():
+    before = config.snapshot()
+    assert before == {s.name: getattr(config, s.name) for s in config.SETTINGS}
+    with config.override(slowest=3.0), config.override(compile_workers=7, slowest=4.0):
+        assert config.snapshot() == {**before, "slowest": 4.0, "compile_workers": 7}
+    assert config.snapshot() == before

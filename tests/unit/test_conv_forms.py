@@ -162,3 +162,16 @@ def test_bf16(monkeypatch):
     taking(monkeypatch, 2.0, FAST_LAST)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.GELU()).bfloat16()
     assert check(model, torch.randn(2, 16, 24, 24, dtype=torch.bfloat16)) == 1
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "batch", "images"), [(512, 14, 2, 2), (512, 14, 32, 4), (512, 14, 1, 1), (64, 224, 8, 1)]
+)
+def test_heavy_weights_compete_over_several_images(channels, size, batch, images):
+    """oneDNN turns weights once a call: the time of one image times the batch would count that for each image."""
+    c = conv_forms.Convolution(
+        x=(batch, channels, size, size), weight=(channels, channels, 3, 3), out=(channels, size, size),
+        dtype=torch.float32, bias=True, stride=(1, 1), padding=(1, 1), dilation=(1, 1), transposed=False,
+        output_padding=(0, 0), groups=1,
+    )  # fmt: skip
+    assert c._images() == images

@@ -91,7 +91,7 @@ def test_views_and_results_returned_twice_share_memory():
         assert held["y"] is y and held["x"] is X
 
 
-# Returned calls that give several tensors, with how many of theirs are fused at least: the rest has no kernel.
+# Returned calls that give several tensors, and whether a kernel makes them: 1, or 0 for those that are left to ATen.
 SEVERAL = {
     "max": (lambda x: torch.sin(x).max(1), 1),
     "min by function": (lambda x: torch.min(torch.sin(x) * 2, 1, keepdim=True), 1),
@@ -121,14 +121,14 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("function, kernels", SEVERAL.values(), ids=SEVERAL)
-def test_returned_calls_with_several_results(function, kernels):
+@pytest.mark.parametrize("function, fused", SEVERAL.values(), ids=SEVERAL)
+def test_returned_calls_with_several_results(function, fused):
     key = interface.register_fusion(fx.symbolic_trace(function))
     for _ in range(2):
         got, want = fuser.fusion_handle(key)(X), function(X)
         assert_same(got, want)
         assert type(got) is type(want)
-    assert kernels_of(key) >= kernels
+    assert kernels_of(key) and (not fused or not interface.kernel_spec(key).store.splits)
     assert_same(pickle.loads(pickle.dumps(fuser.fusion_handle(key)))(X), want)
 
 
