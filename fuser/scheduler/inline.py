@@ -149,7 +149,8 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return False
     read = _varies_along(rows, index)
     innermost = _innermost(reader)
-    hoisted = innermost not in read or (len(reader.domain) > 1 and read == {innermost})  # once for a row, or for all
+    # Once for a row; where rows are turned, what varies along them alone is made once for all, as generators do.
+    hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
     few = producers.points(reader) * FEW <= producers.points(producer)
