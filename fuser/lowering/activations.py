@@ -14,6 +14,7 @@ from fuser.ir.sizes import ONE, ZERO, expr
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.registry import lower
+from fuser.lowering.selection import lower_clamp
 from fuser.reasons import because
 
 
@@ -126,7 +127,7 @@ def lower_relu6(ctx: LoweringContext, x: Operand) -> TensorBox:
 @lower("aten.hardtanh")
 def lower_hardtanh(ctx: LoweringContext, x: Operand, low: Operand = -1, high: Operand = 1) -> TensorBox:
     """Between `low` and `high`."""
-    return elementwise(ctx, [x, low, high], lambda v, a, b: ops.minimum(b, ops.maximum(a, v)), cast=True)
+    return lower_clamp(ctx, x, low, high)
 
 
 @lower("aten.hardtanh_backward", decisive=(1,))

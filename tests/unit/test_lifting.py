@@ -131,7 +131,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool], ids=str)
-@pytest.mark.parametrize("form", ["clamp", "clamp_min", "clamp_max", "both"])
+@pytest.mark.parametrize("form", ["clamp", "clamp_min", "clamp_max", "both", "hardtanh"])
 def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):
     """They wrap, saturate or raise, as torch's version has it; limits of one form run in turn."""
     x = torch.arange(-130, 130).to(dtype)
@@ -140,6 +140,7 @@ def test_limits_that_do_not_fit_are_what_eager_makes_of_them(dtype, form):
         "clamp_min": lambda c: lambda x: (torch.clamp_min(x, c),),
         "clamp_max": lambda c: lambda x: (torch.clamp_max(x, c),),
         "both": lambda c: lambda x: (torch.clamp(x, -c, c),),
+        "hardtanh": lambda c: lambda x: (F.hardtanh(x, min(c, 5), max(c, 7)),),
     }
     specifications(made[form], (3, 100, -3, -5, -100, 120, 127, -128, 200, -200, 255, 300, -(1 << 20), 1 << 40), x)
 
