@@ -42,7 +42,7 @@ def in_fast_forms() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside = max(_inside - 1, 0)  # 0 already in a child that was forked in this block
             if not _inside:
                 _put_back()
 
@@ -50,28 +50,36 @@ def in_fast_forms() -> Iterator[None]:
 def _replace() -> None:
     for name in filter(functools.partial(hasattr, aten), RESIZING):  # some came with later versions of torch
         vec, plain = getattr(aten, name).vec, getattr(aten, name).default
-        _take(plain)
-        for key, own in _take(vec).items():
-            vec.py_kernels[key] = _Resized(vec, plain, own)
-    circular = aten._pad_circular.default
-    _take(circular)
-    circular.py_kernels[COMPOSITE] = _joined
+        _stand(plain, {})
+        _stand(vec, {key: _Resized(vec, plain, own) for key, own in _own(vec).items()})
+    _stand(aten._pad_circular.default, {COMPOSITE: _joined})
 
 
-def _take(overload: Any) -> dict[Any, Callable[..., Any]]:
-    """Take an overload's functions away, and return them."""
-    _before[overload] = {k: overload.py_kernels.pop(k) for k in KEYS if k in overload.py_kernels}
+def _own(overload: Any) -> dict[Any, Callable[..., Any]]:
+    return {key: overload.py_kernels[key] for key in KEYS if key in overload.py_kernels}
+
+
+def _stand(overload: Any, kernels: dict[Any, Callable[..., Any]]) -> None:
+    """Put `kernels` in the place of an overload's functions, which are kept."""
+    _before.setdefault(overload, _own(overload))
+    for key in KEYS:
+        overload.py_kernels.pop(key, None)
+    overload.py_kernels.update(kernels)
     overload._dispatch_cache.clear()
-    return _before[overload]
 
 
 def _put_back() -> None:
-    for overload, kernels in _before.items():
-        for key in KEYS:
-            overload.py_kernels.pop(key, None)
-        overload.py_kernels.update(kernels)
-        overload._dispatch_cache.clear()
+    for overload, kernels in list(_before.items()):
+        _stand(overload, kernels)
     _before.clear()
+
+
+@forks.in_child
+def _after_fork() -> None:
+    """No other thread traces in a forked child."""
+    global _inside
+    _inside = 0
+    _put_back()
 
 
 class _Resized:
@@ -96,8 +104,7 @@ class _Resized:
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:
     """A circular pad: along each dim the end, the whole, and the beginning. Composite where that is none, or raises."""
     known = all(type(n) is int and n >= 0 for n in (*pad, *x.shape)) and len(pad) <= 2 * x.dim() - 2 and any(pad)
-    known = known and x.device.type == "cpu"
-    if not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
+    if x.device.type != "cpu" or not known or any(n > x.shape[-1 - i // 2] for i, n in enumerate(pad)):
         made: torch.Tensor = aten._pad_circular.default._op_dk(COMPOSITE, x, pad)
         return made
     for i in range(len(pad) // 2):

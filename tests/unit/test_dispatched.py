@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -123,6 +124,25 @@ def test_torchs_own_functions_come_back():
     leave.set()
     thread.join()
     assert overload.py_kernels == before
+
+
+def test_a_forked_child_has_torchs_own_functions():
+    overload = torch.ops.aten.upsample_bilinear2d.vec
+    before = dict(overload.py_kernels)
+    with dispatched.in_fast_forms():
+        child = os.fork()
+        if not child:
+            with dispatched.in_fast_forms():
+                os._exit(overload.py_kernels == before)
+            os._exit(2)
+        inside = overload.py_kernels != before
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and inside
+    pid = 0
+    with dispatched.in_fast_forms():
+        pid = os.fork()
+        if not pid:
+            os._exit(overload.py_kernels != before)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_no_other_operator_that_is_kept_is_taken_apart_by_the_dispatcher():
