@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks import checks
 from benchmarks.options import Options
 from benchmarks.progress import progress
 from benchmarks.report import Report, Table, at_least, ratio, seconds
@@ -59,11 +60,9 @@ def measure(before: str, after: str, order: str) -> dict[str, Any]:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="fuser", dynamic=False)
     got, want = compiled(x), function(x)
-    problem = None
-    if got.dtype is not want.dtype or got.stride() != want.stride():
-        problem = f"{got.dtype} {got.stride()}, eager {want.dtype} {want.stride()}"
-    elif not torch.allclose(got, want, rtol=1e-4, atol=1e-4, equal_nan=True):
-        problem = f"differs by up to {float((got - want).abs().max()):.3g}"
+    problem = checks.judge([got], [want]).problem
+    if problem is None and got.stride() != want.stride():
+        problem = f"has the strides {got.stride()}, eager {want.stride()}"
     calls = {"eager": Call(function, (x,)), "fuser": Call(compiled, (x,))}
     timings = interleave(calls, _BUDGET, clock=time.thread_time)
     rounds = zip(timings["eager"].samples, timings["fuser"].samples, strict=True)

@@ -19,7 +19,11 @@ def test_a_right_pair(clean, order):
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [(lambda y: y + 1, "differs by up to 1"), (lambda y: y.double(), "torch.float64"), (lambda y: y.mT, "eager torch")],
+    [
+        (lambda y: y + 1, "off eager's by up to 1"),
+        (lambda y: y.double(), "torch.float64"),
+        (lambda y: y.contiguous(memory_format=torch.channels_last), "has the strides"),
+    ],
 )
 def test_a_wrong_pair_is_said(monkeypatch, wrong, said):
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: wrong(function(x)))
