@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -93,16 +94,7 @@ class Pool:
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         """What `function(*args)` gives, in the future; at once, in this thread, if there is no other."""
         promise: Future[R] = Future()
-
-        def fulfil() -> None:
-            if not promise.set_running_or_notify_cancel():
-                return
-            try:
-                promise.set_result(function(*args))
-            except BaseException as e:
-                promise.set_exception(e)
-
-        once = deque([fulfil])
+        once = deque([(function, args)])
         promise.add_done_callback(self._under_way.discard)
         with self._lock:
             self._promised.add(promise)
@@ -112,9 +104,9 @@ class Pool:
                 process.at_end(self, self._drop)
             threads = self._threads
         try:
-            threads.submit(_run_once, once)
+            threads.submit(_run_once, once, promise)
         except RuntimeError:  # no thread can be started; one that runs already may still come across the call
-            _run_once(once)
+            _run_once(once, promise)
         return promise
 
     @property
@@ -147,9 +139,20 @@ class Pool:
         self._under_way.clear()
 
 
-def _run_once(once: deque[Callable[[], None]]) -> None:
+def _run_once(once: deque[tuple[Callable[..., R], tuple[Any, ...]]], promise: Future[R]) -> None:
+    """Call what is left in `once`. Who waits for the promise finds that nothing here holds the arguments any more."""
     try:
-        function = once.popleft()
+        function, args = once.popleft()
     except IndexError:
         return
-    function()
+    if not promise.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args)
+    except BaseException as e:
+        del function, args
+        traceback.clear_frames(e.__traceback__)
+        promise.set_exception(e)
+    else:
+        del function, args
+        promise.set_result(result)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -336,6 +337,30 @@ def test_a_claim_is_for_one_and_waits_for_nobody_for_ever(tmp_path):
     for thread in threads:
         thread.join(SECONDS)
     assert [a for a, _ in order[::2]] == [b for b, _ in order[1::2]] and all(got for _, got in order)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_holds_nothing_any_more_when_its_result_is_there(fails):
+    """A thread that is not given a processor for a while may have ended its call long before it ends its step."""
+
+    class Held:
+        pass
+
+    def function(held):
+        if fails:
+            raise ValueError("as asked for")
+
+    pool = workers.Pool(lambda: 1, "fuser-test")
+    gate, seen = threading.Event(), []
+    pool.submit(gate.wait, SECONDS)
+    held = Held()
+    left = weakref.ref(held)
+    promise = pool.submit(function, held)
+    promise.add_done_callback(lambda _: seen.append(left()))
+    del held
+    gate.set()
+    assert pool.wait(SECONDS)
+    assert (type(promise.exception()), seen) == (ValueError if fails else type(None), [None])
 
 
 def test_locks_of_dead_processes_are_free_and_go_away(tmp_path):
