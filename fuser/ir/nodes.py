@@ -77,7 +77,8 @@ Loops = Union[Pointwise, Reduction, Scatter, Scan]
 class Buffer:
     """Memory of `size` elements of `dtype` with `stride`; `loops` fill it, none for an input.
 
-    `order` lists the dims from outermost to innermost in memory; strides of a computed buffer follow from it.
+    `order` lists the dims from outermost to innermost in memory; strides of a computed buffer follow from it. Who reads
+    a `table` takes its elements from memory, however little they cost.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Buffer:
     input_number: int = -1
     origin: str = ""
     order: tuple[int, ...] | None = None  # None: row-major
+    table: bool = False
 
 
 def strides_of(size: tuple[Expr, ...], order: tuple[int, ...] | None = None) -> tuple[Expr, ...]:

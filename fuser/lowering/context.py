@@ -194,6 +194,12 @@ class LoweringContext:
         buffer.loops.append(Pointwise(buffer.size, body, loop_variables(len(buffer.size))))
         return TensorBox(StorageBox(buffer))
 
+    def table(self, size: Sequence[Expr], dtype: torch.dtype, inner_fn: Callable[[Index], Value]) -> TensorBox:
+        """The same as `pointwise`, computed once for all who read it: few elements, each of which many loops take."""
+        made = self.pointwise(size, dtype, inner_fn)
+        made.storage.buffer.table = True
+        return made
+
     def reduction(
         self, kind: str, size: Sequence[Expr], reduced: Sequence[Expr], dtype: torch.dtype,
         inner_fn: Callable[[Index, Index], Value], kept: Sequence[int] | None = None,

@@ -13,7 +13,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, product
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.losses import MEAN
-from fuser.lowering.norms import Loader, inverse_root, over_channels
+from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.reductions import number_of, reduce, reduce_to_result
 from fuser.lowering.registry import lower
@@ -156,25 +156,28 @@ def lower_group_norm_backward(
     rest = list(range(2, len(size)))
     own = ctx.size_of(mean)
 
-    def of_group(t: TensorBox) -> Loader:
-        load_group = ctx.loader(t, own, wide)
-        return lambda i: load_group((i[0], i[1] // each))
+    order = ctx.order_of_meta(0) if mask[0] else None
 
-    load_mean, load_rstd = of_group(mean), of_group(rstd)
+    def of_group(load: Loader) -> Loader:
+        if lies_by_channel(ctx, order, each):
+            return by_channel(ctx, load, size, each, wide)
+        return lambda i: load((i[0], i[1] // each))
+
+    load_mean, load_rstd = (of_group(ctx.loader(t, own, wide)) for t in (mean, rstd))
     g, load, load_weight = ctx.loader(grad, size, wide), ctx.loader(x, size, wide), over_channels(ctx, weight, wide)
     unit = normalised(load, load_mean, load_rstd)
     sums = [channel_sums(ctx, x, rest, value, wide) for value in (g, times(g, unit))]
     loads = [ctx.loader(t, size[:2], wide) for t in sums]
     out: list[TensorBox | None] = [None, None, None]
     if mask[0]:
-        means = [_group_mean(ctx, t, load_weight, groups, each, size[2:], wide) for t in sums]
+        means = [of_group(_group_mean(ctx, t, load_weight, groups, each, size[2:], wide)) for t in sums]
 
         def inner(i: Index) -> Value:
             v = times(g, load_weight)(i)
-            m, both = (load((i[0], i[1] // each)) for load in means)
+            m, both = (load(i) for load in means)
             return ops.mul(load_rstd(i), ops.sub(ops.sub(v, m), ops.mul(unit(i), both)))
 
-        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, inner, ctx.order_of_meta(0))
+        out[0] = ctx.pointwise(size, ctx.meta[0].dtype, inner, order)
     for result, value in ((1, loads[1]), (2, loads[0])):
         if mask[result]:
             out[result] = sum_over(ctx, sums[0], [0], value, result)

@@ -13,7 +13,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.reductions import moments, reduce
+from fuser.lowering.reductions import Element, divided, moments, reduce
 from fuser.lowering.registry import lower
 from fuser.reasons import because
 
@@ -345,6 +345,9 @@ def group_norm(
     each = ctx.specialise(size[1]) // groups
     shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
     grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
+    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    if lies_by_channel(ctx, order, each):
+        return _by_channels(ctx, x, groups, each, w, b, eps, dtype, order)
     var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
 
@@ -352,8 +355,51 @@ def group_norm(
         load = ctx.loader(t, shape, wide)
         return lambda i: load((i[0], i[1] // each, i[1] % each, *i[2:]))
 
-    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
     return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
+
+
+def lies_by_channel(ctx: LoweringContext, order: Order, each: int) -> bool:
+    """Whether loops over memory in `order` run over the channels of groups of `each`, and kernels have lanes for them.
+
+    Lanes that look up a number of their group each are slow ones.
+    """
+    return order is not None and bool(ctx.target.column_block) and each > 1
+
+
+def by_channel(ctx: LoweringContext, load: Loader, size: Sequence[Expr], each: int, wide: torch.dtype) -> Loader:
+    """By an index of a tensor of `size`, what `load` has at (sample, group): from a table of samples and channels."""
+    table = ctx.table(size[:2], wide, lambda i: load((i[0], i[1] // each)))
+    load_own = ctx.loader(table, size[:2], wide)
+    return lambda i: load_own(i[:2])
+
+
+def _by_channels(
+    ctx: LoweringContext, x: TensorBox, groups: int, each: int, weight: Loader | None, bias: Loader | None,
+    eps: Operand, dtype: torch.dtype, order: Order,
+) -> Statistics:  # fmt: skip
+    """The same where channels are neighbours in memory: sums for each channel, in lanes, and then for each group."""
+    size, wide = ctx.size_of(x), compute_dtype(dtype)
+    rest = list(range(2, len(size)))
+    n = product([ctx.canon(each), *size[2:]])
+    own = (size[0], ctx.canon(groups), ctx.canon(each))
+
+    def of_group(value: Element | None) -> TensorBox:
+        sums = reduce(ctx, "sum", x, rest, False, wide, value)
+        grouped = sums.viewed(own, lambda i: (i[0], i[1] * each + i[2]))
+        return divided(ctx, reduce(ctx, "sum", grouped, 2, False, wide), n, wide)
+
+    def square(v: Value, i: Index) -> Value:
+        d = ops.sub(v, load_mean(i))
+        return ops.mul(d, d)
+
+    mean = of_group(None)
+    load_mean = by_channel(ctx, ctx.loader(mean, own[:2], wide), size, each, wide)
+    rstd = inverse_root(ctx, of_group(square), eps, wide)
+    load_rstd = by_channel(ctx, ctx.loader(rstd, own[:2], wide), size, each, wide)
+    out = scaled(ctx, x, load_mean, load_rstd, weight, bias, dtype, order)
+    shape = (*own[:2], *(ONE for _ in range(1 + len(rest))))
+    mean, rstd = (t.viewed(shape, lambda i: i[:2]) for t in (mean, rstd))
+    return out, mean, rstd
 
 
 @lower("aten.group_norm")

@@ -85,7 +85,7 @@ def inline_cheap(
 
     `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
     """
-    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
     producers = Producers(makers, hint, stored, shared)
     producers = replace(producers, evaluations=_evaluations(nodes, producers))

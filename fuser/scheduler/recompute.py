@@ -25,7 +25,7 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
     more stay in `nodes`.
     """
     home = {n.buffer.name: k for k in fusion.kernels for n in k.nodes}
-    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction}
+    makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     makers = {b: n for b, n in makers.items() if b not in stored}
     readers: dict[str, list[Kernel]] = {}
     for kernel in fusion.kernels:

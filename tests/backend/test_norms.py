@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -119,13 +120,30 @@ def channel_gradients(g, x, w, mean, rstd) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_gradients_of_norms(dtype):
+def test_gradients_of_norms(dtype, layout):
     g, x, w, b = (drawn(*size, dtype=dtype) for size in ((9, 5, 16), (9, 5, 16), (16,), (16,)))
     check_all([f"last {n}" for n in range(4)], [last_gradients], g, x, w, b, slack=2 * SLACK[dtype], **LIKE)
-    g, x = drawn(3, 6, 4, 5, dtype=dtype), drawn(3, 6, 4, 5, dtype=dtype)
+    g, x = (drawn(3, 6, 4, 5, dtype=dtype).contiguous(memory_format=layout) for _ in range(2))
     w, m, r = drawn(6, dtype=dtype), x.mean((0, 2, 3)), 1 / x.std((0, 2, 3))
     check_all([f"channel {n}" for n in range(9)], [channel_gradients], g, x, w, m, r, slack=SLACK[dtype], **LIKE)
+
+
+@pytest.mark.parametrize("rest", [(5, 7), (1, 1), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("groups", [1, 3, 20, 60])
+def test_group_norms_of_neighbouring_channels(groups, rest):
+    """Of any number of channels to a group, between loops that fuse with them."""
+    layout = torch.channels_last if len(rest) == 2 else torch.channels_last_3d
+    x = drawn(2, 60, *rest).contiguous(memory_format=layout)
+    w, b = drawn(60), drawn(60)
+
+    def norms(x, w, b) -> list[Any]:
+        n = 2 * 60 * math.prod(rest)
+        by_hand = aten.native_group_norm(x * 2 + 1, w, b, 2, 60, n // 120, groups, 1e-5)
+        return [F.silu(F.group_norm(F.relu(x), groups, w, b)), *parts(by_hand, 3), F.group_norm(x, groups) + x]
+
+    check_all([str(n) for n in range(5)], [norms], x, w, b, slack=2 * SLACK[torch.float32], **LIKE)
 
 
 def large_batch_norm(x, g, w, b) -> list[Any]:

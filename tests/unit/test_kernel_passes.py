@@ -9,6 +9,7 @@ import torch
 
 from fuser import config
 from fuser.debug.reference import interpret_schedule
+from fuser.ir.sizes import ONE, coefficient
 from fuser.scheduler.kernel_plan import KernelPlan, Passes
 from fuser.scheduler.schedule import schedule
 from tests.backend.test_reference import CASES, lowered_of
@@ -34,6 +35,20 @@ def case(request, monkeypatch):
     fn, *own = FUNCTIONS[request.param]
     want = fn(*own)
     return lowered, schedule(lowered, config.max_body_rows), args, want if isinstance(want, tuple) else (want,)
+
+
+@pytest.mark.parametrize("groups", [4, 8, 32])
+def test_lanes_of_a_group_norm_run_over_neighbours_in_memory(groups, monkeypatch):
+    """Whatever the number of channels to a group: no loop over the data takes every fourth or eighth element."""
+    x = torch.randn(2, 32, 9, 9).to(memory_format=torch.channels_last)
+    fn = lambda x, w: torch.nn.functional.silu(torch.nn.functional.group_norm(x, groups, w, w))  # noqa: E731
+    monkeypatch.setitem(CASES, "groups", (fn, x, torch.randn(32)))
+    lowered, args = lowered_of("groups")
+    plans = schedule(lowered, config.max_body_rows).plans
+    reads = [(p, r.attr[1][0]) for p in plans for r in p.rows if r.op == "load" and r.attr[0] == "in0"]
+    assert reads and all(coefficient(address, p.vector) == ONE for p, address in reads)
+    (got,) = interpret_schedule(lowered, schedule(lowered, config.max_body_rows), args)
+    torch.testing.assert_close(got, fn(x, args[1]))
 
 
 def same(found, want) -> bool:
