@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fuser
+from benchmarks import checks
 from benchmarks.suites import pairs
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -28,3 +29,13 @@ def test_a_right_pair(clean, order):
 def test_a_wrong_pair_is_said(monkeypatch, wrong, said):
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: wrong(function(x)))
     assert said in pairs.measure("relu", "roll", "contiguous")["problem"]
+
+
+def test_who_is_nearer_to_float64_than_eager_is_right():
+    exact = torch.rand(100, dtype=torch.float64)
+    far, near = (exact + d for d in (1e-2, 1e-6))
+    off, close, other = far.float(), near.float(), (exact - 1e-2).float()
+    nan = torch.where(exact > 0.5, float("nan"), close)
+    verdicts = [checks.judge([out], [off], [exact]).problem for out in (close, off, other, nan)]
+    assert [v is None for v in verdicts] == [True, True, False, False]
+    assert checks.judge([close], [off]).problem is not None
