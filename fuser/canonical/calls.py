@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import difflib
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -135,9 +137,28 @@ def _method(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
         return row(b, *args, **kwargs)
     if name.startswith("__") and name.endswith("__"):
         return _dunder(b, name[2:-2], args, kwargs)
-    if b.kind(args[0]) in (Kind.TENSOR, Kind.INPUT) and hasattr(torch.Tensor, name):
-        return b.aten(name, *args, **kwargs)
+    method = getattr(torch.Tensor, name, None)
+    if inspect.isfunction(method) and name not in _LIKE_THEIR_OPERATORS:
+        raise Untranslatable("a method that is written in Python, and may do something else than its operator")
+    if b.kind(args[0]) in (Kind.TENSOR, Kind.INPUT) and method is not None:
+        return b.aten(name, *_self_in_place(name, args), **kwargs)
     raise Untranslatable("a method without an operator")
+
+
+def _self_in_place(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """A method's positional arguments as its operator has them: `x.where(c, other)` is where(c, x, other)."""
+    n = _place_of_self(name)
+    if len(args) <= n:
+        raise Untranslatable("arguments before self that come as keywords")
+    return (*args[1 : n + 1], args[0], *args[n + 1 :])
+
+
+@functools.cache
+def _place_of_self(name: str) -> int:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet is not None else ()
+    schemas = [[a.name for a in getattr(packet, o)._schema.arguments] for o in overloads]
+    return min((names.index("self") for names in schemas if "self" in names), default=0)
 
 
 def _dunder(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -299,6 +320,7 @@ _ROWS: dict[Any, Row] = {
     builtins.len: _length, divide: _named(_binary, "truediv"), power: _power, square_root: _named(_host, "host.sqrt"),
     builtins.pow: _named(_binary, "pow"), torch.Size: _torch_size,
 }  # fmt: skip
+_LIKE_THEIR_OPERATORS = frozenset({"istft", "stft", "unflatten"})
 _METHODS: dict[str, Row] = {
     "size": _size, "stride": _stride, "to": _to, "type": _type, "numel": lambda b, x: b.aten("sym_numel", x),
     "nelement": lambda b, x: b.aten("sym_numel", x), "ndimension": lambda b, x: b.aten("dim", x),

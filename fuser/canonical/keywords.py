@@ -34,7 +34,7 @@ def _known(target: Any) -> frozenset[str] | None:
     """All keywords of any form of a call; None where nobody can say."""
     if isinstance(target, str):
         method = getattr(torch.Tensor, target, None)
-        return _of_python(method) if inspect.isfunction(method) else _of_builtin(method, target)
+        return _of_python(method) if inspect.isfunction(method) else _of_builtin(method, target, torch)
     if not (getattr(target, "__module__", None) or "torch").startswith("torch"):
         return None
     if inspect.isbuiltin(target):
@@ -42,10 +42,14 @@ def _known(target: Any) -> frozenset[str] | None:
     return _of_python(target) if inspect.isfunction(target) else None
 
 
-def _of_builtin(function: Any, name: str) -> frozenset[str] | None:
-    """Those of the schemas, and what the binding's own documentation names, such as `as_tuple` of `nonzero`."""
+def _of_builtin(function: Any, name: str, beside: Any = None) -> frozenset[str] | None:
+    """Those of the schemas, and what the binding's own documentation names, such as `as_tuple` of `nonzero`.
+
+    A method's documentation may point to that of the function in `beside`.
+    """
     known = _of_packet(name) if function is not None else None
-    return None if known is None else known.union(re.findall(r"\w+", function.__doc__ or ""))
+    texts = [f.__doc__ or "" for f in (function, getattr(beside, name, None))]
+    return None if known is None else known.union(*(re.findall(r"\w+", text) for text in texts))
 
 
 def _of_packet(name: str) -> frozenset[str] | None:

@@ -77,7 +77,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "torch.square": ("{0} * {0}", "{0} ** 2", "torch.pow({0}, 2)"),
     "torch.neg": ("-{0}", "0 - {0}", "{0} * -1", "operator.neg({0})", "torch.neg({0}.clone())"),
     "torch.abs": (
-        "abs({0})", "{0}.abs()", "torch.where({0} < 0, -{0}, {0})", "torch.maximum({0}, -{0})", "operator.abs({0})",
+        "abs({0})", "{0}.abs()", "torch.where({0} < 0, -{0}, {0})", "operator.abs({0})",
     ),
     "torch.relu": (
         "{0}.clamp(min=0)", "torch.clamp({0}, 0)", "torch.clamp_min({0}, 0)", "torch.where({0} > 0, {0}, 0)",
