@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import numpy
 import pytest
 import torch
 
-from tests.fuzz import judge
+from tests.fuzz import judge, workers
 from tests.fuzz.__main__ import run_batch, run_seed
 from tests.fuzz.check import _compare_memory, check
 from tests.fuzz.generate import generate
@@ -127,3 +131,12 @@ def test_what_underflows_on_the_way_to_a_product_may_be_nothing():
     assert not judge.what_differs(powers, (infinite * 0,), (infinite,), None, True)
     assert judge.what_differs(powers, (-infinite,), (infinite,), None, True)
     assert judge.what_differs(powers, (torch.ones(1),), (infinite,), None, True)
+
+
+def test_where_a_worker_died_is_told(tmp_path):
+    crash = tmp_path / "0.crash"
+    code = "import faulthandler, ctypes\ndef f(): ctypes.string_at(0)\nfaulthandler.enable(open({!r}, 'w'))\nf()"
+    code = code.format(str(crash))
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGSEGV
+    assert workers.crashed_at(crash).startswith(", in __init__.py:") and "<string>:2 f" in workers.crashed_at(crash)
+    assert workers.crashed_at(tmp_path / "none") == ""

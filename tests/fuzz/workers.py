@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -21,6 +23,7 @@ from tests.device import use_device
 OPTIMISED = 12  # one batch in so many is compiled as for users, the others without optimisation
 LARGEST = 2 << 20  # KiB of memory after which a worker is replaced: what it compiled stays loaded
 RENEW = 75
+STACK = 8  # frames that are told of a worker that died
 
 Event = tuple[int, str, "str | None", object]
 
@@ -96,7 +99,8 @@ def work(suite: Suite, options: argparse.Namespace) -> int:
     number, folder = int(options.worker[0]), Path(options.worker[1])
     done, lone = read_state(folder)
     began = time.monotonic()
-    with (folder / f"{number}.log").open("a") as out:
+    with (folder / f"{number}.log").open("a") as out, (folder / f"{number}.crash").open("w") as crash:
+        faulthandler.enable(crash)
         end = options.start + options.count
         for at in range(options.start + number * suite.batch, end, options.workers * suite.batch):
             seeds = [s for s in range(at, min(at + suite.batch, end)) if s not in done]
@@ -154,10 +158,19 @@ def run_workers(suite: Suite, options: argparse.Namespace, folder: Path) -> list
             del running[i]
             if process.returncode:
                 if process.returncode != RENEW:
-                    finish_line(folder / f"{i}.log", f"WRONG the process ended with code {process.returncode}")
+                    at = crashed_at(folder / f"{i}.crash")
+                    finish_line(folder / f"{i}.log", f"WRONG the process ended with code {process.returncode}{at}")
                 running[i] = start(suite, options, i, folder)
         time.sleep(0.3)
     return [line for f in sorted(folder.glob("*.log")) for line in f.read_text().splitlines()]
+
+
+def crashed_at(path: Path) -> str:
+    """Where a worker's main thread was when it died, innermost first; "" if nobody could say."""
+    text = path.read_text() if path.exists() else ""
+    stack = text[text.find("most recent call first") :].partition("\n\n")[0]
+    frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack)[:STACK]
+    return ", in " + " < ".join(f"{Path(f).name}:{line} {name}" for f, line, name in frames) if frames else ""
 
 
 def finish_line(log: Path, ending: str | None) -> None:
