@@ -19,7 +19,7 @@ from fuser.ir.sizes import Expr, expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import LOGIC
 
-SHORTEST = 256  # elements of a vector axis that is worth it
+SHORTEST = 8  # elements of a vector axis that is worth it
 SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
 MOST_CUTS = 6
 FARTHEST = 1 << 60

@@ -89,5 +89,5 @@ def test_a_slow_compiler_is_named(monkeypatch):
     before = len(compilers.runs)
     check(lambda x: x * x, torch.randn(3))
     monkeypatch.setattr(compilers, "BOUND", 0.0)
-    (sentence,) = compilers.too_slow(before)
-    assert "k0_pw_mul_d1" in sentence
+    # Whatever else is compiled meanwhile, such as a probe of the compiler, is named too.
+    assert sum("k0_pw_mul_d1" in sentence for sentence in compilers.too_slow(before)) == 1

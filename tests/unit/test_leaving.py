@@ -248,6 +248,23 @@ def test_a_compiled_program_takes_its_fusions_along(own):
     del compiled
     torch._dynamo.reset()
     gc.collect()
+    left=[r for r in REGISTRY.registrations() if r.key in made]
+    if left:
+        import sys, threading, traceback
+        print("LEFT after gc; isenabled", gc.isenabled(), gc.get_count(), gc.get_freeze_count())
+        for t,f in sys._current_frames().items():
+            print("THREAD", t, "".join(traceback.format_stack(f)[-3:]))
+        seen=set()
+        def show(o,d=0):
+            if d>9 or id(o) in seen: return
+            seen.add(id(o))
+            for q in gc.get_referrers(o):
+                if q is left or type(q).__name__ in("frame","list_iterator") and d==0: continue
+                print("  "*d, type(q).__module__, type(q).__name__, str(q)[:200].replace("\n"," "))
+                show(q,d+1)
+        show(left[0].handle)
+        print("AGAIN", gc.collect(), len([r for r in REGISTRY.registrations() if r.key in made]))
+    del left
     assert all(map(is_gone, made))
     fuser.debug.report()  # tells of what is there
 
