@@ -8,6 +8,7 @@ import itertools
 import os
 import pathlib
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +26,7 @@ from tests.unit import runtime_support as support
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 X = torch.linspace(-2, 2, 24)
 OPS = (torch.sin, torch.exp, torch.relu, torch.tanh)
+SECONDS = 20  # more than any thread needs to end a step
 CHAINS = list(itertools.product(OPS, OPS))
 
 
@@ -46,6 +48,11 @@ def scaling(weight):
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.sub, (graph.call_function(torch.mul, (x, graph.get_attr("weight"))), x)))
     return fx.GraphModule(root, graph)
+
+
+def holders(registration):
+    """What holds the handle of a registration, for the message of a failure."""
+    return gc.get_referrers(registration.handle)
 
 
 def is_gone(key):
@@ -247,24 +254,11 @@ def test_a_compiled_program_takes_its_fusions_along(own):
     assert made
     del compiled
     torch._dynamo.reset()
-    gc.collect()
-    left=[r for r in REGISTRY.registrations() if r.key in made]
-    if left:
-        import sys, threading, traceback
-        print("LEFT after gc; isenabled", gc.isenabled(), gc.get_count(), gc.get_freeze_count())
-        for t,f in sys._current_frames().items():
-            print("THREAD", t, "".join(traceback.format_stack(f)[-3:]))
-        seen=set()
-        def show(o,d=0):
-            if d>9 or id(o) in seen: return
-            seen.add(id(o))
-            for q in gc.get_referrers(o):
-                if q is left or type(q).__name__ in("frame","list_iterator") and d==0: continue
-                print("  "*d, type(q).__module__, type(q).__name__, str(q)[:200].replace("\n"," "))
-                show(q,d+1)
-        show(left[0].handle)
-        print("AGAIN", gc.collect(), len([r for r in REGISTRY.registrations() if r.key in made]))
-    del left
+    end = time.monotonic() + SECONDS
+    # What one collection frees may have held a cycle that the next one finds, and other threads end their steps later.
+    while gc.collect() is not None and (left := made & {r.key for r in REGISTRY.registrations()}):
+        assert time.monotonic() < end, [type(o) for r in REGISTRY.registrations() if r.key in left for o in holders(r)]
+        time.sleep(0.1)
     assert all(map(is_gone, made))
     fuser.debug.report()  # tells of what is there
 
