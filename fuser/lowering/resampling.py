@@ -69,10 +69,17 @@ def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) ->
         return i
     if out == 2 * size and not exact:
         return floordiv(i, expr(2))
+    half, scale = 0.5 if exact else 0.0, _scale(factor, size, out)
+    places = ((torch.arange(out, dtype=F32) + half) * scale).floor().long().clamp(max=size - 1)
+    up, down = out // size, size // max(out, 1)
+    if up > 1 and torch.equal(places, torch.arange(out) // up):
+        return floordiv(i, expr(up))
+    if down > 1 and torch.equal(places, torch.arange(out) * down + places[0]):
+        return i * down + int(places[0])
     place = ops.index_expr(i, F32)
     if exact:
         place = ops.add(place, 0.5)
-    place = ops.to_dtype(ops.floor(ops.mul(place, _scale(factor, size, out))), torch.int64)
+    place = ops.to_dtype(ops.floor(ops.mul(place, scale)), torch.int64)
     return ops.indirect(ops.minimum(place, size - 1), expr(size), checked=False)
 
 

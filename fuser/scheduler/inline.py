@@ -10,8 +10,9 @@ how often it is computed more than once. Else steps of a stencil would compute e
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import field, replace
 
 import torch
@@ -148,25 +149,33 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     if len(rows) + len(producer.rows) > MOST_ROWS:
         return False
     read = _varies_along(rows, index)
-    innermost = _innermost(reader)
+    innermost = next(iter(_inwards(reader)), None)
     # Once for a row; where rows are turned, what varies along them alone is made once for all, as generators do.
     hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
+    hoisted = hoisted and (innermost in read or innermost is None or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
 
 
-def _innermost(reader: Node) -> Sym | None:
-    """The loop that runs over neighbours in the memory of the result."""
-    last = reader.domain[-1][0] if reader.domain else None
+def _inwards(reader: Node) -> list[Sym]:
+    """The loops, from the one that runs over neighbours in the memory of the result to the outermost."""
+    loops = [v for v, _ in reader.domain][::-1]
     if reader.is_reduction or not reader.identity_store or reader.buffer.order is None:
-        return last
+        return loops
+    found: dict[Sym, None] = {}
     for dim in reversed(reader.buffer.order):
-        found = symbols(reader.store_index[dim]) & reader.sizes().keys()
-        if found:
-            return max(found, key=lambda s: s.name)
-    return last
+        own = symbols(reader.store_index[dim]) & reader.sizes().keys()
+        found.update(dict.fromkeys(sorted(own, key=lambda s: s.name, reverse=True)))
+    return [*found, *(v for v in loops if v not in found)]
+
+
+def _turns(producers: Producers, reader: Node, read: Set[Sym]) -> int:
+    """How many points in a row share what varies along the loops `read`."""
+    sizes = reader.sizes()
+    shared = itertools.takewhile(lambda v: v not in read, _inwards(reader))
+    return math.prod(max(producers.hint(sizes[v]), 1) for v in shared)
 
 
 def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:

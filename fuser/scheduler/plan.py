@@ -239,9 +239,13 @@ def _choose_vector(
                 total += weight
             elif c is not None and c == ZERO:
                 total += weight / 4
-        if a.hint < 8:
-            total /= 8
+        if a.hint < FEW:
+            total /= TURN if short and (a.hint <= FEW // 2 or not is_read_along(a)) else FEW
         return (total, at)
+
+    def is_read_along(a: Axis) -> bool:
+        addresses = [r.attr[1][0] for r in rows if r.op == "load"]
+        return any(2 * shares[e] > 1 and coefficient(e, a.sym) == ONE for e in addresses)
 
     best = max(enumerate(axes), key=score)
     if short and not reductions and best[1].hint < FEW and sum(map(row_cost, rows)) >= COSTLY:
@@ -253,6 +257,7 @@ def _choose_vector(
 
 
 FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory
+TURN = 64  # elements that the turns around a loop of a few cost as much as, where registers are filled along one axis
 LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
 LEAST_ACROSS = 8  # rows that are worth lanes
 

@@ -37,6 +37,35 @@ def case(request, monkeypatch):
     return lowered, schedule(lowered, config.max_body_rows), args, want if isinstance(want, tuple) else (want,)
 
 
+NEAREST = torch.ops.aten.upsample_nearest2d, torch.ops.aten._upsample_nearest_exact2d
+
+
+@pytest.mark.parametrize("operator", NEAREST, ids=str)
+@pytest.mark.parametrize(("size", "out"), [(48, 96), (48, 144), (48, 192), (48, 240), (48, 16), (48, 24), (48, 36)])
+def test_lanes_of_an_upsampling_are_many(operator, size, out, monkeypatch):
+    """By a whole factor it looks nothing up, and no loop runs over the few copies of an element alone."""
+    x = torch.randn(2, 3, size, size)
+    fn = lambda x: operator(torch.relu(x), (out, out), None, None)  # noqa: E731
+    monkeypatch.setitem(CASES, "upsampling", (fn, x))
+    lowered, args = lowered_of("upsampling")
+    found = schedule(lowered, config.max_body_rows)
+    assert any(r.op == "indirect" for p in found.plans for r in p.rows) == (out == 36)
+    for plan in found.plans:
+        assert next(a.hint for a in plan.axes if a.sym == plan.vector) >= 16
+    assert torch.equal(*interpret_schedule(lowered, found, args), fn(x))
+
+
+def test_what_costs_much_is_computed_once_for_its_copies(monkeypatch):
+    """A loop over two copies shares nothing worth the name."""
+    x = torch.randn(2, 3, 48, 48)
+    fn = lambda x: NEAREST[0](torch.nn.functional.softplus(x), (96, 96), None, None)  # noqa: E731
+    monkeypatch.setitem(CASES, "copies", (fn, x))
+    lowered, args = lowered_of("copies")
+    found = schedule(lowered, config.max_body_rows)
+    assert len(found.plans) == 2
+    torch.testing.assert_close(*interpret_schedule(lowered, found, args), fn(x))
+
+
 @pytest.mark.parametrize("groups", [4, 8, 32])
 def test_lanes_of_a_group_norm_run_over_neighbours_in_memory(groups, monkeypatch):
     """Whatever the number of channels to a group: no loop over the data takes every fourth or eighth element."""
