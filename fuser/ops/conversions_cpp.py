@@ -102,10 +102,9 @@ FUSER_FN u16 fuser_store_half(float x) {
 """,
 }
 
-# Out of range and NaN give the smallest integer, as cvtt* does. g++ gets masks: it would thread jumps between a choice
-# and a clamp before it, and loops with such jumps get no vectors. The masks convert numbers out of range, too, and drop
-# the result, which is undefined for clang: it gets the choice.
-for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807LL - 1)")):
+# Out of range and NaN give the smallest integer, as cvtt* does. The float is put into range, not the integer: g++ would
+# thread jumps between a choice of integers and a clamp before it, and loops with such jumps get no vectors.
+for _wide in ("i32", "i64"):
     for _name, _float in (("f32", "float"), ("f64", "double")):
         _limit = ("2147483648.0" if _wide == "i32" else "9223372036854775808.0") + ("f" if _name == "f32" else "")
         # A double between the limit - 1 and the limit truncates to the limit - 1, which fits.
@@ -113,11 +112,7 @@ for _wide, _low in (("i32", "(-2147483647 - 1)"), ("i64", "(-9223372036854775807
         _above = f"x > {_from}" if _from else f"x >= -{_limit}"
         HELPERS[f"fuser_{_wide}_from_{_name}"] = f"""\
 FUSER_FN {_wide} fuser_{_wide}_from_{_name}({_float} x) {{
-#if defined(__clang__)
-  return ({_above}) & (x < {_limit}) ? ({_wide})x : {_low};
-#else
-  const {_wide} in = -({_wide})(({_above}) & (x < {_limit}));
-  return (({_wide})x & in) | ({_low} & ~in);
-#endif
+  const {_float} above = {_above} ? x : -{_limit};
+  return ({_wide})(above < {_limit} ? above : -{_limit});
 }}
 """
