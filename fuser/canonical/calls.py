@@ -320,6 +320,7 @@ _ROWS: dict[Any, Row] = {
     builtins.len: _length, divide: _named(_binary, "truediv"), power: _power, square_root: _named(_host, "host.sqrt"),
     builtins.pow: _named(_binary, "pow"), torch.Size: _torch_size,
 }  # fmt: skip
+# Methods written in Python that do what the operators of their names do.
 _LIKE_THEIR_OPERATORS = frozenset({"istft", "stft", "unflatten"})
 _METHODS: dict[str, Row] = {
     "size": _size, "stride": _stride, "to": _to, "type": _type, "numel": lambda b, x: b.aten("sym_numel", x),

@@ -77,8 +77,8 @@ Loops = Union[Pointwise, Reduction, Scatter, Scan]
 class Buffer:
     """Memory of `size` elements of `dtype` with `stride`; `loops` fill it, none for an input.
 
-    `order` lists the dims from outermost to innermost in memory; strides of a computed buffer follow from it. Who reads
-    a `table` takes its elements from memory, however little they cost.
+    `order` lists the dims from outermost to innermost in memory; strides of a computed buffer follow from it. Readers
+    load the elements of a `table`. They never compute them themselves.
     """
 
     name: str

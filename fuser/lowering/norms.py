@@ -343,11 +343,11 @@ def group_norm(
     """Normalised over each group of channels of each sample; mean and rstd of size (samples, groups, 1, …)."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     each = ctx.specialise(size[1]) // groups
-    shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
-    grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
     w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
     if lies_by_channel(ctx, order, each):
         return _by_channels(ctx, x, groups, each, w, b, eps, dtype, order)
+    shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
+    grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
     var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
 

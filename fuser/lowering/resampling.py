@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fuser.errors import Unsupported
@@ -69,13 +70,14 @@ def _nearest(i: Expr, size: int, out: int, factor: float | None, exact: bool) ->
         return i
     if out == 2 * size and not exact:
         return floordiv(i, expr(2))
-    half, scale = 0.5 if exact else 0.0, _scale(factor, size, out)
-    places = ((torch.arange(out, dtype=F32) + half) * scale).floor().long().clamp(max=size - 1)
-    up, down = out // size, size // max(out, 1)
-    if up > 1 and torch.equal(places, torch.arange(out) // up):
-        return floordiv(i, expr(up))
-    if down > 1 and torch.equal(places, torch.arange(out) * down + places[0]):
-        return i * down + int(places[0])
+    scale = _scale(factor, size, out)
+    # By NumPy: no default device and no fake mode of torch is at work there.
+    points = np.arange(out)
+    places = np.minimum(np.floor((points.astype(np.float32) + np.float32(0.5 * exact)) * np.float32(scale)), size - 1)
+    if out > size and np.array_equal(places, points // (out // size)):
+        return floordiv(i, expr(out // size))
+    if 0 < out < size and np.array_equal(places, points * (size // out) + places[0]):
+        return i * (size // out) + int(places[0])
     place = ops.index_expr(i, F32)
     if exact:
         place = ops.add(place, 0.5)

@@ -148,6 +148,6 @@ def test_route(route):
     assert not [w for w in said if "does not know how to trace" in str(w.message)]
     files = [pathlib.Path(m.co_filename) for m in get_compilation_metrics() if m.co_filename]
     assert not [f for f in files if pathlib.Path(fuser.__file__).parent in f.parents]
-    # How many of `typing` there are, and of torch's own, hangs on what Python still has in its caches.
+    # Frames of `typing` are not counted: their number depends on what Python's caches still hold.
     files = [f for f in files if f.name not in ("typing.py", "typing_extensions.py")]
     assert len(files) <= _FRAMES.get(route, 3) + 2 * IS_OLD

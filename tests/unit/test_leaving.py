@@ -254,10 +254,15 @@ def test_a_compiled_program_takes_its_fusions_along(own):
     assert made
     del compiled
     torch._dynamo.reset()
+
+    def left():
+        gc.collect()
+        return [r for r in REGISTRY.registrations() if r.key in made]
+
     end = time.monotonic() + SECONDS
     # What one collection frees may have held a cycle that the next one finds, and other threads end their steps later.
-    while gc.collect() is not None and (left := made & {r.key for r in REGISTRY.registrations()}):
-        assert time.monotonic() < end, [type(o) for r in REGISTRY.registrations() if r.key in left for o in holders(r)]
+    while left():
+        assert time.monotonic() < end, [type(holder) for r in left() for holder in holders(r)]
         time.sleep(0.1)
     assert all(map(is_gone, made))
     fuser.debug.report()  # tells of what is there
