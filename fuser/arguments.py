@@ -65,7 +65,6 @@ def home_of(graph: CanonicalGraph) -> str | None:
 
 def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
     """None if a kernel may run on these arguments, else the reason why ATen must. `home`: see `home_of`."""
-    device: str | None = None
     grad = torch.is_grad_enabled()
     for i, a in enumerate(args):
         if not isinstance(a, torch.Tensor):
@@ -77,10 +76,15 @@ def why_unfit(args: Sequence[Any], home: str | None = None) -> str | None:
         reason = _why_unfit_tensor(a, grad)
         if reason is not None:
             return told(reason, f"input {i} {reason}")
-        if device is not None and str(a.device) != device:
-            return because("devices", f"inputs are on {device} and on {a.device}")
-        device = str(a.device)
-    return None if device is not None or home is not None else NO_TENSOR
+    return why_apart(args, home)
+
+
+def why_apart(args: Sequence[Any], home: str | None = None) -> str | None:
+    """None if all tensors are on one device, else the reason why no kernel can read them. `home`: see `home_of`."""
+    devices = list(dict.fromkeys(str(a.device) for a in args if isinstance(a, torch.Tensor)))
+    if len(devices) > 1:
+        return because("devices", f"inputs are on {devices[0]} and on {devices[1]}")
+    return None if devices or home is not None else NO_TENSOR
 
 
 def _why_unfit_tensor(a: torch.Tensor, grad: bool) -> str | None:

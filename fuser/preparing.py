@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fuser import config, examples
-from fuser.arguments import NO_TENSOR
+from fuser.arguments import NO_TENSOR, why_apart
 from fuser.kernel_cache import FusedKernel, KernelSpec, Registry
 from fuser.kernel_spec import ArgSpec
 from fuser.reasons import because
@@ -46,7 +46,7 @@ def _make_kernel(maker: Maker, key: ArgSpec, args: tuple[Any, ...], have: int) -
     device = maker.device_of(args)
     if device is None:
         return NO_TENSOR
-    reason = maker.spec.blocked[0] if maker.spec.blocked else maker.why_not_device(device)
+    reason = maker.spec.blocked[0] if maker.spec.blocked else why_apart(args, device) or maker.why_not_device(device)
     if reason is not None or not config.enabled:
         return reason or because("disabled", "fusion is switched off (config.enabled is False)")
     entry, _ = maker.spec.store.get_or_compile(key, lambda: maker.compile(args, key), have)

@@ -44,6 +44,7 @@ class Encoder:
         self.program = program
         self.words: list[int] = []
         self.bound: set[int] = set()
+        self.device_type: str | None = None  # of all tensors
         self.depth = 1
 
     def slot(self, k: int) -> int:
@@ -94,6 +95,9 @@ class Encoder:
         if pattern.kind == "tensor":
             if pattern.dtype not in DTYPE_WORDS or pattern.device_type not in DEVICE_TYPES:
                 raise BackendError(f"launch program: {pattern.dtype} on {pattern.device_type} cannot be matched")
+            if self.device_type not in (None, pattern.device_type):
+                raise BackendError(f"launch program: tensors on {self.device_type} and on {pattern.device_type}")
+            self.device_type = pattern.device_type
             if len(pattern.sizes) != len(pattern.strides):
                 raise BackendError(f"launch program: {len(pattern.sizes)} sizes but {len(pattern.strides)} strides")
             device = DEVICE_TYPES[pattern.device_type] | (256 if pattern.aligned else 0)

@@ -135,8 +135,10 @@ def test_what_underflows_on_the_way_to_a_product_may_be_nothing():
 
 def test_where_a_worker_died_is_told(tmp_path):
     crash = tmp_path / "0.crash"
-    code = "import faulthandler, ctypes\ndef f(): ctypes.string_at(0)\nfaulthandler.enable(open({!r}, 'w'))\nf()"
-    code = code.format(str(crash))
+    code = (
+        f"import ctypes, faulthandler, threading\ndef f(): ctypes.string_at(0)\nfaulthandler.enable(open({str(crash)!r}, 'w'))\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\nf()"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGSEGV
     assert workers.crashed_at(crash).startswith(", in __init__.py:") and "<string>:2 f" in workers.crashed_at(crash)
     assert workers.crashed_at(tmp_path / "none") == ""

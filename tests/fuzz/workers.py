@@ -168,7 +168,7 @@ def run_workers(suite: Suite, options: argparse.Namespace, folder: Path) -> list
 def crashed_at(path: Path) -> str:
     """Where a worker's main thread was when it died, innermost first; "" if nobody could say."""
     text = path.read_text() if path.exists() else ""
-    stack = text[text.find("most recent call first") :].partition("\n\n")[0]
+    stack = text[max(text.find("Current thread"), 0) :].partition("\n\n")[0]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack)[:STACK]
     return ", in " + " < ".join(f"{Path(f).name}:{line} {name}" for f, line, name in frames) if frames else ""
 

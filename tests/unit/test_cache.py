@@ -292,6 +292,19 @@ def test_prepare_says_why_not(stub):
     assert interface.prepare(key, [torch.ones(2)]).result(120) == "aten.add_ writes into a tensor"
 
 
+@pytest.mark.parametrize("given", ["both", "bound"])
+def test_nothing_is_prepared_for_tensors_of_two_devices(stub, given):
+    """A kernel of the first tensor's device would read the other's memory, and end the process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    here = torch.ones(3)
+    with FakeTensorMode():
+        there = torch.empty(3, device="cuda")
+    key, examples = (key_of(scaled), [here, there]) if given == "both" else (key_of(lambda x: x * here), [there])
+    assert interface.prepare(key, examples).result(120) == "inputs are on cpu and on cuda:0"
+    assert not stub.calls
+
+
 class TestArgSpec:
     def spec(self, *args):
         return arguments.arg_spec(args, ())

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -563,6 +564,9 @@ def test_missing_library_and_entry(make, library, tmp_path):
         support.program([], 0, [support.output()], [], (("buffer", 1),)),
         support.program([], 0, [support.output(is_output=False)], []),
         support.program([], 0, [support.output()], [], (("buffer", 0), ("buffer", 0))),
+        support.program(
+            [replace(support.vector(Bind(n)), device_type=d) for n, d in enumerate(("cpu", "cuda"))], 2, [], []
+        ),
     ],
 )
 def test_malformed_programs_are_refused(make, library, bad):
