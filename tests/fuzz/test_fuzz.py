@@ -136,7 +136,8 @@ def test_what_underflows_on_the_way_to_a_product_may_be_nothing():
 def test_where_a_worker_died_is_told(tmp_path):
     crash = tmp_path / "0.crash"
     code = (
-        f"import ctypes, faulthandler, threading\ndef f(): ctypes.string_at(0)\nfaulthandler.enable(open({str(crash)!r}, 'w'))\n"
+        "import ctypes, faulthandler, threading\ndef f(): ctypes.string_at(0)\n"
+        f"faulthandler.enable(open({str(crash)!r}, 'w'))\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\nf()"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGSEGV
