@@ -54,8 +54,11 @@ def _generate(
 
 @contextlib.contextmanager
 def _stage(name: str, graph: CanonicalGraph) -> Iterator[None]:
-    """A span. What a stage raises, but for the package's own errors, is a defect, said with its place and operators."""
-    with span(name):
+    """A span, in which torch's default device makes no constant of ours.
+
+    What a stage raises, but for the package's own errors, is a defect, said with its place and operators.
+    """
+    with span(name), torch._C.DisableTorchFunction():
         try:
             yield
         except Exception as e:

@@ -71,7 +71,7 @@ def lower_graph(
     `device_type` says for which device, where the examples are meta tensors.
     """
     state = begin(graph, examples, numerics, device_type)
-    with without_dynamo():
+    with without_dynamo(), torch._C.DisableTorchFunction():  # the default device makes no constant of ours
         for node in graph.calls:
             state.add(node, *lower_node(state, node))
     state.ctx.numerics = "eager" if _rounds(graph, state.rounded, state.metas) else numerics

@@ -43,7 +43,7 @@ def survey(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast
     """
     state = lowering.begin(graph, examples, numerics, refused=_not_fused)
     surveyor = _Surveyor(state, Survey(metas=state.metas), itertools.count(len(graph.nodes)))
-    with without_dynamo():
+    with without_dynamo(), torch._C.DisableTorchFunction():
         for node in graph.calls:
             state.add(node, *surveyor.value(node))
         if not any(v is NOTHING for v in state.values):
