@@ -122,7 +122,7 @@ def _make_inputs(state: State) -> None:
         if x.of >= 0:
             state.wide.append(VIEWS[x.view](state.wide[x.of]))
         else:
-            wide = made[i].double() if made[i].is_floating_point() else made[i].clone()
+            wide = made[i].clone().double() if made[i].is_floating_point() else made[i].clone()
             state.wide.append(wide)
     state.exact = [True] * len(made)
 
@@ -209,13 +209,19 @@ def _unpack(state: State, value: Any) -> None:
 
 
 def _snapshot(values: list[Any]) -> list[Any]:
-    return [v.clone() if isinstance(v, torch.Tensor) else None for v in values]
+    """What each tensor holds, and its form, which a write may change, too (`unsqueeze_`)."""
+    return [
+        (v.clone(), v.size(), v.stride(), v.storage_offset()) if isinstance(v, torch.Tensor) else None for v in values
+    ]
 
 
 def _restore(values: list[Any], saved: list[Any]) -> None:
-    for v, s in zip(values, saved):
-        if s is not None and not (v.stride() and 0 in v.stride() and v.numel()):
-            v.copy_(s)
+    for v, before in zip(values, saved):
+        if before is not None:
+            held, *form = before
+            v.as_strided_(*form)
+            if 0 not in v.stride() or not v.numel():
+                v.copy_(held)
 
 
 def _spread_doubt(state: State) -> None:

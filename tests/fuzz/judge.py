@@ -143,7 +143,7 @@ def _is_half(value: Any) -> bool:
 def is_identical(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    x, y = a.double(), b.double()
+    x, y = a.double().cpu(), b.double().cpu()  # a text may bring a result of a GPU to the CPU
     same = (x == y) & (torch.signbit(x) == torch.signbit(y)) if zeros else x == y
     return bool((same | x.isnan() & y.isnan()).all())
 
