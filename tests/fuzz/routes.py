@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser import register_fusion
-from fuser.errors import FuserError
+from fuser import fuse_script, register_fusion
+from fuser.errors import FuserError, GraphError
 from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.torchscript import to_fx
 from fuser.interface import prepare
@@ -131,7 +131,13 @@ def _by_trace(functions: Sequence[Function], cases: Sequence[Case], backend: Bac
 
 
 def _by_script(functions: Sequence[Function], cases: Sequence[Case], backend: Backend) -> Function:
-    handle = _registered(to_fx(scripted(cases[0].text)), case_inputs(cases[0]))
+    made = scripted(cases[0].text)
+    try:
+        handle = _registered(to_fx(made), case_inputs(cases[0]))
+    except GraphError as e:
+        if "branch depends" not in str(e):
+            raise
+        handle = fuse_script(made)  # which keeps branches
     return lambda ins: [handle(*ins[0])]
 
 

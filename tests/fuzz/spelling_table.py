@@ -81,8 +81,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "torch.relu": (
         "{0}.clamp(min=0)", "torch.clamp({0}, 0)", "torch.clamp_min({0}, 0)", "torch.where({0} > 0, {0}, 0)",
-        "torch.maximum({0}, torch.zeros_like({0}))", "F.relu({0}.clone(), inplace=True)", "torch.threshold({0}, 0, 0)",
-        "F.threshold({0}, 0, 0)", "{0} * ({0} > 0)",
+        "F.relu({0}.clone(), inplace=True)", "torch.threshold({0}, 0, 0)", "F.threshold({0}, 0, 0)", "{0} * ({0} > 0)",
     ),
     "torch.sign": ("torch.sgn({0})", "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)"),
     "torch.reciprocal": ("1 / {0}", "{0} ** -1", "1.0 / {0}", "{0}.__rtruediv__(1)"),
