@@ -214,6 +214,9 @@ def test_the_page_opens_searches_and_clicks(written):
                             "Timeline": ".bar rect", "Breaks and passes": "h3"}.items():  # fmt: skip
             opened.run(f"document.querySelector('[data-tab=\"{tab}\"]').click()")
             assert opened.run(f"document.querySelectorAll('main {wanted}').length") > 0, tab
+            if tab == "Not fused":
+                assert opened.run("document.querySelector('main th').innerText").startswith("lost time")
+                assert opened.run("document.querySelector('main td').innerText").endswith(("µs", "ms", " s"))
         light = opened.run("getComputedStyle(document.body).backgroundColor")
         opened.run("document.getElementById('theme').click()")
         assert opened.run("getComputedStyle(document.body).backgroundColor") != light

@@ -148,11 +148,13 @@ class Page {
   notFusedView() {
     const found = notFused(this.data, this.entries);
     if (!found.length) return h("p", {}, "Every operator is in a kernel.");
-    const rows = found.map(({ op, id }) => ({ cells: [bytes(op.bytes), short(op.op), op.code, op.reason, lineText(op.at), op.at?.[3] ?? ""], click: () => this.select(id) }));
+    const copy = this.data.roof?.copy; // bytes a second: what is not moved costs no time
+    const lost = (op) => (copy ? [seconds(op.bytes / copy)] : []);
+    const rows = found.map(({ op, id }) => ({ cells: [...lost(op), bytes(op.bytes), short(op.op), op.code, op.reason, lineText(op.at), op.at?.[3] ?? ""], click: () => this.select(id) }));
     const meanings = Object.entries(this.data.reasons).map(([c, [means, cure]]) => [c, means, cure]);
     return [
-      h("p", { class: "soft" }, "By the bytes that one kernel with the neighbours would not move."),
-      table(["bytes", "operator", "code", "reason", "line", "module"], rows, "not fused"), h("h3", {}, "Reasons"), table(["code", "meaning", "what to do"], meanings),
+      h("p", { class: "soft" }, `By the bytes that one kernel with the neighbours would not move${copy ? ", and the time of a step that they take at this machine's copy rate" : ""}.`),
+      table([...(copy ? ["lost time"] : []), "bytes", "operator", "code", "reason", "line", "module"], rows, "not fused"), h("h3", {}, "Reasons"), table(["code", "meaning", "what to do"], meanings),
     ];
   }
 
