@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from fuser.ir.sizes import Expr, expr, floordiv, minimum, product, symbol
 from fuser.ops import CPP_TYPES
 
 CHUNK, COLUMN_CHUNK, MOST_CHUNKS = 4096, 32, 64
+COMBINED = 64  # columns of a block whose partial results are combined: more blocks for many threads
 
 
 def split(facts: Facts) -> Generated:
@@ -107,6 +109,8 @@ def _store_partials(rows: Rows, reducing: Reducing) -> None:
 
 
 def _combine_function(facts: Facts, chunks: Expr) -> Function:
+    if facts.is_column:
+        facts = replace(facts, lanes=min(facts.lanes, COMBINED))
     rows = opened(facts, "_combine")
     out, found = rows.out, _combined(facts)
     out.let("i64", "chunks", size(chunks))
@@ -120,7 +124,8 @@ def _combine_function(facts: Facts, chunks: Expr) -> Function:
         results(rows, 0, Reducing(rows).total)
         for phase in range(1, len(facts.passes)):
             rows.after(phase)
-    work = product(a.size for a in facts.kept_axes) * chunks
+    # What other threads wrote is far away, and the region is open: more threads cost nothing.
+    work = product(a.size for a in facts.kept_axes) * chunks * (8 * len(found))
     return closed(rows, units, work, suffix="_combine")
 
 
