@@ -20,10 +20,17 @@ _SHAPES = ((3, 130), (200, 3), (2, 515), (4, 1))  # rows of several registers an
 
 
 def check_op(name: str, device: str = "cpu") -> None:
-    """Run a kernel of the op `name` for each of its dtypes on 1000 samples of its domain; compare with `OpRow.eval`.
+    """Run a kernel of an op for each of its dtypes on 1000 samples of its domain, and compare with `OpRow.eval`.
 
-    Floats may differ by the row's `ulps`. VerifyError names the first dtype, arguments and result that are wrong, or
-    the dtype for which there is no kernel, with the reason.
+    Floats may differ by the row's `ulps`; all other dtypes must be equal.
+
+    Args:
+        name: the name of a row of `fuser.ops.OPS`, such as one that `register_op` added.
+        device: the device on which the kernels run, such as "cpu" or "cuda".
+
+    Raises:
+        ConfigError: there is no op of the name, or no device of that name in this torch.
+        VerifyError: the first dtype, arguments and result that are wrong, or the dtype without a kernel and the reason.
     """
     row = OPS.get(name)
     if row is None:
@@ -39,11 +46,21 @@ def check_op(name: str, device: str = "cpu") -> None:
 def check_reduction(
     name: str, device: str = "cpu", domain: tuple[float, float] = (-4.0, 4.0), rtol: float | None = None
 ) -> None:
-    """Run kernels of the reduction `name` along rows, columns and both, for each dtype; compare with its `eval`.
+    """Run kernels of a reduction along rows, columns and both, for each dtype, and compare with its `eval`.
 
-    Values are drawn from `domain`; floats are compared with `eval` of float64 values within `rtol`, relative to the
-    result or 1.0, or torch's own limit for the dtype. VerifyError names the first dtype, shape and dims that are wrong,
-    or the dtype for which there is no kernel, with the reason.
+    Floats are compared with `eval` of the values in float64.
+
+    Args:
+        name: the name of a row of `fuser.ops.REDUCTIONS`, such as one that `register_reduction` added. Rows of
+            positions (`index`) and contractions cannot be checked.
+        device: the device on which the kernels run, such as "cpu" or "cuda".
+        domain: the lowest and highest value that is drawn.
+        rtol: the largest error allowed, relative to the result or 1.0, whichever is larger. None is torch's own limit
+            for the dtype.
+
+    Raises:
+        ConfigError: there is no such reduction or device, or `domain` or `rtol` are no numbers.
+        VerifyError: the first dtype, shape and dims that are wrong, or the dtype without a kernel and the reason.
     """
     row = REDUCTIONS.get(name)
     if row is None:

@@ -43,12 +43,18 @@ def _operator_name(operator: Any) -> str:
 def register_lowering(
     operator: Any, function: Callable[..., Any], *, view: bool = False, decisive: tuple[int, ...] | None = None
 ) -> None:
-    """Have `function(ctx, *args, **kwargs)` lower an operator, with arguments as in the operator's schema.
+    """Have a function lower an operator. The operator needs a fake implementation in torch, for sizes and dtypes.
 
-    It gives the result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot. The operator
-    needs a fake implementation in torch, from which sizes and dtypes are taken. `view`: the result shares its first
-    argument's memory. `decisive`: the numbers of arguments whose last bits decide the result, () for all.
-    ConfigError if the operator has a lowering, or for what is none.
+    Args:
+        operator: an operator, overload or custom op of torch, or its name, such as "mylib.name".
+        function: called as `function(ctx, *args, **kwargs)`, with arguments as in the operator's schema. It returns the
+            result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot.
+        view: whether the result shares its first argument's memory.
+        decisive: the numbers of arguments whose last bits decide the result, () for all; None if none do.
+
+    Raises:
+        ConfigError: the operator has a lowering or is none, `function` cannot be called, or `decisive` is no
+            tuple of numbers.
     """
     name = _operator_name(operator)
     if not callable(function):
@@ -79,10 +85,16 @@ def _is_noted(name: str) -> bool:
 
 
 def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
-    """Have AOTAutograd replace an overload, such as `torch.ops.mylib.name.default`, by what `function` calls.
+    """Have AOTAutograd replace an overload by what a function calls.
 
-    `function` takes the operator's arguments and computes the result by other operators of torch. In training it is
-    taken apart after autograd, so the operator needs a derivative of its own. ConfigError for what is no overload.
+    In training it is taken apart after autograd, so the operator needs a derivative of its own.
+
+    Args:
+        operator: an overload, such as `torch.ops.mylib.name.default`, or a custom op.
+        function: takes the operator's arguments, and computes the result by other operators of torch.
+
+    Raises:
+        ConfigError: `operator` is no overload, or `function` cannot be called.
     """
     found = getattr(operator, "_opoverload", operator)
     if not isinstance(found, torch._ops.OpOverload) or not callable(function):
@@ -103,9 +115,15 @@ def unregister_decomposition(operator: Any) -> None:
 def register_op(row: OpRow, operator: Any = None) -> None:
     """Add a row to the table of loop-level operations, which lowerings then call as `ops.call(name, …)`.
 
-    `row` is a `fuser.ops.OpRow`: what torch computes, the C++ and Triton expressions, traits, and the domain from which
-    `check_op` draws. With `operator`, that operator of torch is lowered to the op, element by element. ConfigError if
-    the name is taken, or if a cell cannot be filled in.
+    Args:
+        row: a `fuser.ops.OpRow`: what torch computes, the C++ and Triton expressions, traits, and the domain from which
+            `check_op` draws.
+        operator: an operator of torch, or its name, that is lowered to the op, element by element. None lowers none.
+
+    Raises:
+        ConfigError: the name is taken or no identifier, a cell cannot be filled in, or `operator` is none or has a
+            lowering. The table is then as before.
+        Unsupported: the row has no C++ cell for one of its dtypes.
     """
     if not isinstance(row, OpRow):
         raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")

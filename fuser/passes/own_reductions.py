@@ -17,10 +17,16 @@ from fuser.passes.extending import add_row, lower_to_row, remove_row
 def register_reduction(row: ReductionRow, operator: Any = None) -> None:
     """Add a row to the table of reductions, which lowerings then name as the kind of `reduce_to_result`.
 
-    `row` is a `fuser.ops.ReductionRow`: what torch computes, the identity, and how two accumulators become one, in C++
-    and Triton. With `operator`, an operator of torch with the arguments `(x, dim, keepdim=False)`, or the first of
-    them, is lowered to the reduction; `dim` is an int, a list of ints, or None for all. ConfigError if the name is
-    taken, if a cell cannot be filled in, or for a row of positions (`index`).
+    Args:
+        row: a `fuser.ops.ReductionRow`: what torch computes, the identity, and how two accumulators become one, in C++
+            and Triton. Rows of positions (`index`) and contractions cannot be added.
+        operator: an operator of torch, or its name, that is lowered to the reduction; None lowers none. Its arguments
+            are `(x, dim, keepdim=False)`, or the first of them; `dim` is an int, a list of ints, or None for all.
+
+    Raises:
+        ConfigError: the name is taken or no identifier, a cell cannot be filled in, the row is of positions, or
+            `operator` is none or has a lowering. The table is then as before.
+        Unsupported: the row has no C++ cell for one of its dtypes.
     """
     if not isinstance(row, ReductionRow):
         raise ConfigError(f"register_reduction was given a {type(row).__name__}: expected a fuser.ops.ReductionRow")
