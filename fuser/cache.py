@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Miss:
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
-def kind_of(name: str) -> str:
+def kind_of(name: str | os.PathLike[str]) -> str:
     """The kind of a file of the cache, by its name alone; the file need not exist.
 
     Args:
@@ -95,7 +95,8 @@ def kind_of(name: str) -> str:
     Returns:
         One of the names in `KINDS`, or "other".
     """
-    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, name)), "other")
+    path = os.fspath(name)
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, path)), "other")
 
 
 def _root(folder: str | os.PathLike[str] | None) -> pathlib.Path:
@@ -235,6 +236,10 @@ def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
         ValueError: an unknown kind, no number of seconds, or no cache is kept (`config.cache_dir` is "").
     """
     known = [*(kind for kind, _ in KINDS), "bundle"]
+    if kinds is not None and (isinstance(kinds, str) or not isinstance(kinds, Iterable)):
+        raise ValueError(f"kinds={kinds!r}: expected a list of kinds of entries, such as ['plan', 'library']")
+    if not isinstance(unused, (int, float)):
+        raise ValueError(f"unused={unused!r}: expected a number of seconds, such as 86400.0")
     wrong = [kind for kind in kinds or () if kind not in known]
     if wrong:
         raise ValueError(f"{wrong[0]!r} is no kind of entry: expected one of {', '.join(known)}")

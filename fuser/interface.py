@@ -13,7 +13,7 @@ from fuser import compiled_calls, compiler, config, orders
 from fuser.arguments import why_unfit
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
-from fuser.errors import ConfigError, GraphError, InputError, Unsupported
+from fuser.errors import BackendError, ConfigError, GraphError, InputError, Unsupported
 from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.lazy_dataclasses import dataclass
@@ -308,6 +308,8 @@ def has_fusion_backend(device_type: str) -> bool:
     Raises:
         BackendError: the device type is no string.
     """
+    if not isinstance(device_type, str):
+        raise BackendError(f"{device_type!r} is no device type: expected one such as 'cpu' or 'cuda'")
     return compiler.find_backend(device_type) is not None
 
 

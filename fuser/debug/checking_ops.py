@@ -32,9 +32,10 @@ def check_op(name: str, device: str = "cpu") -> None:
         ConfigError: there is no op of the name, or no device of that name in this torch.
         VerifyError: the first dtype, arguments and result that are wrong, or the dtype without a kernel and the reason.
     """
-    row = OPS.get(name)
+    row = OPS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ConfigError(f"there is no op {name!r}: expected a row of fuser.ops.OPS")
+    _check_device(device)
     with _operator(row) as operator:
         graph = torch.fx.Graph()
         node = graph.call_function(operator, tuple(graph.placeholder(f"a{n}") for n in range(row.arity)))
@@ -62,9 +63,16 @@ def check_reduction(
         ConfigError: there is no such reduction or device, or `domain` or `rtol` are no numbers.
         VerifyError: the first dtype, shape and dims that are wrong, or the dtype without a kernel and the reason.
     """
-    row = REDUCTIONS.get(name)
+    row = REDUCTIONS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ConfigError(f"there is no reduction {name!r}: expected a row of fuser.ops.REDUCTIONS")
+    if row.index or row.contracts:
+        raise ConfigError(f"reduction {name!r}: positions and contractions cannot be checked, expected one of values")
+    _check_device(device)
+    if not (isinstance(domain, (tuple, list)) and len(domain) == 2 and all(map(_is_number, domain))):
+        raise ConfigError(f"domain={domain!r}: expected the lowest and the highest value, such as (-4.0, 4.0)")
+    if rtol is not None and not _is_number(rtol):
+        raise ConfigError(f"rtol={rtol!r}: expected a relative error such as 1e-5, or None")
     generator, (low, high) = torch.Generator().manual_seed(0), domain
     with _reducing(row) as operator:
         for dtype in row.dtypes:
@@ -72,6 +80,18 @@ def check_reduction(
                 drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
                 for dims in ((1,), (0,), (0, 1)):
                     _check_reduction(row, operator, drawn.to(dtype), dims, device, rtol)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as e:  # the last for CUDA in a torch that has none
+        why = str(e).splitlines()[0]
+        raise ConfigError(f"device={device!r} cannot be used: {why}; expected one such as 'cpu'") from None
 
 
 def _check_reduction(

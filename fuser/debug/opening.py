@@ -92,7 +92,7 @@ def loop_to_fx(key: int, buffer: str, number: int = 0, class_number: int = 0) ->
     spec, entry = entry_of(key, class_number)
     lowered, _ = lowered_of(spec, entry.example)
     for b in lowered.ctx.buffers:
-        if b.name == buffer and number < len(b.loops):
+        if b.name == buffer and number in range(len(b.loops)):
             return body_to_fx(b.loops[number].body, len(b.loops[number].domain))
     names = ", ".join(f"{b.name} ({len(b.loops)})" for b in lowered.ctx.buffers)
     raise GraphError(f"fusion {key} has no loop {number} of {buffer!r}: expected a buffer with its loops, of {names}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuser import config
+from fuser.errors import InputError
 from fuser.passes.registry import disabled_names, numbered
 from fuser.passes.runner import is_enabled
 
@@ -47,6 +48,8 @@ def bisect_passes(is_right: Callable[[], bool]) -> str | None:
         ValueError: it is False without any pass: the fault is elsewhere.
         Exception: whatever `is_right` raises.
     """
+    if not callable(is_right):
+        raise InputError(f"bisect_passes was given a {type(is_right).__name__}: expected a function without arguments")
 
     def holds(limit: int) -> bool:
         import torch._dynamo

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import field
 
+from fuser.errors import InputError
 from fuser.frontends.records import CompiledGraph, compilations, last_compilation
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.lazy_dataclasses import dataclass
@@ -57,6 +58,8 @@ def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
         UnknownKeyError: one of the keys is not registered in this process.
         InputError: `keys` is no list of keys.
     """
+    if keys is not None and not isinstance(keys, Iterable):
+        raise InputError(f"report was given a {type(keys).__name__}: expected keys, such as [key]")
     if keys is not None:
         return _sum([(r.spec, 1) for r in REGISTRY.registrations(keys)], ())
     if last:

@@ -47,6 +47,9 @@ def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) 
         Unsupported: this torch has no TorchScript.
         Exception: whatever the call on `example_inputs` raises.
     """
+    if example_inputs is not None and not isinstance(example_inputs, (list, tuple)):
+        given = type(example_inputs).__name__
+        raise InputError(f"example_inputs is a {given}: expected a list or tuple of the inputs of one call")
     missing = [f"torch._C.{n}" for n in _NEEDED if not hasattr(_C, n)]
     missing += [f"torch.jit.{n}" for n in ("RecursiveScriptModule", "_recursive") if not hasattr(_jit, n)]
     if missing:
