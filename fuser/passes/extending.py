@@ -59,6 +59,8 @@ def register_lowering(
     name = _operator_name(operator)
     if not callable(function):
         raise ConfigError(f"the lowering of {name} is a {type(function).__name__}: expected a function")
+    if decisive is not None and not (isinstance(decisive, tuple) and all(type(n) is int for n in decisive)):
+        raise ConfigError(f"the lowering of {name} has decisive={decisive!r}: expected arguments' numbers, as in (0,)")
     with lock:
         if registry.find(name) is not None:
             raise ConfigError(f"{name} has a lowering: unregister_lowering takes away one that was registered")
@@ -127,12 +129,19 @@ def register_op(row: OpRow, operator: Any = None) -> None:
     """
     if not isinstance(row, OpRow):
         raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")
-    if not row.name.isidentifier() or keyword.iskeyword(row.name) or row.name in _TAKEN:
+    if not is_identifier(row.name) or row.name in _TAKEN:
         raise ConfigError(f"op {row.name!r}: expected a name that is an identifier, and no kind of row")
+    if type(row.arity) is not int:
+        raise ConfigError(f"op {row.name!r} has arity={row.arity!r}: expected its number of arguments")
     arguments = [f"a{n}" for n in range(row.arity)]
     places = ", ".join(f"{{{n}}}" for n in range(row.arity))
     add_row("op", OPS, row, lambda dtype: cpp_cell(row.name, dtype, *arguments), places)
     lower_to_row("op", OPS, row.name, operator, lower_to_op(row.name))
+
+
+def is_identifier(name: Any) -> bool:
+    """Whether a row may have this name."""
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def add_row(
@@ -143,6 +152,10 @@ def add_row(
     ConfigError if the name is taken, for a dtype that no table has, or if `fill` finds in the C++ cell other places
     than `places`; the table is then as before.
     """
+    if not callable(row.eval):
+        raise ConfigError(f"{kind} {row.name!r} has eval={row.eval!r}: expected a function of tensors")
+    if not isinstance(row.dtypes, (tuple, list)):
+        raise ConfigError(f"{kind} {row.name!r} has dtypes={row.dtypes!r}: expected a tuple of dtypes")
     with lock:
         if row.name in table:
             raise ConfigError(f"{kind} {row.name!r} is in the table: choose another name, or unregister it first")
@@ -150,7 +163,7 @@ def add_row(
         try:
             for dtype in row.dtypes:
                 _fill_in(kind, row.name, dtype, fill, places)
-        except (ConfigError, Unsupported):
+        except BaseException:
             del table[row.name]
             raise
         extensions.note(f"{kind} {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
@@ -161,7 +174,9 @@ def _fill_in(kind: str, name: str, dtype: torch.dtype, fill: Callable[[torch.dty
         raise ConfigError(f"{kind} {name!r} is said to take {dtype}: expected some of {', '.join(map(str, ALL))}")
     try:
         fill(dtype)
-    except (KeyError, IndexError, ValueError) as e:
+    except Unsupported:
+        raise
+    except Exception as e:  # the cell may be a function of the user's
         raise ConfigError(
             f"{kind} {name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {places}, "
             "{T}, {U}, {I}, {D} and {f}"
@@ -227,7 +242,7 @@ def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Seque
 
 
 __all__ = [
-    "add_row", "lower_to_op", "lower_to_row", "register_decomposition", "register_lowering", "register_op",
-    "register_pass", "remove_row", "sample_arguments", "unregister_decomposition", "unregister_lowering",
-    "unregister_op",
+    "add_row", "is_identifier", "lower_to_op", "lower_to_row", "register_decomposition", "register_lowering",
+    "register_op", "register_pass", "remove_row", "sample_arguments", "unregister_decomposition",
+    "unregister_lowering", "unregister_op",
 ]  # fmt: skip

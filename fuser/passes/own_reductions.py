@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import keyword
 from typing import Any
 
 from fuser.errors import ConfigError
@@ -11,7 +10,7 @@ from fuser.ir.nodes import TensorBox
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.reductions import Dims, reduce_to_result
 from fuser.ops import REDUCTIONS, ReductionRow, cpp_combine
-from fuser.passes.extending import add_row, lower_to_row, remove_row
+from fuser.passes.extending import add_row, is_identifier, lower_to_row, remove_row
 
 
 def register_reduction(row: ReductionRow, operator: Any = None) -> None:
@@ -30,7 +29,7 @@ def register_reduction(row: ReductionRow, operator: Any = None) -> None:
     """
     if not isinstance(row, ReductionRow):
         raise ConfigError(f"register_reduction was given a {type(row).__name__}: expected a fuser.ops.ReductionRow")
-    if not row.name.isidentifier() or keyword.iskeyword(row.name):
+    if not is_identifier(row.name):
         raise ConfigError(f"reduction {row.name!r}: expected a name that is an identifier")
     if row.index or row.contracts:
         raise ConfigError(f"reduction {row.name!r}: positions and contractions cannot be registered from outside")

@@ -109,6 +109,8 @@ def register(
     Raises:
         ConfigError: an unknown stage or neighbour, a name that is taken or no name, or no function.
     """
+    if not isinstance(name, str) or not name.strip() or "," in name:
+        raise ConfigError(f"pass {name!r}: expected a name without commas, as config.disable_passes lists them")
     if not callable(function):
         raise ConfigError(f"pass {name!r} is a {type(function).__name__}: expected a function of a graph module")
     with _lock:
@@ -153,9 +155,16 @@ def register_pattern(
         ConfigError: an unknown stage or neighbour, a name that is taken or no name, no functions, or inputs that are no
             list or tuple.
     """
+    for what, given in (("pattern", pattern), ("replacement", replacement)):
+        if not callable(given):
+            raise ConfigError(f"the {what} of pass {name!r} is a {type(given).__name__}: expected a function")
+    if not isinstance(example_inputs, (list, tuple)):
+        raise ConfigError(
+            f"the example inputs of pass {name!r} are a {type(example_inputs).__name__}: expected a list of tensors"
+        )
     function = compile_pattern(stage, pattern, replacement, example_inputs)
-    said = getattr(replacement, "__name__", "replacement")
-    register(stage, name, function, before=before, after=after, line=f"{pattern.__name__} becomes {said}")
+    sought, made = getattr(pattern, "__name__", "pattern"), getattr(replacement, "__name__", "replacement")
+    register(stage, name, function, before=before, after=after, line=f"{sought} becomes {made}")
 
 
 def unregister(name: str) -> None:
@@ -176,7 +185,7 @@ def unregister(name: str) -> None:
 
 
 def _of_stage(stage: str) -> tuple[Pass, ...]:
-    if stage not in _passes:
+    if not isinstance(stage, str) or stage not in _passes:
         raise ConfigError(f"unknown stage {stage!r}: expected one of {', '.join(_passes)}")
     return _passes[stage]
 
