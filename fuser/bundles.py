@@ -56,9 +56,21 @@ class Bundle:
 
 # -- export ------------------------------------------------------------------------------------------------------------
 def export(path: str | os.PathLike[str], key: bytes | None = None) -> Bundle:
-    """Write the kernels of the cache that this process would find into the bundle `path`, signed with `key` if given.
+    """Write the kernels of the cache that this process would find into a bundle.
 
-    Left out are kernels of other compilers, versions and sources. ValueError if there is no cache; OSError.
+    Left out are kernels of other compilers, versions and sources.
+
+    Args:
+        path: the file to write, whole or not at all.
+        key: signs the bundle; None leaves it unsigned.
+
+    Returns:
+        A `Bundle`: numbers of kernels by device, its bytes, and how many entries were left out, by reason.
+
+    Raises:
+        ValueError: there is no cache (`config.cache_dir` is "").
+        InputError: the key is not bytes.
+        OSError: the file cannot be written.
     """
     if not settings.cache_dir:
         raise ValueError("there is no cache to export: config.cache_dir is ''")
@@ -205,11 +217,24 @@ def _add_launcher(members: dict[str, bytes]) -> None:
 
 # -- import ------------------------------------------------------------------------------------------------------------
 def import_(path: str | os.PathLike[str], key: bytes | None = None, to: str | None = None) -> Bundle:
-    """Unpack the bundle `path` into the cache, where later processes find its kernels, or into the new folder `to`.
+    """Unpack a bundle into the cache, where later processes find its kernels, or into a new folder.
 
-    ArchiveError says why a file is refused, before anything of it is written: it is damaged, others may have written
-    it and there is no `key`, its signature is not one of `key`, or it holds what no bundle holds. A bundle is code:
-    take none from somebody whose programs you would not run. OSError if it cannot be unpacked.
+    A bundle is code: take none from somebody whose programs you would not run.
+
+    Args:
+        path: the bundle's file.
+        key: only a bundle that was signed with it is taken. Without one, files that others may have written are
+            refused.
+        to: a folder that is empty or does not exist yet; None is the cache.
+
+    Returns:
+        A `Bundle`: where it was unpacked, numbers of kernels by device, bytes, and why it is not used here, if so.
+
+    Raises:
+        ArchiveError: the file is damaged, refused, or holds what no bundle holds. Nothing of it is written.
+        ValueError: `to` is None, and there is no cache (`config.cache_dir` is "").
+        InputError: the key is not bytes.
+        OSError: the file cannot be read, or it cannot be unpacked, such as into a folder that is not empty.
     """
     with archive.Archive(path, key) as packed:
         manifest = _checked(packed)

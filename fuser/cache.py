@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,17 @@ class Miss:
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
-def kind_of(name: str) -> str:
-    """The kind of the file `name`, a path in the cache."""
-    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, name)), "other")
+def kind_of(name: str | os.PathLike[str]) -> str:
+    """The kind of a file of the cache, by its name alone; the file need not exist.
+
+    Args:
+        name: a path relative to the cache, with "/" between its parts.
+
+    Returns:
+        One of the names in `KINDS`, or "other".
+    """
+    path = os.fspath(name)
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, path)), "other")
 
 
 def _root(folder: str | os.PathLike[str] | None) -> pathlib.Path:
@@ -111,7 +119,18 @@ def _walk(root: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def entries(folder: str | os.PathLike[str] | None = None) -> list[Entry]:
-    """What the cache, or another folder of its layout, holds. ValueError if there is none."""
+    """What the cache holds.
+
+    Args:
+        folder: another folder of the cache's layout; None is the cache.
+
+    Returns:
+        An `Entry` for each file, and one for each imported bundle. Empty if the folder does not exist. Sizes are bytes,
+        times seconds.
+
+    Raises:
+        ValueError: no cache is kept (`config.cache_dir` is ""), and no folder is given.
+    """
     root, now = _root(folder), time.time()
     serves = dict(_served(root))
     out = []
@@ -149,9 +168,17 @@ def _plans(root: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 # -- keeping it in order -----------------------------------------------------------------------------------------------
 def verify(folder: str | os.PathLike[str] | None = None, remove: bool = False) -> list[Problem]:
-    """What is wrong with each entry that is not as it was written; with `remove` it is removed, to be made again.
+    """What is wrong with the entries that are not as they were written. Plans whose library is missing are named, too.
 
-    Plans whose library is missing are named, too. ValueError if there is no cache.
+    Args:
+        folder: another folder of the cache's layout; None is the cache.
+        remove: remove these entries, to be made again.
+
+    Returns:
+        A `Problem` for each such entry; empty if all are whole.
+
+    Raises:
+        ValueError: no cache is kept (`config.cache_dir` is ""), and no folder is given.
     """
     root = _root(folder)
     out = []
@@ -196,11 +223,23 @@ def _why_not_used(path: pathlib.Path, found: os.stat_result) -> str | None:
 
 
 def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
-    """Remove entries, of some kinds or all but reproducers, that nobody used for `unused` seconds. The bytes removed.
+    """Remove entries of the cache. Processes that run keep what they have loaded; what is being made is left alone.
 
-    Processes that run keep what they have loaded; what is being made is left alone. ValueError for an unknown kind.
+    Args:
+        kinds: names from `KINDS`, or "bundle"; None is all but reproducers. Locks and files of no kind stay.
+        unused: only entries that nobody used for so many seconds.
+
+    Returns:
+        The bytes removed.
+
+    Raises:
+        ValueError: an unknown kind, no number of seconds, or no cache is kept (`config.cache_dir` is "").
     """
     known = [*(kind for kind, _ in KINDS), "bundle"]
+    if kinds is not None and (isinstance(kinds, str) or not isinstance(kinds, Iterable)):
+        raise ValueError(f"kinds={kinds!r}: expected a list of kinds of entries, such as ['plan', 'library']")
+    if not isinstance(unused, (int, float)):
+        raise ValueError(f"unused={unused!r}: expected a number of seconds, such as 86400.0")
     wrong = [kind for kind in kinds or () if kind not in known]
     if wrong:
         raise ValueError(f"{wrong[0]!r} is no kind of entry: expected one of {', '.join(known)}")
@@ -223,15 +262,35 @@ def clear(kinds: Sequence[str] | None = None, unused: float = 0.0) -> int:
 
 
 def trim() -> int:
-    """Remove entries that were used longest ago, as far as the cache exceeds its limit. The bytes removed."""
+    """Remove entries that were used longest ago, as far as the cache exceeds `config.cache_limit_bytes`.
+
+    Returns:
+        The bytes removed; 0 if there is no limit.
+
+    Raises:
+        ValueError: no cache is kept (`config.cache_dir` is "").
+    """
     return eviction.trim(str(_root(None)), settings.cache_limit_bytes) if settings.cache_limit_bytes else 0
 
 
 # -- why something was not found ---------------------------------------------------------------------------------------
 def explain_miss(key: int, inputs: Sequence[Any]) -> Miss:
-    """Why no kernel of the fusion `key` is found for inputs like `inputs`, in the cache or among prebuilt ones.
+    """Why no kernel of a fusion is found for some inputs, in the cache or among prebuilt ones.
 
-    Nothing is compiled or run. UnknownKeyError; InputError for wrong inputs.
+    Nothing is compiled or run.
+
+    Args:
+        key: what `register_fusion` returned.
+        inputs: one value for each placeholder of the graph, in order; they may be fake tensors. A single tensor may
+            stand alone.
+
+    Returns:
+        A `Miss`: the fields in which the most similar plan differs; none if there is a kernel.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        InputError: wrong inputs.
+        Unsupported: a size of an input depends on data, so it has no value yet.
     """
     registration = REGISTRY.find(key)
     spec, args = registration.spec, tuple(map(concrete, registration.arguments(inputs)))
@@ -284,9 +343,21 @@ def _flat(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(path: str | os.PathLike[str], key: bytes | None = None) -> tuple[Difference, ...]:
-    """The fields for which kernels of a bundle, packed or unpacked, are not found by this process.
+    """The fields for which kernels of a bundle are not found by this process.
 
-    ArchiveError, ValueError or OSError if it is none.
+    Args:
+        path: a bundle's file, or the folder into which one was unpacked.
+        key: the key with which the file was signed, if it was; without one, files that others may have written are
+            refused.
+
+    Returns:
+        A `Difference` for each field, such as the version of torch; empty if the kernels are found.
+
+    Raises:
+        ArchiveError: the file is refused, or is no bundle.
+        ValueError: the folder's manifest is damaged.
+        InputError: the key is not bytes.
+        OSError: there is no such file or folder, or it cannot be read.
     """
     return bundles.differences(bundles.manifest_of(path, key))
 
@@ -299,7 +370,14 @@ def _machine_facts(on_gpu: bool) -> dict[str, str]:
 
 
 def stale() -> dict[tuple[str, ...], int]:
-    """How many plans of the cache this process cannot find, by the fields for which it cannot."""
+    """How many plans of the cache this process cannot find, such as those of another torch or compiler.
+
+    Returns:
+        Numbers of plans by the fields for which they are not found, each field as text.
+
+    Raises:
+        ValueError: no cache is kept (`config.cache_dir` is "").
+    """
     root = _root(None)
     here: dict[bool, dict[str, str]] = {}  # by whether a plan is a GPU's
     out: dict[tuple[str, ...], int] = {}

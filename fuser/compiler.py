@@ -203,12 +203,14 @@ def register_backend(
     """
     _check_device_type(device_type)
     if backend is not None and not isinstance(backend, FusionBackend):
-        missing = [n for n in ("name", "can_fuse", "codegen", "compile") if not hasattr(backend, n)]
+        missing = [n for n in ("name", "can_fuse", "codegen", "compile") if getattr(backend, n, None) is None]
         raise BackendError(
             f"{type(backend).__name__} is no backend for {device_type!r}: it lacks {', '.join(missing)}; "
             "see fuser.compiler.FusionBackend"
         )
-    if backend is not None and device_type not in targets.OWN:
+    if isinstance(backend, type):
+        raise BackendError(f"{backend.__name__} is a class: expected an instance, the backend for {device_type!r}")
+    if backend is not None:
         _check_foreign(device_type, target, runtime)
     with _lock:
         if backend is None:
@@ -224,9 +226,12 @@ def register_backend(
 
 
 def _check_foreign(device_type: str, target: Target | None, runtime: Runtime | None) -> None:
-    if not isinstance(target, Target) or target.device_type != device_type:
+    """BackendError if target or runtime are unfit. A device of the package's own needs neither."""
+    own = device_type in targets.OWN
+    if not (own and target is None) and (not isinstance(target, Target) or target.device_type != device_type):
         raise BackendError(f"a backend for {device_type!r} needs a fuser.targets.Target({device_type!r}, …)")
-    foreign.check(runtime, device_type)
+    if not (own and runtime is None):
+        foreign.check(runtime, device_type)
 
 
 def _check_device_type(device_type: str) -> None:

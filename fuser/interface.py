@@ -13,7 +13,7 @@ from fuser import compiled_calls, compiler, config, orders
 from fuser.arguments import why_unfit
 from fuser.canonical import operators_of
 from fuser.compiler import FusionBackend
-from fuser.errors import ConfigError, GraphError, InputError, Unsupported
+from fuser.errors import BackendError, ConfigError, GraphError, InputError, Unsupported
 from fuser.executor import register
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.lazy_dataclasses import dataclass
@@ -54,10 +54,16 @@ def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = 
 
 
 def unregister_fusion(key: int) -> None:
-    """Take back one `register_fusion` that gave `key`. UnknownKeyError if none is left.
+    """Take back one `register_fusion` that gave `key`.
 
     With the last one the fusion leaves: what is bound, its kernels and their libraries are given back, at once or when
     the last of its handles and running calls ends. The key is good until then, and an UnknownKeyError from then on.
+
+    Args:
+        key: what `register_fusion` returned.
+
+    Raises:
+        UnknownKeyError: no registration of the key is left in this process.
     """
     heap.give_back(REGISTRY.release(key))
 
@@ -147,7 +153,8 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
 
     Args:
         key: what `register_fusion` returned.
-        examples: inputs of the class to compile for; they may be fake tensors and symbolic numbers.
+        examples: inputs of the class to compile for; they may be fake tensors and symbolic numbers. A single tensor may
+            stand alone.
 
     Returns:
         A future, whose result is None, or the reason why there is no kernel.
@@ -155,6 +162,7 @@ def prepare(key: int, examples: Sequence[Any]) -> Future[str | None]:
     Raises:
         UnknownKeyError: the key is not registered in this process.
         InputError: a wrong number or type of examples.
+        Unsupported: a size of an example depends on data, so it has no value yet.
     """
     registration = REGISTRY.find(key)
     return registration.runner.prepare(registration.arguments(examples))
@@ -190,7 +198,17 @@ class Fusibility:
 
 
 def is_fusible(node: torch.fx.Node) -> Fusibility:
-    """Whether a node of a graph can be part of a kernel; if not, `reason` says why. GraphError if it can never run."""
+    """Whether a node of a graph can be part of a kernel. Nothing is compiled, and sizes and dtypes are not looked at.
+
+    Args:
+        node: a node of a torch.fx graph of calls of ATen or torch. Only calls of functions and methods can be fused.
+
+    Returns:
+        A `Fusibility`, which is true or false; if it is false, its `reason` says why.
+
+    Raises:
+        GraphError: it is no node, or a call that can never run: an unknown method, or a wrong keyword.
+    """
     if not isinstance(node, torch.fx.Node):
         raise GraphError(f"is_fusible was given a {type(node).__name__}: expected a torch.fx.Node of a graph")
     if node.op == "call_module":
@@ -203,22 +221,46 @@ def is_fusible(node: torch.fx.Node) -> Fusibility:
 
 
 def can_fuse_on_cpu() -> bool:
-    """Whether groups of CPU tensors are fused."""
+    """Whether groups of CPU tensors are fused.
+
+    Returns:
+        True if `config.enabled` is set and the backend has what it needs: a C++ compiler or prebuilt kernels. A value
+        given to `override_can_fuse_on_cpu` replaces the backend's answer.
+    """
     return config.enabled and compiler.why_not("cpu") is None
 
 
 def can_fuse_on_gpu() -> bool:
-    """Whether groups of CUDA tensors are fused."""
+    """Whether groups of CUDA tensors are fused.
+
+    Returns:
+        True if `config.enabled` is set and the backend has what it needs, such as Triton and a driver. A value
+        given to `override_can_fuse_on_gpu` replaces the backend's answer.
+    """
     return config.enabled and compiler.why_not("cuda") is None
 
 
 def override_can_fuse_on_cpu(value: bool | None) -> None:
-    """Fuse on the CPU or not, from the next call on, whatever was found out; None goes back to that."""
+    """Fuse on the CPU or not, from the next call on, whatever was found out.
+
+    Args:
+        value: True fuses, False runs all groups of CPU tensors on ATen, None goes back to the backend's answer.
+
+    Raises:
+        ConfigError: the value is neither a bool nor None.
+    """
     _override("cpu", value)
 
 
 def override_can_fuse_on_gpu(value: bool | None) -> None:
-    """Fuse on CUDA devices or not, from the next call on, whatever was found out; None goes back to that."""
+    """Fuse on CUDA devices or not, from the next call on, whatever was found out.
+
+    Args:
+        value: True fuses, False runs all groups of CUDA tensors on ATen, None goes back to the backend's answer.
+
+    Raises:
+        ConfigError: the value is neither a bool nor None.
+    """
     _override("cuda", value)
 
 
@@ -242,7 +284,8 @@ def register_fusion_backend(
 
     Args:
         device_type: torch's name of the device, such as "cpu".
-        backend: a `fuser.compiler.FusionBackend`, which makes code of scheduled loops; None takes it away.
+        backend: a `fuser.compiler.FusionBackend`, which makes code of scheduled loops; None takes it away, and a device
+            of the package's own gets its own backend back.
         target: of a device from outside, the `fuser.targets.Target` that lowering and scheduler read.
         runtime: of a device from outside, the `fuser.runtime.foreign.Runtime` that allocates, loads and launches.
 
@@ -254,23 +297,65 @@ def register_fusion_backend(
 
 
 def has_fusion_backend(device_type: str) -> bool:
-    """Whether there is a backend for `device_type`."""
+    """Whether there is a backend for a device type. It may still be unable to fuse: `can_fuse_on_cpu` asks that.
+
+    Args:
+        device_type: torch's name of the device without an index, such as "cpu" or "cuda".
+
+    Returns:
+        True for the package's own backends and for those from `register_fusion_backend`.
+
+    Raises:
+        BackendError: the device type is no string.
+    """
+    if not isinstance(device_type, str):
+        raise BackendError(f"{device_type!r} is no device type: expected one such as 'cpu' or 'cuda'")
     return compiler.find_backend(device_type) is not None
 
 
 def num_compiled_kernels() -> int:
-    """How many kernels this process has compiled or taken from the disk."""
+    """How many kernels this process has compiled or taken from the disk.
+
+    Returns:
+        The number since the process began; kernels of fusions that left are counted, too.
+    """
     return REGISTRY.compiled.value
 
 
 # -- debug -------------------------------------------------------------------------------------------------------------
 def debug_launch_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
-    """Register `graph` and run it once."""
+    """Register a graph and run it once, as `register_fusion` and `run_fusion` do. It stays registered.
+
+    Args:
+        graph: a torch.fx Graph or GraphModule, as for `register_fusion`.
+        inputs: one value for each placeholder of the graph, in order. A single tensor may stand alone.
+
+    Returns:
+        The results as a list, with eager's dtypes, sizes and strides, on the inputs' device.
+
+    Raises:
+        GraphError: it is no graph, or one that can never run.
+        InputError: a wrong number of inputs, or one that is neither tensor nor number where that is expected.
+        Exception: whatever eager raises for these inputs.
+    """
     return run_fusion(register_fusion(graph), inputs)
 
 
 def debug_get_fused_kernel_code(graph: Graph, inputs: Sequence[Any]) -> str:
-    """The source of the kernel that `graph` would get for these inputs. Unsupported says why it would get none."""
+    """The source of the kernel that a graph would get for some inputs. Neither a compiler nor a run is needed.
+
+    Args:
+        graph: a torch.fx Graph or GraphModule, as for `register_fusion`.
+        inputs: one value for each placeholder of the graph, in order. A single tensor may stand alone.
+
+    Returns:
+        C++ for inputs on the CPU, Python with Triton for inputs on a CUDA device.
+
+    Raises:
+        GraphError: it is no graph, or one that can never run.
+        InputError: a wrong number of inputs, or one that is neither tensor nor number where that is expected.
+        Unsupported: there would be no kernel; the message says why.
+    """
     registration = register(REGISTRY, graph)
     args = registration.arguments(inputs)
     spec = registration.spec

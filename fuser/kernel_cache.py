@@ -306,7 +306,9 @@ class Registration:
     handle: Callable[..., Any]
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments of the specification for a call with `inputs`. InputError if they are wrong."""
+        """All arguments of the specification for a call with `inputs`, or with one. InputError if they are wrong."""
+        if not isinstance(inputs, (list, tuple)):
+            inputs = [inputs]
         takes: Flattened | None = getattr(self.handle, "takes", None)
         given = inputs if takes is None else takes(inputs, {})
         return self.runner.complete((*self.bound, *given))

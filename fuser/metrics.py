@@ -92,15 +92,23 @@ METRICS: tuple[Metric, ...] = (
 
 
 def stats() -> dict[str, Any]:
-    """What happened in this process so far, by the names in docs/metrics.md; "fallbacks" holds calls by reason.
+    """What happened in this process so far.
 
     Groups that were unregistered and that nobody holds any more are not in "hits", "misses" and "fallbacks".
+
+    Returns:
+        Numbers by the names in docs/metrics.md; "fallbacks" is a dict of calls by reason. Sizes are bytes, times
+        seconds.
     """
     return {m.name: m.read() for m in METRICS}
 
 
 def prometheus() -> str:
-    """The same as text in Prometheus' exposition format, with the prefix `fuser_`."""
+    """The numbers of `stats` for Prometheus.
+
+    Returns:
+        Text in Prometheus' exposition format. Names have the prefix `fuser_`, and counters the ending `_total`.
+    """
     lines = []
     for m in METRICS:
         name = f"fuser_{m.name}{'_total' if m.kind == 'counter' else ''}"

@@ -25,12 +25,26 @@ def compile(
     key: bytes | str | None = None,
     options: dict[str, Any] | None = None,
 ) -> str:
-    """Write `exported` with kernels to the file `path`, for `load`. The path.
+    """Write an exported program with its kernels to a file, for `load`.
 
     There are kernels for the sizes of its example inputs, for those sizes where one dynamic dim is another number or 1,
-    and for the sizes of `examples`, pairs of positional and keyword arguments. All other sizes that the export allows
-    run by ATen. `key` signs the file; without it, the environment's `FUSER_AOT_KEY` does, if set. `options` are
-    settings of `fuser.config`. AotError says what a file cannot hold.
+    and for the sizes of `examples`. All other sizes that the export allows run by ATen.
+
+    Args:
+        exported: what `torch.export.export` returned.
+        path: the file to write, whole or not at all.
+        examples: further inputs to compile for, as pairs of positional and keyword arguments, `(args, kwargs)`.
+        key: signs the file. None takes the environment's `FUSER_AOT_KEY`; without that the file is not signed.
+        options: settings of `fuser.config` for this compilation, by name.
+
+    Returns:
+        The path.
+
+    Raises:
+        AotError: `exported` is no exported program, a file cannot hold it, or the file cannot be written.
+        ConfigError: an unknown setting, or a value that it cannot take.
+        InputError: one of `examples` is no such pair or has another form than the program's inputs, or a wrong key.
+        Exception: whatever eager raises for the program's example inputs.
     """
     compiling = importlib.import_module("fuser.aot.compiling")
     return str(compiling.compile_program(exported, path, examples, key, options or {}))

@@ -21,7 +21,7 @@ from fuser.aot.sizes import Sizes, guards_of
 from fuser.canonical import Ref, portable
 from fuser.canonical.structure import Flattened, is_tuple_of_leaves
 from fuser.cuda import driver
-from fuser.errors import AotError, FuserError, GraphError
+from fuser.errors import AotError, ConfigError, FuserError, GraphError, InputError
 from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.program import Listing
 from fuser.kernel_cache import REGISTRY
@@ -43,6 +43,9 @@ def compile_program(
         missing = compiler.why_not(device) if device in tensors.DEVICES else f"files hold no programs of {device}"
         if missing is not None:
             raise AotError(f"kernels cannot be compiled here: {missing}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"options={options!r}: expected a dict of settings, such as {{'numerics': 'eager'}}")
+    _check_examples(examples)
     settings = {name: config.check(name, value) for name, value in options.items()}
     # Kernels are kept whatever a race on this machine says of them; nobody waits for them later.
     with config.override(**{"compile_mode": "wait", "slowest": 0.0, "verify": 0, **settings}), torch.no_grad():
@@ -57,6 +60,16 @@ def compile_program(
     except (OSError, archive.ArchiveError) as e:
         raise AotError(f"{os.fspath(path)} cannot be written: {e}") from None
     return os.fspath(path)
+
+
+def _check_examples(examples: Any) -> None:
+    """InputError unless all are pairs of positional and keyword arguments."""
+    if not isinstance(examples, (list, tuple)):
+        raise InputError(f"examples is a {type(examples).__name__}: expected a list of pairs (args, kwargs)")
+    for n, example in enumerate(examples):
+        pair = example if isinstance(example, (list, tuple)) and len(example) == 2 else (None, None)
+        if not isinstance(pair[0], (list, tuple)) or not isinstance(pair[1], dict):
+            raise InputError(f"examples[{n}] is no pair (args, kwargs): expected one of a tuple and a dict")
 
 
 class _Program:

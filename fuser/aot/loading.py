@@ -37,9 +37,21 @@ def key_bytes(key: bytes | str | None) -> bytes | None:
 def load(path: str | os.PathLike[str], *, key: bytes | str | None = None) -> LoadedProgram:
     """The program in a file that `fuser.aot.compile` wrote; call it like the exported module.
 
-    The file holds code and is trusted like code. With a `key`, or the environment's FUSER_AOT_KEY, only files that were
-    signed with it are taken. Without one, files that another user owns or may write are refused; damage is found
-    either way. AotError says what is wrong, and the cure. OSError if there is no such file.
+    The file holds code and is trusted like code.
+
+    Args:
+        path: the file.
+        key: only files that were signed with it are taken. None takes the environment's `FUSER_AOT_KEY`. Without any
+            key, files that another user owns or may write are refused. Damage is found either way.
+
+    Returns:
+        A `LoadedProgram`. Its results need no gradient, and its calls raise InputError for sizes that the export does
+        not allow.
+
+    Raises:
+        AotError: the file is refused, damaged, or of another machine or version; the message has the cure.
+        InputError: the key is neither bytes nor a string.
+        OSError: there is no such file, or it cannot be read.
     """
     path, secret = os.fspath(path), key_bytes(key)
     try:

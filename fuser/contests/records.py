@@ -42,7 +42,11 @@ _made: dict[str, Choice] = {}  # by name, in this process
 
 
 def choices() -> tuple[Choice, ...]:
-    """What was decided by contests: those of this process, and those that it took from the disk."""
+    """What was decided by contests, such as which of two forms of a group is faster on this machine.
+
+    Returns:
+        A `Choice` for each decision of this process, and for each that it took from the disk.
+    """
     return tuple(_made.values())
 
 

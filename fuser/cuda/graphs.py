@@ -267,7 +267,11 @@ _all: weakref.WeakSet[Recorded] = weakref.WeakSet()
 
 
 def recorded() -> tuple[Recorded, ...]:
-    """The callables under CUDA graphs that are alive; as text each says how often it was replayed, and why not."""
+    """The callables under CUDA graphs that are alive.
+
+    Returns:
+        A `Recorded` for each; as text it says how often it was replayed, and why not.
+    """
     return tuple(_all)
 
 

@@ -20,14 +20,22 @@ _SHAPES = ((3, 130), (200, 3), (2, 515), (4, 1))  # rows of several registers an
 
 
 def check_op(name: str, device: str = "cpu") -> None:
-    """Run a kernel of the op `name` for each of its dtypes on 1000 samples of its domain; compare with `OpRow.eval`.
+    """Run a kernel of an op for each of its dtypes on 1000 samples of its domain, and compare with `OpRow.eval`.
 
-    Floats may differ by the row's `ulps`. VerifyError names the first dtype, arguments and result that are wrong, or
-    the dtype for which there is no kernel, with the reason.
+    Floats may differ by the row's `ulps`; all other dtypes must be equal.
+
+    Args:
+        name: the name of a row of `fuser.ops.OPS`, such as one that `register_op` added.
+        device: the device on which the kernels run, such as "cpu" or "cuda".
+
+    Raises:
+        ConfigError: there is no op of the name, or no device of that name in this torch.
+        VerifyError: the first dtype, arguments and result that are wrong, or the dtype without a kernel and the reason.
     """
-    row = OPS.get(name)
+    row = OPS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ConfigError(f"there is no op {name!r}: expected a row of fuser.ops.OPS")
+    _check_device(device)
     with _operator(row) as operator:
         graph = torch.fx.Graph()
         node = graph.call_function(operator, tuple(graph.placeholder(f"a{n}") for n in range(row.arity)))
@@ -39,15 +47,32 @@ def check_op(name: str, device: str = "cpu") -> None:
 def check_reduction(
     name: str, device: str = "cpu", domain: tuple[float, float] = (-4.0, 4.0), rtol: float | None = None
 ) -> None:
-    """Run kernels of the reduction `name` along rows, columns and both, for each dtype; compare with its `eval`.
+    """Run kernels of a reduction along rows, columns and both, for each dtype, and compare with its `eval`.
 
-    Values are drawn from `domain`; floats are compared with `eval` of float64 values within `rtol`, relative to the
-    result or 1.0, or torch's own limit for the dtype. VerifyError names the first dtype, shape and dims that are wrong,
-    or the dtype for which there is no kernel, with the reason.
+    Floats are compared with `eval` of the values in float64.
+
+    Args:
+        name: the name of a row of `fuser.ops.REDUCTIONS`, such as one that `register_reduction` added. Rows of
+            positions (`index`) and contractions cannot be checked.
+        device: the device on which the kernels run, such as "cpu" or "cuda".
+        domain: the lowest and highest value that is drawn.
+        rtol: the largest error allowed, relative to the result or 1.0, whichever is larger. None is torch's own limit
+            for the dtype.
+
+    Raises:
+        ConfigError: there is no such reduction or device, or `domain` or `rtol` are no numbers.
+        VerifyError: the first dtype, shape and dims that are wrong, or the dtype without a kernel and the reason.
     """
-    row = REDUCTIONS.get(name)
+    row = REDUCTIONS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ConfigError(f"there is no reduction {name!r}: expected a row of fuser.ops.REDUCTIONS")
+    if row.index or row.contracts:
+        raise ConfigError(f"reduction {name!r}: positions and contractions cannot be checked, expected one of values")
+    _check_device(device)
+    if not (isinstance(domain, (tuple, list)) and len(domain) == 2 and all(map(_is_number, domain))):
+        raise ConfigError(f"domain={domain!r}: expected the lowest and the highest value, such as (-4.0, 4.0)")
+    if rtol is not None and not _is_number(rtol):
+        raise ConfigError(f"rtol={rtol!r}: expected a relative error such as 1e-5, or None")
     generator, (low, high) = torch.Generator().manual_seed(0), domain
     with _reducing(row) as operator:
         for dtype in row.dtypes:
@@ -55,6 +80,18 @@ def check_reduction(
                 drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
                 for dims in ((1,), (0,), (0, 1)):
                     _check_reduction(row, operator, drawn.to(dtype), dims, device, rtol)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as e:  # the last for CUDA in a torch that has none
+        why = str(e).splitlines()[0]
+        raise ConfigError(f"device={device!r} cannot be used: {why}; expected one such as 'cpu'") from None
 
 
 def _check_reduction(

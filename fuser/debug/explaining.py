@@ -66,7 +66,20 @@ def _kernel_lines(spec: KernelSpec) -> list[str]:
 
 
 def dump(key: int, folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """Write the fusion's graph, fallback, explanation, IR and kernels' sources into `folder`; the paths written."""
+    """Write a fusion's graph, fallback, explanation, IR and kernels' sources into a folder.
+
+    Args:
+        key: what `register_fusion` returned.
+        folder: where to write; made if there is none. Files of the same names are replaced.
+
+    Returns:
+        The paths written: graph.txt, fallback.py, explain.txt, an IR for each class of arguments, a source for each
+        kernel.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        OSError: the folder cannot be made or written.
+    """
     spec = REGISTRY.find(key).spec
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,12 +28,17 @@ settings: Any = config  # its attributes are made from a table
 def require_fused(max_kernels: int | None = None) -> Iterator[None]:
     """What is compiled and called in this block is fused, up to calls of libraries: products, convolutions, attention.
 
-    A graph with another operator on ATen is a NotFusedError when it is compiled, a call of a group that runs on ATen
-    when it is made, a graph break or more than `max_kernels` kernels of all graphs compiled here at the end of the
-    block. The error names operators, lines and reasons. Functions compiled before are checked by their calls alone.
+    A graph with another operator on ATen is a NotFusedError when it is compiled, and a group that runs on ATen when it
+    is called. A graph break is one at the end of the block; so are more than `max_kernels` kernels of all graphs
+    compiled here. The error names operators, lines and reasons. Functions compiled before are checked by their calls
+    alone.
 
     Args:
         max_kernels: the most loop nests of all graphs compiled in the block; None allows any number.
+
+    Returns:
+        A context manager without a value, for a `with` statement. The errors are raised inside the block and at its
+        end.
 
     Raises:
         NotFusedError: an AssertionError; see above.

@@ -37,7 +37,18 @@ class KernelGuards:
 
 
 def guards(key: int) -> tuple[KernelGuards, ...]:
-    """What each kernel of the fusion `key` needs of its inputs, bound ones first. UnknownKeyError if there is none."""
+    """What each kernel of a fusion needs of its inputs.
+
+    Args:
+        key: what `register_fusion` returned.
+
+    Returns:
+        A `KernelGuards` for each kernel compiled so far: a line for each input, bound ones first, and relations between
+        sizes. Sizes and strides are in elements.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+    """
     kernels = REGISTRY.find(key).spec.store.kernels
     return tuple(guards_of(k.name, k.program) for k in kernels if isinstance(k.program, LaunchProgram))
 

@@ -60,7 +60,18 @@ def explain_model(function: Function, /, *args: Any, **kwargs: Any) -> Explanati
 
 
 def explain(key: int | None = None) -> Any:
-    """What became of the fusion `key`, as text; without a key, of all that this process compiled: an `Explanation`."""
+    """What became of a fusion, or of all that this process compiled.
+
+    Args:
+        key: what `register_fusion` returned; None explains the whole process.
+
+    Returns:
+        The text on one fusion: graph, classes of arguments, kernels, and calls on ATen with their reasons. Without a
+        key, an `Explanation`, with sizes in bytes and times in seconds.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+    """
     if key is not None:
         return explain_key(key)
     records = compilations()

@@ -19,11 +19,21 @@ from fuser.scheduler.printer import print_plan
 
 
 def to_fx(key: int, class_number: int = 0) -> fx.GraphModule:
-    """The IR of the fusion `key` as a module: the same arguments, bound ones first, and the same results on the CPU.
+    """The IR of a fusion as a module. Nothing in it is fused.
 
-    A fusion has an IR for each class of arguments that it was called with; `class_number` counts them in the order of
-    arrival. The module runs for every size of the class. Nothing in it is fused. UnknownKeyError if there is no such
-    fusion, GraphError if it has no such class or its IR writes into an input.
+    A fusion has an IR for each class of arguments that it was called with. The module runs for every size of the class.
+
+    Args:
+        key: what `register_fusion` returned.
+        class_number: the number of the class, from 0, in the order of arrival.
+
+    Returns:
+        A module with the fusion's arguments, bound ones first, and the same results on the CPU.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        GraphError: the fusion has no such class, or its IR writes into an input.
+        Unsupported: the class was not lowered; the message says why.
     """
     spec, entry = entry_of(key, class_number)
     lowered, _ = lowered_of(spec, entry.example)
@@ -62,11 +72,27 @@ def lowered_to_fx(lowered: Lowered, single: bool) -> fx.GraphModule:
 
 
 def loop_to_fx(key: int, buffer: str, number: int = 0, class_number: int = 0) -> fx.GraphModule:
-    """The body of loop `number` of `buffer`, a name in the printed IR, as a module; see `fuser.ir.fx.body_to_fx`."""
+    """The body of one loop of a fusion's IR as a module; see `fuser.ir.fx.body_to_fx`.
+
+    Args:
+        key: what `register_fusion` returned.
+        buffer: a buffer's name in the printed IR, such as "buf0"; `trace(key).ir` is that text.
+        number: the number of the loop among those of the buffer, from 0.
+        class_number: the number of the class of arguments, from 0, in the order of arrival.
+
+    Returns:
+        A module of the loop variables `i0 …`, then of sizes, numbers and buffers by their names. Its result is the
+        value of the body there.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        GraphError: the fusion has no such class, buffer or loop.
+        Unsupported: the class was not lowered; the message says why.
+    """
     spec, entry = entry_of(key, class_number)
     lowered, _ = lowered_of(spec, entry.example)
     for b in lowered.ctx.buffers:
-        if b.name == buffer and number < len(b.loops):
+        if b.name == buffer and number in range(len(b.loops)):
             return body_to_fx(b.loops[number].body, len(b.loops[number].domain))
     names = ", ".join(f"{b.name} ({len(b.loops)})" for b in lowered.ctx.buffers)
     raise GraphError(f"fusion {key} has no loop {number} of {buffer!r}: expected a buffer with its loops, of {names}")
@@ -90,10 +116,18 @@ class Trace:
 
 
 def trace(key: int, class_number: int = 0) -> Trace:
-    """Every stage on the way from the graph of the fusion `key` to its kernels, for one class of arguments.
+    """Every stage on the way from a fusion's graph to its kernels, for one class of arguments.
 
-    UnknownKeyError if there is no such fusion, GraphError if it has no such class. A class that was not lowered has
-    the reason in place of its IR.
+    Args:
+        key: what `register_fusion` returned.
+        class_number: the number of the class, from 0, in the order of arrival.
+
+    Returns:
+        A `Trace`, which prints as text. A class that was not lowered has the reason in place of its IR.
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        GraphError: the fusion has no such class.
     """
     return trace_of(key, *entry_of(key, class_number))
 

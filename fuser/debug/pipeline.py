@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuser import config
+from fuser.errors import InputError
 from fuser.passes.registry import disabled_names, numbered
 from fuser.passes.runner import is_enabled
 
@@ -20,17 +21,35 @@ class PassTable(tuple[tuple[int, str, str, bool, str], ...]):
 
 
 def passes() -> PassTable:
-    """All passes in the order in which they run."""
+    """All passes in the order in which they run, those of users included.
+
+    Returns:
+        A `PassTable`: rows of number, stage, name, whether it runs under the settings in force, and one line on it.
+
+    Raises:
+        ConfigError: `config.disable_passes` names a pass that there is not.
+    """
     disabled = disabled_names()
     return PassTable((p.number, p.stage, p.item.name, is_enabled(p, disabled), p.item.doc) for p in numbered())
 
 
 def bisect_passes(is_right: Callable[[], bool]) -> str | None:
-    """The name of the pass with which `is_right()` turns False; None if it is True with all of them.
+    """The pass that breaks a result, found by compiling with the first passes only.
 
-    `is_right` compiles and judges anew at each call; dynamo's caches are emptied before. ValueError if it is False
-    without any pass: the fault is elsewhere.
+    Args:
+        is_right: a function without arguments that compiles and judges anew at each call. Dynamo's caches are emptied
+            before.
+
+    Returns:
+        The name of the pass with which `is_right()` turns False; None if it is True with all of them.
+
+    Raises:
+        InputError: `is_right` cannot be called.
+        ValueError: it is False without any pass: the fault is elsewhere.
+        Exception: whatever `is_right` raises.
     """
+    if not callable(is_right):
+        raise InputError(f"bisect_passes was given a {type(is_right).__name__}: expected a function without arguments")
 
     def holds(limit: int) -> bool:
         import torch._dynamo

@@ -36,7 +36,7 @@ def entry_of(key: int, number: int = 0) -> tuple[KernelSpec, KernelEntry]:
     """
     spec = REGISTRY.find(key).spec
     entries = [e for e in spec.store.entries if e.example]
-    if number >= len(entries):
+    if number not in range(len(entries)):
         raise GraphError(
             f"fusion {key} was compiled for {len(entries)} classes of arguments, and class {number} was asked for: "
             "call it with such arguments first"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import field
 
+from fuser.errors import InputError
 from fuser.frontends.records import CompiledGraph, compilations, last_compilation
 from fuser.kernel_cache import REGISTRY, KernelSpec
 from fuser.lazy_dataclasses import dataclass
@@ -44,7 +45,21 @@ def _by_count(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def report(keys: Iterable[int] | None = None, *, last: bool = False) -> Report:
-    """The numbers of the whole process, of the fusions `keys`, or of the graph that `torch.compile` compiled last."""
+    """What was fused, in numbers: of the whole process, of some fusions, or of the graph that was compiled last.
+
+    Args:
+        keys: what `register_fusion` returned, for the numbers of these fusions alone.
+        last: take only the graph that `torch.compile` compiled last. `keys` goes before it.
+
+    Returns:
+        A `Report`: groups, kernels, operators, calls on ATen by reason, and seconds of compiling.
+
+    Raises:
+        UnknownKeyError: one of the keys is not registered in this process.
+        InputError: `keys` is no list of keys.
+    """
+    if keys is not None and not isinstance(keys, Iterable):
+        raise InputError(f"report was given a {type(keys).__name__}: expected keys, such as [key]")
     if keys is not None:
         return _sum([(r.spec, 1) for r in REGISTRY.registrations(keys)], ())
     if last:

@@ -10,10 +10,21 @@ from fuser.reproduce import write_reproducer
 
 
 def repro(key: int, inputs: Sequence[Any], folder: str) -> str:
-    """Write a script into `folder` that runs the fusion `key` on `inputs`, by kernel and by ATen, and compares.
+    """Write a script that runs a fusion on some inputs, by kernel and by ATen, and compares.
 
-    Returns the script's path; its inputs lie beside it. InputError for wrong inputs, TypeError if the graph holds
-    objects no script can name.
+    Args:
+        key: what `register_fusion` returned.
+        inputs: one value for each placeholder of the graph, in order. A single tensor may stand alone.
+        folder: where to write; made if there is none.
+
+    Returns:
+        The script's path. Its inputs are stored beside it, in a file of the same name with the ending ".pt".
+
+    Raises:
+        UnknownKeyError: the key is not registered in this process.
+        InputError: wrong inputs.
+        TypeError: the graph holds Python objects that no script can name.
+        OSError: the folder cannot be made or written.
     """
     registration = REGISTRY.find(key)
     args = registration.arguments(inputs)

@@ -13,7 +13,16 @@ from fuser.frontends.script_special import Specialised
 def graph_for(fused: Any, *inputs: Any) -> str:
     """The graph of what `fuse_script` returned, its groups and the nodes outside of them, as text.
 
-    With inputs it is called first, so that the kernels of that call are told, too. InputError for anything else.
+    Args:
+        fused: what `fuse_script` returned.
+        *inputs: positional arguments of a call that is made first, so that the kernels of that call are told, too.
+
+    Returns:
+        The TorchScript graph, each group with its kernels, and each node that is not fused with its reason.
+
+    Raises:
+        InputError: `fused` is not from `fuse_script`.
+        Exception: whatever the call raises.
     """
     if not isinstance(getattr(fused, "fusion", None), Fused):
         raise InputError(f"graph_for was given a {type(fused).__name__}: expected what fuser.fuse_script returns")

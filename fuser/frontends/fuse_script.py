@@ -31,11 +31,25 @@ _NEEDED = (
 def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) -> Script:
     """A copy of a scripted or traced function or module that runs in fused groups, inside branches and loops too.
 
-    It has the script's signature, attributes and hooks; a module's parameters share the original's memory.
-    Saved, it is the original. What is not fused runs as before, and `fuser.debug.graph_for(fused)` says why. Kernels
-    are compiled at the first call, or now for `example_inputs`. InputError for what is not TorchScript; Unsupported
-    where this torch has no TorchScript.
+    What is not fused runs as before, and `fuser.debug.graph_for(fused)` says why.
+
+    Args:
+        script: what `torch.jit.script` or `torch.jit.trace` returned, a function or a module with `forward`.
+        example_inputs: positional arguments of one call, for which kernels are compiled now, by a call on copies of
+            everything. None compiles at the first call.
+
+    Returns:
+        A function or module with the script's signature, attributes and hooks. A module's parameters share the
+        original's memory. Saved, it is the original.
+
+    Raises:
+        InputError: `script` is not TorchScript or has no `forward`, or `example_inputs` is no list or tuple.
+        Unsupported: this torch has no TorchScript.
+        Exception: whatever the call on `example_inputs` raises.
     """
+    if example_inputs is not None and not isinstance(example_inputs, (list, tuple)):
+        given = type(example_inputs).__name__
+        raise InputError(f"example_inputs is a {given}: expected a list or tuple of the inputs of one call")
     missing = [f"torch._C.{n}" for n in _NEEDED if not hasattr(_C, n)]
     missing += [f"torch.jit.{n}" for n in ("RecursiveScriptModule", "_recursive") if not hasattr(_jit, n)]
     if missing:

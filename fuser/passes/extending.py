@@ -43,16 +43,24 @@ def _operator_name(operator: Any) -> str:
 def register_lowering(
     operator: Any, function: Callable[..., Any], *, view: bool = False, decisive: tuple[int, ...] | None = None
 ) -> None:
-    """Have `function(ctx, *args, **kwargs)` lower an operator, with arguments as in the operator's schema.
+    """Have a function lower an operator. The operator needs a fake implementation in torch, for sizes and dtypes.
 
-    It gives the result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot. The operator
-    needs a fake implementation in torch, from which sizes and dtypes are taken. `view`: the result shares its first
-    argument's memory. `decisive`: the numbers of arguments whose last bits decide the result, () for all.
-    ConfigError if the operator has a lowering, or for what is none.
+    Args:
+        operator: an operator, overload or custom op of torch, or its name, such as "mylib.name".
+        function: called as `function(ctx, *args, **kwargs)`, with arguments as in the operator's schema. It returns the
+            result's `TensorBox`, or a tuple of them, and raises `errors.Unsupported` where it cannot.
+        view: whether the result shares its first argument's memory.
+        decisive: the numbers of arguments whose last bits decide the result, () for all; None if none do.
+
+    Raises:
+        ConfigError: the operator has a lowering or is none, `function` cannot be called, or `decisive` is no
+            tuple of numbers.
     """
     name = _operator_name(operator)
     if not callable(function):
         raise ConfigError(f"the lowering of {name} is a {type(function).__name__}: expected a function")
+    if decisive is not None and not (isinstance(decisive, tuple) and all(type(n) is int for n in decisive)):
+        raise ConfigError(f"the lowering of {name} has decisive={decisive!r}: expected arguments' numbers, as in (0,)")
     with lock:
         if registry.find(name) is not None:
             raise ConfigError(f"{name} has a lowering: unregister_lowering takes away one that was registered")
@@ -79,10 +87,16 @@ def _is_noted(name: str) -> bool:
 
 
 def register_decomposition(operator: Any, function: Callable[..., Any]) -> None:
-    """Have AOTAutograd replace an overload, such as `torch.ops.mylib.name.default`, by what `function` calls.
+    """Have AOTAutograd replace an overload by what a function calls.
 
-    `function` takes the operator's arguments and computes the result by other operators of torch. In training it is
-    taken apart after autograd, so the operator needs a derivative of its own. ConfigError for what is no overload.
+    In training it is taken apart after autograd, so the operator needs a derivative of its own.
+
+    Args:
+        operator: an overload, such as `torch.ops.mylib.name.default`, or a custom op.
+        function: takes the operator's arguments, and computes the result by other operators of torch.
+
+    Raises:
+        ConfigError: `operator` is no overload, or `function` cannot be called.
     """
     found = getattr(operator, "_opoverload", operator)
     if not isinstance(found, torch._ops.OpOverload) or not callable(function):
@@ -103,18 +117,31 @@ def unregister_decomposition(operator: Any) -> None:
 def register_op(row: OpRow, operator: Any = None) -> None:
     """Add a row to the table of loop-level operations, which lowerings then call as `ops.call(name, …)`.
 
-    `row` is a `fuser.ops.OpRow`: what torch computes, the C++ and Triton expressions, traits, and the domain from which
-    `check_op` draws. With `operator`, that operator of torch is lowered to the op, element by element. ConfigError if
-    the name is taken, or if a cell cannot be filled in.
+    Args:
+        row: a `fuser.ops.OpRow`: what torch computes, the C++ and Triton expressions, traits, and the domain from which
+            `check_op` draws.
+        operator: an operator of torch, or its name, that is lowered to the op, element by element. None lowers none.
+
+    Raises:
+        ConfigError: the name is taken or no identifier, a cell cannot be filled in, or `operator` is none or has a
+            lowering. The table is then as before.
+        Unsupported: the row has no C++ cell for one of its dtypes.
     """
     if not isinstance(row, OpRow):
         raise ConfigError(f"register_op was given a {type(row).__name__}: expected a fuser.ops.OpRow")
-    if not row.name.isidentifier() or keyword.iskeyword(row.name) or row.name in _TAKEN:
+    if not is_identifier(row.name) or row.name in _TAKEN:
         raise ConfigError(f"op {row.name!r}: expected a name that is an identifier, and no kind of row")
+    if type(row.arity) is not int:
+        raise ConfigError(f"op {row.name!r} has arity={row.arity!r}: expected its number of arguments")
     arguments = [f"a{n}" for n in range(row.arity)]
     places = ", ".join(f"{{{n}}}" for n in range(row.arity))
     add_row("op", OPS, row, lambda dtype: cpp_cell(row.name, dtype, *arguments), places)
     lower_to_row("op", OPS, row.name, operator, lower_to_op(row.name))
+
+
+def is_identifier(name: Any) -> bool:
+    """Whether a row may have this name."""
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def add_row(
@@ -125,6 +152,10 @@ def add_row(
     ConfigError if the name is taken, for a dtype that no table has, or if `fill` finds in the C++ cell other places
     than `places`; the table is then as before.
     """
+    if not callable(row.eval):
+        raise ConfigError(f"{kind} {row.name!r} has eval={row.eval!r}: expected a function of tensors")
+    if not isinstance(row.dtypes, (tuple, list)):
+        raise ConfigError(f"{kind} {row.name!r} has dtypes={row.dtypes!r}: expected a tuple of dtypes")
     with lock:
         if row.name in table:
             raise ConfigError(f"{kind} {row.name!r} is in the table: choose another name, or unregister it first")
@@ -132,7 +163,7 @@ def add_row(
         try:
             for dtype in row.dtypes:
                 _fill_in(kind, row.name, dtype, fill, places)
-        except (ConfigError, Unsupported):
+        except BaseException:
             del table[row.name]
             raise
         extensions.note(f"{kind} {row.name}", *(getattr(row, name) for name in row.__dataclass_fields__))
@@ -143,7 +174,9 @@ def _fill_in(kind: str, name: str, dtype: torch.dtype, fill: Callable[[torch.dty
         raise ConfigError(f"{kind} {name!r} is said to take {dtype}: expected some of {', '.join(map(str, ALL))}")
     try:
         fill(dtype)
-    except (KeyError, IndexError, ValueError) as e:
+    except Unsupported:
+        raise
+    except Exception as e:  # the cell may be a function of the user's
         raise ConfigError(
             f"{kind} {name!r}: its C++ cell cannot be filled in ({type(e).__name__}: {e}); places are {places}, "
             "{T}, {U}, {I}, {D} and {f}"
@@ -209,7 +242,7 @@ def sample_arguments(row: OpRow, dtype: torch.dtype, count: int = 1000) -> Seque
 
 
 __all__ = [
-    "add_row", "lower_to_op", "lower_to_row", "register_decomposition", "register_lowering", "register_op",
-    "register_pass", "remove_row", "sample_arguments", "unregister_decomposition", "unregister_lowering",
-    "unregister_op",
+    "add_row", "is_identifier", "lower_to_op", "lower_to_row", "register_decomposition", "register_lowering",
+    "register_op", "register_pass", "remove_row", "sample_arguments", "unregister_decomposition",
+    "unregister_lowering", "unregister_op",
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import keyword
 from typing import Any
 
 from fuser.errors import ConfigError
@@ -11,20 +10,26 @@ from fuser.ir.nodes import TensorBox
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.reductions import Dims, reduce_to_result
 from fuser.ops import REDUCTIONS, ReductionRow, cpp_combine
-from fuser.passes.extending import add_row, lower_to_row, remove_row
+from fuser.passes.extending import add_row, is_identifier, lower_to_row, remove_row
 
 
 def register_reduction(row: ReductionRow, operator: Any = None) -> None:
     """Add a row to the table of reductions, which lowerings then name as the kind of `reduce_to_result`.
 
-    `row` is a `fuser.ops.ReductionRow`: what torch computes, the identity, and how two accumulators become one, in C++
-    and Triton. With `operator`, an operator of torch with the arguments `(x, dim, keepdim=False)`, or the first of
-    them, is lowered to the reduction; `dim` is an int, a list of ints, or None for all. ConfigError if the name is
-    taken, if a cell cannot be filled in, or for a row of positions (`index`).
+    Args:
+        row: a `fuser.ops.ReductionRow`: what torch computes, the identity, and how two accumulators become one, in C++
+            and Triton. Rows of positions (`index`) and contractions cannot be added.
+        operator: an operator of torch, or its name, that is lowered to the reduction; None lowers none. Its arguments
+            are `(x, dim, keepdim=False)`, or the first of them; `dim` is an int, a list of ints, or None for all.
+
+    Raises:
+        ConfigError: the name is taken or no identifier, a cell cannot be filled in, the row is of positions, or
+            `operator` is none or has a lowering. The table is then as before.
+        Unsupported: the row has no C++ cell for one of its dtypes.
     """
     if not isinstance(row, ReductionRow):
         raise ConfigError(f"register_reduction was given a {type(row).__name__}: expected a fuser.ops.ReductionRow")
-    if not row.name.isidentifier() or keyword.iskeyword(row.name):
+    if not is_identifier(row.name):
         raise ConfigError(f"reduction {row.name!r}: expected a name that is an identifier")
     if row.index or row.contracts:
         raise ConfigError(f"reduction {row.name!r}: positions and contractions cannot be registered from outside")

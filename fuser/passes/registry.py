@@ -97,9 +97,20 @@ def register(
 ) -> None:
     """Add a pass to a stage: before or after a pass of that stage, else at its end.
 
-    `function` rewrites a graph module in place or returns another. ConfigError for an unknown stage or neighbour, a
-    name that is taken, or what is no function.
+    Args:
+        stage: "pre_grad", "joint_graph" or "post_grad"; docs/passes.md says what graphs look like there.
+        name: what messages and `config.disable_passes` call the pass; no commas.
+        function: rewrites a graph module in place, or returns another.
+        before: the pass of the stage before which it runs.
+        after: the pass of the stage after which it runs; not both.
+        line: one line on what it does, for `fuser.debug.passes`. If it is empty, the first line of the function's
+            docstring is taken.
+
+    Raises:
+        ConfigError: an unknown stage or neighbour, a name that is taken or no name, or no function.
     """
+    if not isinstance(name, str) or not name.strip() or "," in name:
+        raise ConfigError(f"pass {name!r}: expected a name without commas, as config.disable_passes lists them")
     if not callable(function):
         raise ConfigError(f"pass {name!r} is a {type(function).__name__}: expected a function of a graph module")
     with _lock:
@@ -127,16 +138,44 @@ def register_pattern(
 ) -> None:
     """Add a pass that replaces what `pattern` computes by what `replacement` computes.
 
-    Both are functions of the same inputs, traced on `example_inputs` into calls as the stage's graphs have them, and
-    matched call by call, constants included.
+    Both are functions of the same inputs, traced when the pass first runs, and matched call by call, constants
+    included.
+
+    Args:
+        stage: "pre_grad", "joint_graph" or "post_grad".
+        name: what messages and `config.disable_passes` call the pass; no commas.
+        pattern: a function of tensors, whose calls are searched for.
+        replacement: a function of the same tensors, whose calls take their place.
+        example_inputs: tensors on which both are traced into ATen calls, as the stage's graphs have them. The stage
+            "pre_grad" traces without them.
+        before: the pass of the stage before which it runs.
+        after: the pass of the stage after which it runs; not both.
+
+    Raises:
+        ConfigError: an unknown stage or neighbour, a name that is taken or no name, no functions, or inputs that are no
+            list or tuple.
     """
+    for what, given in (("pattern", pattern), ("replacement", replacement)):
+        if not callable(given):
+            raise ConfigError(f"the {what} of pass {name!r} is a {type(given).__name__}: expected a function")
+    if not isinstance(example_inputs, (list, tuple)):
+        raise ConfigError(
+            f"the example inputs of pass {name!r} are a {type(example_inputs).__name__}: expected a list of tensors"
+        )
     function = compile_pattern(stage, pattern, replacement, example_inputs)
-    said = getattr(replacement, "__name__", "replacement")
-    register(stage, name, function, before=before, after=after, line=f"{pattern.__name__} becomes {said}")
+    sought, made = getattr(pattern, "__name__", "pattern"), getattr(replacement, "__name__", "replacement")
+    register(stage, name, function, before=before, after=after, line=f"{sought} becomes {made}")
 
 
 def unregister(name: str) -> None:
-    """Take away a pass that a user registered; ConfigError for any other name."""
+    """Take away a pass that a user registered.
+
+    Args:
+        name: the name under which it was registered.
+
+    Raises:
+        ConfigError: no pass of that name was registered; `config.disable_passes` switches off the package's own.
+    """
     with _lock:
         for stage, found in _passes.items():
             if any(p.name == name and not p.built_in for p in found):
@@ -146,7 +185,7 @@ def unregister(name: str) -> None:
 
 
 def _of_stage(stage: str) -> tuple[Pass, ...]:
-    if stage not in _passes:
+    if not isinstance(stage, str) or stage not in _passes:
         raise ConfigError(f"unknown stage {stage!r}: expected one of {', '.join(_passes)}")
     return _passes[stage]
 

@@ -19,6 +19,7 @@ import re
 import stat
 from collections.abc import Mapping
 
+from fuser.errors import InputError
 from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import files
 
@@ -60,6 +61,11 @@ def digest(data: Data) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
+def _check_key(key: bytes | None) -> None:
+    if key is not None and not isinstance(key, (bytes, bytearray)):
+        raise InputError(f"the key of an archive is a {type(key).__name__}: expected bytes")
+
+
 def _padding(size: int) -> int:
     return -size % ALIGNMENT
 
@@ -76,6 +82,7 @@ def _check_names(names: list[str]) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 def header(members: Mapping[str, Data], key: bytes | None = None) -> bytes:
     """All that stands before the members of an archive. ArchiveError for a name that no member may have."""
+    _check_key(key)
     _check_names(list(members))
     rows = [f"{memoryview(data).nbytes} {digest(data)} {name}\n" for name, data in sorted(members.items())]
     index = "".join(rows).encode()
@@ -111,6 +118,7 @@ class Archive:
     """
 
     def __init__(self, path: os.PathLike[str] | str, key: bytes | None = None) -> None:
+        _check_key(key)
         self.path = os.fspath(path)
         self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fuser
 from fuser import aot
-from fuser.errors import AotError, InputError
+from fuser.errors import AotError, ConfigError, InputError
 from fuser.runtime import archive, products, warm
 
 KEY = b"between writer and reader"
@@ -233,6 +233,15 @@ def test_what_a_file_cannot_hold_is_said(tmp_path, model):
         aot.compile(exported, tmp_path / "no" / "folder")
     with pytest.raises(OSError):
         aot.load(tmp_path / "nothing")
+
+
+def test_examples_and_options_of_another_form_are_refused(tmp_path):
+    exported = export(torch.nn.ReLU(), (torch.ones(3),))
+    for examples in (3, [3], [(torch.ones(3),)], [((torch.ones(3),), None)], [(torch.ones(3), {})]):
+        with pytest.raises(InputError, match=r"pairs? \(args, kwargs\)"):
+            aot.compile(exported, tmp_path / "x", examples=examples)
+    with pytest.raises(ConfigError, match=r"options=\[1\]: expected a dict of settings"):
+        aot.compile(exported, tmp_path / "x", options=[1])
 
 
 def test_large_products_of_fixed_sizes(tmp_path):

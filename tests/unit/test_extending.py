@@ -86,6 +86,12 @@ def test_an_op_that_is_wrong_is_named_with_its_arguments():
         (dataclasses.replace(ROW, name="a b"), "an identifier"),
         (dataclasses.replace(ROW, cpp="({0} + {1})"), r"cannot be filled in .* places are \{0\}"),
         (dataclasses.replace(ROW, dtypes=(torch.complex64,)), "is said to take torch.complex64"),
+        (dataclasses.replace(ROW, dtypes=torch.float32), "dtypes=torch.float32: expected a tuple of dtypes"),
+        (dataclasses.replace(ROW, name=3), "op 3: expected a name that is an identifier"),
+        (dataclasses.replace(ROW, arity="one"), "arity='one': expected its number of arguments"),
+        (dataclasses.replace(ROW, eval=3), "eval=3: expected a function of tensors"),
+        (dataclasses.replace(ROW, cpp=3), "cannot be filled in .AttributeError"),
+        (dataclasses.replace(ROW, cpp=lambda dtype: 1 // 0), "cannot be filled in .ZeroDivisionError"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(row, said):
@@ -94,7 +100,15 @@ def test_rows_that_cannot_be_are_refused(row, said):
     assert "twice" not in OPS
 
 
+def test_a_row_without_a_cell_for_a_dtype_is_refused():
+    with pytest.raises(errors.Unsupported, match="twice has no C.. cell for torch.float32"):
+        fuser.register_op(dataclasses.replace(ROW, cpp=None))
+    assert "twice" not in OPS
+
+
 def test_other_misuse_is_said():
+    with pytest.raises(errors.ConfigError, match=r"decisive=0: expected arguments' numbers, as in \(0,\)"):
+        fuser.register_lowering("examples.other", lambda ctx, x: x, decisive=0)
     with pytest.raises(errors.ConfigError, match="aten.add has a lowering"):
         fuser.register_lowering(torch.ops.aten.add, lambda ctx, x, y: x)
     with pytest.raises(errors.ConfigError, match="is no operator"):
@@ -148,6 +162,8 @@ def test_a_reduction_without_a_triton_function_is_refused_on_a_gpu():
         (dataclasses.replace(FOLD, index=True), "positions"),
         (dataclasses.replace(FOLD, combine="{2}"), r"cannot be filled in .* places are \{0\}"),
         (dataclasses.replace(FOLD, dtypes=(torch.complex64,)), "is said to take torch.complex64"),
+        (dataclasses.replace(FOLD, name=3), "reduction 3: expected a name that is an identifier"),
+        (dataclasses.replace(FOLD, accumulate=3), "cannot be filled in .TypeError"),
     ],
 )
 def test_reductions_that_cannot_be_are_refused(row, said):

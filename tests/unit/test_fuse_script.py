@@ -225,6 +225,8 @@ def test_fused_again():
 
 
 def test_not_a_script():
+    with pytest.raises(InputError, match="example_inputs is a Tensor: expected a list or tuple of the inputs of one"):
+        fuser.fuse_script(torch.jit.script(nn.ReLU()), example_inputs=torch.ones(2, 3))
     with pytest.raises(InputError, match="not TorchScript"):
         fuser.fuse_script(lambda x: x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 
 import fuser
+import fuser.aot
+import fuser.cache
 import fuser.debug
 import fuser.testing
 from fuser.canonical.keywords import unknown_keyword
-from fuser.errors import ConfigError, FuserError, GraphError
+from fuser.compiler import CpuBackend
+from fuser.errors import BackendError, ConfigError, FuserError, GraphError, InputError
+from fuser.targets import Target
 
 X = torch.rand(4)
 
@@ -44,6 +49,99 @@ def test_one_thing_for_another(name):
     call, said = NOT_SO[name]
     with pytest.raises(FuserError, match=said):
         call()
+
+
+@pytest.fixture(scope="module")
+def key():
+    made = fuser.register_fusion(call_with(torch.relu))
+    fuser.run_fusion(made, [X])
+    fuser.wait()
+    yield made
+    fuser.unregister_fusion(made)
+
+
+NO_KEYS_INPUTS = {
+    "prepare": fuser.prepare,
+    "measure": fuser.debug.measure,
+    "explain_miss": fuser.cache.explain_miss,
+    "repro": lambda key, inputs: fuser.debug.repro(key, inputs, "never made"),
+    "debug_get_fused_kernel_code": lambda _, inputs: fuser.debug_get_fused_kernel_code(call_with(torch.relu), inputs),
+}
+
+
+@pytest.mark.parametrize("name", NO_KEYS_INPUTS)
+@pytest.mark.parametrize("given", [None, "x"])
+def test_inputs_that_are_none(name, given, key):
+    with pytest.raises(InputError, match=f"input 0 .x. of fusion .* is of type {type(given).__name__}: expected a ten"):
+        NO_KEYS_INPUTS[name](key, given)
+
+
+def test_a_single_tensor_stands_alone(key):
+    """Its rows are not the inputs."""
+    rows = torch.rand(1, 4)
+    assert fuser.cache.explain_miss(key, rows) == fuser.cache.explain_miss(key, [rows])
+    code = [fuser.debug_get_fused_kernel_code(call_with(torch.relu), given) for given in (rows, [rows])]
+    assert code[0] == code[1]
+
+
+OF_A_KEY = {
+    "class -1": (lambda key: fuser.debug.to_fx(key, -1), GraphError, "class -1 was asked for: call it"),
+    "class -5": (lambda key: fuser.debug.trace(key, -5), GraphError, "class -5 was asked for"),
+    "class 'a'": (lambda key: fuser.debug.trace(key, "a"), GraphError, "class a was asked for"),
+    "loop -1": (lambda key: fuser.debug.loop_to_fx(key, "buf0", -1), GraphError, "has no loop -1 of 'buf0'"),
+    "loop 'a'": (lambda key: fuser.debug.loop_to_fx(key, "buf0", "a"), GraphError, "has no loop a of 'buf0'"),
+    "a key for keys": (fuser.debug.report, InputError, r"given a int: expected keys, such as \[key\]"),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_KEY)
+def test_parts_that_a_fusion_lacks(name, key):
+    call, error, said = OF_A_KEY[name]
+    with pytest.raises(error, match=said):
+        call(key)
+
+
+class Nothing:
+    """It has a backend's names alone."""
+
+    name = can_fuse = codegen = compile = None
+
+
+CPU, register = CpuBackend(), fuser.register_fusion_backend
+IN_WORDS = {
+    "device type": (lambda: fuser.has_fusion_backend([3]), BackendError, r"\[3\] is no device type: expected one such"),
+    "device": (lambda: fuser.has_fusion_backend(torch.device("cpu")), BackendError, "is no device type"),
+    "class": (lambda: register("cpu", CpuBackend), BackendError, "CpuBackend is a class: expected an instance"),
+    "names": (lambda: register("cpu", Nothing()), BackendError, "it lacks name, can_fuse, codegen, compile"),
+    "target": (lambda: register("cpu", CPU, 3), BackendError, "needs a fuser.targets.Target"),
+    "target of another": (lambda: register("cpu", CPU, Target("hpu")), BackendError, "needs a fuser.targets.Target"),
+    "runtime": (lambda: register("cpu", CPU, None, 3), BackendError, "int is no runtime for 'cpu'"),
+    "judge": (lambda: fuser.debug.bisect_passes(3), InputError, "was given a int: expected a function"),
+    "one kind": (lambda: fuser.cache.clear("plan"), ValueError, "kinds='plan': expected a list of kinds"),
+    "kinds": (lambda: fuser.cache.clear(3), ValueError, "kinds=3: expected a list of kinds"),
+    "unused": (lambda: fuser.cache.clear(["plan"], "long"), ValueError, "unused='long': expected a number of seconds"),
+    "key to export": (lambda: fuser.cache.export("never made", "key"), InputError, "is a str: expected bytes"),
+    "key to import": (lambda: fuser.cache.import_("none", "key"), InputError, "is a str: expected bytes"),
+    "key of a bundle": (lambda: fuser.cache.differences("none", "key"), InputError, "is a str: expected bytes"),
+    "key of a program": (lambda: fuser.aot.load("none", key=3), InputError, "is a int: expected bytes"),
+    "op": (lambda: fuser.testing.check_op([]), ConfigError, r"there is no op \[\]: expected"),
+    "device of an op": (lambda: fuser.testing.check_op("relu", "nosuch"), ConfigError, "device='nosuch' cannot be"),
+    "reduction": (lambda: fuser.testing.check_reduction([]), ConfigError, r"there is no reduction \[\]"),
+    "positions": (lambda: fuser.testing.check_reduction("argmax"), ConfigError, "positions and contractions cannot be"),
+    "domain": (lambda: fuser.testing.check_reduction("sum", domain=3), ConfigError, "domain=3: expected the lowest"),
+    "rtol": (lambda: fuser.testing.check_reduction("sum", rtol="a"), ConfigError, "rtol='a': expected a relative"),
+}
+
+
+@pytest.mark.parametrize("name", IN_WORDS)
+def test_misuse_is_said_in_the_packages_words(name):
+    call, error, said = IN_WORDS[name]
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_a_file_of_the_cache_may_be_a_path():
+    assert fuser.cache.kind_of(pathlib.PurePosixPath("cpu", "0" * 32 + ".so")) == "library"
 
 
 def test_names_that_the_package_lacks():

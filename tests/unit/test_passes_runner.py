@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 import warnings
@@ -195,6 +196,26 @@ def test_failing_pass_before_autograd_is_left_out():
 def test_what_is_no_function_is_no_pass():
     with pytest.raises(ConfigError, match="pass 'five' is a int: expected a function of a graph module"):
         fuser.passes.register("post_grad", "five", 5)
+
+
+@pytest.mark.parametrize("name", [3, "", " ", "one,two"])
+def test_names_that_no_setting_could_list_are_refused(name):
+    with pytest.raises(ConfigError, match="expected a name without commas"):
+        fuser.passes.register("post_grad", name, swap)
+
+
+def test_other_misuse_of_passes_and_patterns_is_said():
+    register = fuser.passes.register_pattern
+    with pytest.raises(ConfigError, match=r"unknown stage \[\]"):
+        fuser.passes.register([], "other", swap)
+    with pytest.raises(ConfigError, match="the pattern of pass 'odd' is a int: expected a function"):
+        register("post_grad", "odd", 3, torch.relu, [X])
+    with pytest.raises(ConfigError, match="the replacement of pass 'odd' is a int: expected a function"):
+        register("post_grad", "odd", torch.relu, 3, [X])
+    with pytest.raises(ConfigError, match="the example inputs of pass 'odd' are a Tensor: expected a list of tensors"):
+        register("post_grad", "odd", torch.relu, torch.sigmoid, X)
+    register("post_grad", "odd", functools.partial(torch.add, 1), torch.relu, [X])  # it has no name
+    assert "pattern becomes relu" in str(debug.passes())
 
 
 def test_a_broken_graph_is_told_in_a_line():
