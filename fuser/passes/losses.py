@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import config
+from fuser.passes.hints import is_contiguous
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -73,6 +74,8 @@ def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     result = write(aten.sub.Tensor, above, write(aten.log.default, total))
     own = node.meta["val"].dtype
     rounded = result if own is F32 else write(aten._to_copy.default, result, dtype=own)
+    if not is_contiguous(rounded.meta["val"]):  # which eager's result is, whatever `x` is
+        rounded = write(aten.clone.default, rounded, memory_format=torch.contiguous_format)
     for again in dict.fromkeys((above, result, rounded)):
         again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
     return result, rounded

@@ -84,6 +84,6 @@ def addmm_to_add(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(node):
             product = module.graph.call_function(aten.mm.default, (left, right))
         product.meta = dict(node.meta)
-        put_for(node, aten.add.Tensor, (matrix, product))
+        put_for(node, aten.add.Tensor, (product, matrix))  # the sum is laid out like the first: like eager's result
         changed += 1
     return changed
