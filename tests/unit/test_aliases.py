@@ -314,3 +314,24 @@ def test_results_that_are_apart_in_eager_are_apart(copy):
         a, b, c = handle(torch.ones(3, 4))
         assert torch.equal(a, b) and b.data_ptr() != a.data_ptr() == c.data_ptr()
     assert handle.hits == 2
+
+
+@pytest.mark.parametrize("form", ["turned", "expanded", "sliced", "whole"])
+@pytest.mark.parametrize("name", ["ravel", "flatten", "contiguous", "reshape", "double"])
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_returned_twice_is_one_tensor(name, form, view):
+    """Also where it is a copy of a view, which each result could be by itself."""
+    x = {"turned": torch.randn(6, 5).t(), "expanded": torch.randn(1).expand(40), "sliced": torch.randn(6, 5)[::2],
+         "whole": torch.randn(6, 5)}[form]  # fmt: skip
+
+    def function(x):
+        y = getattr(x, name)(*[-1] * (name == "reshape"))
+        return (y, y, y.unsqueeze(0)) if view else (y, y)
+
+    def shared(results):
+        return [[a.data_ptr() == b.data_ptr() for b in (*results, x)] for a in results]
+
+    handle = fusion_handle(register_fusion(torch.fx.symbolic_trace(function)))
+    want, got = function(x), handle(x)
+    assert shared(got) == shared(want)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
