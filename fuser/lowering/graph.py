@@ -372,10 +372,10 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
     memories = Counter(_memory(m) for m in {id(m): m for m in metas}.values() if isinstance(m, torch.Tensor))
     placed = _Placed(state, dict(inputs), dict(ctx.writes), plain, memories)
     out: list[tuple[str, Any]] = []
-    known: dict[int, tuple[str, Any]] = {}  # one tensor that is returned twice is no two copies
+    placed_at: dict[int, tuple[str, Any]] = {}  # one tensor that is returned twice is no two copies
     for o in graph.outputs:
         try:
-            found = known.get(o.index) if isinstance(o, Ref) else None
+            found = placed_at.get(o.index) if isinstance(o, Ref) else None
             found = _place(placed, o) if found is None else found
         except Unsupported as e:
             if refused is None or not isinstance(o, Ref):
@@ -384,7 +384,7 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
             continue
         out.append(found)
         if isinstance(o, Ref):
-            known[o.index] = found
+            placed_at[o.index] = found
     return out
 
 

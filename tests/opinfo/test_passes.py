@@ -54,7 +54,7 @@ def run(sample, result=None):
     return results
 
 
-def test_passes_keep_strides(monkeypatch):
+def test_passes_keep_strides(registry, monkeypatch):
     def no_code(self, *args):
         raise Unsupported(because("backend", "graphs alone are looked at"))
 
