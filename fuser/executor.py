@@ -24,6 +24,8 @@ from fuser.canonical import REQUIRED, Registered, canonicalize, portable, skelet
 from fuser.errors import GraphError, InputError, NotFusedError, NotPrebuilt, Unsupported, is_defect
 from fuser.kernel_cache import (
     REGISTRY,
+    Bound,
+    Caller,
     FusedKernel,
     Identity,
     KernelSpec,
@@ -58,9 +60,13 @@ def may_repeat(spec: KernelSpec) -> bool:
 
 # -- registration ------------------------------------------------------------------------------------------------------
 def register(
-    registry: Registry, graph: torch.fx.Graph | torch.fx.GraphModule, functional: bool = False, in_place: bool = False
+    registry: Registry,
+    graph: torch.fx.Graph | torch.fx.GraphModule,
+    functional: bool = False,
+    in_place: bool = False,
+    by_name: bool = False,
 ) -> Registration:
-    """The registration of a graph; see `interface.register_fusion`."""
+    """The registration of a graph; see `interface.register_fusion`. `by_name`: inputs may be given by their names."""
     settings = config.key()
 
     def identity_of(registered: Registered) -> Identity:
@@ -78,7 +84,7 @@ def register(
         runner = Executor(compiler.compile_upfront(registered, key, settings), registry)
         return runner, runner.make_handle()
 
-    return registry.register(identity, registered, make_runner)
+    return registry.register(identity, registered, make_runner, by_name)
 
 
 def restored(
@@ -103,11 +109,11 @@ def restored(
     try:
         torch.set_default_dtype(dtype)
         with config.override(**{k: v for k, v in named.items() if k in known}):
-            made = register(REGISTRY, graph, functional, in_place).handle
+            made = register(REGISTRY, graph, functional, in_place, by_name=True).handle
     finally:
         torch.set_default_dtype(before)
     compiled_calls.allow(made)
-    return functools.partial(made, *bound) if bound else made
+    return Bound(made, *bound) if bound else made
 
 
 # -- one specification's calls -----------------------------------------------------------------------------------------
@@ -289,20 +295,24 @@ class Executor:
         made = register(self.registry, graph, functional=self.spec.graph.functional)
         return made.key, made.handle
 
-    def in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def in_order(
+        self, args: tuple[Any, ...], named: dict[str, Any], caller: Caller | None = None
+    ) -> tuple[Any, ...]:  # fmt: skip
         """All arguments in the order of inputs. InputError for a keyword that is no input, or is given already."""
         r = self.spec.registered
+        key, names = caller or (self.spec.key, r.inputs)
         given = len(args) - len(r.bound)
-        wrong = [name for name in named if name not in r.inputs[max(given, 0) :]]
+        wrong = [name for name in named if name not in names[max(given, 0) :]]
         if wrong:
-            why = "is given already" if wrong[0] in r.inputs else f"is none of its inputs ({', '.join(r.inputs)})"
-            raise InputError(f"fusion {self.spec.key} was called with the keyword {wrong[0]!r}, which {why}")
-        left = zip(r.inputs[given:], r.defaults[given:], strict=True)
-        return self.complete((*args, *(named.get(name, default) for name, default in left)))
+            why = "is given already" if wrong[0] in names else f"is none of its inputs ({', '.join(names)})"
+            raise InputError(f"fusion {key} was called with the keyword {wrong[0]!r}, which {why}")
+        left = zip(names[given:], r.defaults[given:], strict=True)
+        return self.complete((*args, *(named.get(name, default) for name, default in left)), caller)
 
-    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def complete(self, args: tuple[Any, ...], caller: Caller | None = None) -> tuple[Any, ...]:
         """`args` with the defaults of those left out. InputError if there are too many, too few, or of a wrong type."""
         r = self.spec.registered
+        key, names = caller or (self.spec.key, r.inputs)
         n_bound = len(r.bound)
         given = len(args) - n_bound
         if given < len(r.inputs):
@@ -311,12 +321,12 @@ class Executor:
             required = sum(d is REQUIRED for d in r.defaults)
             wanted = f"{required}" if required == len(r.inputs) else f"{required} to {len(r.inputs)}"
             raise InputError(
-                f"fusion {self.spec.key} was called with {given} inputs: expected {wanted} ({', '.join(r.inputs)})"
+                f"fusion {key} was called with {given} inputs: expected {wanted} ({', '.join(names)})"
             )
         for i, a in enumerate(args[n_bound:]):
             if not is_acceptable(a) and a is not r.defaults[i]:
                 raise InputError(
-                    f"input {i} ({r.inputs[i]}) of fusion {self.spec.key} is of type {type(a).__name__}: "
+                    f"input {i} ({names[i]}) of fusion {key} is of type {type(a).__name__}: "
                     "expected a tensor or a number"
                 )
         return args

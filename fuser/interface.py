@@ -29,10 +29,11 @@ Graph = torch.fx.Graph | torch.fx.GraphModule
 def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = False) -> int:
     """Register a graph as a fusion group.
 
-    An equal graph gives the same key, which is good until `unregister_fusion` was called as often as this. Tensors that
-    the graph holds itself are bound as they are now. So are constants if the graph differs from an earlier one in
-    nothing else: all further ones share one specification. The settings that change generated code, and torch's default
-    dtype, are those in force now. Nothing is compiled before the first call.
+    An equal graph whose inputs have the same names gives the same key, which is good until `unregister_fusion` was
+    called as often as this. One with other names shares the specification and its kernels. Tensors that the graph holds
+    itself are bound as they are now. So are constants if the graph differs from an earlier one in nothing else: all
+    further ones share one specification. The settings that change generated code, and torch's default dtype, are those
+    in force now. Nothing is compiled before the first call.
 
     Args:
         graph: a torch.fx Graph or GraphModule of calls of ATen or torch. Inputs are tensors of any dtype and size,
@@ -48,7 +49,7 @@ def register_fusion(graph: Graph, *, functional: bool = False, in_place: bool = 
     Raises:
         GraphError: it is no graph, or one that can never run; the message names the node.
     """
-    made = register(REGISTRY, graph, functional, in_place)
+    made = register(REGISTRY, graph, functional, in_place, by_name=True)
     REGISTRY.hold(made)
     return made.key
 
@@ -71,7 +72,7 @@ def unregister_fusion(key: int) -> None:
 def register_handle(
     graph: Graph, *, functional: bool = False, in_place: bool = False
 ) -> tuple[int, Callable[..., Any]]:  # fmt: skip
-    """The key and handle of `graph`, which is registered for as long as the handle is held; see `register_fusion`."""
+    """The key and handle of `graph`, registered for as long as that is held. It takes inputs by their positions."""
     made = register(REGISTRY, graph, functional, in_place)
     return made.key, made.handle
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cachetools
 import torch
@@ -23,7 +23,7 @@ import torch
 from fuser import config, forks, logs, progress
 from fuser.canonical import CanonicalGraph, Flattened, Registered
 from fuser.canonical.spelling import spelling_of
-from fuser.errors import CompileError, FuserError, UnknownKeyError, is_defect, is_refusal
+from fuser.errors import CompileError, FuserError, InputError, UnknownKeyError, is_defect, is_refusal
 from fuser.fallback import Fallback
 from fuser.kernel_spec import ArgSpec, LaunchProgram
 from fuser.lazy_dataclasses import dataclass
@@ -268,11 +268,19 @@ class KernelSpec:
         return f"KernelSpec({self.key}, {len(self.graph.calls)} ops, {len(self.store.kernels)} kernels)"
 
 
+class Caller(NamedTuple):
+    """Who calls a specification: a key, and the names of its inputs, which another of its keys may name otherwise."""
+
+    key: int
+    inputs: tuple[str, ...]
+
+
 class Runner(Protocol):
     """What runs a specification: `slow` for calls that no kernel takes, `prepare` to compile ahead.
 
     `handle` is the way in. It holds the runner, and the runner does not hold it. `complete` adds the defaults of inputs
-    left out and refuses wrong ones; `in_order` puts those given by keyword in their places before that.
+    left out and refuses wrong ones; `in_order` puts those given by keyword in their places before that. Both speak of
+    `caller`; without one, of the key that was registered first.
     `gradients` runs calls whose arguments require gradients; None for ATen.
     """
 
@@ -286,9 +294,11 @@ class Runner(Protocol):
 
     def reduce(self, own: Registered | None = None, bound: tuple[Any, ...] = ()) -> tuple[Any, ...]: ...
 
-    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
+    def complete(self, args: tuple[Any, ...], caller: Caller | None = None) -> tuple[Any, ...]: ...
 
-    def in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]: ...
+    def in_order(
+        self, args: tuple[Any, ...], named: dict[str, Any], caller: Caller | None = None
+    ) -> tuple[Any, ...]: ...  # fmt: skip
 
     def prepare(self, examples: Sequence[Any]) -> Future[str | None]: ...
 
@@ -300,6 +310,7 @@ class Registration:
     """A key's meaning: a specification, what is bound to it, its runner, and the handle that calls take."""
 
     key: int
+    inputs: tuple[str, ...]
     spec: KernelSpec
     bound: tuple[Any, ...]
     runner: Runner
@@ -311,7 +322,7 @@ class Registration:
             inputs = [inputs]
         takes: Flattened | None = getattr(self.handle, "takes", None)
         given = inputs if takes is None else takes(inputs, {})
-        return self.runner.complete((*self.bound, *given))
+        return self.runner.complete((*self.bound, *given), Caller(self.key, self.inputs))
 
 
 Identity = tuple[str, tuple[Any, ...], tuple[int, ...]]
@@ -325,6 +336,32 @@ _GONE = 4096  # keys that are gone and still known as such
 _FORMS = 16384  # graphs without some constants that are known to have come
 
 
+class _Way:
+    """A handle around another one, `inside`. It counts what that counts."""
+
+    inside: Any
+
+    @property
+    def hits(self) -> int:
+        return int(self.inside.hits)
+
+    @property
+    def misses(self) -> int:
+        return int(self.inside.misses)
+
+    @property
+    def kernel_count(self) -> int:
+        return int(self.inside.kernel_count)
+
+
+class Bound(_Way, functools.partial):  # type: ignore[type-arg]
+    """A handle whose first inputs are bound. A partial is native code, too."""
+
+    @property
+    def inside(self) -> Any:
+        return self.func
+
+
 def _around(
     handle: Callable[..., Any], takes: Flattened | None, container: Callable[[Any], Any] | None
 ) -> Callable[..., Any]:  # fmt: skip
@@ -332,7 +369,7 @@ def _around(
     return handle if takes is None and container is None else _Around(handle, takes, container)
 
 
-class _Around:
+class _Around(_Way):
     """See `_around`."""
 
     def __init__(
@@ -346,44 +383,57 @@ class _Around:
         return results if container is None else container(results)
 
 
-class _Respelled:
-    """The handle of a graph whose calls are written in other words than those of the specification that it shares.
+class _InOwnWords(_Way):
+    """The handle of a graph whose inputs or calls have other names than those of the specification that it shares.
 
-    Numbers go to its own calls: words mean the same for tensors alone (see `canonical/spelling.py`).
+    Keywords and messages have the names of its own inputs. If its calls are written in other words, `own` runs numbers:
+    such words mean the same for tensors alone (see `canonical/spelling.py`).
     """
 
     def __init__(
-        self, handle: Callable[..., Any], runner: Runner, bound: tuple[Any, ...], own: Fallback
+        self, handle: Callable[..., Any], runner: Runner, registered: Registered, key: int, own: Fallback | None
     ) -> None:  # fmt: skip
-        self.inside, self._runner, self._bound, self._own = handle, runner, bound, own
+        self.inside, self._runner, self._registered, self._own = handle, runner, registered, own
+        self._caller = Caller(key, registered.inputs)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        for a in args:
-            if type(a) in _NUMBERS:
-                return self._on_aten(args, named)
-        if named and any(type(a) in _NUMBERS for a in named.values()):
-            return self._on_aten(args, named)
-        return self.inside(*args, **named)
+        bound = self._registered.bound
+        if named:
+            args = self._runner.in_order((*bound, *args), named, self._caller)[len(bound) :]
+        if self._own is not None:
+            for a in args:
+                if type(a) in _NUMBERS:
+                    self._runner.spec.store.note_fallback(_NUMBER_IN_OTHER_WORDS)
+                    return self._own(*self._runner.complete((*bound, *args), self._caller))
+        try:
+            return self.inside(*args)
+        except InputError as said:
+            wrong = self._wrong((*bound, *args)) or said
+        raise wrong
 
-    def _on_aten(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._runner.spec.store.note_fallback(_NUMBER_IN_OTHER_WORDS)
-        return self._own(*self._runner.in_order((*self._bound, *args), named))
+    def _wrong(self, args: tuple[Any, ...]) -> InputError | None:
+        """What is wrong with arguments, in the names of this handle's inputs."""
+        try:
+            self._runner.complete(args, self._caller)
+        except InputError as said:
+            return said
+        return None
 
     def __reduce__(self) -> Any:
-        return self._runner.reduce(self._own.registered, self._bound)
+        return self._runner.reduce(self._registered, self._registered.bound)
 
-    def __copy__(self) -> _Respelled:
+    def __copy__(self) -> _InOwnWords:
         return self
 
-    def __deepcopy__(self, memo: Any) -> _Respelled:
+    def __deepcopy__(self, memo: Any) -> _InOwnWords:
         return self
 
 
 def _bound(handle: Callable[..., Any]) -> tuple[Any, ...]:
     """What is bound in a handle that `Registry.register` made."""
-    while hasattr(handle, "inside"):
+    while isinstance(handle, _Way) and not isinstance(handle, Bound):
         handle = handle.inside
-    return handle.args if isinstance(handle, functools.partial) else ()
+    return handle.args if isinstance(handle, Bound) else ()
 
 
 @dataclass(eq=False)
@@ -394,6 +444,7 @@ class _Entry:
     """
 
     key: int
+    inputs: tuple[str, ...]
     full: Full
     offset: int | None
     handle: weakref.ref[Callable[..., Any]]
@@ -442,23 +493,29 @@ class Registry:
             return bool(self._forms.setdefault(digest, identity) == identity)
 
     def register(
-        self, identity: Identity, registered: Registered, make_runner: Callable[[int], tuple[Runner, Any]]
+        self,
+        identity: Identity,
+        registered: Registered,
+        make_runner: Callable[[int], tuple[Runner, Any]],
+        by_name: bool = False,
     ) -> Registration:
         """The registration of a graph that computes what `identity` does; it is the caller's to hold.
 
-        `make_runner(key)` makes the runner and the handle of its specification if that is new.
+        `make_runner(key)` makes the runner and the handle of its specification if that is new. `by_name`: its handle
+        takes inputs by the names of its own graph, too.
         """
         bound, spelling = registered.bound, spelling_of(registered)
         tensors_by_id = (id(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in bound)
         around = registered.takes, registered.container
-        full = identity, (*tensors_by_id, *around, spelling)
+        names = registered.inputs if by_name else ()
+        full = identity, (*tensors_by_id, *around, spelling, names)
         with self._lock:
             self._sweep()
             entry = self._by_full.get(full)
             known = _registration(entry) if entry is not None else None
             if known is not None:
                 return known
-            key, offset = self._free_key((identity, spelling), bool(bound or any(around) or any(identity[2])))
+            key, offset = self._free_key((identity, spelling, names), bool(bound or any(around) or any(identity[2])))
             way_in = self._spec_of(identity)
             if way_in is None:
                 made_runner, way_in = make_runner(key)
@@ -468,12 +525,13 @@ class Registry:
             found = self._specs[identity][1]
             runner = found()
             assert runner is not None  # its way in holds it
-            # A partial is native code too; what is bound comes first among the inputs.
-            handle = functools.partial(way_in, *bound) if bound else way_in
-            if spelling != spelling_of(runner.spec.registered):
-                handle = _Respelled(handle, runner, bound, Fallback(registered))
+            handle = Bound(way_in, *bound) if bound else way_in  # what is bound comes first among the inputs
+            respelled = spelling != spelling_of(runner.spec.registered)
+            if respelled or names and names != runner.spec.registered.inputs:
+                own = Fallback(registered) if respelled else None
+                handle = _InOwnWords(handle, runner, registered, key, own)
             handle = _around(handle, *around)
-            entry = _Entry(key, full, offset, weakref.ref(handle), found)
+            entry = _Entry(key, registered.inputs, full, offset, weakref.ref(handle), found)
             entry.handle = weakref.ref(handle, functools.partial(_append, self._leaving, entry))
             self._by_full[full] = self._by_key[key] = entry
             made = _registration(entry)
@@ -485,14 +543,14 @@ class Registry:
         known = self._specs.get(identity)
         return known[0]() if known is not None else None
 
-    def _free_key(self, spelled: tuple[Identity, str], is_bound: bool) -> tuple[int, int | None]:
+    def _free_key(self, spelled: tuple[Identity, str, tuple[str, ...]], is_bound: bool) -> tuple[int, int | None]:
         """A key that no other registration has or had, and its distance from the first choice.
 
         It is made of a hash, so that it is the same in every process that registers in the same order. A registration
         without objects of this process is its hash: when it comes again it gets its key again.
         """
-        (content, settings, _), spelling = spelled
-        text = repr((content, settings, spelling, is_bound))
+        (content, settings, _), spelling, names = spelled
+        text = repr((content, settings, spelling, names, is_bound))
         first = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
         offset = self._floor if is_bound else 0
         while first + offset in self._by_key:
@@ -581,7 +639,7 @@ def _registration(entry: _Entry) -> Registration | None:
     handle, runner = entry.handle(), entry.runner()
     if handle is None or runner is None:
         return None
-    return Registration(entry.key, runner.spec, _bound(handle), runner, handle)
+    return Registration(entry.key, entry.inputs, runner.spec, _bound(handle), runner, handle)
 
 
 REGISTRY = Registry()

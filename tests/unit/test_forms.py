@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import math
 import operator
 import pickle
@@ -18,6 +19,7 @@ from fuser import interface
 from fuser.errors import InputError
 
 pytestmark = [
+    pytest.mark.usefixtures("registry"),  # kernels are counted
     pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
@@ -157,6 +159,67 @@ def test_forms_that_differ_are_different_fusions():
     assert sum(len(s.store.kernels) for s in {interface.kernel_spec(k) for k in keys}) <= 2
 
 
+# -- names -------------------------------------------------------------------------------------------------------------
+def difference(first, second, *given):
+    """A graph that subtracts an input from another; `given` is the order in which they are given."""
+    graph = fx.Graph()
+    inputs = {name: graph.placeholder(name) for name in given}
+    graph.output(graph.call_function(torch.sub, (inputs[first], inputs[second])))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+NAMED = {
+    "x - y": ("x", "y", "x", "y"), "y - x": ("y", "x", "y", "x"), "a - b": ("a", "b", "a", "b"),
+    "x - y, y first": ("x", "y", "y", "x"), "y - x, x first": ("y", "x", "x", "y"),
+}  # fmt: skip
+
+
+def test_equal_graphs_with_other_names():
+    """They share kernels. Each is called by its own names, and messages have them."""
+    graphs = {name: difference(*spec) for name, spec in NAMED.items()}
+    keys = {name: fuser.register_fusion(graph) for name, graph in graphs.items()}
+    assert len({id(interface.kernel_spec(key)) for key in keys.values()}) == 2
+    assert keys["x - y"] == fuser.register_fusion(difference(*NAMED["x - y"]))
+    for name, (first, second, *given) in NAMED.items():
+        handle = fuser.fusion_handle(keys[name])
+        for call in (handle, pickle.loads(pickle.dumps(handle)), copy.copy(handle)):
+            torch.testing.assert_close(call(**{first: X, second: X + 3}), torch.full_like(X, -3))
+            torch.testing.assert_close(call(X, **{given[1]: X + 3}), graphs[name](X, X + 3))
+            assert call(5, **{given[1]: 2}) == graphs[name](5, 2)
+        said = rf"fusion {keys[name]} was called with 1 inputs: expected 2 \({given[0]}, {given[1]}\)"
+        for wrong in (lambda call=handle: call(X), lambda key=keys[name]: fuser.run_fusion(key, [X])):
+            with pytest.raises(InputError, match=said):
+                wrong()
+        with pytest.raises(InputError, match=rf"fusion {keys[name]} .* none of its inputs \({given[0]}, {given[1]}\)"):
+            handle(X, z=X)
+        with pytest.raises(InputError, match=rf"input 1 \({given[1]}\) of fusion {keys[name]} is of type str"):
+            fuser.prepare(keys[name], [X, "x"])
+
+
+class Held(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("held", X + 1)
+
+    def forward(self, x):
+        return torch.tanh(x) * self.held
+
+
+WAYS = {
+    "plain": lambda x: torch.tanh(x), "bound": Held(), "container": lambda x: {"a": torch.tanh(x)},
+    "renamed": lambda other: torch.tanh(other), "respelled": lambda x: x.tanh(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_handle_counts(way):
+    fuser.register_fusion(fx.symbolic_trace(WAYS["plain"]))
+    handle = fuser.fusion_handle(fuser.register_fusion(fx.symbolic_trace(WAYS[way])))
+    for _ in range(3):
+        handle(X)
+    assert handle.kernel_count == 1 and handle.misses == 1 and handle.hits >= 2
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 ON_NUMBERS = {
     "1 - p": lambda p: 1 - p, "p - 1": lambda p: p - 1, "1 / p": lambda p: 1 / p, "3 / p": lambda p: 3 / p,
@@ -188,7 +251,7 @@ def with_number(name):
 
 
 @pytest.mark.parametrize("name", [*ON_NUMBERS, *CALLED])
-def test_arithmetic_on_numbers(registry, name):
+def test_arithmetic_on_numbers(name):
     """Numbers of every value share a kernel, of the whole or of a piece that is given what Python made of them."""
     module = with_number(name)
     key = fuser.register_fusion(module)
