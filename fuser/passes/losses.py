@@ -74,11 +74,12 @@ def _spell_forward(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     result = write(aten.sub.Tensor, above, write(aten.log.default, total))
     own = node.meta["val"].dtype
     rounded = result if own is F32 else write(aten._to_copy.default, result, dtype=own)
+    made = [above, result, rounded]
     if not is_contiguous(rounded.meta["val"]):  # which eager's result is, whatever `x` is
-        rounded = write(aten.clone.default, rounded, memory_format=torch.contiguous_format)
-    for again in dict.fromkeys((above, result, rounded)):
+        made.append(write(aten.clone.default, rounded, memory_format=torch.contiguous_format))
+    for again in made:
         again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-    return result, rounded
+    return result, made[-1]
 
 
 def _spell_gradient(node: fx.Node, logs: fx.Node) -> None:
