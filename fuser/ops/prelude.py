@@ -57,10 +57,15 @@ _MACROS: dict[str, Text] = {
 #endif
 """,
     # NaN if either argument is, as g++ 12 vectorises chains of it: it does not those of `(a > b) | (a != a) ? a : b`.
-    # Where the first is a number, as the limits of clamp are, the comparison alone keeps the NaN of the second.
+    # Where the first is a number, as the limits of clamp are, the comparison alone keeps the NaN of the second. clang
+    # looks for a number through the initialisers of all names behind it, in time exponential in a chain's length.
     "FUSER_EXTREME": """\
+#if defined(__clang__)
+#define FUSER_EXTREME(a, wins, b) (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b))
+#else
 #define FUSER_EXTREME(a, wins, b) (__builtin_constant_p(a) ? ((a) != (a) ? (a) : (a) wins (b) ? (a) : (b)) \\
   : (__builtin_isunordered(a, b) ? (a) + (b) : (a) wins (b) ? (a) : (b)))
+#endif
 """,
     # The same for a first value that does not change in a loop.
     "FUSER_BOUND": """\

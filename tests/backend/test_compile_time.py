@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import fuser
 from fuser.canonical import canonicalize
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
@@ -91,3 +96,22 @@ def test_a_slow_compiler_is_named(monkeypatch):
     monkeypatch.setattr(compilers, "BOUND", 0.0)
     # Whatever else is compiled meanwhile, such as a probe of the compiler, is named too.
     assert sum("k0_pw_mul_d1" in sentence for sentence in compilers.too_slow(before)) == 1
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.clamp_min, torch.fmax, torch.logaddexp])
+def test_chains_are_read_soon_by_every_compiler(function, compiler, tmp_path):
+    """A macro that names its arguments several times may cost a compiler time that is exponential in a chain."""
+    found = shutil.which(compiler)
+    if found is None:
+        pytest.skip(f"needs {compiler}")
+
+    def chain(x, y):
+        for n in range(60):
+            x = function(x, y[n % 8] * 0.5)
+        return x
+
+    text = fuser.debug_get_fused_kernel_code(make_fx(chain)(*(inputs := [torch.rand(64), torch.rand(8, 64)])), inputs)
+    source = tmp_path / "kernel.cpp"
+    source.write_text(text)
+    subprocess.run([found, "-std=c++17", "-w", "-fsyntax-only", "-march=native", source], check=True, timeout=10)
