@@ -16,7 +16,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo told spellings scripts nnsmith vision stress lint types imports bench report-page clean
+.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo told spellings scripts nnsmith vision stress lint types imports pages site bench report-page clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-

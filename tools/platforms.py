@@ -107,7 +107,7 @@ def _said(tests: list[str]) -> str:
     """Which tests: folders by name, files by number."""
     files = [t for t in tests if t.endswith(".py")]
     folders = [f"`{t}`" for t in tests if t not in files]
-    return ", ".join([*folders, *([f"{len(files)} files"] if files else [])]) or "all"
+    return ", ".join([*folders, *([f"{len(files)} file{'s' * (len(files) > 1)}"] if files else [])]) or "all"
 
 
 def readme(text: str, rows: dict[str, dict[str, Any]]) -> str:

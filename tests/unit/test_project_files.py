@@ -54,3 +54,12 @@ def test_the_package_index_has_no_dead_links(monkeypatch):
     assert text == "[a](https://example.org/f/blob/main/docs/a.md#b) and [web](https://pytorch.org)"
     assert made["urls"]("") == {} and made["urls"]("https://example.org/f")["Issues"].endswith("/f/issues")
     assert given["project_urls"] == made["urls"](made["repository"]())
+
+
+def test_every_target_that_is_no_file_is_phony():
+    """A folder of a target's name, as `make site` leaves one, would make the next call do nothing."""
+    text = (ROOT / "Makefile").read_text()
+    phony = {name for line in re.findall(r"^\.PHONY:(.*)$", text, re.M) for name in line.split()}
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.M))
+    assert {"test", "site"} <= targets
+    assert targets - phony == set()
