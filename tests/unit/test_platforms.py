@@ -31,7 +31,7 @@ def test_a_run_without_an_end_keeps_nothing(tmp_path, monkeypatch):
     rows = json.loads(platforms.KEPT.read_text())
     line = platforms.table(rows).splitlines()[-1]
     assert rows["one"]["failed"] == platforms.failures(ENDED)
-    assert "`tests/unit`, 1 files" in line and "1 error, 1 failed, 12 passed, 3 skipped" in line
+    assert "`tests/unit`, 1 file" in line and "1 error, 1 failed, 12 passed, 3 skipped" in line
 
 
 def test_the_readme_has_the_rows():
