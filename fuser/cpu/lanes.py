@@ -1,6 +1,7 @@
 """Pointwise loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
 
-So are loops of elementary functions in float32, whose operations wait for each other.
+So are loops of elementary functions in float32, whose operations wait for each other, and rows of all floats that end
+with a part of a vector.
 
 The instructions are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
@@ -30,6 +31,7 @@ VECTORS, FEWER = 4, 2
 MANY_ROWS = 60
 COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
+SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
@@ -66,9 +68,12 @@ class LaneLoop:
         used |= {facts.dtypes[s.buffer] for s in self.full}
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
-        in_order = self.masked or self.backward or any(n in self.edges for n in self.rows)  # lanes of pairs are not
-        self.pairs = used == {torch.bfloat16} and not in_order
-        self.vectors = VECTORS if len(self.rows) < MANY_ROWS else FEWER
+        self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
+        self.pairs = used == {torch.bfloat16} and not self.in_order  # whose lanes are not
+        lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
+        halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
+        self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
+        self.vectors = (VECTORS if len(self.rows) < MANY_ROWS else FEWER) if self.heavy else 1
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
@@ -77,9 +82,7 @@ class LaneLoop:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
-        halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
-        if not halves and not any(map(self._rounds, self.rows)) and not self._is_costly():
+        if not self.heavy and not self._is_ragged():
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 
@@ -88,6 +91,13 @@ class LaneLoop:
         rows = [self.plan.rows[n] for n in self.rows]
         costly = [r for r in rows if row_cost(r) >= COSTLY]
         return bool(costly) and all(r.traits.inline for r in costly)
+
+    def _is_ragged(self) -> bool:
+        """Whether rows in one piece end with a part of a vector, on a machine that takes it under a mask."""
+        facts = self.facts
+        if not facts.machine.masks or facts.vector is None or self.in_order or facts.constant:
+            return False
+        return facts.vector.hint < SHORT and facts.vector.hint % (facts.machine.vector_bytes // 4) != 0
 
     def _rounds(self, n: int) -> bool:
         row = self.plan.rows[n]

@@ -101,6 +101,7 @@ ARITHMETIC = (
     OpRow(
         "sign", 1, torch.sign, "({T})(({0} > 0) - ({0} < 0))",
         "(({0} > 0).to({T}) - ({0} < 0).to({T}))", NUMBERS, cost=2, jumps=True, steep=True,
+        lanes=in_lanes("fuser_lanes_number({0} < 0.0f) - fuser_lanes_number({0} > 0.0f)"),
     ),
     OpRow(
         "reciprocal", 1, torch.reciprocal, "1 / {0}", by_width("tl.div_rn(1.0, {0})", "(1.0 / {0})"), FLOATS, cost=4,
@@ -166,17 +167,17 @@ FLOAT_BITS = (
     OpRow("isnan", 1, torch.isnan, "{0} != {0}", "({0} != {0})", FLOATS, "bool", lanes=_ALIKE),
     OpRow(
         "isinf", 1, torch.isinf, f"__builtin_fabs{{f}}({{0}}) == {_INF}", "(tl.abs({0}) == float('inf'))",
-        FLOATS, "bool",
+        FLOATS, "bool", lanes=in_lanes("fuser_lanes_abs({0}) == __builtin_inff()"),
     ),
     OpRow(
         "isfinite", 1, torch.isfinite, f"__builtin_fabs{{f}}({{0}}) < {_INF}", "(tl.abs({0}) < float('inf'))",
-        FLOATS, "bool",
+        FLOATS, "bool", lanes=in_lanes("fuser_lanes_abs({0}) < __builtin_inff()"),
     ),
     OpRow(
         "signbit", 1, torch.signbit,
         by("FUSER_BITS({I}, {0}) < 0", "{0} < 0"),
         lambda d: f"({{0}}.to(tl.int{8 * d.itemsize}, bitcast=True) < 0)" if d.is_floating_point else "({0} < 0)",
-        NUMBERS, "bool",
+        NUMBERS, "bool", lanes=in_lanes("(lanes_i){0} < 0"),
     ),
     OpRow(
         "frexp_fraction", 1, lambda x: torch.frexp(x).mantissa, "fuser_frexp_fraction_{D}({0})", None, FLOATS, cost=8,
@@ -197,6 +198,7 @@ FLOAT_BITS = (
     OpRow(
         "heaviside", 2, torch.heaviside, "{0} == 0 ? {1} : ({T})({0} > 0)",
         "tl.where({0} == 0, {1}, ({0} > 0).to({T}))", NUMBERS, cost=3, jumps=True, steep=True,
+        lanes=in_lanes("{0} == 0.0f ? {1} : 0.0f - fuser_lanes_number({0} > 0.0f)"),
     ),
 )  # fmt: skip
 
