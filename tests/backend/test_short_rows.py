@@ -1,4 +1,4 @@
-"""Short rows are computed in explicit vectors, the last under a mask: each op with its values of long rows, to the bit."""
+"""Short rows are computed in explicit vectors, the last under a mask: each op with its values of long rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BEFORE = {
 AFTER = {
     "differences": lambda x: x[:, 1:] - x[:, :-1], "flip": lambda x: x.flip(1) * 2, "roll": lambda x: x.roll(3, 1) + x,
     "reflect": lambda x: F.pad(x[None], (2, 3), mode="reflect") + 1, "pad": lambda x: F.pad(x, (2, 1)) * 2,
-    "mask": lambda x: (x[:, 1:] > x[:, :-1]) & (x[:, :-1] < 0.5), "cat": lambda x: torch.cat((x[:, 2:] * 2, x[:, :2]), 1),
+    "mask": lambda x: (x[:, 1:] > x[:, :-1]) & (x[:, :-1] < 0.5),
+    "cat": lambda x: torch.cat((x[:, 2:] * 2, x[:, :2]), 1),
 }  # fmt: skip
 
 
