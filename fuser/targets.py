@@ -56,6 +56,8 @@ class Target:
     joins: whether plans along rows and along columns are looked at as one.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
       that a write to memory is worth.
+    table_work: operations to be spared, from which what is computed from indices alone (positions, angles) is made once
+      for readers that would compute each element many times.
     product_rows: rows of a product up to which a kernel of the package makes it.
     """
 
@@ -82,6 +84,7 @@ class Target:
     joins: bool = False
     recompute_cost: int = 8
     write_worth: int = 2
+    table_work: int = 0
     product_rows: int = 0
 
     @property

@@ -51,6 +51,7 @@ class Producers:
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
     shared: Collection[str] = ()  # buffers that loops read which no scan can join
+    table_work: int = 0  # operations to spare from which what comes from indices alone lies in memory; 0: it never does
     evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
     def points(self, node: Node) -> int:
@@ -80,15 +81,20 @@ class Producers:
 
 
 def inline_cheap(
-    nodes: list[Node], hint: Callable[[Expr], int], stored: Collection[str] = (), scans_share: bool = False
+    nodes: list[Node],
+    hint: Callable[[Expr], int],
+    stored: Collection[str] = (),
+    scans_share: bool = False,
+    table_work: int = 0,
 ) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
 
     `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
+    `table_work`: as in `Target`.
     """
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
-    producers = Producers(makers, hint, stored, shared)
+    producers = Producers(makers, hint, stored, shared, table_work)
     producers = replace(producers, evaluations=_evaluations(nodes, producers))
     for node in nodes:
         if node.contracts:
@@ -132,7 +138,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     producer = producers.by_buffer.get(load.attr[0])
     if producer is None or producer is reader:
         return False
-    if not producer.reads:
+    if not producer.reads and (reader.ordered is not None or not _is_table(producers, producer, reader)):
         return True
     if not reads_all_checked(producer, load, reader.sizes()):
         return False
@@ -157,6 +163,14 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return False
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
+
+
+def _is_table(producers: Producers, producer: Node, reader: Node) -> bool:
+    """Whether what comes from indices alone is worth memory: each element is dear, and is read many times."""
+    points, cost = producers.points(producer), producer.cost()
+    again = producers.points(reader) - points
+    many = again >= (AGAIN - 1) * points and again * cost >= producers.table_work
+    return producers.table_work > 0 and cost > CHEAP and many
 
 
 def _inwards(reader: Node) -> list[Sym]:

@@ -50,7 +50,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     nodes = make_nodes(ctx, live)
     if ctx.target.unrolls:
         unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint, roots, scans_share=ctx.target.scans_alone)
+    inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work)
     nodes = _live_nodes(nodes, roots)
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}

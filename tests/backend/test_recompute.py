@@ -10,6 +10,7 @@ import fuser
 from fuser.interface import kernel_spec
 from fuser.lowering.graph import lower_graph
 from fuser.scheduler.schedule import schedule
+from tests.backend.fused import fuse
 
 
 def run(fn, *args):
@@ -205,3 +206,27 @@ def test_a_costly_number_for_each_plane_is_computed_once(last):
     channels = lambda x, m: x * torch.erf(m)[:, None, None]  # noqa: E731
     torch.testing.assert_close(run(channels, x, m[0]), channels(x, m[0]))
     assert code(channels, x, m[0]).count('extern "C" void') == 1
+
+
+@pytest.mark.parametrize(("batch", "kernels"), [(2, 1), (64, 2)])
+def test_costly_numbers_of_positions_are_made_once_for_many_readers(batch, kernels, registry):
+    """What comes from indices alone needs no memory, but sines for each row of a batch take longer than reading."""
+
+    def placed(x):
+        at = torch.arange(128)[:, None] * torch.exp(torch.arange(64) * -0.01)
+        return x + torch.sin(at)
+
+    x = torch.randn(batch, 128, 64)
+    handle, spec = fuse(placed, examples=(x,))
+    torch.testing.assert_close(handle(x), placed(x))
+    assert spec.store.kernels[-1].n_kernels == kernels
+
+
+def test_numbers_of_positions_that_cost_little_need_no_memory():
+    def biased(x):
+        return x - 0.5 * (torch.arange(64) - 3)
+
+    x = torch.randn(64, 128, 64)
+    handle, spec = fuse(biased, examples=(x,))
+    torch.testing.assert_close(handle(x), biased(x))
+    assert spec.store.kernels[-1].n_kernels == 1
