@@ -7,7 +7,7 @@ Windows of pools do so with steps: g++ vectorises a load of every second element
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from fuser.cpu.facts import Facts, size
@@ -15,9 +15,9 @@ from fuser.cpu.parts import LONGEST, open_part
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import Expr, expr
+from fuser.ir.sizes import ZERO, Expr, expr
 from fuser.lazy_dataclasses import dataclass
-from fuser.ops import LOGIC
+from fuser.ops import OPS
 
 SHORTEST = 8  # elements of a vector axis that is worth it
 SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
@@ -55,11 +55,7 @@ def find_segments(facts: Facts) -> Segments | None:
     cuts = dict.fromkeys(place for _, place in edges.values())
     rows: list[int] = []
     for n, row in enumerate(facts.plan.rows):
-        if n in edges:
-            rows.append(n)
-        elif not facts.is_full(n):
-            continue
-        elif row.traits.sign in LOGIC and all(a in rows or not facts.is_full(a) for a in row.args):
+        if n in edges or (facts.is_full(n) and _is_constant(facts, row, rows)):
             rows.append(n)
     outside = (n for n in range(len(facts.plan.rows)) if not (facts.is_full(n) or facts.is_lane(n)))
     known = {*rows, *(outside if most > 1 else ())}
@@ -72,6 +68,15 @@ def find_segments(facts: Facts) -> Segments | None:
         {n: Place(_part(facts, n), stored=True) for n in loads},
         tuple(ir.Name(f"t{n}") for n in conditions if facts.plan.rows[n].op != "const"),
     )  # fmt: skip
+
+
+def _is_constant(facts: Facts, row: Row, rows: Sequence[int]) -> bool:
+    """Whether what varies along the loop by its arguments alone does not where those of `rows` do not."""
+    if not row.args or not all(a in rows or not facts.is_full(a) for a in row.args):
+        return False
+    if row.op == "load":  # of one element, on one side of an edge
+        return facts.step(row.attr[1][0]) == ZERO
+    return row.op in OPS and row.traits.draw is None
 
 
 def _part(facts: Facts, n: int) -> ir.Value:

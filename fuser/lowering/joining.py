@@ -224,24 +224,26 @@ def lower_constant_pad(ctx: LoweringContext, x: TensorBox, pad: Ints, value: Ope
     return ctx.pointwise(out, dtype, load, ctx.order_of_meta())
 
 
-def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:
-    """The tensor along `dim` between its continuation to both sides, or without its ends where a pad is negative."""
-    gone = []
-    if mode == "replicate" and min(ctx.hint(before), ctx.hint(after)) < 0:
-        ctx.assume("lt", 0, size)
-        return [Piece(ctx.canon(size + before + after), at_dim(load, dim, lambda i: _nearest(i - before, size)))]
-    for pad in (before, after):
+def _gone(ctx: LoweringContext, mode: str, size: Expr, before: Expr, after: Expr) -> tuple[Expr, Expr]:
+    """How many elements pads of these signs take away at both ends; assumes what the mode asks of them."""
+    gone = [ZERO, ZERO]
+    for side, pad in enumerate((before, after)):
         if ctx.hint(pad) < 0:
             if mode == "circular":
                 raise Unsupported("a negative pad in the mode circular")
             ctx.assume("lt", pad, 0)
-            gone.append(-pad)
+            gone[side] = -pad
             continue
         ctx.assume("le", 0, pad)
-        gone.append(ZERO)
         if mode != "replicate":
             ctx.assume("lt" if mode == "reflect" else "le", pad, size)
     ctx.assume("lt", gone[0] + gone[1], size)
+    return gone[0], gone[1]
+
+
+def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, before: Expr, after: Expr) -> list[Piece]:
+    """The tensor along `dim` between its continuation to both sides, or without its ends where a pad is negative."""
+    gone = _gone(ctx, mode, size, before, after)
     whole = Piece(ctx.canon(size - gone[0] - gone[1]), at_dim(load, dim, gone[0].__add__))
     places: dict[str, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
         "reflect": (lambda i: before - i, lambda i: size - 2 - i),
@@ -256,21 +258,44 @@ def _edges(ctx: LoweringContext, mode: str, load: Load, dim: int, size: Expr, be
     ]
 
 
-def _nearest(at: Expr, size: Expr) -> Expr:
-    return ops.indirect(ops.index_expr(minimum(maximum(at, 0), size - 1)), size, checked=False)
+def _continued(mode: str, before: Expr, size: Expr) -> Callable[[Expr], Expr]:
+    """The place in a dim of `size` that is read for an index of the padded one."""
+
+    def place(index: Expr) -> Expr:
+        at = index - before
+        if mode == "replicate":
+            return minimum(maximum(at, 0), size - 1)
+        if mode == "reflect":
+            behind = size - 1 - maximum(at, -at)
+            return size - 1 - maximum(behind, -behind)
+        return mod(at + size, size)
+
+    return place
 
 
 def _pad_edges(ctx: LoweringContext, x: TensorBox, pad: Ints, mode: str) -> TensorBox:
+    """By pieces along the dim of neighbours in memory, where loops need them; in others the place is computed."""
     dtype = x.dtype
     out = list(ctx.size_of(x))
     load: Load = ctx.loader(x, out, dtype)
+    order = ctx.order_of_meta()
+    innermost = len(out) - 1 if order is None else order[-1]
+    pieces: list[Piece] = []
     pairs = [p for p in _pad_pairs(ctx, pad, len(out)) if p[1] != ZERO or p[2] != ZERO]
-    for n, (d, before, after) in enumerate(pairs):
-        pieces = [p for p in _edges(ctx, mode, load, d, out[d], before, after) if p.size != ZERO]
-        if n == len(pairs) - 1:
-            return joined(ctx, pieces, d, out, dtype)
-        load, out[d] = chosen(pieces, d), ctx.canon(out[d] + before + after)
-    return ctx.pointwise(out, dtype, load, ctx.order_of_meta())
+    for d, before, after in sorted(pairs, key=lambda p: p[0] == innermost):
+        short = mode == "replicate" and min(ctx.hint(before), ctx.hint(after)) < 0
+        if d == innermost and not short:
+            pieces = [p for p in _edges(ctx, mode, load, d, out[d], before, after) if p.size != ZERO]
+            continue
+        if short:
+            ctx.assume("lt", 0, out[d])
+        else:
+            _gone(ctx, mode, out[d], before, after)
+        load = at_dim(load, d, _continued(mode, before, out[d]))
+        out[d] = ctx.canon(out[d] + before + after)
+    if pieces:
+        return joined(ctx, pieces, innermost, out, dtype)
+    return ctx.pointwise(out, dtype, load, order)
 
 
 @lower("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d")
