@@ -366,16 +366,34 @@ def lower_roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[
 
 
 def _roll(ctx: LoweringContext, x: TensorBox, shifts: Ints, dims: Sequence[int]) -> TensorBox:
+    """As pads, by pieces along the dim of neighbours in memory alone."""
     size = ctx.size_of(x)
     load: Load = ctx.loader(x, size, x.dtype)
-    for n, (shift, d) in enumerate(zip(shifts, dims)):
+    order = ctx.order_of_meta()
+    innermost = len(size) - 1 if order is None else order[-1]
+    pieces: list[Piece] = []
+    for shift, d in sorted(zip(shifts, dims), key=lambda given: given[1] == innermost):
         start = _first_after_roll(ctx, ctx.canon(as_expr(shift)), size[d])
+        if d != innermost:
+            load = at_dim(load, d, _turned_by(start, size[d]))
+            continue
+        if pieces:  # the dim is named a second time
+            load = chosen(pieces, d)
         pieces = [Piece(size[d] - start, at_dim(load, d, start.__add__)), Piece(start, load)]
-        pieces = [Piece(ctx.canon(p.size), p.load) for p in pieces]
-        if n == len(dims) - 1:
-            return joined(ctx, pieces, d, size, x.dtype)
-        load = chosen([p for p in pieces if p.size != ZERO] or pieces[:1], d)
-    return x
+        pieces = [p for p in (Piece(ctx.canon(p.size), p.load) for p in pieces) if p.size != ZERO] or pieces[:1]
+    if pieces:
+        return joined(ctx, pieces, innermost, size, x.dtype)
+    return ctx.pointwise(size, x.dtype, load, order)
+
+
+def _turned_by(start: Expr, size: Expr) -> Callable[[Expr], Expr]:
+    """(i + start) modulo `size`, without a division."""
+
+    def place(i: Expr) -> Expr:
+        at = i + start
+        return at - size * minimum(maximum(at - size + 1, 0), 1)
+
+    return place
 
 
 def _first_after_roll(ctx: LoweringContext, shift: Expr, size: Expr) -> Expr:

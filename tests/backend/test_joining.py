@@ -98,6 +98,30 @@ def test_channels_last_is_kept():
     check(lambda x, y: (torch.cat([x, y], 1), F.pad(x, (1, 1, 2, 0)), torch.cat([x * 2, y], 1) + 1), x, y)
 
 
+PADS = [(1, 1, 1, 1), (4, 3, 2, 1), (0, 0, 3, 4), (2, 0, 0, 0), (6, 6, 4, 4)]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_pads_of_images(mode, last):
+    """By themselves, of what is computed, and read by neighbours."""
+    x = values(2, 3, 5, 7)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    pads = [*PADS, *([] if mode == "circular" else [(-1, 2, -2, 1), (2, -1, 0, 3)])]
+    padded = lambda x: [F.pad(x, p, mode=mode) for p in pads]  # noqa: E731
+    check(padded, x)
+    check(lambda x: [y[..., 1:, :-1] - y[..., :-1, 1:] for y in padded(torch.relu(x))], x)
+
+
+def test_rolls_of_images():
+    x = values(2, 3, 5, 7)
+    turns = [((1,), (1,)), ((2, -3), (2, 3)), ((4, 6), (2, 3)), ((0, 5), (1, 2)), ((-9, 8), (2, 3))]
+    turns += [((1, 2, 3), (3, 2, 3))]
+    rolled = lambda x: [torch.roll(x, by, dims) for by, dims in turns]  # noqa: E731
+    check(rolled, x)
+    check(lambda x: [torch.relu(y) + x for y in rolled(x * 2)], x)
+
+
 def test_strides_of_nothing():
     nothing = torch.empty(3, 0, 2)
     assert fuse(lambda x: torch.cat([x, x], 0))[0](nothing).stride() == (2, 2, 1)
