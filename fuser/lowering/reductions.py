@@ -277,7 +277,9 @@ def shifted_moments(
     load_sum, load_squares = ctx.loader(sums, own, wide), ctx.loader(squares, own, wide)
 
     def mean(i: Index) -> Value:
-        return ops.add(first(i), ops.div(load_sum(i), number_of(ctx, n, wide)))
+        number = number_of(ctx, n, wide)
+        several = ops.add(first(i), ops.div(load_sum(i), number))
+        return ops.where(ops.eq(number, 1.0), first(i), several)  # one may be infinite
 
     def total(i: Index) -> Value:
         s = load_sum(i)

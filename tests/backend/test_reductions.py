@@ -12,6 +12,7 @@ import torch
 
 from fuser import config, debug, debug_get_fused_kernel_code, machines, register_fusion, run_fusion
 from fuser.interface import kernel_spec
+from tests.backend.fused import handle_of
 from tests.backend.support import DTYPES, FLOATS, INTS, check, check_all, flat, fused, graph_of, values
 
 Functions = dict[str, Callable[..., Any]]
@@ -255,3 +256,13 @@ def test_columns_in_chunks_are_read_by_whole_rows():
         source = debug_get_fused_kernel_code(graph_of([columns], 2), [x, y])
         assert f"float acc0[{lanes}]" in source
         assert ("__builtin_prefetch" in source) == (lanes < width and machines.find(config.isa).prefetches)
+
+
+@pytest.mark.parametrize("name", ["var_mean", "std_mean"])
+def test_the_mean_of_one_element_is_itself(name):
+    """Infinite, too: there is no difference from itself to add."""
+    x = torch.tensor([[1.0, -2.0, torch.inf, -torch.inf, torch.nan]])
+    handle = handle_of(lambda x: getattr(torch, name)(x, 0, correction=0)[1])
+    torch.testing.assert_close(handle(x), x[0], rtol=0, atol=0, equal_nan=True)
+    more = torch.randn(3, 5)
+    torch.testing.assert_close(handle(more), more.mean(0))
