@@ -33,6 +33,8 @@ class Target:
     eager: torch's name of the device whose eager kernels give results the same strides and dtypes; "": its own.
     wide_sums: whether eager's kernels add up float32 in float64 where a norm or variance needs it, and products too.
     empty_statistics: whether eager's batch norm returns no statistics outside of training; None: it is not known.
+    masks_kinks: whether eager's gradients of functions with a kink keep what a comparison selects (of a NaN: nothing),
+      as its kernels of vectors do; else they drop what the opposite comparison selects.
 
     Kernels:
     dtypes: those that kernels load and store.
@@ -65,6 +67,7 @@ class Target:
     eager: str = ""
     wide_sums: bool = False
     empty_statistics: bool | None = None
+    masks_kinks: bool = False
     dtypes: frozenset[torch.dtype] = DTYPES
     ordered: bool = True
     races: bool = False

@@ -117,7 +117,10 @@ class Translator:
     def value(self, v: Any) -> Any:
         """What stands for a TorchScript value."""
         if v not in self.values:
-            self.values[v] = self.call(torch.ops.aten.scalar_tensor.default, (self.numbers[v],))
+            make, number = torch.ops.aten.scalar_tensor.default, self.numbers[v]
+            like = {"dtype": v.type().dtype() or torch.int64}  # a trace records it
+            known = not isinstance(number, fx.Node)
+            self.values[v] = make(number, **like) if known else self.graph.call_function(make, (number,), like)
         return self.values[v]
 
     def listed(self, value: Any, kind: Any) -> Any:

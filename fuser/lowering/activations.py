@@ -135,6 +135,8 @@ def lower_hardtanh_backward(ctx: LoweringContext, grad: Operand, x: Operand, low
     """grad inside the limits"""
 
     def body(g: Value, v: Value, a: Value, b: Value) -> Value:
+        if ctx.target.masks_kinks:
+            return ops.where(ops.logical_and(ops.gt(v, a), ops.lt(v, b)), g, number(0, g))
         return ops.where(ops.logical_or(ops.le(v, a), ops.ge(v, b)), number(0, g), g)
 
     return elementwise(ctx, [grad, x, low, high], body)
@@ -219,6 +221,8 @@ def lower_shrink_backward(ctx: LoweringContext, grad: Operand, x: Operand, limit
     """grad outside the limit"""
 
     def body(g: Value, v: Value, a: Value) -> Value:
+        if ctx.target.masks_kinks:
+            return ops.where(ops.logical_or(ops.lt(v, ops.neg(a)), ops.gt(v, a)), g, number(0, g))
         return ops.where(ops.logical_and(ops.ge(v, ops.neg(a)), ops.le(v, a)), number(0, g), g)
 
     return elementwise(ctx, [grad, x, limit], body, cast=True)
@@ -257,6 +261,8 @@ def lower_hardswish_backward(ctx: LoweringContext, grad: Operand, x: Operand) ->
 
     def body(g: Value, v: Value) -> Value:
         between = ops.mul(g, ops.add(ops.div(v, 3.0), 0.5))
+        if ctx.target.masks_kinks:
+            return ops.where(ops.le(v, -3.0), number(0, g), ops.where(ops.ge(v, 3.0), g, between))
         return ops.where(ops.le(v, -3.0), number(0, g), ops.where(ops.lt(v, 3.0), between, g))
 
     return elementwise(ctx, [grad, x], body)
@@ -312,6 +318,8 @@ def lower_elu_backward(
             below = ops.mul(ops.mul(g, inner), ops.add(v, negative))
         else:
             below = ops.mul(ops.mul(g, inner * negative), ops.exp(ops.mul(v, inner)))
+        if ctx.target.masks_kinks:
+            return ops.where(ops.gt(v, 0), ops.mul(g, positive), below)
         return ops.where(ops.le(v, 0), below, ops.mul(g, positive))
 
     return elementwise(ctx, [grad, x], body)
@@ -406,8 +414,11 @@ def lower_logit_backward(ctx: LoweringContext, grad: Operand, x: Operand, eps: A
     low = 0.0 if eps is None else known(eps)
 
     def body(g: Value, v: Value) -> Value:
-        outside = ops.logical_or(ops.lt(v, low), ops.gt(v, 1.0 - low))
-        return ops.where(outside, number(math.nan if eps is None else 0.0, g), ops.div(g, ops.mul(v, one_minus(v))))
+        beyond = number(math.nan if eps is None else 0.0, g)
+        slope = ops.div(g, ops.mul(v, one_minus(v)))
+        if ctx.target.masks_kinks:
+            return ops.where(ops.logical_and(ops.ge(v, low), ops.le(v, 1.0 - low)), slope, beyond)
+        return ops.where(ops.logical_or(ops.lt(v, low), ops.gt(v, 1.0 - low)), beyond, slope)
 
     return elementwise(ctx, [grad, x], body)
 

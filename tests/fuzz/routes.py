@@ -135,9 +135,9 @@ def _by_script(functions: Sequence[Function], cases: Sequence[Case], backend: Ba
     try:
         handle = _registered(to_fx(made), case_inputs(cases[0]))
     except GraphError as e:
-        if "branch depends" not in str(e):
+        if "branch depends" not in str(e) and "prim::Loop" not in str(e):  # `list(x)` is a loop
             raise
-        handle = fuse_script(made)  # which keeps branches
+        handle = fuse_script(made)  # which keeps branches and loops
     return lambda ins: [handle(*ins[0])]
 
 

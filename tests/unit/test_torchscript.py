@@ -142,3 +142,25 @@ def test_control_flow_is_refused_with_its_line(f, said):
 def test_what_is_no_torchscript():
     with pytest.raises(InputError, match="function is not TorchScript: expected what torch.jit.script"):
         to_fx(chain)
+
+
+SIZES_AS_TENSORS = {
+    "remainder": lambda y: torch.arange(3) % y.shape[1],
+    "product": lambda y: y * y.shape[0],
+    "quotient": lambda y: torch.arange(3) * (y.shape[1] / 4),
+    "power": lambda y: torch.arange(3) // y.shape[0] + y.shape[1] ** 2,
+    "of int32": lambda y: torch.arange(3, dtype=torch.int32) + y.shape[0],
+    "of bool": lambda y: y.bool() * y.shape[0],
+    "joined": lambda y: torch.stack([torch.as_tensor(y.shape[0]), torch.as_tensor(y.shape[1])]),
+    "beside": lambda y: (y.shape[0] / y.shape[1]) * torch.arange(4),
+    "alone": lambda y: torch.as_tensor(y.shape[0]),
+}
+
+
+@pytest.mark.parametrize("f", SIZES_AS_TENSORS.values(), ids=SIZES_AS_TENSORS)
+def test_sizes_that_a_trace_has_as_tensors_keep_their_dtype(f):
+    """A trace makes tensors of sizes, of int64."""
+    x = torch.randn(3, 6)
+    traced = torch.jit.trace(f, (x,), check_trace=False)
+    got = fuser.fusion_handle(fuser.register_fusion(to_fx(traced)))(x)
+    torch.testing.assert_close(got, traced(x))
