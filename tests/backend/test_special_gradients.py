@@ -1,4 +1,4 @@
-"""Gradients of activations at NaN, infinities, zeros and kinks: what eager's vectors give, bit patterns of NaN apart."""
+"""Gradients of activations at NaN, infinities, zeros and kinks: those of eager's vectors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kinds(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_at_special_values(name, dtype):
-    """Each value fills whole vectors of eager: in what is left over, eager's comparisons of a NaN turn out otherwise."""
+    """Each value fills whole vectors of eager: elements left over compare a NaN in the opposite way."""
     x = torch.tensor(SPECIAL, dtype=dtype).repeat_interleave(64)
     if name in INFINITE:
         x = x[~x.isinf()]
