@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,17 @@ def eager(case: Case) -> Observation:
     """What the text itself does."""
     function = make_function(case.text)
     return observe([case], [function], lambda ins: [function(*ins[0])])[0]
+
+
+def drawn(case: Case, draw: int) -> Case:
+    """A chain of modules with the inputs of another draw; 0 is its own."""
+    text = re.sub(r"manual_seed\((\d+)\)", lambda m: f"manual_seed({int(m[1]) + 7919 * draw})", case.inputs_text)
+    return dataclasses.replace(case, inputs_text=text, inputs=lambda: list(make_function(text, "inputs")()))
+
+
+def exact(case: Case) -> Observation:
+    """What the text does in float64."""
+    return _Exact(case)._run(None)
 
 
 def problems(case: Case, got: Observation, want: Observation) -> str:

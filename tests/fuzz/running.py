@@ -10,6 +10,7 @@ from typing import Any
 from tests.fuzz import workers
 
 TOGETHER = 12  # programs in one compiled function
+DRAWS = 16  # of the inputs of modules whose first ones miss the limit
 CasesOf = Callable[[int, "str | None"], Sequence[Any]]  # of a seed, by its own routes or one
 
 
@@ -102,7 +103,33 @@ def judged(case: Any, got: Any, want: Any, beside: Sequence[Any]) -> str:
         found = lonely
     excused = _is_torchs_own(case, want)
     EXCUSED[case.route] += excused
-    return "" if excused else found
+    return "" if excused or is_by_chance(case) else found
+
+
+def is_by_chance(case: Any) -> bool:
+    """Whether a chain of modules is as near to float64 as eager is, over many draws of its inputs together.
+
+    Where large terms cancel, the distance of one draw is that of a few roundings and says nothing.
+    """
+    from tests.distances import Distances
+    from tests.fuzz import cases
+    from tests.fuzz.routes import alone
+
+    if case.program is not None:
+        return False
+    distances: dict[tuple[str, int], Distances] = {}
+    for draw in range(DRAWS):
+        own = cases.drawn(case, draw)
+        got, want, exact = alone(own), cases.eager(own), cases.exact(own)
+        if got.error is not None or want.error is not None or exact.error is not None:
+            return False
+        for kind in ("outputs", "gradients", "state"):
+            for k, values in enumerate(zip(*(getattr(o, kind) for o in (got, want, exact)), strict=True)):
+                if any(v is None for v in values):
+                    continue
+                if not distances.setdefault((kind, k), Distances()).add(*values):
+                    return False
+    return all(d.is_right for d in distances.values())
 
 
 def alone_problem(case: Any) -> str:
@@ -112,7 +139,7 @@ def alone_problem(case: Any) -> str:
 
     want = cases.eager(case)
     found = cases.problems(case, alone(case), want)
-    return "" if found and _is_torchs_own(case, want) else found
+    return "" if found and (_is_torchs_own(case, want) or is_by_chance(case)) else found
 
 
 def _is_torchs_own(case: Any, want: Any) -> bool:

@@ -24,6 +24,7 @@ OPTIMISED = 12  # one batch in so many is compiled as for users, the others with
 LARGEST = 2 << 20  # KiB of memory after which a worker is replaced: what it compiled stays loaded
 RENEW = 75
 STACK = 8  # frames that are told of a worker that died
+HANGS = 300.0  # seconds after which a batch hangs: its worker tells where, and ends
 
 Event = tuple[int, str, "str | None", object]
 
@@ -107,7 +108,9 @@ def work(suite: Suite, options: argparse.Namespace) -> int:
             if options.seconds and time.monotonic() - began > options.seconds:
                 return 0
             if seeds:
+                faulthandler.dump_traceback_later(HANGS, exit=True, file=crash)
                 run_logged(suite, seeds, at, at in lone, options, folder, out)
+                faulthandler.cancel_dump_traceback_later()
                 gc.collect()
                 gc.freeze()  # what has been compiled stays: no later collection needs to look at it
             if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > LARGEST:
@@ -168,7 +171,9 @@ def run_workers(suite: Suite, options: argparse.Namespace, folder: Path) -> list
 def crashed_at(path: Path) -> str:
     """Where a worker's main thread was when it died, innermost first; "" if nobody could say."""
     text = path.read_text() if path.exists() else ""
-    stack = text[max(text.find("Current thread"), 0) :].partition("\n\n")[0]
+    *_, last = text.rpartition("\n\n")  # the main thread, of a worker that hung
+    at = text.find("Current thread")
+    stack = text[at:].partition("\n\n")[0] if at >= 0 else last
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack)[:STACK]
     return ", in " + " < ".join(f"{Path(f).name}:{line} {name}" for f, line, name in frames) if frames else ""
 

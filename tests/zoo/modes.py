@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from tests.distances import Distances
 from tests.peers.judge import widened
 from tests.zoo.architectures import Architecture, Inputs, drawn
 
@@ -147,25 +148,18 @@ class _Run:
 
         Distances are root mean squares, relative to the largest element.
         """
-        mine = eagers = 0.0
-        count, ulp = 0, 0.0
+        distances = Distances()
         for draw in range(DRAWS):
             with drawn(draw):
                 inputs = self.architecture.inputs(2)
             restored = [copy.deepcopy(m.state_dict()) for m in (self.ours, self.eager, self.wide)]
             got, want = (self.results(m, c, inputs)[k] for m, c in ((self.ours, fused), (self.eager, self.eager)))
-            exact = self.exact(inputs)[k].double()
+            exact = self.exact(inputs)[k]
             for m, state in zip((self.ours, self.eager, self.wide), restored):
                 m.load_state_dict(state)
-            if not torch.equal(got.isfinite(), want.isfinite()):
+            if not distances.add(got, want, exact):
                 return False
-            kept = want.isfinite() & exact.isfinite()
-            scale = exact[kept].abs().amax() if kept.any() else torch.ones(())
-            mine += float(((got.double() - exact)[kept] / scale).square().sum())
-            eagers += float(((want.double() - exact)[kept] / scale).square().sum())
-            count, ulp = count + int(kept.sum()), torch.finfo(want.dtype).eps
-        count = max(count, 1)
-        return (mine / count) ** 0.5 <= 2 * (eagers / count) ** 0.5 + 2 * ulp
+        return distances.is_right
 
     def first_call(self, module: nn.Module, backend: Any) -> tuple[Callable[..., Any], list[torch.Tensor], float]:
         """A compiled program, the results of its first call, and its seconds."""
