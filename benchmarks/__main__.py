@@ -24,6 +24,7 @@ SUITES = {
     "contractions": "convolutions and products with what follows, in several layouts and dtypes",
     "decode": "tokens per second of a 100 million parameter decoder, one token at a time",
     "convnets": "small public convolutional architectures, inference",
+    "steps": "small networks at batch 1, where the host decides; --mode train: with gradients",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
     "optimizers": "an optimiser's step over the parameters of GPT-2, and over 500 small ones",

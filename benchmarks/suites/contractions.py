@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from benchmarks.report import Claim, Report, Table, at_least, ratio, spread
 from benchmarks.runner import Budget, Call, Timing, geomean, interleave
 
 TARGET, LEAST = 1.1, 0.95  # of Inductor's speed: the geometric mean, and each row
+Function = Callable[..., Any]
+CallOf = Callable[[torch.nn.Module, Function], Function]  # what is timed of a module and its forward
 TOLERANCE_SCALE = 10.0  # sums of another order; float64 bounds the error by eager's own
 ROW_SECONDS = 2.0
 
@@ -36,20 +39,25 @@ class Result:
         return self.timings[rival].median / self.timings[name].median
 
 
-def measure(row: Row, names: list[str], options: Options) -> Result:
+def _forward(module: torch.nn.Module, forward: Function) -> Function:
+    return forward
+
+
+def measure(row: Row, names: list[str], options: Options, call_of: CallOf = _forward) -> Result:
     """Compile a row for every contestant, check the results, then time them interleaved."""
     torch._dynamo.reset()
     torch.manual_seed(zlib.crc32(row.name.encode()))
     module, inputs = row.make(options.quick)
     module, inputs = module.to(options.device), tuple(x.to(options.device) for x in inputs)
-    eager = checks.tensors(module(*inputs))
-    exact = checks.tensors(copy.deepcopy(module).double()(*checks.to_float64(inputs)))
+    wide = copy.deepcopy(module).double()
+    eager = checks.tensors(call_of(module, module)(*inputs))
+    exact = checks.tensors(call_of(wide, wide)(*checks.to_float64(inputs)))
     calls: dict[str, Call] = {}
     problems: dict[str, str] = {}
     for name in names:
         try:
             own = copy.deepcopy(module)  # Dynamo keeps its cache by code, and frozen weights are kept by module
-            step = own if name == "eager" else contestants.compile_for(name, own)
+            step = call_of(own, own if name == "eager" else contestants.compile_for(name, own))
             verdict = checks.judge(checks.tensors(step(*inputs)), eager, exact, TOLERANCE_SCALE)
         except Exception as error:  # a contestant that fails must not end the run of the others
             lines = str(error).strip().splitlines()
@@ -101,8 +109,8 @@ def _claims(results: list[Result], rival: str) -> list[Claim]:
     ]
 
 
-def run_rows(title: str, rows: tuple[Row, ...], options: Options) -> Report:
-    """All selected rows."""
+def run_rows(title: str, rows: tuple[Row, ...], options: Options, call_of: CallOf | None = None) -> Report:
+    """All selected rows. `call_of` makes what is timed of a module and its compiled forward; None: the forward."""
     notes: list[str] = []
     frozen = [r for r in contestants.FROZEN if options.has(r)]
     wanted = [*(r for r in ("eager", "inductor") if options.has(r)), *frozen, "fuser"]
@@ -112,7 +120,7 @@ def run_rows(title: str, rows: tuple[Row, ...], options: Options) -> Report:
     with progress(title, len(chosen)) as bar:
         for row in chosen:
             bar.step(row.name)
-            results.append(measure(row, names, options))
+            results.append(measure(row, names, options, call_of or _forward))
     return report_of(title, results, names, notes)
 
 
