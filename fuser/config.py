@@ -145,10 +145,10 @@ SETTINGS: tuple[Setting, ...] = (
         "memo_limit", 4096, "most answers, warnings and reasons of each kind that are remembered", least=1,
     ),
     Setting(
-        "sequences", "cpu",
-        "graphs that run as native sequences of steps: 'cpu': those whose inputs are all on the CPU; 'all': those on "
-        "GPUs, too; 'none'. Other graphs run as a generated Python function, with the same results",
-        choices=("cpu", "all", "none"),
+        "sequences", "all",
+        "graphs that run as native sequences of steps: 'all'; 'cpu': those whose inputs are all on the CPU; 'none'. "
+        "Other graphs run as a generated Python function, with the same results",
+        choices=("all", "cpu", "none"),
     ),
     Setting("compile_timeout_seconds", 60.0, "a compiler that runs longer is killed; the group falls back", least=1e-3),
     Setting("compile_workers", 0, "compilers run at the same time; 0 means one for each core", least=0),
