@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fuser import lowering
+from fuser.passes import fast_paths
 from fuser.passes.classify import LIBRARY, op_name
 
 # Kept whole for ATen: their decompositions gather element by element or rebuild what a library does in one pass.
@@ -50,7 +51,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for isin in (torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten.isin.Tensor_Scalar):
         if isin in table:
             table[isin] = functools.partial(_row_major, table[isin])
-    return {**table, **FROM_OUTSIDE}
+    return {**table, **fast_paths.TABLE, **FROM_OUTSIDE}
 
 
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
