@@ -31,7 +31,9 @@ FLAGS = (
 # joins and pads that are normalised have more than the 50 instructions to which g++ keeps that. Threaded jumps make
 # branches of choices that follow each other (`relu6`): loops without vectors and mispredicted tails, and they take a
 # quarter of the time of compilation.
-_GCC_FLAGS = ("-fvect-cost-model=dynamic", "-funswitch-loops", "--param=max-unswitch-insns=200", "-fno-thread-jumps", "-pipe")
+_GCC_FLAGS = (
+    "-fvect-cost-model=dynamic", "-funswitch-loops", "--param=max-unswitch-insns=200", "-fno-thread-jumps", "-pipe",
+)  # fmt: skip
 _WHOLE = "-Wl,--no-undefined"
 
 
