@@ -97,9 +97,9 @@ def compete(
     CPU time, and at least 5. Calls before these are not rounds (`_warm_up`), but settle what is clear by a factor of 4.
     Where both wait for processors, 2 rounds are enough for a kernel that is faster by either clock.
     """
-    ratio = _warm_up(kernel, other, args, now)
-    if ratio < _FAR * min(limit, 1.0):
-        return Outcome(ratio, False)
+    clear = _warm_up(kernel, other, args, limit, now)
+    if clear is not None:
+        return Outcome(clear, False)
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     start = now()
@@ -122,7 +122,8 @@ def compete(
 
 def _is_over(start: tuple[float, float], end: tuple[float, float], seconds: float) -> tuple[bool, bool]:
     """Whether so many seconds of CPU time have passed; `_PATIENCE` times as many on the clock."""
-    return end[1] - start[1] > seconds, end[0] - start[0] > _PATIENCE * seconds
+    wall, cpu = _between(start, end)
+    return cpu > seconds, wall > _PATIENCE * seconds
 
 
 def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> bool:
@@ -133,27 +134,35 @@ def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> boo
     return waits and fastest < limit * min(theirs.most) and min(mine.least) < limit * min(theirs.least)
 
 
-def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> float:
+def _warm_up(
+    kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock
+) -> float | None:
     """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long.
 
-    Stops at a call after the first in which the kernel takes less than `_FAR` of the other's time. Returns the ratio
-    of the last call, seconds on the clock by the other's on a processor; infinity if that wrote into new pages.
+    The kernel's time by the other's as soon as a call after the first settles it: below `_FAR` by the worst of both
+    clocks; if both wait for processors, below twice that by each clock. None if none does.
     """
-    ratio, start = math.inf, now()
-    begun = start
+    far, start = _FAR * min(limit, 1.0), now()
     for n in range(_MOST):
-        faults = _page_faults()
+        faults, begun = _page_faults(), now()
         kernel(*args)
         middle, before = now(), _page_faults()
         other(*args)
         done, after = now(), _page_faults()
-        theirs = done[1] - middle[1] if n > 0 and after - before <= _FAULTS else 0.0
-        ratio = (middle[0] - begun[0]) / theirs if theirs > 0 else math.inf
-        settled = n > 0 and after - faults <= _FAULTS
-        if settled or ratio < _FAR or any(_is_over(start, done, _COLD_SECONDS)):
+        mine, theirs = _between(begun, middle), _between(middle, done)
+        if n > 0 and after - before <= _FAULTS:
+            if mine[0] < far * theirs[1]:
+                return mine[0] / theirs[1]
+            waits = _is_over(start, done, _SECONDS)[1]
+            if waits and mine[0] < 2 * far * theirs[0] and mine[1] < 2 * far * theirs[1]:
+                return mine[0] / theirs[0]
+        if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, _COLD_SECONDS)):
             break
-        begun = now()
-    return ratio
+    return None
+
+
+def _between(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+    return end[0] - start[0], end[1] - start[1]
 
 
 def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:

@@ -111,7 +111,7 @@ def test_a_kernel_that_is_faster_by_either_clock_is_not_timed_long_where_all_cal
         found = contest.compete(one, lambda one=one: [one() for _ in range(4)], (), 1.05, machine.now)
         assert not found.slower
         calls.append(machine.calls // 5)
-    assert sorted(calls)[10] <= 2 + 2, calls  # the calls before and two rounds
+    assert sorted(calls)[10] <= 3, calls
     for seed in range(20):
         machine = Machine(stalled, seed)
         one = machine.work(4e-4)
