@@ -28,6 +28,7 @@ from fuser.runtime.counting import COUNTS
 from fuser.runtime.foreign import Runtime
 from fuser.runtime.prebuilt import Prebuilt
 from fuser.runtime.spans import span
+from fuser.startup import import_at_rest
 from fuser.targets import Target
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class CpuBackend:
         return toolchain.why_not()
 
     def codegen(self, lowered: Lowered, plan: Schedule, single: bool, comment: str) -> Source:
+        import_at_rest("fuser.cpu.fused_kernel")
         from fuser.cpu import fused_kernel
 
         return fused_kernel.generate(lowered, plan, single, comment)
@@ -307,6 +309,7 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
         if known and None not in answers.values():
             return _sentences(answers)
         toolchain.warm_up()  # beside the imports, which take as long
+        import_at_rest("fuser.pipeline")
         from fuser import pipeline
 
         if not known:
@@ -433,6 +436,7 @@ def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Fuse
 
 def generate(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> Source:
     """The source of the kernel of `spec` for arguments like `args`; no compiler and no device needed."""
+    import_at_rest("fuser.pipeline")
     from fuser import pipeline
 
     return pipeline.generate(spec.graph, args, backend)

@@ -103,10 +103,28 @@ def _set_state(self: Any, state: list[Any]) -> None:
         object.__setattr__(self, f.name, value)
 
 
+def _with_fields(cls: Any, slots: bool) -> Any:
+    """The standard library's class without methods.
+
+    It looks through annotations that are strings for words such as `ClassVar`, which takes half of its time. Where
+    there are none, it is given others meanwhile.
+    """
+    make = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)
+    types = vars(cls).get("__annotations__")
+    if not types or any(not isinstance(t, str) or "ClassVar" in t for t in types.values()):
+        return make(cls)
+    cls.__annotations__ = dict.fromkeys(types, object)
+    cls = make(cls)
+    cls.__annotations__ = types
+    for name, text in types.items():
+        cls.__dataclass_fields__[name].type = text
+    return cls
+
+
 def _lazy(cls: Any, frozen: bool, eq: bool, slots: bool) -> Any:
     own = set(vars(cls))
     unhashed = vars(cls).get("__hash__", _MISSING) is None and "__eq__" in own  # as Python leaves it beside an `__eq__`
-    cls = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
+    cls = _with_fields(cls, slots)
     wanted = {"__init__": True, "__eq__": eq, "__hash__": eq and frozen}
     if unhashed:
         own.discard("__hash__")

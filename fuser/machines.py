@@ -42,7 +42,7 @@ class Machine:
     lanes: which explicit vectors of `ops/lanes_cpp.py` it has; "" is none.
     masks: reads and writes some bytes of a whole register, as `cpu/bits.py` does it.
     dots: adds products of bytes to words in one instruction (VNNI).
-    past_cache: g++'s builtin that stores a register past the caches; "" is none. fence: what such stores end with.
+    past_cache: the instruction of x86-64 that stores a register past the caches; "" is none.
     prefetches: whether asking for memory ahead of its use is worth the instruction.
     vector_math: the forms of a vector function, by letter and doubles, that its compilers call (x86-64's vector ABI).
     sve_bits: the length of its registers where the processor decides on that, else 0.
@@ -62,7 +62,6 @@ class Machine:
     masks: bool = False
     dots: bool = False
     past_cache: str = ""
-    fence: str = ""
     prefetches: bool = True
     vector_math: tuple[tuple[str, int], ...] = ()
     sve_bits: int = 0
@@ -84,7 +83,7 @@ class Machine:
         )
 
 
-_X86, _FENCE = "x86_64", "__builtin_ia32_sfence();"
+_X86 = "x86_64"
 _SSE_FLAGS = ("-march=x86-64", "-msse4.2", "-mpopcnt")
 _SSE_NEEDS = frozenset("ssse3 sse4_1 sse4_2 popcnt".split())
 _AVX2_FLAGS = (*_SSE_FLAGS, "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
@@ -103,17 +102,17 @@ _SVE_BITS = (512, 256, 128)
 # The best first: "" is the first one that runs here.
 ROWS: tuple[Machine, ...] = (
     Machine(
-        "avx512", _X86, fence=_FENCE, needs=_AVX2_NEEDS | set(_AVX512),
+        "avx512", _X86, needs=_AVX2_NEEDS | set(_AVX512),
         flags=(*_AVX2_FLAGS, *(f"-m{name}" for name in _AVX512), "-mprefer-vector-width=512"),
         vector_bytes=64, registers=32, fma=True, gathers=True, half_casts=True, lanes="avx512", masks=True,
-        past_cache="movntps512", vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)), parts=_AVX512_PARTS,
+        past_cache="vmovntps", vector_math=(("b", 2), ("c", 4), ("d", 4), ("e", 8)), parts=_AVX512_PARTS,
     ),
     Machine(
-        "avx2", _X86, fence=_FENCE, needs=_AVX2_NEEDS, flags=_AVX2_FLAGS,
-        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", past_cache="movntps256",
+        "avx2", _X86, needs=_AVX2_NEEDS, flags=_AVX2_FLAGS,
+        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", past_cache="vmovntps",
         vector_math=(("b", 2), ("c", 4), ("d", 4)),
     ),
-    Machine("sse4.2", _X86, fence=_FENCE, needs=_SSE_NEEDS, flags=_SSE_FLAGS, past_cache="movntps"),
+    Machine("sse4.2", _X86, needs=_SSE_NEEDS, flags=_SSE_FLAGS, past_cache="movntps"),
     *(
         Machine(
             f"sve{bits}", "aarch64", needs=frozenset({"asimd", "sve"}), sve_bits=bits,

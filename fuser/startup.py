@@ -29,8 +29,8 @@ def collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def import_dynamo() -> None:
-    """Import `torch._dynamo`. Nothing where it is imported already."""
-    if "torch._dynamo" not in sys.modules:
+def import_at_rest(name: str) -> None:
+    """Import a module with the collector at rest. Nothing where it is imported already."""
+    if name not in sys.modules:
         with collector_at_rest():
-            importlib.import_module("torch._dynamo")
+            importlib.import_module(name)

@@ -35,7 +35,7 @@ from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.reproduce import write_reproducer
-from fuser.runtime import launcher
+from fuser.runtime import heap, launcher
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES, magnitude_of
 from fuser.verify import difference
@@ -162,6 +162,7 @@ class Trials:
             return None
         if not launcher.wait(0):  # the launcher in Python, which it may begin with, takes longer than many kernels
             return None
+        heap.keep_warm()  # else ATen writes into new pages in each call, for as long as anybody would wait for it
         try:
             limit = min(trial.slowest, ALONE) if self._spec.fallback.is_single else trial.slowest
             found = contest.compete(trial.handle, direct or self._spec.fallback, args, limit, contest.clock)

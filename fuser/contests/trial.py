@@ -40,6 +40,7 @@ _FAR = 0.25  # nor is one that takes less than this of it in the second call alr
 # A call with more page faults wrote into new pages, as the first few calls do wherever malloc puts their results.
 _FAULTS = 16
 _COLD_SECONDS = 0.04  # CPU time after which they may
+_PATIENCE = 3  # seconds on the clock for each of these two limits where threads wait for processors
 
 
 def clock() -> tuple[float, float]:
@@ -94,21 +95,22 @@ def compete(
 
     3 rounds (5 with a limit below 1, 2 of long calls) where the kernel is clearly faster; else up to 15 within 20 ms of
     CPU time, and at least 5. Calls before these are not rounds (`_warm_up`), but settle what is clear by a factor of 4.
+    Where both wait for processors, 2 rounds are enough for a kernel that is faster by either clock.
     """
-    ratio = _warm_up(kernel, other, args, now)
-    if ratio < _FAR * min(limit, 1.0):
-        return Outcome(ratio, False)
+    clear = _warm_up(kernel, other, args, limit, now)
+    if clear is not None:
+        return Outcome(clear, False)
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
-    end = now()[1] + _SECONDS
+    start = now()
     slower, enough = False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
     for n in range(_MOST):
         for samples, function in turns if n % 2 == 0 else turns[::-1]:
             samples.take(function, args, now)
-        late = now()[1] > end
+        late, waits = _is_over(start, now(), _SECONDS)
         slower = is_slower(mine.least, theirs.most, max(limit, 1.0))
-        faster = min(mine.most) < min(_CLEARLY, limit) * min(theirs.least)
-        if slower or faster and n + 1 >= (2 if late else enough) or late and n + 1 >= _FEWEST:
+        faster = _is_faster(mine, theirs, min(_CLEARLY, limit), waits)
+        if slower or faster and n + 1 >= (2 if late or waits else enough) or late and n + 1 >= _FEWEST:
             break
     ratio = min(mine.most) / min(theirs.most)
     if limit < 1 and not slower:
@@ -118,27 +120,49 @@ def compete(
     return Outcome(ratio, slower)
 
 
-def _warm_up(kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], now: Clock) -> float:
+def _is_over(start: tuple[float, float], end: tuple[float, float], seconds: float) -> tuple[bool, bool]:
+    """Whether so many seconds of CPU time have passed; `_PATIENCE` times as many on the clock."""
+    wall, cpu = _between(start, end)
+    return cpu > seconds, wall > _PATIENCE * seconds
+
+
+def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> bool:
+    """Whether the least of mine is below `limit` of the least of theirs at worst; if both wait, by either clock."""
+    fastest = min(mine.most)
+    if fastest < limit * min(theirs.least):
+        return True
+    return waits and fastest < limit * min(theirs.most) and min(mine.least) < limit * min(theirs.least)
+
+
+def _warm_up(
+    kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock
+) -> float | None:
     """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long.
 
-    Stops at a call after the first in which the kernel takes less than `_FAR` of the other's time. Returns the ratio
-    of the last call, seconds on the clock by the other's on a processor; infinity if that wrote into new pages.
+    The kernel's time by the other's as soon as a call after the first settles it: below `_FAR` by the worst of both
+    clocks; if both wait for processors, below twice that by each clock. None if none does.
     """
-    ratio, begun = math.inf, now()
-    end = begun[1] + _COLD_SECONDS
+    far, start = _FAR * min(limit, 1.0), now()
     for n in range(_MOST):
-        faults = _page_faults()
+        faults, begun = _page_faults(), now()
         kernel(*args)
         middle, before = now(), _page_faults()
         other(*args)
         done, after = now(), _page_faults()
-        theirs = done[1] - middle[1] if n > 0 and after - before <= _FAULTS else 0.0
-        ratio = (middle[0] - begun[0]) / theirs if theirs > 0 else math.inf
-        settled = n > 0 and after - faults <= _FAULTS
-        if settled or ratio < _FAR or done[1] > end:
+        mine, theirs = _between(begun, middle), _between(middle, done)
+        if n > 0 and after - before <= _FAULTS:
+            if mine[0] < far * theirs[1]:
+                return mine[0] / theirs[1]
+            waits = _is_over(start, done, _SECONDS)[1]
+            if waits and mine[0] < 2 * far * theirs[0] and mine[1] < 2 * far * theirs[1]:
+                return mine[0] / theirs[0]
+        if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, _COLD_SECONDS)):
             break
-        begun = now()
-    return ratio
+    return None
+
+
+def _between(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+    return end[0] - start[0], end[1] - start[1]
 
 
 def is_slower(mine: Sequence[float], theirs: Sequence[float], limit: float) -> bool:

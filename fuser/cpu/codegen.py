@@ -105,7 +105,7 @@ PART = 12_000  # most characters of functions that are compiled together; longer
 def source_parts(functions: Sequence[Function], comment: str, machine: Machine) -> tuple[str, ...]:
     """The sources of all functions: one, or several that are compiled at the same time. A function stays whole.
 
-    Those that are equal up to their arguments share a body, and a source with it.
+    Those that are equal up to their arguments share a body, and a source with it. The comment is in the first source.
     """
     if config.check_ir:
         for function in functions:
@@ -119,7 +119,7 @@ def source_parts(functions: Sequence[Function], comment: str, machine: Machine) 
             length = 0
         parts[-1] += texts
         length += more
-    return tuple(source_text(p, comment, machine) for p in parts)
+    return tuple(source_text(part, "" if n else comment, machine) for n, part in enumerate(parts))
 
 
 __all__ = ["Bindings", "Function", "Generated", "Partial", "generate", "source_parts", "source_text"]

@@ -109,7 +109,7 @@ def _first_taken(
             command = [*compiler, *flags, str(path), "-o", f"{folder}/probe.so", *libraries]
             with process.temporaries_in(str(folder)):
                 code, log = process.run(command, config.compile_timeout_seconds)
-            if code == 0:
+            if code == 0 and (compilers.whole(libraries) == libraries or _problem(folder / "probe.so") is None):
                 return number, log
     return None, log
 
@@ -117,7 +117,11 @@ def _first_taken(
 @functools.lru_cache(maxsize=32)
 def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     machine = machines.find(isa)
-    choices = [(kind.test, kind.flags_for(machine), kind.libraries) for kind in compilers.KINDS]
+    choices = [
+        (kind.test, kind.flags_for(machine), libraries)
+        for kind in compilers.KINDS
+        for libraries in dict.fromkeys((kind.lean or kind.libraries, kind.libraries))
+    ]
     identity = hashlib.sha256(f"{compiler}{choices}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
     known = _cache_folder() / f"toolchain-{identity}"
     remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
@@ -356,11 +360,15 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entri
             else:
                 inputs = workers.run_all(lambda at: _object_file(work, at, parts[at], flags), range(len(parts)))
             made = work / library.name
-            run_compiler([*compiler, *flags, *map(str, inputs), "-o", str(made), *libraries])
-            problem: str | None = "it wrote no library"
+            command = [*compiler, *flags, *map(str, inputs), "-o", str(made)]
+            run_compiler([*command, *libraries])
+            problem = _problem(made, entries)
+            if problem is not None and compilers.whole(libraries) != libraries and _lacks_symbols(made):
+                run_compiler([*command, *compilers.whole(libraries)])
+                problem = _problem(made, entries)
             found: pathlib.Path | None = None
             if made.exists():
-                problem, data = _problem(made, entries), made.read_bytes()
+                data = made.read_bytes()
                 found = library if problem is None else _elsewhere(library, data, problem, entries)
             if found is None:
                 raise CompileError(f"{compiler[0]} ended without an error, but {problem}")
@@ -391,9 +399,16 @@ def _loads(library: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
     return None
 
 
-def _problem(made: pathlib.Path, entries: Sequence[str]) -> str | None:
+def _problem(made: pathlib.Path, entries: Sequence[str] = ()) -> str | None:
     """Why what a compiler wrote is no library with `entries`; None if it is."""
+    if not made.exists():
+        return "it wrote no library"
     return "what it wrote is cut" if is_cut(made) else _loads(made, entries)
+
+
+def _lacks_symbols(made: pathlib.Path) -> bool:
+    """Whether a library does not load since it was linked without a symbol."""
+    return "symbol" in (_problem(made) or "")
 
 
 def _source_file(work: pathlib.Path, at: int, text: str) -> pathlib.Path:

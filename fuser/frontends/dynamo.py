@@ -37,7 +37,7 @@ from fuser.reasons import because
 from fuser.runtime import heap
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import span
-from fuser.startup import import_dynamo
+from fuser.startup import import_at_rest
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -48,7 +48,7 @@ Function = Callable[..., Any]
 _SUBCLASS = "an input or output is a tensor subclass"
 
 CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
-import_dynamo()
+import_at_rest("torch._dynamo")
 
 
 def fuser_backend(

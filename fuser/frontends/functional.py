@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fuser import config, interface
 from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
-from fuser.frontends import guarantees, matmuls
+from fuser.frontends import guarantees
 from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
@@ -32,6 +32,9 @@ from fuser.passes.reinplacing import reinplace
 from fuser.passes.rounding import round_decided
 from fuser.passes.runner import PassRecord
 from fuser.runtime import torch_abi
+
+if TYPE_CHECKING:
+    from fuser.frontends.matmuls import Raced
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -51,7 +54,7 @@ class Compiled:
     program: Program | None
     reason: str
     seconds: float
-    raced: tuple[matmuls.Raced, ...] = ()
+    raced: tuple[Raced, ...] = ()
 
     @property
     def boxed(self) -> Function:
@@ -129,12 +132,13 @@ def compile_functional(
     handles = {k: interface.fusion_handle(k) for k in keys}
     _prepare(keys, plan.groups)
     functions: list[tuple[str, Function]] = [("fusion", handles[k]) for k in keys]
-    raced: tuple[matmuls.Raced, ...] = ()
+    raced: dict[int, Raced] = {}
     if config.max_autotune:
+        from fuser.frontends import matmuls  # it imports the generator for GPUs, which most processes never need
+
         plan, pairs = matmuls.join(plan, writing)
-        for i, pair in pairs.items():
-            functions[i] = ("matmul", matmuls.Raced(pair, handles[keys[i]]))
-        raced = tuple(f for _, f in functions if isinstance(f, matmuls.Raced))
+        raced = {i: matmuls.Raced(pair, handles[keys[i]]) for i, pair in pairs.items()}
+        functions = [("matmul", raced[i]) if i in raced else known for i, known in enumerate(functions)]
     program, reason = None, ""
     try:
         program = Program(module, plan, functions)
@@ -142,7 +146,7 @@ def compile_functional(
     except Unsupported as error:
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
-    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, raced)
+    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, tuple(raced.values()))
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:

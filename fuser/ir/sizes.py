@@ -264,6 +264,9 @@ def maximum(a: IntLike, b: IntLike) -> Expr:
 
 def substitute(e: Expr, mapping: Mapping[Sym, Expr]) -> Expr:
     """`e` with symbols replaced; calls are rebuilt, so they fold again."""
+    alone = e.as_symbol()
+    if alone is not None:
+        return mapping.get(alone, e)
     if not e.terms or not any(s in mapping for s in symbols(e)):
         return e
     out = ZERO

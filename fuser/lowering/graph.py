@@ -71,7 +71,7 @@ def lower_graph(
     `device_type` says for which device, where the examples are meta tensors.
     """
     state = begin(graph, examples, numerics, device_type)
-    with without_dynamo(), torch._C.DisableTorchFunction():  # the default device makes no constant of ours
+    with torch._C.DisableTorchFunction():  # the default device makes no constant of ours
         for node in graph.calls:
             state.add(node, *lower_node(state, node))
     state.ctx.numerics = "eager" if _rounds(graph, state.rounded, state.metas) else numerics
@@ -311,7 +311,8 @@ def run_meta(
         kwargs = {**kwargs, "device": "meta"}
     plain = all(is_row_major(a) for a in leaves((args, kwargs)) if isinstance(a, torch.Tensor))
     try:
-        with PartsCorrected(device) if not plain and is_composite(op) else contextlib.nullcontext():
+        parts = PartsCorrected(device) if not plain and is_composite(op) else contextlib.nullcontext()
+        with without_dynamo(), parts:
             return target(*args, **kwargs)
     except FuserError:
         raise

@@ -17,7 +17,6 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import graph as lowering
 from fuser.lowering.graph import State
 from fuser.lowering.host import is_host
-from fuser.lowering.without_dynamo import without_dynamo
 from fuser.reasons import because
 
 
@@ -43,7 +42,7 @@ def survey(graph: CanonicalGraph, examples: Sequence[Any], numerics: str = "fast
     """
     state = lowering.begin(graph, examples, numerics, refused=_not_fused)
     surveyor = _Surveyor(state, Survey(metas=state.metas), itertools.count(len(graph.nodes)))
-    with without_dynamo(), torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():
         for node in graph.calls:
             state.add(node, *surveyor.value(node))
         if not any(v is NOTHING for v in state.values):

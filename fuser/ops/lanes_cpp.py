@@ -8,6 +8,7 @@ Both give the same bits.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -321,20 +322,34 @@ _FOR_VECTORS = (
 def _for_vectors(text: str) -> str:
     for pattern, to in _FOR_VECTORS:
         text = re.sub(pattern, to, text)
-    return f"#if FUSER_LANES\n{text}#endif\n"
+    return text
 
 
-_SCALAR = float_cpp.HELPERS | inverse_cpp.HELPERS
-for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
-    HELPERS[_name.replace("fuser_", "fuser_lanes_")] = _for_vectors(_SCALAR[_name])
-# One instruction, where there is one for p 2^n with one rounding; t is n + 1.5 * 2^23.
 _SCALE = "fuser_lanes_scale_f32"
-HELPERS[_SCALE] = f"""\
+# One instruction, where there is one for p 2^n with one rounding; t is n + 1.5 * 2^23.
+_SCALED = f"""\
 #if defined(FUSER_LANES_SCALE)
 FUSER_FN lanes_f {_SCALE}(lanes_f p, lanes_f t) {{ return FUSER_LANES_SCALE(p, t - 12582912.0f); }}
 #else
-{HELPERS[_SCALE]}#endif
+TEXT#endif
 """
+
+
+@functools.cache
+def _vector_form(name: str) -> str:
+    """The helper `name`, a scalar one's form for vectors. Made when a kernel needs it: the patterns take 4 ms."""
+    scalar = (float_cpp.HELPERS | inverse_cpp.HELPERS)[name.replace("fuser_lanes_", "fuser_")]
+    text = f"#if FUSER_LANES\n{_for_vectors(scalar)}#endif\n"
+    return _SCALED.replace("TEXT", text) if name == _SCALE else text
+
+
+def _vector_helper(name: str, machine: Machine) -> str:
+    return _vector_form(name)
+
+
+for _name in (*(f"fuser_{n}_f32" for n in (*FUNCTIONS, *_INSIDE, "atan2")), "fuser_pow2_of", "fuser_scale_f32"):
+    _name = _name.replace("fuser_", "fuser_lanes_")
+    HELPERS[_name] = partial(_vector_helper, _name)
 
 # As in float_cpp the rest modulo pi/2 is taken in double, by halves of a vector; vectors with a number in one of
 # that helper's buckets, or infinite, ask it for each of theirs. The bits are the same. That comes last: so g++ computes

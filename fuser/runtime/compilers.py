@@ -31,7 +31,9 @@ FLAGS = (
 # joins and pads that are normalised have more than the 50 instructions to which g++ keeps that. Threaded jumps make
 # branches of choices that follow each other (`relu6`): loops without vectors and mispredicted tails, and they take a
 # quarter of the time of compilation.
-_GCC_FLAGS = ("-fvect-cost-model=dynamic", "-funswitch-loops", "--param=max-unswitch-insns=200", "-fno-thread-jumps")
+_GCC_FLAGS = (
+    "-fvect-cost-model=dynamic", "-funswitch-loops", "--param=max-unswitch-insns=200", "-fno-thread-jumps", "-pipe",
+)  # fmt: skip
 _WHOLE = "-Wl,--no-undefined"
 
 
@@ -41,6 +43,8 @@ class Kind:
 
     test: the preprocessor's condition that holds in one.
     flags, libraries: beyond `FLAGS` and the machine's.
+    lean: libraries for a link without the compiler's start files and C++ library, which kernels do not need; tried
+    first. It leaves symbols of the C library open until a library is loaded. A kernel that needs more is linked again.
     tune: what has it weigh instructions as this machine does, without any that others lack.
     spelled: how it spells flags of machines. bare: for a machine without flags of its own, by architecture.
     """
@@ -49,6 +53,7 @@ class Kind:
     test: str
     flags: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ("-lm",)
+    lean: tuple[str, ...] = ()
     tune: str = "-mtune=native"
     spelled: dict[str, str] = field(default_factory=dict)
     bare: dict[str, str] = field(default_factory=dict)
@@ -64,8 +69,11 @@ class Kind:
 
 # In the order in which they are tried. What g++ has beyond others needs glibc's vector functions.
 KINDS: tuple[Kind, ...] = (
-    Kind("g++ with libmvec", "!defined(__clang__)", (*_GCC_FLAGS, "-DFUSER_SIMD_MATH"), (_WHOLE, "-lmvec", "-lm")),
-    Kind("g++", "!defined(__clang__)", _GCC_FLAGS, (_WHOLE, "-lm")),
+    Kind(
+        "g++ with libmvec", "!defined(__clang__)", (*_GCC_FLAGS, "-DFUSER_SIMD_MATH"), (_WHOLE, "-lmvec", "-lm"),
+        lean=("-nostdlib", "-lmvec", "-lm"),
+    ),
+    Kind("g++", "!defined(__clang__)", _GCC_FLAGS, (_WHOLE, "-lm"), lean=("-nostdlib", "-lm")),
     Kind(
         "zig", "defined(__clang__)", tune="",  # it takes -mtune=native for leave to use what this machine has
         spelled={"-march=x86-64": "-march=x86_64", "-march=armv8-a": "-mcpu=generic"},
@@ -74,6 +82,11 @@ KINDS: tuple[Kind, ...] = (
     Kind("clang++", "defined(__clang__)"),
     Kind("another", "1", tune=""),
 )  # fmt: skip
+
+
+def whole(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    """The libraries of the kind whose lean ones are `libraries`; others as they are."""
+    return next((kind.libraries for kind in KINDS if kind.lean and kind.lean == libraries), libraries)
 
 
 def find() -> tuple[Command, ...]:

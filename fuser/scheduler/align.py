@@ -18,6 +18,9 @@ Digits = list[tuple[Sym, Expr]]  # (variable, size), most significant first
 
 def digits_of(e: Expr, sizes: Mapping[Sym, Expr]) -> Digits | None:
     """`e` as a mixed-radix number over distinct loop variables, or None if it is not one."""
+    alone = e.as_symbol()
+    if alone is not None and alone.kind == LOOP:
+        return [(alone, sizes[alone])] if alone in sizes else None
     if e == ZERO:
         return []
     terms: list[tuple[Sym, Expr]] = []

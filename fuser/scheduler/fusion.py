@@ -7,6 +7,7 @@ memory traffic saved) chooses; `can_fuse` says yes or why not, and the reasons a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import field
@@ -139,18 +140,18 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
 
 
 def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:
-    rows, row = 1, 1
+    sizes = {a: ctx.hint(kernel.axes.size[a]) for a in kernel.axes.order}
+    row = math.prod(n for a, n in sizes.items() if a in kernel.reduced)
+    rows = math.prod(n for a, n in sizes.items() if a not in kernel.reduced)
     block = ctx.target.column_block
-    columns = _columns(kernel, strides) if block else None
-    for a in kernel.axes.order:
-        n = ctx.hint(kernel.axes.size[a])
-        if a in kernel.reduced:
-            row *= n
-        elif a == columns:
-            rows *= -(-n // block)
-            row *= min(n, block)
-        else:
-            rows *= n
+    if not block:
+        return rows < ctx.target.few_rows and row >= ctx.target.long_row
+    if row * block < ctx.target.long_row or -(-rows // block) >= ctx.target.few_rows:
+        return False  # whichever axis the columns are along
+    columns = _columns(kernel, strides)
+    if columns is not None and columns not in kernel.reduced:
+        n = sizes[columns]
+        rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
     return rows < ctx.target.few_rows and row >= ctx.target.long_row
 
 

@@ -98,6 +98,26 @@ def test_a_contest_costs_few_calls():
     assert machine.wall < 2 * 15 * 6e-4
 
 
+def stalled(machine: Machine, seconds: float) -> tuple[float, float]:
+    """Another process on each processor: every parallel region waits 16 ms for its threads, and spins for a part."""
+    return seconds + machine.random.uniform(1e-3, 6e-3), machine.random.uniform(9e-3, 15e-3)
+
+
+def test_a_kernel_that_is_faster_by_either_clock_is_not_timed_long_where_all_calls_wait():
+    calls = []
+    for seed in range(20):
+        machine = Machine(stalled, seed)
+        one = machine.work(4e-4)
+        found = contest.compete(one, lambda one=one: [one() for _ in range(4)], (), 1.05, machine.now)
+        assert not found.slower
+        calls.append(machine.calls // 5)
+    assert sorted(calls)[10] <= 3, calls
+    for seed in range(20):
+        machine = Machine(stalled, seed)
+        one = machine.work(4e-4)
+        assert contest.compete(lambda one=one: [one() for _ in range(16)], one, (), 1.05, machine.now).slower
+
+
 @pytest.mark.parametrize("seconds", [2e-5, 4e-4])
 @pytest.mark.parametrize("noise", [quiet, jitter])
 def test_new_pages_of_the_first_calls_decide_nothing(monkeypatch, noise, seconds):

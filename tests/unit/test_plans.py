@@ -329,3 +329,20 @@ def test_libraries_of_this_process_alone_have_no_plan(fresh, cache, monkeypatch)
         m.setattr(toolchain, "_folder_for", lambda library: toolchain._instead_of(library.parent, "a test"))
         fresh.run(scaled, (X, Y))
     assert not list((cache / "plans").glob("*.plan"))
+
+
+def test_every_source_that_decides_kernels_is_part_of_a_key(tmp_path, monkeypatch):
+    """A changed file in any of their folders, those in a folder included, gives plans other names."""
+    shutil.copytree(ROOT / "fuser", tmp_path / "fuser", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    monkeypatch.setattr(plans, "__file__", str(tmp_path / "fuser" / "plans.py"))
+    version = plans.version.__wrapped__
+    paths = [p for name in plans._DECIDING for p in (tmp_path / "fuser" / name).rglob("*.py")]
+    paths += [tmp_path / "fuser" / name for name in plans._DECIDING_FILES]
+    assert tmp_path / "fuser" / "cpu" / "vir" / "printer.py" in paths
+    known = {version()}
+    for path in paths:
+        text = path.read_bytes()
+        path.write_bytes(text + b"#")
+        assert version() not in known, path
+        known.add(version())
+        path.write_bytes(text)

@@ -13,7 +13,8 @@ import pytest
 from fuser import can_fuse_on_cpu, config
 from fuser.cpu import toolchain
 from fuser.errors import CompileError
-from fuser.runtime import files
+from fuser.runtime import compilers, files
+from fuser.runtime.libraries import Library
 
 pytestmark = pytest.mark.skipif(not can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -157,3 +158,38 @@ def test_a_process_that_ends_while_the_launcher_is_built_leaves_nothing(tmp_path
     done = subprocess.run([sys.executable, "-c", _ENDS], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     assert not list((tmp_path / "native").iterdir())
+
+
+# What a kernel may ask of libraries: nothing, the C library, the compiler's own, a vector function, a C++ library.
+NEEDS = {
+    "nothing": ("int answer() { return 42; }", 1),
+    "memory": ("void answer(char* to, const char* from, long n) { __builtin_memcpy(to, from, n); }", 1),
+    "mathematics": ("double lgamma(double); double answer(double x) { return lgamma(x); }", 1),
+    "wide integers": ("__int128 answer(__int128 a, __int128 b) { return a / b; }", 2),
+    "C++": ("int answer() { static int known = *new int; return known; }", 2),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_kernel_is_linked_with_what_it_needs(folder, monkeypatch, name):
+    """Without start files and C++ library first; a second time only if symbols are missing."""
+    text, most = NEEDS[name]
+    _, libraries = toolchain.flags_for(find())
+    commands = []
+    run = toolchain.run_compiler
+    monkeypatch.setattr(toolchain, "run_compiler", lambda command: (commands.append(command), run(command)))
+    made = toolchain.compile_library((f'extern "C" {{ {text} }}\n',), None, ["answer"])
+    assert len(commands) <= (most if compilers.whole(libraries) != libraries else 1)
+    assert pathlib.Path(made).exists() and Library(made).address("answer")
+
+
+def test_functions_of_the_mathematical_library_are_those_of_its_version(folder):
+    """A symbol without a version may be bound to an older function of the name."""
+    made = toolchain.compile_library(('extern "C" { float expf(float); float answer(float x) { return expf(x); } }\n',))
+    data = pathlib.Path(made).read_bytes()
+    assert not os.confstr("CS_GNU_LIBC_VERSION") or b"libm.so" in data and b"GLIBC_2." in data
+
+
+def test_a_symbol_that_no_library_has_is_an_error(folder):
+    with pytest.raises(CompileError, match="nowhere"):
+        toolchain.compile_library(('extern "C" { int nowhere(); int answer() { return nowhere(); } }\n',))
