@@ -51,6 +51,8 @@ def _pointers(rows: Rows, function: str) -> None:
     counts, partials = facts.bindings.counts, {p.name: p for p in facts.partials}
     stored = {s.buffer for s in facts.plan.stores} | set(partials)
     for buffer, dtype in (*facts.plan.buffers, *((p.name, p.dtype) for p in facts.partials)):
+        if buffer not in facts.bindings.pointers:  # in scratch memory, which the function divides itself
+            continue
         checked = None
         if counts is not None:
             count = counts.get(buffer) or partials[buffer].size
@@ -125,7 +127,7 @@ def open_count(rows: Rows, most: int, high: ir.Value) -> None:
     rows.out.let("i64", "count", ir.Select(v0 + most < high, ir.Number(most), high - v0))
 
 
-def open_range(rows: Rows, name: str, low: ir.Value, count: int, size: str) -> None:
+def open_range(rows: Rows, name: str, low: ir.Value, count: ir.Like, size: str) -> None:
     """Declare a range of at most `count` indices of an axis: its first index, and the one after its last."""
     first = ir.Name(f"{name}0")
     rows.out.let("i64", first.name, low)

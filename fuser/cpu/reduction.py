@@ -126,7 +126,7 @@ def whole(facts: Facts) -> Function:
     facts = decided(facts)
     facts = replace(facts, kept=kept_rows(facts))
     rows = opened(facts)
-    scratch = _row_buffers(rows)
+    scratch = row_buffers(rows)
     digits, units = units_of(facts)
     rows.constants()
     with each_unit(rows, digits):
@@ -139,7 +139,7 @@ def whole(facts: Facts) -> Function:
     return closed(rows, units, scratch=scratch)
 
 
-def _row_buffers(rows: Rows) -> Expr:
+def row_buffers(rows: Rows) -> Expr:
     """Pointers to the row buffers in scratch memory; returns the bytes of all."""
     offset, facts = expr(0), rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
@@ -239,4 +239,4 @@ def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
     return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
 
 
-__all__ = ["Reducing", "decided", "results", "whole"]
+__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole"]

@@ -81,4 +81,4 @@ def _fold(out: Builder, facts: Facts, mine: Sequence[Accumulator], zero: ir.Valu
             out.each(lanes, ir.Set(mid, zero), ir.Set(held, zero))
 
 
-__all__ = ["SHORT_FLUSH", "TURNS", "count_turns", "flush", "open_counters"]
+__all__ = ["COLUMN_FLUSH", "SHORT_FLUSH", "TURNS", "count_turns", "flush", "open_counters"]
