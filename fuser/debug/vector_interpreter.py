@@ -187,8 +187,9 @@ class _Machine(Values):
 
     def _fold(self, s: ir.Fold, env: Env) -> None:
         array = env.cell(s.array).value
-        width = min(s.vector_bytes, s.lanes * s.dtype.itemsize) // s.dtype.itemsize
+        width = min(s.vector_bytes, s.lanes * s.folded.itemsize) // s.folded.itemsize
         held = [array.element(n).read() for n in range(s.lanes)]
+        held = held if s.total is None else list(map(np.float64, held))
         vectors = [held[n : n + width] for n in range(0, s.lanes, width)]
         while len(vectors) > 1:
             half = len(vectors) // 2
@@ -197,7 +198,11 @@ class _Machine(Values):
         while by > 1:
             by //= 2
             lanes = [_joined(s, a, lanes[(i + by) % width]) for i, a in enumerate(lanes)]
-        array.element(0).write(lanes[0])
+        if s.total is None:
+            array.element(0).write(lanes[0])
+        else:
+            assert isinstance(s.total, ir.Name)
+            env.cell(s.total.name).value += lanes[0]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
     def _block(self, head: ir.Head, body: Sequence[ir.Statement], env: Env, before: bool) -> bool:
@@ -286,8 +291,8 @@ def _joined(s: ir.Fold, a: Scalar, b: Scalar) -> Scalar:
     if s.table == "wins":
         return b if BINARY[s.name](b, a) else a
     if s.table == "sign":
-        return scalar(tensor(BINARY[s.name](a, b), s.dtype))
-    return reduced(s.name, s.dtype, a, b)
+        return scalar(tensor(BINARY[s.name](a, b), s.folded))
+    return reduced(s.name, s.folded, a, b)
 
 
 _STATEMENTS: dict[type, Callable[[_Machine, Any, Env], None]] = {

@@ -166,6 +166,7 @@ class Fold:
     """Fold the lanes of `array` into its first one, halving, in vectors: the fixed order of a tree.
 
     `table` and `name` are the cell that joins two vectors; "sign" is an operator, "wins" what picks an extreme.
+    `total`: the lanes of float32 are folded as float64 and added to that.
     """
 
     array: str
@@ -174,6 +175,12 @@ class Fold:
     vector_bytes: int
     table: str
     name: str
+    total: Value | None = None
+
+    @property
+    def folded(self) -> torch.dtype:
+        """The dtype of what is folded."""
+        return self.dtype if self.total is None else torch.float64
 
 
 # -- heads of blocks --------------------------------------------------------------------------------------------------
