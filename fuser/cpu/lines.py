@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
-from fuser.cpu.halves import has_halves
 from fuser.cpu.prefetches import look_ahead, prefetch_later
-from fuser.cpu.prepared import prepared, tiles
+from fuser.cpu.prepared import is_prepared, prepared, tiles
 from fuser.cpu.rows import Rows
 from fuser.cpu.sums import SHORT_FLUSH, close_group, count_group, flushing, open_group
 from fuser.cpu.vir import nodes as ir
@@ -25,7 +24,7 @@ def line(
     """A pass along a row, from one index to another. `overlaps`: see `takes_some_twice`."""
     facts, out, v = rows.facts, rows.out, rows.facts.v
     if not facts.passes[phase].folds:
-        if facts.streams_of(phase) or has_halves(facts, phase):
+        if facts.streams_of(phase) or is_prepared(facts, phase):
             with tiles(rows, phase, *bounds), out.block(rows.simd(v, "w0", "w1")):
                 rows.inner(phase)
         else:

@@ -14,11 +14,10 @@ from fuser.cpu import parts
 from fuser.cpu.bits import BitsLoop
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
-from fuser.cpu.halves import has_halves
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
 from fuser.cpu.prefetches import prefetch_rows
-from fuser.cpu.prepared import tiles
+from fuser.cpu.prepared import is_prepared, tiles
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.segments import Segments, each_segment, find_segments
@@ -147,7 +146,7 @@ def _each_row_of_tiles(rows: Rows, tiled: Axis) -> Iterator[None]:
 
 def _vector_loop(rows: Rows, choice: Choice) -> None:
     facts, vectors = rows.facts, choice.vectors is not None
-    if facts.streams_of(0) or (not vectors and has_halves(facts, 0)):
+    if facts.streams_of(0) or (not vectors and is_prepared(facts, 0)):
         with tiles(rows, 0, "v0", "v1", vectors):
             _segment_loop(rows, choice, "w0", "w1")
     else:

@@ -30,6 +30,7 @@ from fuser.debug.vector_values import BINARY, Cell, Env, Values, reduced, steppe
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import LaunchProgram
 from fuser.ops import LOW, SCANS
+from fuser.ops.random import philox_uniform
 from fuser.runtime.python_launcher import match
 
 _ZEROS = whole(np.zeros(8192, np.uint8))
@@ -155,6 +156,14 @@ class _Machine(Values):
         to, source, count = (self.value(v, env) for v in (s.to, s.source, s.count))
         for n in range(count):
             to.moved(n).write(float_to_bits(source.moved(n).read(), torch.float16))
+
+    def _draw(self, s: ir.Draw, env: Env) -> None:
+        to, seed, stream, place, count = (self.value(v, env) for v in (s.to, s.seed, s.stream, s.place, s.count))
+        index = torch.arange(place, place + count)
+        index = index if s.word == 2 else (index & ~1) + s.word
+        numbers = philox_uniform(torch.tensor(int(seed)), torch.tensor(int(stream)), index)
+        for n, number in enumerate(numbers.tolist()):
+            to.moved(n).write(number)
 
     def _scan_block(self, s: ir.ScanBlock, env: Env) -> None:
         row, source, to = SCANS[s.how], self.value(s.source, env), s.to and self.value(s.to, env)
@@ -298,7 +307,7 @@ def _joined(s: ir.Fold, a: Scalar, b: Scalar) -> Scalar:
 _STATEMENTS: dict[type, Callable[[_Machine, Any, Env], None]] = {
     ir.Let: _Machine._let, ir.Scratch: _Machine._scratch, ir.Pointer: _Machine._pointer, ir.Set: _Machine._set,
     ir.Store: _Machine._store, ir.Transpose: _Machine._transpose, ir.Widen: _Machine._widen,
-    ir.Narrow: _Machine._narrow, ir.ScanBlock: _Machine._scan_block,
+    ir.Narrow: _Machine._narrow, ir.Draw: _Machine._draw, ir.ScanBlock: _Machine._scan_block,
     ir.Stream: _Machine._stream, ir.StreamEnd: _Machine._nothing,
     ir.Prefetch: _Machine._nothing, ir.Do: _Machine._do, ir.Return: _Machine._return, ir.Fold: _Machine._fold,
 }  # fmt: skip

@@ -108,6 +108,18 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """Write `count` random numbers from `place` on; of each pair of words the one that `word` says (2: in turn)."""
+
+    to: Value
+    seed: Value
+    stream: Value
+    place: Value
+    count: Value
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScanBlock:
     """Scan `count` elements by the row `how` of the table, into `to` if that is given; `acc` is the carry.
 
@@ -300,8 +312,8 @@ class Block:
 
 
 Statement = Union[
-    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, ScanBlock, Stream, StreamEnd, Do, Return, Prefetch,
-    Fold, Block,
+    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, Draw, ScanBlock, Stream, StreamEnd, Do, Return,
+    Prefetch, Fold, Block,
 ]  # fmt: skip
 
 

@@ -205,6 +205,10 @@ class Printer:
     def _narrow(self, s: ir.Narrow) -> str:
         return f"{self._helper('fuser_piece_to_half', s.to, s.source, s.count)};"
 
+    def _draw(self, s: ir.Draw) -> str:
+        args = self._helper("fuser_philox_fill", s.to, s.seed, s.stream, s.place, s.count, ir.Number(s.word))
+        return f"{args};"
+
     def _scan_block(self, s: ir.ScanBlock) -> str:
         name = f"fuser_{'total' if s.total else 'scan'}_{SCANS[s.how].helper}_{SCANNED[s.element]}"
         none = ir.Number(0)
@@ -458,7 +462,8 @@ _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
     ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, ir.Store: Printer._store,
     ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
-    ir.ScanBlock: Printer._scan_block,    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
+    ir.Draw: Printer._draw, ir.ScanBlock: Printer._scan_block, ir.Stream: Printer._stream,
+    ir.StreamEnd: Printer._stream_end,
 }  # fmt: skip
 _CALLS = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
