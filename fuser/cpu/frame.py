@@ -14,7 +14,7 @@ from fuser.cpu.text import cpp_name
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import is_checked, row_exprs
 from fuser.ir.ranges import NO_LOOPS
-from fuser.ir.sizes import INDIRECT, ZERO, Expr, Sym, expr, floordiv, product, symbols
+from fuser.ir.sizes import INDIRECT, ZERO, Expr, IntLike, Sym, expr, floordiv, product, symbols
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.scheduler.kernel_plan import Axis
 
@@ -92,10 +92,11 @@ def digits_of(axes: Iterable[Axis]) -> Digits:
     return [(a.sym.name, ir.Name(f"n_{a.sym.name}")) for a in axes]
 
 
-def blocks_of(a: Axis, length: int, name: str) -> tuple[tuple[str, ir.Value], Expr]:
+def blocks_of(a: Axis, length: IntLike, name: str) -> tuple[tuple[str, ir.Value], Expr]:
     """The digit `name` of blocks of an axis, and how many blocks there are."""
-    count = (ir.Name(f"n_{a.sym.name}") + (length - 1)) // length
-    return (name, count), floordiv(a.size + (length - 1), expr(length))
+    each = expr(length)
+    count = (ir.Name(f"n_{a.sym.name}") + size(each - 1)) // size(each)
+    return (name, count), floordiv(a.size + (each - 1), each)
 
 
 def units_of(facts: Facts, axes: Sequence[Axis] | None = None) -> tuple[Digits, Expr]:
