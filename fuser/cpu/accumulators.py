@@ -79,9 +79,14 @@ class Accumulator:
             return ir.Name(f"tot{self.number}")[lane] if self.is_column else ir.Name(f"tot{self.number}")
         return ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
 
+    @property
+    def sums(self) -> ir.Name:
+        """The float32 sums that go to float64 totals."""
+        return ir.Name(f"acc{self.number}" if self.is_column else f"mid{self.number}")
+
     def to_total(self, lane: ir.Value) -> ir.Set:
         """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
-        held = ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
+        held = self.sums[lane if self.is_column else 0]
         return ir.Set(self.total(lane), ir.Cast("double", held), "+")
 
     def join(self, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value) -> ir.Statement:
@@ -91,14 +96,15 @@ class Accumulator:
             return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
         return ir.Set(a, ir.Op("combine", self.reduce.kind, dtype, (a, b)))
 
-    def fold(self, lanes: int, vector_bytes: int) -> ir.Fold:
-        """Folds the lanes into lane 0."""
+    def fold(self, lanes: int, vector_bytes: int, wide: bool = False) -> ir.Fold:
+        """Folds the lanes into lane 0, or if `wide` as float64 into the total."""
         table, name = "combine", self.spec.value or self.reduce.kind
         if self.notes_nans:
             table, name = "wins", self.spec.extreme
         elif self.spec.wraps and not self.dtype.is_floating_point and self.dtype is not torch.bool:
             table, name = "sign", self.spec.wraps
-        return ir.Fold(f"acc{self.number}", self.dtype, lanes, vector_bytes, table, name)
+        array = self.sums.name if self.flushes else f"acc{self.number}"
+        return ir.Fold(array, self.dtype, lanes, vector_bytes, table, name, self.total(0) if wide else None)
 
 
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
@@ -157,7 +163,10 @@ def _holder(facts: Facts, r: Reduce) -> Reduce:
 
 
 def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
-    """Lane arrays at their identities. The pass begins at `low`."""
+    """Lane arrays at their identities. The pass begins at `low`.
+
+    Sums of a row nest that flush are `mid`; turns of a pass add to arrays of their own first (`sums.block`).
+    """
     starts: list[ir.Statement] = []
 
     def array(kind: str, name: str, start: ir.Value) -> None:
@@ -165,7 +174,7 @@ def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
         starts.append(ir.Set(ir.Name(name)["l"], start))
 
     k, first = a.number, ir.Cast("i32", low) if a.in_order else ir.Number(NO_PLACE)
-    array(a.kind, f"acc{k}", a.identity)
+    array(a.kind, a.sums.name if a.flushes else f"acc{k}", a.identity)
     if a.notes_nans:
         array(INTEGERS[a.dtype.itemsize], f"nan{k}", ir.Number(0))
     if a.spec.index:
@@ -173,7 +182,6 @@ def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
     if a.flushes and a.is_column:
         array("double", f"tot{k}", ir.Number(0.0, torch.float64))
     elif a.flushes:
-        array("float", f"mid{k}", ir.Number(0.0, torch.float32))
         out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
     out.each(lanes, *starts)
 

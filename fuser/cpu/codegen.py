@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fuser import config
-from fuser.cpu import bits, contraction, pointwise, reduction, transposes
+from fuser.cpu import bits, contraction, joined, pointwise, reduction, transposes
 from fuser.cpu.accumulators import SHUFFLE_HELPER
 from fuser.cpu.blocks import blocked
 from fuser.cpu.chains import chained
@@ -32,6 +32,7 @@ from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
 from fuser.scheduler.kernel_plan import KernelPlan
+from fuser.scheduler.together import Joined
 
 # Passes over the vector IR of a function, in order.
 PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
@@ -40,6 +41,14 @@ PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     """C++ functions for `plan`."""
     made = _functions(Facts(plan, name, bindings))
+    return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
+
+
+def generate_joined(both: Joined, name: str, bindings: Bindings) -> Generated | None:
+    """C++ functions for two plans in one; None where each is generated for itself."""
+    if not joined.fits(both):
+        return None
+    made = joined.walked(both, name, bindings)
     return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
 
 
@@ -122,4 +131,4 @@ def source_parts(functions: Sequence[Function], comment: str, machine: Machine) 
     return tuple(source_text(part, "" if n else comment, machine) for n, part in enumerate(parts))
 
 
-__all__ = ["Bindings", "Function", "Generated", "Partial", "generate", "source_parts", "source_text"]
+__all__ = ["Bindings", "Function", "Generated", "Partial", "generate", "generate_joined", "source_parts", "source_text"]

@@ -35,7 +35,8 @@ class Facts:
     lanes: elements of a block of columns, or of an accumulator of rows. constant: rows that do not change in a segment
     of the loop; parts: loads under such conditions. moved: rows that hold the bits of a 16-bit float. kept: rows with a
     row buffer; hoisted: rows computed before the loops; staged: loads that go through tiles, whose rows run along the
-    axis `tiled`. partials: temporaries that the functions share.
+    axis `tiled`. around: the length of rows that are taken as one long row, with which hoisted rows begin anew
+    (`rounds.py`). partials: temporaries that the functions share.
     """
 
     plan: KernelPlan
@@ -49,6 +50,7 @@ class Facts:
     hoisted: tuple[int, ...] = ()
     staged: tuple[int, ...] = ()
     tiled: Axis | None = None
+    around: Expr | None = None
     partials: tuple[Partial, ...] = ()
 
     def with_partials(self, partials: Sequence[Partial]) -> Facts:

@@ -14,7 +14,7 @@ from fuser.cpu.text import cpp_name
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import is_checked, row_exprs
 from fuser.ir.ranges import NO_LOOPS
-from fuser.ir.sizes import INDIRECT, ZERO, Expr, Sym, expr, floordiv, product, symbols
+from fuser.ir.sizes import INDIRECT, ZERO, Expr, IntLike, Sym, expr, floordiv, product, symbols
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.scheduler.kernel_plan import Axis
 
@@ -51,6 +51,8 @@ def _pointers(rows: Rows, function: str) -> None:
     counts, partials = facts.bindings.counts, {p.name: p for p in facts.partials}
     stored = {s.buffer for s in facts.plan.stores} | set(partials)
     for buffer, dtype in (*facts.plan.buffers, *((p.name, p.dtype) for p in facts.partials)):
+        if buffer not in facts.bindings.pointers:  # in scratch memory, which the function divides itself
+            continue
         checked = None
         if counts is not None:
             count = counts.get(buffer) or partials[buffer].size
@@ -90,10 +92,11 @@ def digits_of(axes: Iterable[Axis]) -> Digits:
     return [(a.sym.name, ir.Name(f"n_{a.sym.name}")) for a in axes]
 
 
-def blocks_of(a: Axis, length: int, name: str) -> tuple[tuple[str, ir.Value], Expr]:
+def blocks_of(a: Axis, length: IntLike, name: str) -> tuple[tuple[str, ir.Value], Expr]:
     """The digit `name` of blocks of an axis, and how many blocks there are."""
-    count = (ir.Name(f"n_{a.sym.name}") + (length - 1)) // length
-    return (name, count), floordiv(a.size + (length - 1), expr(length))
+    each = expr(length)
+    count = (ir.Name(f"n_{a.sym.name}") + size(each - 1)) // size(each)
+    return (name, count), floordiv(a.size + (each - 1), each)
 
 
 def units_of(facts: Facts, axes: Sequence[Axis] | None = None) -> tuple[Digits, Expr]:
@@ -125,7 +128,7 @@ def open_count(rows: Rows, most: int, high: ir.Value) -> None:
     rows.out.let("i64", "count", ir.Select(v0 + most < high, ir.Number(most), high - v0))
 
 
-def open_range(rows: Rows, name: str, low: ir.Value, count: int, size: str) -> None:
+def open_range(rows: Rows, name: str, low: ir.Value, count: ir.Like, size: str) -> None:
     """Declare a range of at most `count` indices of an axis: its first index, and the one after its last."""
     first = ir.Name(f"{name}0")
     rows.out.let("i64", first.name, low)

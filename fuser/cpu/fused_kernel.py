@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 
 from fuser import config, machines
 from fuser.codegen.program import ProgramBuilder, entry_name
@@ -66,13 +67,26 @@ def functions_for(
     counts = _counts(lowered, plan) if config.check_bounds else None
     bindings = codegen.Bindings(builder.pointers, builder.slots, builder.floats, machine, counts)
     functions: list[codegen.Function] = []
-    for number, kernel in enumerate(plan.plans):
-        made = codegen.generate(kernel, entry_name(number, kernel.name, comment), bindings)
+    for made in _generated(plan, bindings, comment):
         for p in made.partials:
             builder.add_buffer(p.name, p.dtype, (p.size,), (ONE,), False)
         functions += made.functions
     steps = [builder.step(f.name, f.units, f.work, f.scratch) for f in functions]
     return functions, builder.finish(steps, plan.buffers, single)
+
+
+def _generated(plan: Schedule, bindings: codegen.Bindings, comment: str) -> Iterator[codegen.Generated]:
+    """The functions of each plan, or of two that run together."""
+    taken = False  # with the plan before
+    for number, kernel in enumerate(plan.plans):
+        if taken:
+            taken = False
+            continue
+        both, joined = None, plan.joined.get(number)
+        if joined is not None:
+            both = codegen.generate_joined(joined, entry_name(number, joined.plan.name, comment), bindings)
+        taken = both is not None
+        yield both or codegen.generate(kernel, entry_name(number, kernel.name, comment), bindings)
 
 
 def _counts(lowered: Lowered, plan: Schedule) -> dict[str, Expr]:

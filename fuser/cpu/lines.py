@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
-from fuser.cpu.halves import has_halves
 from fuser.cpu.prefetches import look_ahead, prefetch_later
-from fuser.cpu.prepared import prepared, tiles
+from fuser.cpu.prepared import is_prepared, prepared, tiles
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import SHORT_FLUSH, TURNS, count_turns, flush
+from fuser.cpu.sums import SHORT_FLUSH, close_group, count_group, flushing, open_group
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
 
@@ -25,7 +24,7 @@ def line(
     """A pass along a row, from one index to another. `overlaps`: see `takes_some_twice`."""
     facts, out, v = rows.facts, rows.out, rows.facts.v
     if not facts.passes[phase].folds:
-        if facts.streams_of(phase) or has_halves(facts, phase):
+        if facts.streams_of(phase) or is_prepared(facts, phase):
             with tiles(rows, phase, *bounds), out.block(rows.simd(v, "w0", "w1")):
                 rows.inner(phase)
         else:
@@ -33,8 +32,9 @@ def line(
                 rows.inner(phase)
         return
     ahead = look_ahead(rows, phase)
-    skip = ("skip",) if overlaps else ()
-    with out.block(ir.Routine(f"pass{phase}", tuple(("const i64", name) for name in ("v0", "count", *skip)))):
+    numbers = ("v0", "count", "skip") if overlaps else ("v0", "count")
+    params = [*(("auto&", f"acc{a.number}") for a in flushing(own)), *(("const i64", name) for name in numbers)]
+    with out.block(ir.Routine(f"pass{phase}", tuple(params))):
         for k, buffer in enumerate(ahead):
             out.add(rows.prefetch(buffer, ir.Name(f"ahead{k}") + "v0" + "q", "count"))
         if any(a.counts_turns for a in own):
@@ -72,44 +72,44 @@ def _unrolls(facts: Facts, own: Sequence[Accumulator], phase: int) -> bool:
 def _call_pass(
     rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
 ) -> None:  # fmt: skip
-    """Call the pass for full arrays of lanes, then for the tail; partial sums are flushed in between."""
-    facts, out, (low, high) = rows.facts, rows.out, bounds
+    """Call the pass for full arrays of lanes, in groups where sums are flushed; then for the tail."""
+    facts, out, (low, high), mine = rows.facts, rows.out, bounds, flushing(own)
     routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(facts.lanes)
-    stop, flushes, several = high, any(a.flushes for a in own), len(facts.reduced_axes) > 1
+    stop = high
     out.var("i64", p.name, low)
-    if flushes:  # around the loop, not in it: so the accumulators stay in registers
+    if mine:
         stop = ir.Name(f"stop{phase}")
         out.open(ir.While(p + lanes <= high))
-        out.let("i64", "begun", p)
-        taken = TURNS if several else ir.Number(0)
-        out.let("i64", "room", ir.Name("begun") + (ir.Number(SHORT_FLUSH) - taken) * lanes)
+        open_group(out, facts, mine)
+        out.let("i64", "room", p + ir.Number(SHORT_FLUSH) * lanes)
         out.let("i64", stop.name, ir.Select(ir.Name("room") < high, ir.Name("room"), high))
     with out.block(ir.For(p.name, None, stop, lanes, whole=True)):
-        out.do(routine, p, lanes, *((0,) if overlaps else ()))
-    if flushes:
-        if several:
-            count_turns(out, facts, own, (p - "begun") // lanes)
-        else:
-            flush(out, facts, own, p + lanes <= high)
+        out.do(routine, *(f"acc{a.number}" for a in mine), p, lanes, *((0,) if overlaps else ()))
+    if mine:
+        close_group(out, facts, mine)
         out.close()
-    _call_tail(rows, phase, bounds, overlaps)
-    if flushes and several:
-        count_turns(out, facts, own, 1)
+    _call_tail(rows, mine, phase, bounds, overlaps)
+    if mine and len(facts.reduced_axes) > 1:
+        count_group(out, facts, mine)
 
 
-def _call_tail(rows: Rows, phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool) -> None:
+def _call_tail(
+    rows: Rows, mine: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
+) -> None:  # fmt: skip
+    """Call the pass for the tail, whose sums are added to those of the row."""
     out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
     routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
+    sums = [a.sums for a in mine]
     if overlaps:
         out.let("i64", last.name, ir.Select(high - low < lanes, p, high - lanes))
     with out.block(ir.If(p < high)):
         if not overlaps:
-            out.do(routine, p, high - p)
+            out.do(routine, *sums, p, high - p)
             return
         with out.block(ir.If(last.same(p))):
-            out.do(routine, p, high - p, 0)
+            out.do(routine, *sums, p, high - p, 0)
         with out.block(ir.Else()):
-            out.do(routine, last, lanes, p - last)
+            out.do(routine, *sums, last, lanes, p - last)
 
 
 __all__ = ["line", "takes_some_twice"]

@@ -12,20 +12,20 @@ import torch
 
 from fuser.cpu import parts
 from fuser.cpu.bits import BitsLoop
-from fuser.cpu.facts import Facts
+from fuser.cpu.facts import Facts, size
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
-from fuser.cpu.halves import has_halves
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.moves import moved_rows
 from fuser.cpu.prefetches import prefetch_rows
-from fuser.cpu.prepared import tiles
+from fuser.cpu.prepared import is_prepared, tiles
 from fuser.cpu.records import Function
+from fuser.cpu.rounds import going_round, table_length
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.segments import Segments, each_segment, find_segments
 from fuser.cpu.tiles import fill_tiles, in_tiles, transposed
 from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import product
+from fuser.ir.sizes import ZERO, Expr, expr, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis
 from fuser.scheduler.nodes import row_cost
@@ -46,6 +46,9 @@ class Choice:
 
 def chosen(facts: Facts) -> Choice:
     """All decisions about a pointwise nest."""
+    flat = going_round(facts)
+    if flat is not None:
+        return Choice(flat)
     staged = transposed(facts)
     facts = replace(facts, staged=tuple(staged), tiled=next(iter(staged.values()), None))
     inner = [a for a in facts.kept_axes if a is not facts.vector]
@@ -94,45 +97,69 @@ def whole(facts: Facts) -> Function:
     rows.made |= facts.constant
     outer = [a for a in facts.kept_axes if a is not facts.vector and a is not tiled]
     digits, units = digits_of(outer), product(a.size for a in outer)
-    block = BLOCK if tiled is None else TILE_COLUMNS
-    for axis, length, name in ((tiled, TILE_ROWS, "band"), (facts.vector, block, "block")):
+    block = _block_length(rows)
+    for axis, length, name in ((tiled, expr(TILE_ROWS), "band"), (facts.vector, block, "block")):
         if axis is not None:
             digit, count = blocks_of(axis, length, name)
             digits, units = [*digits, digit], units * count
     rows.constants()
-    for n in facts.hoisted:
-        rows.out.scratch(facts.kind(n), f"lane{n}", block)
-    if facts.hoisted:
-        rows.out.var("i64", "ready", -1)
+    scratch = _tables(rows, block)
     with each_unit(rows, digits):
         if facts.vector is not None:
-            open_range(rows, "v", ir.Name("block") * block, block, f"n_{facts.v}")
+            open_range(rows, "v", ir.Name("block") * size(block), size(block), f"n_{facts.v}")
         with rows.found(_compute_hoisted(rows) | in_tiles(facts)):
             with _each_row_of_tiles(rows, tiled) if tiled is not None else nullcontext():
                 rows.outside(sorted({*facts.passes[0].before, *facts.passes[0].outer}))
                 if facts.vector is not None:
                     _vector_loop(rows, choice)
                 rows.after(0)
-    return closed(rows, units)
+    return closed(rows, units, scratch=scratch)
+
+
+def _block_length(rows: Rows) -> Expr:
+    """The elements of the vector axis in one unit."""
+    if rows.facts.around is not None:
+        return table_length(rows.facts.around)
+    return expr(BLOCK if rows.facts.tiled is None else TILE_COLUMNS)
+
+
+def _tables(rows: Rows, block: Expr) -> Expr:
+    """Declare where hoisted rows are: arrays, or where rows go round pointers into scratch memory, of so many bytes."""
+    facts, each = rows.facts, block * 8 + 64
+    for k, n in enumerate(facts.hoisted):
+        if facts.around is None:
+            rows.out.scratch(facts.kind(n), f"lane{n}", BLOCK if facts.tiled is None else TILE_COLUMNS)
+            continue
+        at = ir.Number(k) * ((size(each) + 63) // 64 * 64)
+        rows.out.add(ir.Pointer(facts.kind(n), f"lane{n}", ir.Name("scratch") + at, False))
+    if facts.hoisted:
+        rows.out.var("i64", "ready", -1)
+    return ZERO if facts.around is None else (each + 64) * len(facts.hoisted)
 
 
 def _compute_hoisted(rows: Rows) -> dict[int, Place]:
-    """Compute the hoisted rows of a block, if the last unit had another one; returns where they are."""
+    """Compute the hoisted rows of a block, if the last unit had another one; returns where they are.
+
+    Where rows go round, one table serves all blocks.
+    """
     facts, out = rows.facts, rows.out
     if not facts.hoisted:
         return {}
-    v = ir.Name(facts.v)
-    places = {n: ir.Name(f"lane{n}")[v - "v0"] for n in facts.hoisted}
+    v, low, high = ir.Name(facts.v), ir.value("v0"), ir.value("v1")
+    test = ir.Name("block").differs("ready")
+    if facts.around is not None:
+        test, low = ir.Name("ready") < 0, ir.Number(0)
+        high = ir.least(size(table_length(facts.around)), f"n_{facts.v}")
     inside = facts.passes.closure(facts.hoisted)
     rows.outside(facts.passes.outside(d for n in inside for d in facts.passes.deps[n]))
-    with out.block(ir.If(ir.Name("block").differs("ready"))):
+    with out.block(ir.If(test)):
         out.set("ready", "block")
-        with out.block(ir.For(v.name, ir.Name("v0"), ir.Name("v1"), simd=True)):
+        with out.block(ir.For(v.name, low, high, simd=True)):
             for n in inside:
                 rows.declare(n)
-            for n, place in places.items():
-                out.set(place, rows.ref(n))
-    return {n: Place(place) for n, place in places.items()}
+            for n in facts.hoisted:
+                out.set(ir.Name(f"lane{n}")[v - low], rows.ref(n))
+    return {n: Place(ir.Name(f"lane{n}")[v - "v0"]) for n in facts.hoisted}
 
 
 @contextmanager
@@ -147,7 +174,7 @@ def _each_row_of_tiles(rows: Rows, tiled: Axis) -> Iterator[None]:
 
 def _vector_loop(rows: Rows, choice: Choice) -> None:
     facts, vectors = rows.facts, choice.vectors is not None
-    if facts.streams_of(0) or (not vectors and has_halves(facts, 0)):
+    if facts.streams_of(0) or (not vectors and is_prepared(facts, 0)):
         with tiles(rows, 0, "v0", "v1", vectors):
             _segment_loop(rows, choice, "w0", "w1")
     else:

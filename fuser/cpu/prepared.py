@@ -1,4 +1,4 @@
-"""What is around an inner loop: tiles of large results, parts of masked loads, float16 as float32."""
+"""What is around an inner loop: tiles of large results, parts of masked loads, float16 as float32, random numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from fuser.cpu import parts
+from fuser.cpu.draws import drawn, drawn_rows
+from fuser.cpu.facts import Facts
 from fuser.cpu.halves import has_halves, pieces
 from fuser.cpu.rows import Rows
 from fuser.cpu.streams import staged
 from fuser.cpu.vir import nodes as ir
 
 TILE = 1024  # elements of a loop whose results may be staged in the first level cache
+
+
+def is_prepared(facts: Facts, phase: int) -> bool:
+    """Whether a loop of a pass wants pieces that are written before it."""
+    return has_halves(facts, phase) or bool(drawn_rows(facts, phase))
 
 
 @contextmanager
@@ -28,7 +35,8 @@ def prepared(
         if vectors:
             yield
             return
-        with rows.found(parts.prepared(rows, phase, start, at, n)):
+        numbers = drawn(rows, phase, start, at, length, n)
+        with rows.found({**numbers, **parts.prepared(rows, phase, start, at, n)}):
             halves = pieces(rows, phase, start, at, length, n, narrow) if has_halves(rows.facts, phase) else None
             with halves or nullcontext():
                 yield
@@ -44,4 +52,4 @@ def tiles(rows: Rows, phase: int, low: ir.Like, high: ir.Like, vectors: bool = F
             yield
 
 
-__all__ = ["prepared", "tiles"]
+__all__ = ["is_prepared", "prepared", "tiles"]

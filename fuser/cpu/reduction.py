@@ -19,7 +19,7 @@ from fuser.cpu.facts import Facts, size
 from fuser.cpu.frame import closed, each_unit, opened, units_of
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import flush, open_counters
+from fuser.cpu.sums import flush, flushing, open_counter
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, Sym, coefficient, expr, product
 from fuser.ops import CPP_TYPES, REDUCTIONS
@@ -126,7 +126,7 @@ def whole(facts: Facts) -> Function:
     facts = decided(facts)
     facts = replace(facts, kept=kept_rows(facts))
     rows = opened(facts)
-    scratch = _row_buffers(rows)
+    scratch = row_buffers(rows)
     digits, units = units_of(facts)
     rows.constants()
     with each_unit(rows, digits):
@@ -139,7 +139,7 @@ def whole(facts: Facts) -> Function:
     return closed(rows, units, scratch=scratch)
 
 
-def _row_buffers(rows: Rows) -> Expr:
+def row_buffers(rows: Rows) -> Expr:
     """Pointers to the row buffers in scratch memory; returns the bytes of all."""
     offset, facts = expr(0), rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
@@ -174,7 +174,7 @@ class Reducing:
     def __init__(self, rows: Rows) -> None:
         self.rows, self.facts, self.out = rows, rows.facts, rows.out
         self.accumulators = acc.accumulators(rows.facts)
-        self.counts = False  # whether the counters of sums are declared
+        self.counts = False  # whether the counter of sums is declared
         self.overlaps = False  # whether the last lanes of a row of this pass were taken before in part
 
     def own(self, phase: int) -> list[Accumulator]:
@@ -206,9 +206,8 @@ class Reducing:
         own = self.own(phase)
         for a in own:
             acc.declare(self.out, a, facts.lanes, low)
-        flushes = any(a.flushes for a in own)
-        if flushes:
-            open_counters(self.out, facts, self.counts)
+        if flushing(own):
+            open_counter(self.out, self.counts)
             self.counts = True
         loops = [a for a in axes if a is not facts.vector]
         together = facts.is_column and columns.takes_rows_together(facts, own, phase, loops)
@@ -224,8 +223,7 @@ class Reducing:
             lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate, self.overlaps)
         for _ in around:
             self.out.close()
-        if flushes:
-            flush(self.out, facts, own)
+        flush(self.out, facts, own, facts.is_column)
 
     def fold(self, phase: int, low: ir.Like = 0) -> None:
         """In a row nest, fold the lanes of each accumulator. `low` is where the pass began."""
@@ -239,4 +237,4 @@ def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
     return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
 
 
-__all__ = ["Reducing", "decided", "results", "whole"]
+__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole"]

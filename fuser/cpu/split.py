@@ -40,7 +40,7 @@ def split(facts: Facts) -> Generated:
         if a.spec.index:
             partials.append(Partial(f"{facts.name}_i{a.number}", torch.int32, length))
     facts = facts.with_partials(partials)
-    return Generated((_partial_function(facts, chunks), _combine_function(facts, chunks)), facts.partials)
+    return Generated((_partial_function(facts, chunks), combine_function(facts, chunks)), facts.partials)
 
 
 def _combined(facts: Facts) -> list[Accumulator]:
@@ -108,7 +108,8 @@ def _store_partials(rows: Rows, reducing: Reducing) -> None:
                 out.set(_array(facts, a, "i")[at], ir.Name(f"at{a.number}")[lane])
 
 
-def _combine_function(facts: Facts, chunks: Expr) -> Function:
+def combine_function(facts: Facts, chunks: Expr) -> Function:
+    """Combines the partial results of all chunks, and goes on with the results."""
     if facts.is_column:
         facts = replace(facts, lanes=min(facts.lanes, COMBINED))
     rows = opened(facts, "_combine")
@@ -157,4 +158,4 @@ def _for_each_result(rows: Rows, found: Sequence[Accumulator], at: ir.Value | No
                 out.set(place, NO_PLACE)
 
 
-__all__ = ["split"]
+__all__ = ["combine_function", "split"]

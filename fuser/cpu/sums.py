@@ -14,71 +14,79 @@ from fuser.cpu.vir.builder import Builder
 
 FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
 COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
-SHORT_FLUSH = 16  # additions before they go to a second lane in a row nest
-TURNS, GROUPS = ir.Name("turns"), ir.Name("groups")  # counters of a pass
+SHORT_FLUSH = 16  # additions in a row nest before they go to a second lane: a group of turns
+WIDE_ROW = 1024  # elements of a row from which lanes are folded as float64: the fold is no longer what takes the time
+COUNTER = ir.Name("turns")  # of a pass: rows of columns since the last flush, or groups of turns in a row nest
 
 
 def most_turns(facts: Facts) -> int:
-    """Float32 additions in a lane of a nest: in columns fewer where there are few in all, which costs little there."""
-    if not facts.is_column:
-        return SHORT_FLUSH
+    """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
     few = math.prod(a.hint for a in facts.reduced_axes) <= SHORT_COLUMN
     return SHORT_COLUMN_FLUSH if few else COLUMN_FLUSH
 
 
-def open_counters(out: Builder, facts: Facts, declared: bool) -> None:
-    """The counters at 0; they are `declared` if an earlier pass of the function has them."""
-    for counter in (TURNS,) if facts.is_column else (TURNS, GROUPS):
-        out.set(counter, 0) if declared else out.var("i64", counter.name, 0)
+def open_counter(out: Builder, declared: bool) -> None:
+    """The counter at 0; it is `declared` if an earlier pass of the function has it."""
+    out.set(COUNTER, 0) if declared else out.var("i64", COUNTER.name, 0)
 
 
-def count_turns(
-    out: Builder, facts: Facts, mine: Sequence[Accumulator], turns: ir.Like, exactly: bool = True
-) -> None:  # fmt: skip
-    """Count iterations, and flush partial sums after so many of them; if not `exactly`, after as many or more."""
-    most = most_turns(facts)
-    if any(a.flushes for a in mine):
-        out.set(TURNS, turns, "+")
-        flush(out, facts, mine, TURNS.same(most) if exactly else TURNS >= most)
+def flushing(of: Sequence[Accumulator]) -> list[Accumulator]:
+    """Those of float32 sums that go to float64 totals."""
+    return [a for a in of if a.flushes]
 
 
-def flush(out: Builder, facts: Facts, of: Sequence[Accumulator], when: ir.Value | None = None) -> None:
-    """Flush float32 partial sums: in the loop where `when` holds; without `when` after the loop, all that is left.
-
-    Column nests add each lane to its float64 total. Row nests add lanes to lanes of sums first, so that no float32
-    sum has more than a few terms, and from time to time the sum over these to the total.
-    """
-    mine, lanes, lane, zero = [a for a in of if a.flushes], facts.lanes, ir.Name("l"), ir.Number(0.0, torch.float32)
+def count_rows(out: Builder, facts: Facts, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
+    """Count rows of a column nest, and flush sums after so many of them; if not `exactly`, after as many or more."""
+    mine, most = flushing(of), most_turns(facts)
     if not mine:
         return
-    if when is not None:
-        out.open(ir.If(when))
-        out.set(TURNS, 0)
-    for a in mine if facts.is_column or when is not None else ():
-        held = ir.Name(f"acc{a.number}")[lane]
-        to_mid = ir.Set(ir.Name(f"mid{a.number}")[lane], held, "+")
-        out.each(lanes, a.to_total(lane) if facts.is_column else to_mid, ir.Set(held, zero))
-    if when is not None and not facts.is_column:
-        out.set(GROUPS, 1, "+")
-        with out.block(ir.If(GROUPS.same(FLUSH // SHORT_FLUSH))):
-            out.set(GROUPS, 0)
-            _fold(out, facts, mine, zero)
-    elif not facts.is_column:
-        _fold(out, facts, mine, None)
-    if when is not None:
-        out.close()
+    out.set(COUNTER, rows, "+")
+    with out.block(ir.If(COUNTER.same(most) if exactly else COUNTER >= most)):
+        out.set(COUNTER, 0)
+        flush(out, facts, mine)
 
 
-def _fold(out: Builder, facts: Facts, mine: Sequence[Accumulator], zero: ir.Value | None) -> None:
-    """Add the sums of lanes to totals, in a row nest; they go on from `zero`, if at all."""
-    lanes, lane = facts.lanes, ir.Name("l")
+def flush(out: Builder, facts: Facts, of: Sequence[Accumulator], goes_on: bool = True) -> None:
+    """Add float32 sums to float64 totals: of each lane in a column nest, over all lanes in a row nest.
+
+    `goes_on`: the sums begin anew.
+    """
+    lanes, lane, zero = facts.lanes, ir.Name("l"), ir.Number(0.0, torch.float32)
+    for a in flushing(of):
+        if facts.is_column:
+            out.each(lanes, a.to_total(lane), ir.Set(a.sums[lane], zero))
+            continue
+        wide = facts.along.hint >= WIDE_ROW
+        out.add(a.fold(lanes, facts.machine.vector_bytes, wide))
+        if not wide:
+            out.add(a.to_total(lane))
+        if goes_on:
+            out.each(lanes, ir.Set(a.sums[lane], zero))
+
+
+# -- row nests: groups of turns ---------------------------------------------------------------------------------------
+def open_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+    """Arrays for the sums of a few turns. They are declared here, so the compiler keeps them in registers."""
     for a in mine:
-        held, mid = ir.Name(f"acc{a.number}")[lane], ir.Name(f"mid{a.number}")[lane]
-        out.each(lanes, ir.Set(held, mid, "+"))
-        out.add(a.fold(lanes, facts.machine.vector_bytes))
-        out.add(a.to_total(lane))
-        if zero is not None:
-            out.each(lanes, ir.Set(mid, zero), ir.Set(held, zero))
+        held = ir.Name(f"acc{a.number}")
+        out.scratch(a.kind, held.name, facts.lanes)
+        out.each(facts.lanes, ir.Set(held["l"], a.identity))
 
 
-__all__ = ["SHORT_FLUSH", "TURNS", "count_turns", "flush", "open_counters"]
+def close_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+    """Add the sums of a few turns to those of the row, so that no float32 sum has more than a few terms."""
+    for a in mine:
+        out.each(facts.lanes, ir.Set(a.sums["l"], ir.Name(f"acc{a.number}")["l"], "+"))
+    count_group(out, facts, mine)
+
+
+def count_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+    """Count a group of turns; after so many of them, the sums go to totals."""
+    out.set(COUNTER, 1, "+")
+    with out.block(ir.If(COUNTER.same(FLUSH // SHORT_FLUSH))):
+        out.set(COUNTER, 0)
+        flush(out, facts, mine)
+
+
+__all__ = ["COLUMN_FLUSH", "SHORT_FLUSH", "close_group", "count_group", "count_rows", "flush", "flushing",
+           "open_counter", "open_group"]  # fmt: skip

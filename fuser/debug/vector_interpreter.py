@@ -30,6 +30,7 @@ from fuser.debug.vector_values import BINARY, Cell, Env, Values, reduced, steppe
 from fuser.ir.sizes import run_program
 from fuser.kernel_spec import LaunchProgram
 from fuser.ops import LOW, SCANS
+from fuser.ops.random import philox_uniform
 from fuser.runtime.python_launcher import match
 
 _ZEROS = whole(np.zeros(8192, np.uint8))
@@ -156,6 +157,14 @@ class _Machine(Values):
         for n in range(count):
             to.moved(n).write(float_to_bits(source.moved(n).read(), torch.float16))
 
+    def _draw(self, s: ir.Draw, env: Env) -> None:
+        to, seed, stream, place, count = (self.value(v, env) for v in (s.to, s.seed, s.stream, s.place, s.count))
+        index = torch.arange(place, place + count)
+        index = index if s.word == 2 else (index & ~1) + s.word
+        numbers = philox_uniform(torch.tensor(int(seed)), torch.tensor(int(stream)), index)
+        for n, number in enumerate(numbers.tolist()):
+            to.moved(n).write(number)
+
     def _scan_block(self, s: ir.ScanBlock, env: Env) -> None:
         row, source, to = SCANS[s.how], self.value(s.source, env), s.to and self.value(s.to, env)
         places = s.places and self.value(s.places, env)
@@ -187,8 +196,9 @@ class _Machine(Values):
 
     def _fold(self, s: ir.Fold, env: Env) -> None:
         array = env.cell(s.array).value
-        width = min(s.vector_bytes, s.lanes * s.dtype.itemsize) // s.dtype.itemsize
+        width = min(s.vector_bytes, s.lanes * s.folded.itemsize) // s.folded.itemsize
         held = [array.element(n).read() for n in range(s.lanes)]
+        held = held if s.total is None else list(map(np.float64, held))
         vectors = [held[n : n + width] for n in range(0, s.lanes, width)]
         while len(vectors) > 1:
             half = len(vectors) // 2
@@ -197,7 +207,11 @@ class _Machine(Values):
         while by > 1:
             by //= 2
             lanes = [_joined(s, a, lanes[(i + by) % width]) for i, a in enumerate(lanes)]
-        array.element(0).write(lanes[0])
+        if s.total is None:
+            array.element(0).write(lanes[0])
+        else:
+            assert isinstance(s.total, ir.Name)
+            env.cell(s.total.name).value += lanes[0]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
     def _block(self, head: ir.Head, body: Sequence[ir.Statement], env: Env, before: bool) -> bool:
@@ -286,14 +300,14 @@ def _joined(s: ir.Fold, a: Scalar, b: Scalar) -> Scalar:
     if s.table == "wins":
         return b if BINARY[s.name](b, a) else a
     if s.table == "sign":
-        return scalar(tensor(BINARY[s.name](a, b), s.dtype))
-    return reduced(s.name, s.dtype, a, b)
+        return scalar(tensor(BINARY[s.name](a, b), s.folded))
+    return reduced(s.name, s.folded, a, b)
 
 
 _STATEMENTS: dict[type, Callable[[_Machine, Any, Env], None]] = {
     ir.Let: _Machine._let, ir.Scratch: _Machine._scratch, ir.Pointer: _Machine._pointer, ir.Set: _Machine._set,
     ir.Store: _Machine._store, ir.Transpose: _Machine._transpose, ir.Widen: _Machine._widen,
-    ir.Narrow: _Machine._narrow, ir.ScanBlock: _Machine._scan_block,
+    ir.Narrow: _Machine._narrow, ir.Draw: _Machine._draw, ir.ScanBlock: _Machine._scan_block,
     ir.Stream: _Machine._stream, ir.StreamEnd: _Machine._nothing,
     ir.Prefetch: _Machine._nothing, ir.Do: _Machine._do, ir.Return: _Machine._return, ir.Fold: _Machine._fold,
 }  # fmt: skip

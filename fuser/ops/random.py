@@ -91,28 +91,71 @@ def normal_of(call: Callable[..., Any], first: Any, second: Any, odd: Any) -> An
     return call("mul", radius, call("where", odd, call("mul", call("mul", s, c), -2.0), even))
 
 
-def _cpp_helper() -> str:
-    """Words stay in 64-bit lanes: packing them for the 32-bit part of a round costs more than half-empty lanes."""
+def _cpp_block() -> str:
+    """The four words of a block of `seed` and `stream`.
+
+    Words stay in 64-bit lanes: packing them for the 32-bit part of a round costs more than half-empty lanes.
+    """
     rounds = []
     for r in range(_ROUNDS):
         k0, k1 = ((w * r) & _LOW for w in _WEYL)
-        rounds.append(f"  FUSER_PHILOX_ROUND({k0:#010x}u, {k1:#010x}u)\n")
+        rounds.append(f"  FUSER_PHILOX_ROUND({k0:#010x}u, {k1:#010x}u)")
+    ten = " \\\n".join(rounds)
     return f"""\
 #define FUSER_PHILOX_ROUND(w0, w1) {{ \\
   const u64 p0 = c0 * {_MULTIPLIERS[0]:#x}ULL, p1 = c2 * {_MULTIPLIERS[1]:#x}ULL; \\
   c0 = (p1 >> 32) ^ c1 ^ (u64)(u32)(k0 + w0), c1 = p1 & 0xffffffffULL; \\
   c2 = (p0 >> 32) ^ c3 ^ (u64)(u32)(k1 + w1), c3 = p0 & 0xffffffffULL; }}
-FUSER_FN float fuser_philox_word(i64 seed, i64 stream, i64 place, i64 word) {{
-  const u64 block = (u64)(place >> 2);
-  u64 c0 = (u32)block, c1 = block >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32;
-  const u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
-{"".join(rounds)}  const u64 even = word & 2 ? c2 : c0, odd = word & 2 ? c3 : c1;
-  return (float)(i32)((word & 1 ? odd : even) >> 8) * 0x1p-24f;
-}}
+#define FUSER_PHILOX_BLOCK(number) \\
+  const u64 block = number; \\
+  u64 c0 = (u32)block, c1 = block >> 32, c2 = (u32)(u64)stream, c3 = (u64)stream >> 32; \\
+  const u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32); \\
+{ten}
 """
 
 
-HELPERS = {"fuser_philox_word": _cpp_helper()}
+def _cpp_helper() -> str:
+    return """\
+FUSER_FN float fuser_philox_word(i64 seed, i64 stream, i64 place, i64 word) {
+  FUSER_PHILOX_BLOCK((u64)(place >> 2))
+  const u64 even = word & 2 ? c2 : c0, odd = word & 2 ? c3 : c1;
+  return (float)(i32)((word & 1 ? odd : even) >> 8) * 0x1p-24f;
+}
+"""
+
+
+def _cpp_fill() -> str:
+    """Numbers of `count` neighbours from `place` on. Eight blocks at a time, whose words are then put in turn."""
+    return """\
+FUSER_FN float fuser_philox_unit(u32 word) { return (float)(i32)(word >> 8) * 0x1p-24f; }
+static void fuser_philox_fill(float* to, i64 seed, i64 stream, i64 place, i64 count, int word) {
+  const i64 skip = place & 3;
+  for (i64 at = -skip; at < count; at += 32) {
+    float words[32] __attribute__((aligned(64))), turns[32] __attribute__((aligned(64)));
+    const u64 first = (u64)((place + at) >> 2);
+    #pragma omp simd
+    for (int b = 0; b < 8; ++b) {
+      FUSER_PHILOX_BLOCK(first + (u64)b)
+      words[b] = fuser_philox_unit((u32)c0), words[8 + b] = fuser_philox_unit((u32)c1);
+      words[16 + b] = fuser_philox_unit((u32)c2), words[24 + b] = fuser_philox_unit((u32)c3);
+    }
+    const float* even = words + (word == 1 ? 8 : 0);
+    const float* odd = words + (word == 0 ? 0 : 8);
+    #pragma omp simd
+    for (int b = 0; b < 8; ++b) {
+      turns[4 * b] = even[b], turns[4 * b + 1] = odd[b];
+      turns[4 * b + 2] = even[16 + b], turns[4 * b + 3] = odd[16 + b];
+    }
+    if (at >= 0 && at + 32 <= count) __builtin_memcpy(to + at, turns, sizeof turns);
+    else for (i64 i = at < 0 ? -at : 0; i < 32 && at + i < count; ++i) to[at + i] = turns[i];
+  }
+}
+"""
+
+
+HELPERS = {
+    "FUSER_PHILOX_BLOCK": _cpp_block(), "fuser_philox_word": _cpp_helper(), "fuser_philox_fill": _cpp_fill(),
+}  # fmt: skip
 # `quads` gives the words of four neighbours for each block, along the tile's last dim or the first of two, which makes
 # that four times as long. What a thread has stays with it: tl.join and tl.reshape only name registers anew.
 TRITON_HELPERS = {

@@ -119,7 +119,10 @@ def _column_axis(
 def _ordered_plan(
     ctx: LoweringContext, kernel: Kernel, ordered: Ordered, builder: _Builder, dtypes: dict[str, torch.dtype]
 ) -> KernelPlan:
-    """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes."""
+    """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes.
+
+    Where there are no lanes, the kept axis along which loads are contiguous comes last.
+    """
     rows, stores, _ = _live(builder)
     if ordered.kind == "scan" and any(rows[row].op == "pair" for _, _, row in stores):
         ordered = replace(ordered, how=SCANS[ordered.how].place or ordered.how)
@@ -127,12 +130,24 @@ def _ordered_plan(
     address = stores[0][1]
     lanes = [a for a in axes if not a.reduced and a.hint >= LEAST_LANES and coefficient(address, a.sym) == ONE]
     vector = lanes[0].sym if lanes else None
-    axes.sort(key=lambda a: (a.reduced, a.sym == vector))
+    last = vector if lanes or not ctx.target.vector_bytes else _read_across(axes, rows)
+    axes.sort(key=lambda a: (a.reduced, a.sym == last))
     plan = _finish(kernel, axes, vector, rows, stores, [], dtypes, ctx.target)
     return replace(plan, ordered=ordered, name=f"{ordered.kind}_{ordered.how or 'set'}_d{len(axes)}")
 
 
 LEAST_LANES = 4
+
+
+def _read_across(axes: Sequence[Axis], rows: Sequence[Row]) -> Sym | None:
+    """The kept axis along which loads are contiguous while loops read with steps: None if there is none.
+
+    Neighbours along it should follow each other, because they read the same lines.
+    """
+    loads = [r.attr[1][0] for r in rows if r.op == "load"]
+    if any(coefficient(e, a.sym) == ONE for e in loads for a in axes if a.reduced):
+        return None
+    return next((a.sym for a in axes if not a.reduced and any(coefficient(e, a.sym) == ONE for e in loads)), None)
 
 
 def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], list[tuple[str, int, torch.dtype]]]:

@@ -58,6 +58,12 @@ def layouts(x, h, d, u8):
     return *transposed, torch.roll(x, 3, -1) * 2, torch.cat((x, x[:, :3]), -1).relu(), torch.tril(x), x.flip(0) - x
 
 
+def gradients(dy, x, w, h):
+    y = torch.softmax(x, -1)
+    dx = y * (dy * w - (y * dy * w).sum(-1, keepdim=True))
+    return dx, (dy * y).sum(0), dy.sum(0), (h * dy).sum(-1), (h * dy).sum(0)
+
+
 def integers(i8, i32, i64, n32, n64):
     whole = i32 // n32, i32 % n32, torch.div(i64, n64, rounding_mode="trunc"), torch.remainder(i64, n64)
     return *whole, i64 // 7, i8 // 3, torch.fmod(i32, n32), torch.gcd(i32, n32), i64 >> 3

@@ -56,6 +56,8 @@ CASES = {
     "layer_norm": (lambda x, v: F.layer_norm(x, (40,), v, v) + x, X, V),
     "group_norm": (lambda c: F.group_norm(c.reshape(2, 12, 5), 3), C),
     "var_std": (lambda x: (x.var(1), x.std(0)), X),
+    "rows_and_columns": (lambda x, y: ((x * y).sum(1), (x * y).sum(0), x.sum(0)), rand(270, 24), rand(270, 24)),
+    "drawn": (lambda n, x: torch.ops.fuser.normal_like(n, 3, x) * x, torch.tensor(77), rand(5, 21)),
     "rms_swiglu": (lambda x, y, v: F.silu(x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * v) * y, X, Y, V),
     "cross_entropy": (lambda x, i: F.cross_entropy(x, i), X, (I[:, 0] % 40).abs()),
     "empty": (lambda e: (e * 2).sum(0), E),

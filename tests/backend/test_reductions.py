@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import config, debug, debug_get_fused_kernel_code, machines, register_fusion, run_fusion
+from fuser import (
+    config,
+    debug,
+    debug_get_fused_kernel_code,
+    interface,
+    kernel_cache,
+    machines,
+    register_fusion,
+    run_fusion,
+)
 from fuser.interface import kernel_spec
 from tests.backend.fused import handle_of
 from tests.backend.support import DTYPES, FLOATS, INTS, check, check_all, flat, fused, graph_of, values
@@ -98,6 +107,19 @@ def test_sizes(size):
     # Sums of n numbers of size 1 are as exact as numbers of size sqrt(n) can be.
     x = whole(torch.float32, *size)
     check_all(list(functions), list(functions.values()), x, floor=math.sqrt(max(size)))
+
+
+@pytest.mark.parametrize("columns", [100, 4001, 100_001])
+def test_sums_are_nearer_to_float64_than_eagers(columns, monkeypatch):
+    """The root of the mean square of many errors, in which single roundings do not show."""
+    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())  # kernels are made for their first sizes
+    run, errors = handle_of(lambda x: x.sum(-1)), []
+    for _ in range(4_000_000 // (64 * min(columns, 4001))):
+        x = torch.randn(64, columns)
+        exact = x.double().sum(-1)
+        errors.append(torch.stack([run(x).double() - exact, x.sum(-1).double() - exact]))
+    mine, its = torch.cat(errors, 1).square().mean(1).sqrt().tolist()
+    assert mine <= its
 
 
 SPECIAL: Functions = {

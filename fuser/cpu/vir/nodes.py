@@ -108,6 +108,18 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """Write `count` random numbers from `place` on; of each pair of words the one that `word` says (2: in turn)."""
+
+    to: Value
+    seed: Value
+    stream: Value
+    place: Value
+    count: Value
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScanBlock:
     """Scan `count` elements by the row `how` of the table, into `to` if that is given; `acc` is the carry.
 
@@ -166,6 +178,7 @@ class Fold:
     """Fold the lanes of `array` into its first one, halving, in vectors: the fixed order of a tree.
 
     `table` and `name` are the cell that joins two vectors; "sign" is an operator, "wins" what picks an extreme.
+    `total`: the lanes of float32 are folded as float64 and added to that.
     """
 
     array: str
@@ -174,6 +187,12 @@ class Fold:
     vector_bytes: int
     table: str
     name: str
+    total: Value | None = None
+
+    @property
+    def folded(self) -> torch.dtype:
+        """The dtype of what is folded."""
+        return self.dtype if self.total is None else torch.float64
 
 
 # -- heads of blocks --------------------------------------------------------------------------------------------------
@@ -293,8 +312,8 @@ class Block:
 
 
 Statement = Union[
-    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, ScanBlock, Stream, StreamEnd, Do, Return, Prefetch,
-    Fold, Block,
+    Let, Scratch, Pointer, Set, Store, Transpose, Widen, Narrow, Draw, ScanBlock, Stream, StreamEnd, Do, Return,
+    Prefetch, Fold, Block,
 ]  # fmt: skip
 
 

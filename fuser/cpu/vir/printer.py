@@ -205,6 +205,10 @@ class Printer:
     def _narrow(self, s: ir.Narrow) -> str:
         return f"{self._helper('fuser_piece_to_half', s.to, s.source, s.count)};"
 
+    def _draw(self, s: ir.Draw) -> str:
+        args = self._helper("fuser_philox_fill", s.to, s.seed, s.stream, s.place, s.count, ir.Number(s.word))
+        return f"{args};"
+
     def _scan_block(self, s: ir.ScanBlock) -> str:
         name = f"fuser_{'total' if s.total else 'scan'}_{SCANS[s.how].helper}_{SCANNED[s.element]}"
         none = ir.Number(0)
@@ -282,18 +286,24 @@ class Printer:
         return f"__builtin_prefetch({', '.join((self.value(s.address), *map(str, s.how)))});"
 
     def _fold(self, s: ir.Fold) -> None:
-        size = min(s.vector_bytes, s.lanes * s.dtype.itemsize)
-        width = lanes = size // s.dtype.itemsize
+        dtype = s.folded
+        size = min(s.vector_bytes, s.lanes * dtype.itemsize)
+        width = lanes = size // dtype.itemsize
         names = [f"a{i}" for i in range(s.lanes // width)]
-        element = "u8" if s.dtype is torch.bool else CPP_TYPES[s.dtype]
+        element = "u8" if dtype is torch.bool else CPP_TYPES[dtype]
         if s.table == "sign":
             element = _UNSIGNED.get(element, element)
         self.uses.add("FUSER_SHUFFLE")
         out = self.out
         out.open("")
-        out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({s.dtype.itemsize}), may_alias));")
-        out.add(f"typedef {INTEGERS[s.dtype.itemsize]} indices __attribute__((vector_size({size})));")
-        out.add("vec " + ", ".join(f"{n} = ((const vec*){s.array})[{i}]" for i, n in enumerate(names)) + ";")
+        out.add(f"typedef {element} vec __attribute__((vector_size({size}), aligned({dtype.itemsize}), may_alias));")
+        out.add(f"typedef {INTEGERS[dtype.itemsize]} indices __attribute__((vector_size({size})));")
+        vectors = [f"((const vec*){s.array})[{i}]" for i in range(len(names))]
+        if s.total is not None:
+            out.add(f"typedef float part __attribute__((vector_size({size // 2}), aligned(4), may_alias));")
+            parts = [f"((const part*){s.array})[{i}]" for i in range(len(names))]
+            vectors = [f"__builtin_convertvector({part}, vec)" for part in parts]
+        out.add("vec " + ", ".join(f"{n} = {v}" for n, v in zip(names, vectors)) + ";")
         while len(names) > 1:
             half = len(names) // 2
             for i in range(half):
@@ -304,13 +314,13 @@ class Printer:
             rotated = ", ".join(str((i + width) % lanes) for i in range(lanes))
             out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
             out.add(f"  a0 = {self._joined(s, 'a0', 'b')}; }}")
-        out.add(f"{s.array}[0] = a0[0];")
+        out.add(f"{s.array}[0] = a0[0];" if s.total is None else f"{self.value(s.total)} += a0[0];")
         out.close()
 
     def _joined(self, s: ir.Fold, a: str, b: str) -> str:
         if s.table == "wins":
             return f"{b} {s.name} {a} ? {b} : {a}"
-        return f"{a} {s.name} {b}" if s.table == "sign" else self._calls(cpp_combine(s.name, s.dtype, a, b))
+        return f"{a} {s.name} {b}" if s.table == "sign" else self._calls(cpp_combine(s.name, s.folded, a, b))
 
     # -- blocks --------------------------------------------------------------------------------------------------------
     def _block(self, b: ir.Block) -> None:
@@ -452,7 +462,8 @@ _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
     ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, ir.Store: Printer._store,
     ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
-    ir.ScanBlock: Printer._scan_block,    ir.Stream: Printer._stream, ir.StreamEnd: Printer._stream_end,
+    ir.Draw: Printer._draw, ir.ScanBlock: Printer._scan_block, ir.Stream: Printer._stream,
+    ir.StreamEnd: Printer._stream_end,
 }  # fmt: skip
 _CALLS = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {

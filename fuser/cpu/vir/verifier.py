@@ -79,8 +79,8 @@ class _Scope:
                 self.read(value, s)
                 if isinstance(target, ir.Name) and not self.find(target.name):
                     raise VerifyError(f"{_short(s)} assigns to {target.name!r}, a constant")
-            case ir.Fold(array=array):
-                self.read(ir.Name(array), s)
+            case ir.Fold(array=array, total=total):
+                self.read((ir.Name(array), total), s)
             case _:
                 self.read(s, s)
 
