@@ -72,11 +72,14 @@ def test_a_graph_that_raises_runs_by_eager():
     assert "not this time" in reason
 
 
-def test_an_error_is_eagers():
-    table = torch.randn(4, 3)
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+def test_an_error_is_eagers_and_all_that_a_user_sees(requires_grad, capfd):
+    table = torch.randn(4, 3).requires_grad_(requires_grad)
     f = torch.compile(lambda i: F.embedding(i, table).cumsum(0).sort(0)[0] + 1, backend=fuser_backend)
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError, match="out of range") as raised:
         f(torch.tensor([1, 9]))
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_traced_runs_by_eager():
