@@ -12,7 +12,7 @@ from torch.export import export
 
 import fuser
 from fuser import aot
-from fuser.frontends.dynamo import fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import decompositions, dispatched
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -68,6 +68,22 @@ def test_bits_and_gradients(clean, dims, mode, to, last):
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), fn(x), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dims", "last"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_gradients_of_any_number_of_images(clean, dims, last):
+    """torch describes these gradients for sizes that are numbers alone: such graphs were run unfused as a whole."""
+    fn = lambda x: [resized(x.sin(), m, TO["to a size"]) * 2 for m in MODES[dims]]  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=True)
+    for n in (2, 3):
+        x = torch.randn(n, 3, *(6, 5, 4)[:dims])
+        x = x.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[dims - 2]) if last else x
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        for results in (compiled(mine), fn(theirs)):
+            sum(y.square().sum() for y in results).backward()
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+        assert mine.grad.stride() == theirs.grad.stride()
+    assert {c.stage for c in compilations()} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("mode", MODES[2])
