@@ -193,3 +193,44 @@ def test_circular_pads_are_joins(clean):
     compiled = torch.compile(lambda x: F.pad(x, (7, 0, 0, 0), mode="circular"), backend=fuser_backend)
     with pytest.raises(Exception, match="wrapping around more than once"):
         compiled(x)
+
+
+DROPS = {
+    "none": lambda x: F.dropout(x, 0.0),
+    "evaluated": lambda x: F.dropout(x, 0.5, training=False),
+    "module": lambda x: torch.nn.Dropout(0.1).eval()(x),
+    "of nothing": lambda x: torch.dropout(x.transpose(0, 1), 0.3, False),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", DROPS)
+def test_a_dropout_that_drops_nothing_is_its_input(clean, name, requires_grad):
+    """It shares memory with it, has its strides, and a write into the one is seen in the other."""
+    drop = DROPS[name]
+
+    def results(x):
+        return drop(x), x + 1, drop(x * 2), x
+
+    def writes(x):
+        x = x * 2 if requires_grad else x
+        y = drop(x)
+        y += 1
+        return x * 3, y
+
+    for function in (results, writes):
+        found = []
+        for f in (torch.compile(function, backend=fuser_backend), function):
+            x = torch.arange(24.0).view(4, 6)[:, ::2].requires_grad_(requires_grad)
+            out = f(x)
+            shared = [o.untyped_storage()._cdata == x.untyped_storage()._cdata for o in out]
+            found.append(([o.detach().clone() for o in out], [o.stride() for o in out], shared, x.detach().clone()))
+        (got, *form, after), (want, *wanted, expected) = found
+        torch.testing.assert_close((got, after), (want, expected))
+        assert form == wanted
+
+
+def test_a_dropout_that_drops_is_drawn(clean):
+    f = torch.compile(lambda x: F.dropout(x, 0.5), backend=fuser_backend)
+    x = torch.ones(1000)
+    assert 300 < (f(x) == 0).sum() < 700 and not torch.equal(f(x), f(x))
