@@ -93,3 +93,17 @@ def test_what_cannot_be_traced_runs_by_eager():
     (got.sum() + f(same).sum()).backward()
     torch.testing.assert_close((got, x.grad), (f(same), same.grad))
     assert any("cannot be traced" in c.reason for c in compilations())
+
+
+def test_a_gradient_that_cannot_be_traced_is_eagers_without_a_warning(recwarn):
+    def f(x, k):
+        return x.pow(k).sin()  # torch compares such a k with numbers, which it cannot where k is a symbol
+
+    compiled = torch.compile(f, backend=fuser_backend)
+    for k in (2, 3, 5):
+        x = torch.rand(5, requires_grad=True)
+        same = x.detach().clone().requires_grad_()
+        (compiled(x, k).sum() + f(same, k).sum()).backward()
+        torch.testing.assert_close(x.grad, same.grad)
+    assert any("cannot be traced" in c.reason for c in compilations())
+    assert not [w for w in recwarn if "Error detected" in str(w.message)]
