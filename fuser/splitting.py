@@ -109,7 +109,7 @@ def _checked(function: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         fit = all(isinstance(a, (torch.Tensor, int, float)) for a in args)
-        return function(*args) if fit else module(*args)
+        return function(*args) if fit else module.forward(*args)
 
     return call
 

@@ -65,7 +65,7 @@ def _filled(form: Form, results: Sequence[Any]) -> Any:
     return what._make(items) if hasattr(what, "_make") else what(items)
 
 
-# -- graphs that torch.export has made ---------------------------------------------------------------------------------
+# -- graphs with containers around flat inputs and results: of torch.export, of traces of functions that take some ----
 def _items(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The forms inside a form."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
@@ -85,7 +85,7 @@ class _Spec:
 
 
 class Unflattened(_Spec):
-    """Makes the containers that an exported program returns of its results."""
+    """Makes the containers that the program returns of its graph's results."""
 
     def __init__(self, spec: pytree.TreeSpec, flat: Callable[[Any], Any] | None) -> None:
         super().__init__(spec)
@@ -102,7 +102,7 @@ class Unflattened(_Spec):
 
 
 class Flattened(_Spec):
-    """Makes the inputs of an exported program's graph of the program's own arguments."""
+    """Makes a graph's flat inputs of the arguments of the program that it was made of."""
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The inputs in order. InputError if the arguments are of another form."""
@@ -111,21 +111,30 @@ class Flattened(_Spec):
             kwargs = {name: kwargs[name] for name in names}
         leaves, given = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if given != self.spec:
-            raise InputError(f"an exported program was called with arguments of the form {given}: expected {self.spec}")
+            raise InputError(f"a graph was called with arguments of the form {given}: expected {self.spec}")
         return tuple(leaves)
 
 
 def exported_forms(graph: torch.fx.Graph) -> tuple[pytree.TreeSpec, pytree.TreeSpec] | None:
-    """The forms of the arguments, (positional, by name), and of the results of an exported program; None for others."""
+    """The forms of the arguments, (positional, by name), and of the results of such a graph; None for others."""
     codegen = graph._codegen
     info = codegen.pytree_info if type(codegen) is _PyTreeCodeGen else None
-    if info is None or info.out_spec is None or info.in_spec.type is not tuple or info.in_spec.num_children != 2:
+    if info is None or info.out_spec is None or info.in_spec.type is not tuple:
         return None
-    positional, named = _items(info.in_spec)
-    inputs = sum(n.op == "placeholder" for n in graph.nodes)
-    if positional.type is not tuple or named.type is not dict or info.in_spec.num_leaves != inputs:
+    if info.in_spec.num_leaves != sum(n.op == "placeholder" for n in graph.nodes):
         return None
-    return info.in_spec, info.out_spec
+    return (info.in_spec if _has_names(info.in_spec) else _without_names(info.in_spec)), info.out_spec
+
+
+def _has_names(spec: pytree.TreeSpec) -> bool:
+    """Whether a form is one of positional arguments and of arguments by name: as torch's own generated code asks."""
+    items = _items(spec)
+    return len(items) == 2 and items[0].type is tuple and items[1].type is dict
+
+
+def _without_names(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """The form of the same positional arguments, and of none by name."""
+    return pytree.tree_structure((pytree.tree_unflatten([0] * spec.num_leaves, spec), {}))
 
 
 def is_tuple_of_leaves(spec: pytree.TreeSpec) -> bool:

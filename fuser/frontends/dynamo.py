@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -226,7 +227,9 @@ class _GraphCompiler:
         from torch._functorch.aot_autograd import aot_module_simplified
 
         fakes.correct(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None))
-        with in_fast_forms():
+        with in_fast_forms(), warnings.catch_warnings():
+            # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
+            warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(
                 self.gm,
                 self.example_inputs,

@@ -59,7 +59,10 @@ def after_failure(error: BaseException, gm: fx.GraphModule, by_eager: Tally, arg
     """
     if isinstance(error, (torch.OutOfMemoryError, FuserError)):
         raise error
-    results = gm(*args)  # raises what eager raises
+    try:
+        results = gm.forward(*args)  # not gm(): that one prints an error as well
+    except OF_OPERATORS as eagers:
+        raise eagers from None  # the user's own error, without the compiled function's before it
     reason = reason_of(error)
     by_eager.note(reason)
     say_unfused(reason)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fuser.lowering.corrections import corrected, is_corrected
 from fuser.lowering.shapes import is_row_major
+from fuser.passes.dispatched import RESIZING
 
 _MARK = "_fuser_plain_dispatch"
 _clone = torch.ops.aten.clone.default
@@ -31,6 +32,8 @@ def correct(mode: Any) -> None:
 
     def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = _corrected_name(func)
+        if func in _resized_gradients() and _has_symbols((args, kwargs)):
+            return _gradient_of_input_size(plain, func, args, kwargs or {})
         if name is None:
             return plain(func, types, args, kwargs or {})
         found = _tried(plain, func, types, args, kwargs or {})
@@ -40,6 +43,41 @@ def correct(mode: Any) -> None:
     mode.dispatch = dispatch
 
 
+# -- gradients of resized images ---------------------------------------------------------------------------------------
+@functools.cache
+def _resized_gradients() -> frozenset[Any]:
+    """The operators that are traced for resized images (`passes/dispatched.py`) and that torch describes for sizes that
+    are numbers alone."""
+    packets = [getattr(torch.ops.aten, f"{name}_backward", None) for name in RESIZING]
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def _has_symbols(values: Any) -> bool:
+    sizes = (n for v in pytree.tree_leaves(values) for n in (v.shape if isinstance(v, torch.Tensor) else (v,)))
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes)
+
+
+def _gradient_of_input_size(plain: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An empty tensor with the sizes of the input, in the order of memory that the operator gives it for the sizes of
+    which the graph is an example."""
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    example = func(**pytree.tree_map(_as_example, given))
+    other = {4: torch.channels_last, 5: torch.channels_last_3d}.get(example.dim(), torch.contiguous_format)
+    order = torch.contiguous_format if example.is_contiguous() else other
+    grad = given["grad_output"]
+    options = {"dtype": grad.dtype, "device": grad.device, "memory_format": order}
+    return plain(torch.ops.aten.empty.memory_format, (), (given["input_size"],), options)
+
+
+def _as_example(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes, strides = ([_as_example(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+# -- strides -----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _corrected_name(func: Any) -> str | None:
     """The name of an operator that makes new tensors whose strides torch's shape function may get wrong."""

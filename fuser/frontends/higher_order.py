@@ -98,7 +98,7 @@ def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequenc
         _said = True
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
     with torch.enable_grad():
-        results = gm(*inputs)
+        results = gm.forward(*inputs)
     if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads):
         raise RuntimeError(
             "fuser: this graph has inputs or results that its compiled form has not, so the gradient of its gradient "

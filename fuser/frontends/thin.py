@@ -40,6 +40,7 @@ def thin(general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, 
     """
     apply: Function | None = None
     attempts = 0
+    is_grad_enabled = _C.is_grad_enabled
 
     def start(args: tuple[Any, ...]) -> Any:
         nonlocal apply, attempts
@@ -56,7 +57,10 @@ def thin(general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, 
         if apply is None:
             return start(args)
         try:
-            return apply(*args)
+            if is_grad_enabled():
+                return apply(*args)
+            with torch.enable_grad():  # the program enables gradients itself, in a region without
+                return apply(*args)
         except OF_OPERATORS as error:
             if not repeats:
                 raise

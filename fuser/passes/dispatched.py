@@ -2,7 +2,8 @@
 
 No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
 composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
-ATen's kernels, and circular pads chains of masked writes; here the first stay whole, and the second become joins.
+ATen's kernels, and circular pads chains of masked writes; here the first stay whole, and the second become joins. A
+dropout that drops nothing would become a copy, where eager returns its input.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _replace() -> None:
         _stand(plain, {})
         _stand(vec, {key: _Resized(vec, plain, own) for key, own in _own(vec).items()})
     _stand(aten._pad_circular.default, {COMPOSITE: _joined})
+    _stand(aten.dropout.default, {key: _Dropped(own) for key, own in _own(aten.dropout.default).items()})
 
 
 def _own(overload: Any) -> dict[Any, Callable[..., Any]]:
@@ -99,6 +101,16 @@ class _Resized:
         whole: Any = torch.sym_int
         sizes = [whole(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
         return self.plain(x, sizes, *rest, *factors)
+
+
+class _Dropped:
+    """A dropout: its input where nothing is dropped, else as torch has it."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __call__(self, x: torch.Tensor, p: float, train: bool) -> Any:
+        return self.own(x, p, train) if train and p != 0 else x
 
 
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:

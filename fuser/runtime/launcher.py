@@ -43,7 +43,8 @@ class Handle:
     def __init__(self, slow: Slow) -> None:
         self._slow = slow
         self._lock = forks.lock()
-        self._kernels: list[tuple[LaunchProgram, Any, int]] = []
+        self._kernels: list[tuple[LaunchProgram, Any]] = []
+        self._turns: list[tuple[int, int]] = []  # numbers of kernels, and magnitudes that they take from then on
         self._python = python_launcher.Handle(slow)
         self._target: Any = self._python
 
@@ -68,7 +69,8 @@ class Handle:
         """
         with self._lock:
             number: int = self._target.add_kernel(program, library, magnitudes)
-            self._kernels.append((program, library, magnitudes))
+            self._kernels.append((program, library))
+            self._turns.append((number, magnitudes))
         if _reason is not None:
             _warn()
         return number
@@ -77,8 +79,7 @@ class Handle:
         """Have that kernel also take calls of these magnitudes."""
         with self._lock:
             self._target.widen(number, magnitudes)
-            program, library, before = self._kernels[number]
-            self._kernels[number] = program, library, before | magnitudes
+            self._turns.append((number, magnitudes))
 
     def refuse(self, function: Any, reason: str, which: Any, first: bool = False) -> bool:
         """Have the native launcher call `function` where it would call `slow`, or `first`; see there.
@@ -111,7 +112,9 @@ class Handle:
             target = native.Handle(self._slow)
             try:
                 for kernel in self._kernels:
-                    target.add_kernel(*kernel)
+                    target.add_kernel(*kernel, 0)
+                for turn in self._turns:
+                    target.widen(*turn)
             except OSError:
                 return  # a library whose file is gone by now stays with the Python handle that has it loaded
             if self._python.all is not None:

@@ -181,7 +181,6 @@ class Kernel:
     program: LaunchProgram
     code: libraries.Code
     hits: int = 0
-    magnitudes: int = ALL_MAGNITUDES  # bit b: takes calls with a `magnitude_of` of b
     seen: Seen = None
 
     def __post_init__(self) -> None:
@@ -194,12 +193,6 @@ class Kernel:
         self.pack = tuple(struct.Struct(f"{n}{kind}").pack for n, kind in (
             (p.n_slots, "q"), (p.n_floats, "d"), (len(self.tensors) + len(p.buffers), "N")))  # fmt: skip
         self.entries: tuple[tuple[int, ...], list[Any]] = (), []
-
-    def takes(self, args: Sequence[Any]) -> bool:
-        """Whether calls of this magnitude are meant for it."""
-        if self.magnitudes == ALL_MAGNITUDES:
-            return True
-        return bool(self.magnitudes >> max([args[i].numel() for i in self.tensors], default=0).bit_length() & 1)
 
     def begin_call(self) -> tuple[Any, ...] | None:
         """What the call needs of the library, which stays loaded for so long; None if it cannot be loaded again."""
@@ -263,15 +256,10 @@ class GpuKernel:
     program: LaunchProgram
     library: Any
     hits: int = 0
-    magnitudes: int = ALL_MAGNITUDES
     seen: Seen = None
 
     def __post_init__(self) -> None:
         self.match = matcher(self.program)
-
-    def takes(self, args: Sequence[Any]) -> bool:
-        """Whether calls of this magnitude are meant for it."""
-        return bool(self.magnitudes >> magnitude_of(args) & 1)
 
     def begin_call(self) -> tuple[Any, ...]:
         """Nothing: the driver keeps what it has loaded."""
@@ -338,7 +326,9 @@ class Handle:
     misses: int = 0
     all: tuple[Callable[..., Any], str, int] | None = None  # what calls run while there is no kernel; why; arity
     _kernels: list[Kernel | GpuKernel] = field(default_factory=list)
-    _last: Kernel | GpuKernel | None = None  # the kernel that took the latest call
+    # Kernels with the magnitudes that they take, bit b for a `magnitude_of` of b, in the order in which these were
+    # given: equal calls run equal code, whatever comes between them.
+    _turns: list[tuple[Kernel | GpuKernel, int]] = field(default_factory=list)
     _refused: Counter[str] = field(default_factory=Counter)
 
     def __copy__(self) -> Handle:
@@ -389,14 +379,13 @@ class Handle:
         OSError if the library cannot be loaded.
         """
         kernel = _load(program, library)
-        kernel.magnitudes = magnitudes
         self._kernels.append(kernel)
-        self._last = kernel
+        self._turns.append((kernel, magnitudes))
         return len(self._kernels) - 1
 
     def widen(self, number: int, magnitudes: int) -> None:
         """Have that kernel also take calls of these magnitudes."""
-        self._kernels[number].magnitudes |= magnitudes
+        self._turns.append((self._kernels[number], magnitudes))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if named:
@@ -408,14 +397,13 @@ class Handle:
             self.misses += 1
             return refusal[0](*args)
         if self._kernels and _readable(args):
-            for kernel in self._latest_first():
+            for kernel, magnitudes in self._turns:
                 bound = kernel.match(args)
-                if bound is None or not kernel.takes(args):
+                if bound is None or not (magnitudes == ALL_MAGNITUDES or magnitudes >> magnitude_of(args) & 1):
                     continue
                 held = kernel.begin_call()
                 if held is None:
                     break
-                self._last = kernel
                 status, out = kernel.run(held, *bound, args)
                 if not status:
                     kernel.hits += 1
@@ -424,12 +412,6 @@ class Handle:
                 break
         self.misses += 1
         return self.slow(args, status)
-
-    def _latest_first(self) -> Iterator[Kernel | GpuKernel]:
-        last = self._last
-        if last is not None:
-            yield last
-        yield from [k for k in self._kernels if k is not last]
 
     def each(self, arity: int, keep: bool, *args: Any) -> tuple[Any, ...] | None:
         """A call for every `arity` arguments, none of which reads what another writes; the results if `keep`."""

@@ -242,17 +242,16 @@ def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
     """Have `reader` compute what it loads of the buffers that `makers` make, and what these load of each other."""
     out = Recorder()
 
-    def add(row: Row) -> int:
-        if row.op != "load" or row.attr[0] not in makers:
-            return out.add_row(row).row
-        return copy_rows(out, makers[row.attr[0]], row.attr[1], row.args[0] if row.args else None, add)
-
-    _rewrite(reader, out, add)
+    _rewrite(reader, out, _Copies(out, lambda row: makers.get(row.attr[0])).add)
 
 
 def _inline_into(reader: Node, producers: Producers) -> None:
     out = Recorder()
-    _rewrite(reader, out, lambda row: _add_row(out, row, reader, producers))
+
+    def producer_of(load: Row) -> Node | None:
+        return producers.by_buffer[load.attr[0]] if _should_inline(producers, reader, load, out.rows) else None
+
+    _rewrite(reader, out, _Copies(out, producer_of).add)
 
 
 def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
@@ -267,13 +266,30 @@ def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
     reader.update_reads()
 
 
-def _add_row(out: Recorder, row: Row, reader: Node, producers: Producers) -> int:
-    """Add a row of `reader` to `out`, or what it loads; and so on for what that loads. Returns its number."""
-    if row.op != "load" or not _should_inline(producers, reader, row, out.rows):
-        return out.add_row(row).row
-    mask = row.args[0] if row.args else None
-    producer = producers.by_buffer[row.attr[0]]
-    return copy_rows(out, producer, row.attr[1], mask, lambda r: _add_row(out, r, reader, producers))
+class _Copies:
+    """Rows added to `out`, where a load for which `producer_of` names a producer becomes the producer's rows.
+
+    Equal loads are copied once: of a chain of producers, each of which reads the one before several times, the number
+    of copies would double at each link.
+    """
+
+    def __init__(self, out: Recorder, producer_of: Callable[[Row], Node | None]) -> None:
+        self._out, self._producer_of = out, producer_of
+        self._copied: dict[Row, int] = {}
+
+    def add(self, row: Row) -> int:
+        """Add a row, or what it loads; and so on for what that loads. Returns its number."""
+        if row.op != "load":
+            return self._out.add_row(row).row
+        if row not in self._copied:
+            self._copied[row] = self._load(row)
+        return self._copied[row]
+
+    def _load(self, row: Row) -> int:
+        producer = self._producer_of(row)
+        if producer is None:
+            return self._out.add_row(row).row
+        return copy_rows(self._out, producer, row.attr[1], row.args[0] if row.args else None, self.add)
 
 
 def copy_rows(

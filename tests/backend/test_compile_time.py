@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 
@@ -13,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fuser
 from fuser.canonical import canonicalize
 from fuser.lowering.graph import lower_graph
+from fuser.scheduler import inline
+from fuser.scheduler.inline import copy_rows
 from fuser.scheduler.schedule import schedule
 from tests import compilers
 from tests.backend.fused import check
@@ -76,6 +79,49 @@ def test_the_compiler_is_done_soon(name):
     before = len(compilers.runs)
     check(function, *inputs, aten=True, tol={"rtol": 2e-2 if name in ("chain", "powers") else 1e-4, "atol": 1e-3})
     assert len(compilers.runs) > before and not compilers.too_slow(before)
+
+
+def bisection(x, steps):
+    low, high = x.amax(-1, keepdim=True) - 1, x.amax(-1, keepdim=True)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        over = (x - middle).clamp(min=0).pow(2).sum(-1, keepdim=True) >= 1
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    return (x - low).clamp(min=0)
+
+
+def newton(x, steps):
+    root = x.mean(-1)
+    for _ in range(steps):
+        root = root - (root * root - x.sum(-1)) / (2 * root + x.amax(-1)) + root.abs() * (x - root[:, None]).mean(-1)
+    return x * root[:, None]
+
+
+def scalars(x, steps):
+    total = x.sum()
+    for _ in range(steps):
+        total = (total * x + total.sigmoid()).mean() + total * 0.5 - total.sin()
+    return x + total
+
+
+def columns(x, steps):
+    found = x[:, 0]
+    for n in range(steps):
+        found = torch.maximum(found, x[:, n % 4]) + found * (x * found[:, None]).sum(-1)
+    return x.t() * found
+
+
+@pytest.mark.parametrize("function", [bisection, newton, scalars, columns], ids=lambda f: f.__name__)
+def test_copies_do_not_double_at_each_step_that_reads_the_last_one_twice(function, monkeypatch):
+    copies = []
+    monkeypatch.setattr(inline, "copy_rows", lambda *args: copies.append(args[1]) or copy_rows(*args))
+    counts = []
+    for steps in (8, 16):
+        copies.clear()
+        graph = canonicalize(make_fx(functools.partial(function, steps=steps))(torch.rand(5, 9)))
+        schedule(lower_graph(graph.graph, (*graph.bound, torch.rand(5, 9))), 256)
+        counts.append(len(copies))
+    assert counts[1] <= 5 * counts[0], counts
 
 
 @pytest.mark.parametrize("function", [torch.sin, torch.tanh, torch.erf, torch.pow, torch.neg])

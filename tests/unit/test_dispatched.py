@@ -12,7 +12,7 @@ from torch.export import export
 
 import fuser
 from fuser import aot
-from fuser.frontends.dynamo import fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import decompositions, dispatched
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -68,6 +68,22 @@ def test_bits_and_gradients(clean, dims, mode, to, last):
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), fn(x), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dims", "last"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_gradients_of_any_number_of_images(clean, dims, last):
+    """torch describes these gradients for sizes that are numbers alone: such graphs were run unfused as a whole."""
+    fn = lambda x: [resized(x.sin(), m, TO["to a size"]) * 2 for m in MODES[dims]]  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=True)
+    for n in (2, 3):
+        x = torch.randn(n, 3, *(6, 5, 4)[:dims])
+        x = x.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[dims - 2]) if last else x
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        for results in (compiled(mine), fn(theirs)):
+            sum(y.square().sum() for y in results).backward()
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+        assert mine.grad.stride() == theirs.grad.stride()
+    assert {c.stage for c in compilations()} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("mode", MODES[2])
@@ -177,3 +193,44 @@ def test_circular_pads_are_joins(clean):
     compiled = torch.compile(lambda x: F.pad(x, (7, 0, 0, 0), mode="circular"), backend=fuser_backend)
     with pytest.raises(Exception, match="wrapping around more than once"):
         compiled(x)
+
+
+DROPS = {
+    "none": lambda x: F.dropout(x, 0.0),
+    "evaluated": lambda x: F.dropout(x, 0.5, training=False),
+    "module": lambda x: torch.nn.Dropout(0.1).eval()(x),
+    "of nothing": lambda x: torch.dropout(x.transpose(0, 1), 0.3, False),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", DROPS)
+def test_a_dropout_that_drops_nothing_is_its_input(clean, name, requires_grad):
+    """It shares memory with it, has its strides, and a write into the one is seen in the other."""
+    drop = DROPS[name]
+
+    def results(x):
+        return drop(x), x + 1, drop(x * 2), x
+
+    def writes(x):
+        x = x * 2 if requires_grad else x
+        y = drop(x)
+        y += 1
+        return x * 3, y
+
+    for function in (results, writes):
+        found = []
+        for f in (torch.compile(function, backend=fuser_backend), function):
+            x = torch.arange(24.0).view(4, 6)[:, ::2].requires_grad_(requires_grad)
+            out = f(x)
+            shared = [o.untyped_storage()._cdata == x.untyped_storage()._cdata for o in out]
+            found.append(([o.detach().clone() for o in out], [o.stride() for o in out], shared, x.detach().clone()))
+        (got, *form, after), (want, *wanted, expected) = found
+        torch.testing.assert_close((got, after), (want, expected))
+        assert form == wanted
+
+
+def test_a_dropout_that_drops_is_drawn(clean):
+    f = torch.compile(lambda x: F.dropout(x, 0.5), backend=fuser_backend)
+    x = torch.ones(1000)
+    assert 300 < (f(x) == 0).sum() < 700 and not torch.equal(f(x), f(x))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import fuser
@@ -359,3 +360,27 @@ def test_an_exported_program_takes_arguments_by_name():
     assert_same(handle(X, shift=X * 2, scale=X), want)
     with pytest.raises(InputError):
         handle(X, scale=X)
+
+
+TAKEN = {
+    "a list": (lambda xs: xs[0] + torch.sin(xs[1]), ([X, X * 2],)),
+    "a dict": (lambda x, more: x * more["k"] + torch.sin(more["j"]), (X, {"k": X * 2, "j": X + 1})),
+    "both, and two results": (lambda x, y: {"a": x[0] * y["k"], "b": [x[1], x[0] + 1]}, ([X, X * 2], {"k": X})),
+    "containers in containers": (lambda x, t: (torch.sin(x[0]["a"][0]) + t, x[1]), (({"a": [X]}, X * 3), X)),
+    "a tuple beside a tensor": (lambda x, t: x[0] * t - x[1], ((X, X + 1), X * 2)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_traced_function_takes_its_own_containers(name):
+    function, inputs = TAKEN[name]
+    graph = make_fx(function)(*inputs)
+    key = fuser.register_fusion(graph)
+    handle = fuser.fusion_handle(key)
+    for rows in (6, 6, 2):
+        given = pytree.tree_map(lambda t: t[:rows], inputs)  # noqa: B023
+        assert_same(handle(*given), graph(*given))
+    assert kernels_of(key)
+    with pytest.raises(InputError, match="arguments of the form"):
+        handle(X, X, X)
+    assert_same(pickle.loads(pickle.dumps(handle))(*inputs), graph(*inputs))

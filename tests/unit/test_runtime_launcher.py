@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import random
 import threading
 import weakref
 from dataclasses import replace
@@ -593,6 +594,35 @@ def test_a_kernel_takes_calls_of_its_magnitudes_alone(new_handle, library):
         handle.widen(2, 1)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_calls_are_answered_alike_whatever_comes_between_them(new_handle, library, seed):
+    """Kernels whose sizes and magnitudes overlap are added and widened, forms are refused, in any order."""
+    draw = random.Random(seed)
+    handle = new_handle(Slow())
+    native = not isinstance(handle, python_launcher.Handle)
+    inputs = [torch.arange(float(n)) for n in range(12)] + [torch.arange(float(n))[1:] for n in range(2, 12)]
+    answered = {}
+    for _ in range(120):
+        match draw.choice(["call"] * 6 + ["add", "widen", "refuse"]):
+            case "add":
+                lowest = (PUSH, draw.randint(0, 8), SLOT, 0, LE)
+                form = support.mul_add(guards=(lowest, support.at_most(0, draw.randint(4, 12))))
+                handle.add_kernel(form, library, draw.choice([0, 1 << 2, 1 << 3 | 1 << 4, (1 << 64) - 1]))
+            case "widen" if handle.kernel_count:
+                handle.widen(draw.randrange(handle.kernel_count), 1 << draw.randint(0, 4))
+            case "refuse" if native:
+                x, first = draw.choice(inputs), draw.random() < 0.3
+                if not first or (x.numel(), x.stride()) not in answered:
+                    handle.refuse(answer, f"reason {len(handle.refused)}", (x, x, x), first)
+            case _:
+                x, before = draw.choice(inputs), handle.kernel_hits
+                got = handle(x, x, x)
+                by = next((i for i, (m, n) in enumerate(zip(before, handle.kernel_hits)) if m != n), None)
+                if by is not None or got != "slow":  # a call that nothing takes may be taken later
+                    assert answered.setdefault((x.numel(), x.stride()), by) == by
+    assert answered
+
+
 # -- what is left to ATen ----------------------------------------------------------------------------------------------
 @pytest.fixture(params=["native", "bare"])
 def refusing(request):
@@ -618,6 +648,15 @@ def test_a_refused_form_goes_to_its_function_and_no_other(refusing):
     for args in others:
         assert_slow(refusing, *args)
     assert refusing.refused == (("a reason", 3),) and refusing.misses == 3 + len(others)
+
+
+def test_a_later_kernel_takes_over_no_form_that_was_refused(refusing, library):
+    x, y = torch.ones(5), torch.ones(6)
+    assert refusing.refuse(answer, "a reason", (x, x, x)) and refusing.refuse(answer, "for now", (y, y, y))
+    refusing.add_kernel(support.mul_add(), library)
+    assert refusing(x, x, x)[0] == refusing(y, y, y)[0] == "answer"
+    refusing.pardon("for now")
+    assert torch.equal(refusing(y, y, y), y * y + y) and refusing(x, x, x)[0] == "answer"
 
 
 def test_all_calls_can_be_refused_of_the_usual_kinds_of_arguments(refusing):

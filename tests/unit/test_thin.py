@@ -332,3 +332,37 @@ def test_a_buffer_that_is_saved_and_written_again():
             assert "modified by an inplace" in str(error)
         else:
             torch.testing.assert_close(x.grad, 2 * (x.detach() * 2).cos())
+
+
+def enabled_inside(x, w):
+    """Gradients in a region of the program, whatever its caller has; beside it one result without."""
+    with torch.enable_grad():
+        y = (x * w).sin().sum(-1)
+    return y, x.exp() * 2
+
+
+def slope_inside(x, w):
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((z.tanh() * z * w).sum(), z, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean(), slope.detach()
+
+
+@pytest.mark.parametrize("function", [enabled_inside, slope_inside], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.enable_grad])
+def test_a_region_with_gradients_in_one_without(function, outside):
+    torch._dynamo.reset()
+    f = torch.compile(function, backend=fuser_backend)
+    for _ in range(4):
+        results = []
+        for g in (f, function):
+            x, w = inputs()
+            with outside():
+                out = g(x, w)
+                enabled = torch.is_grad_enabled()
+            needs = [o.requires_grad for o in out]
+            out[0].sum().backward()
+            results.append((needs, enabled, [o.detach() for o in out], [t.grad for t in (x, w)]))
+        (*same, values, grads), (*wanted, theirs, expected) = results
+        assert same == wanted
+        torch.testing.assert_close((values, grads), (theirs, expected))

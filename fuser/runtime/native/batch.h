@@ -299,7 +299,6 @@ bool collect(Calls& a, Py_ssize_t c, ThreadState& ts) {
   const int64_t* p = nullptr;
   if (!read_args(a.of(c), a.arity, a.args, device)) return true;
   if (a.h->words > a.frame_words) return true;  // a kernel was added since; asked after what may run Python
-  if (a.h->refusals_first && find_form(a.h, a.args, a.arity)) return true;
   m.k = find_kernel(a.h, a.args, a.arity, a.words + b.n * a.frame_words, m.f, p);
   if (!m.k) return true;
   if (m.k->library) return collect_on_gpu(a, c, m, p, device, ts);

@@ -56,33 +56,24 @@ bool read_args(PyObject* const* objects, Py_ssize_t n, Arg* args, int32_t& devic
   return !((devices ? devices : uint64_t(1) << kCPU) & disabled_devices);
 }
 
-// The most recently used kernel first, then the others in the order they were added.
-Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
-  Py_ssize_t last = h->last;
-  for (Py_ssize_t i = -1; i < h->n_kernels; i++) {
-    if (i == last) continue;
-    Kernel* k = h->kernels[i < 0 ? last : i];
-    f = frame_of(k, words);
-    rest = match(k, args, n, f);
-    if (!rest || !takes_magnitude(k, args, n)) continue;
-    if (i >= 0) h->last = i;
-    return k;
-  }
-  return nullptr;
-}
-
 // -- What ATen runs, without asking Python again ----------------------------------------------------------------------
 constexpr size_t kForm = 160;  // words of the longest form that is remembered
 
-// The form of a call; 0 if it is too long.
-size_t form_of(const Arg* args, Py_ssize_t n, int64_t* form) {
+// The form of a call; 0 if it is too long. With `exact` all of it that decides which kernels take it: the integers' values
+// and the alignment of memory, too.
+size_t form_of(const Arg* args, Py_ssize_t n, int64_t* form, bool exact = false) {
   size_t w = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
     const DLTensor& t = args[i].tensor;
     size_t dims = args[i].kind == TENSOR ? size_t(t.ndim) : 0;
     if (w + 2 + 2 * dims > kForm) return 0;
     form[w++] = args[i].kind;
-    if (args[i].kind != TENSOR) continue;
+    if (args[i].kind != TENSOR) {
+      if (exact && args[i].kind != FLOAT) form[w++] = args[i].integer;
+      continue;
+    }
+    bool aligned = exact && !(((uintptr_t)t.data + t.byte_offset) % 16);
+    form[w - 1] |= int64_t(aligned) << 7;
     form[w - 1] |= int64_t(t.ndim) << 8 | int64_t(t.device_type) << 16 | int64_t(t.device_id) << 32;
     form[w++] = t.dtype;
     for (size_t d = 0; d < dims; d++) form[w++] = t.shape[d];
@@ -112,6 +103,44 @@ Refusal* find_form(Handle* h, const Arg* args, Py_ssize_t n) {
 Refusal* find_refusal(Handle* h, const Arg* args, Py_ssize_t n) {
   Refusal* found = find_form(h, args, n);
   return found ? found : h->all && n == h->arity ? h->all : nullptr;
+}
+
+// Whether this turn's kernel takes the call.
+inline bool take_turn(const Turn& turn, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
+  f = frame_of(turn.kernel, words);
+  rest = match(turn.kernel, args, n, f);
+  return rest && takes_magnitude(turn, args, n);
+}
+
+// Remembers which turn took the latest call. Without memory for it, turns are taken one after the other again.
+void remember_turn(Handle* h, Py_ssize_t turn, const int64_t* form, size_t words) {
+  if (words && !h->latest) h->latest = (int64_t*)malloc(kForm * sizeof(int64_t));
+  h->latest_words = h->latest ? words : 0;
+  h->latest_turn = turn;
+  if (h->latest_words) memcpy(h->latest, form, words * sizeof(int64_t));
+}
+
+// The first turn that takes the call; null if there is none, or if the call's form was refused before that turn came.
+// The latest call's is found at once if this call is like it in all that decides.
+Kernel* find_kernel(Handle* h, const Arg* args, Py_ssize_t n, int64_t* words, Frame& f, const int64_t*& rest) {
+  if (!h->n_turns) return nullptr;
+  if (h->first_refusal > 0 || !h->refuses) {
+    if (take_turn(h->turns[0], args, n, words, f, rest)) return h->turns[0].kernel;
+  }
+  int64_t form[kForm];
+  size_t length = form_of(args, n, form, true);
+  if (length && length == h->latest_words && !memcmp(h->latest, form, length * sizeof(int64_t))) {
+    const Turn& turn = h->turns[h->latest_turn];
+    if (take_turn(turn, args, n, words, f, rest)) return turn.kernel;
+  }
+  const Refusal* refusal = h->refuses && h->first_refusal < h->n_turns ? find_form(h, args, n) : nullptr;
+  Py_ssize_t turns = refusal && refusal->turn < h->n_turns ? refusal->turn : h->n_turns;
+  for (Py_ssize_t i = 0; i < turns; i++) {
+    if (!take_turn(h->turns[i], args, n, words, f, rest)) continue;
+    remember_turn(h, i, form, length);
+    return h->turns[i].kernel;
+  }
+  return nullptr;
 }
 
 PyObject* call_refused(Handle* h, Refusal* r, PyObject* const* objects, Py_ssize_t n) {
@@ -178,8 +207,7 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
     if (!words.take(size_t(h->words))) return PyErr_NoMemory();
     Frame f;
     const int64_t* rest;
-    refusal = h->refusals_first ? find_form(h, args.at, n) : nullptr;
-    k = h->n_kernels && !refusal ? find_kernel(h, args.at, n, words.at, f, rest) : nullptr;
+    k = find_kernel(h, args.at, n, words.at, f, rest);
     if (k && !begin_call(k)) {
       if (reload(k)) return call_again(k, self, objects, nargsf);
       k = nullptr;
@@ -187,7 +215,7 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
     if (k) {
       out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
       end_call(k);
-    } else if (!refusal) {
+    } else {
       refusal = find_refusal(h, args.at, n);
     }
   }

@@ -5,13 +5,32 @@
 
 namespace {
 
-bool add_kernel(Handle* h, Kernel* k) {
+// Gives a kernel a turn for those of `magnitudes` for which it has none; false if there is no memory. The latest turn is
+// widened if it is the kernel's and nothing was refused since.
+bool add_turn(Handle* h, Kernel* k, uint64_t magnitudes) {
+  for (Py_ssize_t i = 0; i < h->n_turns; i++) {
+    if (h->turns[i].kernel == k) magnitudes &= ~h->turns[i].magnitudes;
+  }
+  if (!magnitudes) return true;
+  Turn* newest = h->n_turns ? &h->turns[h->n_turns - 1] : nullptr;
+  if (newest && newest->kernel == k && !(h->refuses && h->new_refusal >= h->n_turns)) {
+    newest->magnitudes |= magnitudes;
+    return true;
+  }
+  Turn* list = (Turn*)realloc(h->turns, sizeof(Turn) * size_t(h->n_turns + 1));
+  if (!list) return false;
+  list[h->n_turns++] = {k, magnitudes};
+  h->turns = list;
+  return true;
+}
+
+bool add_kernel(Handle* h, Kernel* k, uint64_t magnitudes) {
   Kernel** list = (Kernel**)realloc(h->kernels, sizeof(Kernel*) * (h->n_kernels + 1));
   if (!list) return false;
-  list[h->n_kernels] = k;
   h->kernels = list;
+  if (!add_turn(h, k, magnitudes)) return false;
+  list[h->n_kernels++] = k;
   if (k->words > h->words) h->words = k->words;
-  h->last = h->n_kernels++;
   return true;
 }
 
@@ -83,7 +102,6 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
   if (ok) {
     k = (Kernel*)calloc(1, sizeof(Kernel) + size_t(length));
     head.n_steps = PyTuple_GET_SIZE(names);
-    head.magnitudes = magnitudes;
     head.words = head.n_slots + head.n_floats + head.n_pointers + head.n_buffers + 3 * head.n_steps + head.n_dims +
                  head.depth;
     if (k) {
@@ -93,7 +111,7 @@ PyObject* handle_add_kernel(PyObject* self, PyObject* arguments) {
       k->dtypes = dtypes;
       k->entries = (StepEntry*)calloc(size_t(head.n_steps) + 1, sizeof(StepEntry));
     }
-    ok = k && k->entries && find_entries(k, names, library) && add_kernel((Handle*)self, k);
+    ok = k && k->entries && find_entries(k, names, library) && add_kernel((Handle*)self, k, magnitudes);
     if (ok) number = ((Handle*)self)->n_kernels - 1;
     if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
   }
@@ -114,7 +132,7 @@ PyObject* handle_widen(PyObject* self, PyObject* arguments) {
     PyErr_Format(PyExc_IndexError, "the handle has %zd kernels: there is none with the number %zd", h->n_kernels, number);
     return nullptr;
   }
-  h->kernels[number]->magnitudes |= magnitudes;
+  if (!add_turn(h, h->kernels[number], magnitudes)) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
@@ -132,6 +150,19 @@ bool add_refusal(Handle* h, Refusal* r) {
   h->refusals = list;
   h->last_refusal = h->n_refusals++;
   return true;
+}
+
+// Counts the refusals of forms anew, after one came or went.
+void order_refusals(Handle* h) {
+  h->refuses = false;
+  h->latest_words = 0;
+  for (Py_ssize_t i = 0; i < h->n_refusals; i++) {
+    const Refusal* r = h->refusals[i];
+    if (!r->words) continue;
+    if (!h->refuses || r->turn < h->first_refusal) h->first_refusal = r->turn;
+    if (!h->refuses || r->turn > h->new_refusal) h->new_refusal = r->turn;
+    h->refuses = true;
+  }
 }
 
 // The form of a call with these arguments; false if kernels would not be asked about it, or it is known already.
@@ -164,6 +195,7 @@ PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
   r->function = function;
   r->reason = reason;
   r->words = words;
+  r->turn = first ? 0 : h->n_turns;
   memcpy(r->form, form, words * sizeof(int64_t));
   if (all) {
     h->all = r;
@@ -172,7 +204,7 @@ PyObject* handle_refuse(PyObject* self, PyObject* arguments) {
     free_refusal(r);
     return PyErr_NoMemory();
   }
-  h->refusals_first |= first && !all;
+  order_refusals(h);
   Py_RETURN_TRUE;
 }
 
@@ -184,6 +216,7 @@ PyObject* handle_pardon(PyObject* self, PyObject* reason) {
     if (same < 0) return nullptr;
     if (same) h->refusals[i]->words = 0;
   }
+  order_refusals(h);
   int same = h->all ? PyObject_RichCompareBool(h->all->reason, reason, Py_EQ) : 0;
   if (same < 0) return nullptr;
   if (same) {
@@ -247,6 +280,8 @@ void handle_dealloc(PyObject* self) {
   free_refusals(h);
   for (Py_ssize_t i = 0; i < h->n_kernels; i++) free_kernel(h->kernels[i]);
   free(h->kernels);
+  free(h->turns);
+  free(h->latest);
   Py_TYPE(self)->tp_free(self);
 }
 

@@ -8,7 +8,6 @@ namespace {
 struct Kernel {
   int64_t n_inputs, n_slots, n_floats, n_buffers, n_steps, n_pointers, n_dims, depth, words;
   uint64_t hits;
-  uint64_t magnitudes;  // bit b: takes calls whose largest tensor has a number of elements of b binary digits
   StepEntry* entries;  // of a GPU kernel: the driver's handles
   PyObject* dtypes;    // of the buffers, for the stand-in that allocates through Python
   PyObject* library;   // of a GPU kernel: what its handles come from, and what explains failures
@@ -22,10 +21,17 @@ struct Kernel {
   int64_t stream[1];
 };
 
+// Calls that a kernel takes from now on, unless an earlier turn takes them.
+struct Turn {
+  Kernel* kernel;
+  uint64_t magnitudes;  // bit b: calls whose largest tensor has a number of elements of b binary digits
+};
+
 // Calls that are left to ATen: of one form (dtypes, sizes and strides of the tensors, kinds of the numbers), or all.
 struct Refusal {
   PyObject *function, *reason;
   uint64_t calls;
+  Py_ssize_t turn;  // turns before this one go before it
   size_t words;
   int64_t form[1];
 };
@@ -35,10 +41,15 @@ struct Handle {
   vectorcallfunc vectorcall;
   PyObject *slow, *weakrefs;
   Kernel** kernels;
-  Py_ssize_t n_kernels, last;
+  Turn* turns;  // in the order in which they were given: equal calls run equal code, whatever comes between them
+  Py_ssize_t n_kernels, n_turns;
+  int64_t* latest;  // the latest call that a turn behind the first took: see `find_kernel`; null: there was none
+  size_t latest_words;
+  Py_ssize_t latest_turn;
   Refusal **refusals, *all;  // `all`: every call of `arity` arguments that no kernel takes
   Py_ssize_t n_refusals, last_refusal, arity;
-  bool refusals_first;  // some were refused although a kernel takes them: they are looked for before kernels
+  bool refuses;                         // forms, not all calls alone
+  Py_ssize_t first_refusal, new_refusal;  // the turns of the earliest and of the latest one
   int64_t words;  // scratch words that the hungriest kernel needs for a call
   unsigned long long hits, misses;
 };
@@ -245,9 +256,9 @@ int magnitude_of(const Arg* args, Py_ssize_t n) {
   return most ? 64 - __builtin_clzll(most) : 0;
 }
 
-// Whether `k` takes calls of this magnitude: all, unless it is on trial for some.
-bool takes_magnitude(const Kernel* k, const Arg* args, Py_ssize_t n) {
-  return !~k->magnitudes || k->magnitudes >> (magnitude_of(args, n) & 63) & 1;
+// Whether a turn is for calls of this magnitude: for all, unless its kernel is on trial for some.
+bool takes_magnitude(const Turn& turn, const Arg* args, Py_ssize_t n) {
+  return !~turn.magnitudes || turn.magnitudes >> (magnitude_of(args, n) & 63) & 1;
 }
 
 // Whether `k` takes these arguments. Leaves the slots bound and returns the stream's rest, or null.

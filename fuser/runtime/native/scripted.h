@@ -110,7 +110,7 @@ int run_scripted(const Scripted& s, const uint64_t* stack, void** out) {
   Room<int64_t, 192> words;
   if (!h->n_kernels || !context_is_plain(ts)) return 0;
   if (!args.take(size_t(s.arguments)) || !words.take(size_t(h->words))) return 0;
-  if (!read_stack(s, stack, args.at) || (h->refusals_first && find_form(h, args.at, s.arguments))) return 0;
+  if (!read_stack(s, stack, args.at)) return 0;
   Frame f;
   const int64_t* rest;
   int32_t status = 0;

@@ -97,7 +97,6 @@ int run_launch(const Step& s, Value* values, ThreadState& ts) {
   if (!h->n_kernels || !args.take(size_t(s.n_items))) return 0;
   int32_t device = -1, status = 0;
   if (!read_items(s, values, args.at, device) || !words.take(size_t(h->words))) return 0;
-  if (h->refusals_first && find_form(h, args.at, s.n_items)) return 0;
   Frame f;
   const int64_t* rest;
   Kernel* k = find_kernel(h, args.at, s.n_items, words.at, f, rest);
