@@ -45,8 +45,9 @@ def encoder_layer(
     def second(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
-    q, k, v = F.linear(first(src) if norm_first else src, qkv_weight, qkv_bias).chunk(3, -1)
-    attended = F.scaled_dot_product_attention(*(_heads(x, num_heads) for x in (q, k, v)))
+    projected = F.linear(first(src) if norm_first else src, qkv_weight, qkv_bias)
+    q, k, v = (_heads(x, num_heads) for x in projected.chunk(3, -1))
+    attended = F.scaled_dot_product_attention(q, k, v)
     x = src + F.linear(_merged(attended), proj_weight, proj_bias)
     x = x if norm_first else first(x)
     inner = F.linear(second(x) if norm_first else x, ffn_weight_1, ffn_bias_1)
