@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from fuser import config, forks, machines
 from fuser.errors import CompileError
 from fuser.machines import Machine
 from fuser.runtime import background, compilers, eviction, files, prebuilt, process, remote, workers
+from fuser.runtime import machine as this_machine
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library, is_cut
 from fuser.runtime.spans import span
@@ -53,11 +55,13 @@ _probing = forks.lock()
 
 
 def warm_up() -> None:
-    """Find out in the background what the compiler takes, so that the first kernel need not wait for that."""
+    """Find out in the background what the compiler takes, where the first kernel would wait for that."""
 
     def probe() -> None:
         with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
-            flags_for(find_compiler())
+            compiler = find_compiler()
+            if not _is_usual(compiler):
+                flags_for(compiler)
 
     workers.start(background.as_here(probe), "fuser-toolchain")
 
@@ -71,6 +75,7 @@ def flags_for(
     """
     machine = machine or machines.find(config.isa)
     with _probing:
+        _asked.add((compiler, machine.name))
         if (compiler, machine.name) in _unfit:
             raise _unfit[compiler, machine.name]
         try:
@@ -78,6 +83,29 @@ def flags_for(
         except CompileError as e:
             _unfit[compiler, machine.name] = e
             raise
+
+
+# Compilers whose kind is known without a probe, on systems that have libmvec with all functions (glibc 2.35).
+_USUAL = re.compile(r"(?:.*-)?g\+\+(?:-[\d.]+)?")
+_asked: set[tuple[tuple[str, ...], str]] = set()  # compilers and machines of which a probe said, or tried to say
+
+
+@functools.lru_cache(maxsize=8)
+def _is_usual(compiler: tuple[str, ...]) -> bool:
+    name = os.path.basename(os.path.realpath(compiler[0]))
+    return len(compiler) == 1 and _USUAL.fullmatch(name) is not None and this_machine.has("x86_64", "glibc 2.35")
+
+
+def _flags_now(compiler: tuple[str, ...], machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """What to compile with now, and whether a probe said so.
+
+    A usual compiler is taken for the first of `compilers.KINDS` until a kernel fails: the first one waits for no probe.
+    """
+    key = compiler, machine.name
+    if key in _asked or not _is_usual(compiler) or _has_memory(*key, str(_cache_folder())):
+        return (*flags_for(compiler, machine), True)
+    _, flags, libraries = _choices(machine)[0]
+    return flags, libraries, False
 
 
 _PROBE = """\
@@ -98,7 +126,7 @@ for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }
 
 
 def _first_taken(
-    compiler: tuple[str, ...], choices: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], parent: pathlib.Path
+    compiler: tuple[str, ...], choices: Sequence[Choice], parent: pathlib.Path
 ) -> tuple[int | None, str]:
     """The first of `choices` with which the compiler makes a small library in `parent`, and what it said last."""
     log = ""
@@ -114,19 +142,43 @@ def _first_taken(
     return None, log
 
 
-@functools.lru_cache(maxsize=32)
-def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    machine = machines.find(isa)
-    choices = [
+Choice = tuple[str, tuple[str, ...], tuple[str, ...]]  # the test of its kind, flags, libraries
+
+
+def _choices(machine: Machine) -> list[Choice]:
+    return [
         (kind.test, kind.flags_for(machine), libraries)
         for kind in compilers.KINDS
         for libraries in dict.fromkeys((kind.lean or kind.libraries, kind.libraries))
     ]
+
+
+def _memory_of(compiler: tuple[str, ...], choices: list[Choice]) -> pathlib.Path:
     identity = hashlib.sha256(f"{compiler}{choices}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
-    known = _cache_folder() / f"toolchain-{identity}"
-    remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
-    if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
-        return choices[int(remembered)][1:]
+    return _cache_folder() / f"toolchain-{identity}"
+
+
+def _remembered(compiler: tuple[str, ...], isa: str) -> int | None:
+    """The number of the choice that an earlier process found: no flags are taken from a file."""
+    choices = _choices(machines.find(isa))
+    found = remote.read(_memory_of(compiler, choices))
+    return int(found) if found is not None and found.isdigit() and int(found) < len(choices) else None
+
+
+@functools.lru_cache(maxsize=32)
+def _has_memory(compiler: tuple[str, ...], isa: str, folder: str) -> bool:
+    """Whether an earlier process's probe is remembered in the cache `folder`, asked once."""
+    return _remembered(compiler, isa) is not None
+
+
+@functools.lru_cache(maxsize=32)
+def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    machine = machines.find(isa)
+    choices = _choices(machine)
+    known = _memory_of(compiler, choices)
+    remembered = _remembered(compiler, isa)
+    if remembered is not None:
+        return choices[remembered][1:]
     number, log = _first_taken(compiler, choices, known.parent)
     if number is None and _is_full(log):
         number, log = _first_taken(compiler, choices, files.private_folder())
@@ -248,7 +300,20 @@ def compile_library(parts: tuple[str, ...], machine: Machine | None = None, entr
 
 def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> str:
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler, machine)
+    flags, libraries, is_sure = _flags_now(compiler, machine)
+    hung = process.times_hung(compiler[0])
+    try:
+        return _found_or_made(parts, machine, entries, flags, libraries)
+    except CompileError:
+        if is_sure or process.times_hung(compiler[0]) > hung or flags_for(compiler, machine) == (flags, libraries):
+            raise
+    return _found_or_made(parts, machine, entries, *flags_for(compiler, machine))
+
+
+def _found_or_made(
+    parts: tuple[str, ...], machine: Machine, entries: Sequence[str], flags: tuple[str, ...], libraries: tuple[str, ...]
+) -> str:  # fmt: skip
+    compiler = find_compiler()
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     kept = _kept(library)
@@ -257,7 +322,7 @@ def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]
         with files.claim(folder / library.name, config.compile_timeout_seconds):
             kept = _kept(folder / library.name) or _fetched(folder / library.name)
             if kept is None:
-                made = _make(folder / library.name, parts, machine, entries)
+                made = _make(folder / library.name, parts, flags, libraries, entries)
                 COUNTS.add("binaries_made")
                 return str(made)
     COUNTS.add("binaries_found")
@@ -349,10 +414,12 @@ def _elsewhere(
     return None
 
 
-def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> pathlib.Path:
+def _make(
+    library: pathlib.Path, parts: tuple[str, ...], flags: tuple[str, ...], libraries: tuple[str, ...],
+    entries: Sequence[str],
+) -> pathlib.Path:  # fmt: skip
     """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler, machine)
     try:
         with files.working_folder(library.parent) as work:
             if len(parts) == 1:
@@ -380,7 +447,7 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entri
         if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not _is_full(text)):
             raise
         # or it says that there is no place at all
-        elsewhere = _make(files.private_folder() / library.name, parts, machine, entries)
+        elsewhere = _make(files.private_folder() / library.name, parts, flags, libraries, entries)
         _instead_of(library.parent, _refused(text) or getattr(e, "strerror", None) or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
