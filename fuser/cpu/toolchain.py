@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Sequence
 
 from fuser import config, forks, machines
+from fuser.cpu.complaints import gist, is_full, refused
 from fuser.errors import CompileError
 from fuser.machines import Machine
 from fuser.runtime import background, compilers, eviction, files, prebuilt, process, remote, workers
@@ -180,7 +181,7 @@ def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[
     if remembered is not None:
         return choices[remembered][1:]
     number, log = _first_taken(compiler, choices, known.parent)
-    if number is None and _is_full(log):
+    if number is None and is_full(log):
         number, log = _first_taken(compiler, choices, files.private_folder())
     if number is not None:
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
@@ -188,55 +189,10 @@ def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[
             remote.offer(known, str(number).encode())
         return choices[number][1:]
     raise CompileError(
-        f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({_gist(log)}); "
+        f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({gist(log)}); "
         "is it a C++17 compiler?",
         log,
     )
-
-
-_TELLING = ("cannot write", "cannot", "undefined", "error")
-_SUMMARY = "exit status"  # of a part of the compiler, which has said why before
-_ELSEWHERE = "free some, or set TMPDIR and FUSER_CACHE_DIR"
-# What a system refuses: words of a compiler's output, and the sentence, the same for all kernels.
-_REFUSED = (
-    ("No space left on device", "no space is left in {temporary} or {cache}: " + _ELSEWHERE),
-    ("File too large", "files may not be large enough in {temporary} or {cache}: raise the limit (ulimit -f)"),
-    ("Disk quota exceeded", "the quota of {temporary} or {cache} is used up: " + _ELSEWHERE),
-    ("Too many open files", "no more files can be opened: raise the limit (ulimit -n)"),
-    ("Resource temporarily unavailable", "no process can be started: raise the limit (ulimit -u, or the container's)"),
-    ("Cannot fork", "no process can be started: raise the limit (ulimit -u, or the container's)"),
-    ("Cannot allocate memory", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
-    ("out of memory allocating", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
-)  # fmt: skip
-
-
-_FULL = ("No space left on device", "Disk quota exceeded")  # another folder may have room
-
-
-def _is_full(text: str) -> bool:
-    return any(words in text for words in _FULL)
-
-
-def _refused(text: str) -> str | None:
-    """What the system refused, and the cure; None if `text` says nothing of that."""
-    cache = config.cache_dir or "the temporary folder"
-    for words, sentence in _REFUSED:
-        if words in text:
-            return sentence.format(temporary=os.environ.get("TMPDIR", "/tmp"), cache=cache)
-    return None
-
-
-def _gist(log: str) -> str:
-    """The line of a compiler's output that says most: what the system refused, else its first error."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    refused = _refused(log)
-    if refused is not None:
-        return refused
-    for word in _TELLING:
-        for line in lines:
-            if word in line and _SUMMARY not in line:
-                return line
-    return lines[0] if lines else "it said nothing"
 
 
 def _stamp(path: str) -> str:
@@ -294,7 +250,7 @@ def compile_library(parts: tuple[str, ...], machine: Machine | None = None, entr
     try:
         return _library_of(parts, machine, entries)
     except OSError as e:  # not even a temporary folder
-        why = _refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
+        why = refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
         raise CompileError(f"no kernel can be written: {why}") from None
 
 
@@ -444,11 +400,11 @@ def _make(
             eviction.note(len(data))
     except (OSError, CompileError) as e:
         text = e.log if isinstance(e, CompileError) else str(e)
-        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not _is_full(text)):
+        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not is_full(text)):
             raise
         # or it says that there is no place at all
         elsewhere = _make(files.private_folder() / library.name, parts, flags, libraries, entries)
-        _instead_of(library.parent, _refused(text) or getattr(e, "strerror", None) or str(e))
+        _instead_of(library.parent, refused(text) or getattr(e, "strerror", None) or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
@@ -506,7 +462,7 @@ def run_compiler(command: list[str]) -> None:
             if code == 0 or "internal compiler error" not in log:
                 break
             code, log = process.run([*command, level], config.compile_timeout_seconds)
-    if code != 0 and (refused := _refused(log)) is not None:
-        raise CompileError(f"{command[0]} cannot work: {refused}", log)
+    if code != 0 and (why := refused(log)) is not None:
+        raise CompileError(f"{command[0]} cannot work: {why}", log)
     if code != 0:
-        raise CompileError(f"{command[0]} failed with exit code {code}: {_gist(log)}", log)
+        raise CompileError(f"{command[0]} failed with exit code {code}: {gist(log)}", log)

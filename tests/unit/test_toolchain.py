@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from fuser import can_fuse_on_cpu, config
-from fuser.cpu import toolchain
+from fuser.cpu import complaints, toolchain
 from fuser.errors import CompileError
 from fuser.runtime import compilers, files, process
 from fuser.runtime.libraries import Library
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path):
 )  # fmt: skip
 def test_the_line_that_says_most(log, gist):
     gist = gist.replace("{tmp}", os.environ.get("TMPDIR", "/tmp")).replace("{cache}", config.cache_dir)
-    assert toolchain._gist(log) == gist
+    assert complaints.gist(log) == gist
 
 
 def test_another_level_where_the_compiler_itself_fails(tmp_path):
