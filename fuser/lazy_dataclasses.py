@@ -1,4 +1,4 @@
-"""`dataclass` as the standard library's, but for when its methods are made: each is compiled when it is first called.
+"""`dataclass` as the standard library's, but for when its methods are made: each is compiled when it is called often.
 
 The standard decorator compiles up to seven functions for each class, 0.1 ms apiece, whether or not a process needs the
 class. That was a third of what `import fuser` and the first kernel took. Type checkers see the standard decorator.
@@ -69,15 +69,49 @@ def _tuple(whose: str, names: list[str]) -> str:
 _MAKERS: dict[str, Callable[[Any, bool], Any]] = {"__init__": _init, "__eq__": _eq, "__hash__": _hash}
 
 
+_FEW = 4  # objects of a class that are made without a compiled method, which takes as long as 20 of them
+
+
 def _add(cls: Any, name: str, frozen: bool) -> None:
-    """Give the class a method that compiles the real one in its place, and calls that."""
+    """Give the class a method that compiles the real one in its place, and calls that.
+
+    The first few objects are filled field by field: most classes have no more in a process of one kernel.
+    """
+    left = _FEW if name == "__init__" else 0
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _MAKERS[name](cls, frozen)(self, *args, **kwargs)
+        nonlocal left
+        left -= 1
+        if left < 0 or not _fill(cls, frozen, self, args, kwargs):
+            return _MAKERS[name](cls, frozen)(self, *args, **kwargs)
 
     method.__name__ = name
     method.__qualname__ = f"{cls.__qualname__}.{name}"
     setattr(cls, name, method)
+
+
+def _fill(cls: Any, frozen: bool, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Do what the compiled `__init__` does, or nothing where that would raise; whether it was done."""
+    fields = dataclasses.fields(cls)
+    names = [f.name for f in fields if f.init and not f.kw_only]
+    taken = {f.name for f in fields if f.init}
+    given = {**dict(zip(names, args)), **kwargs}
+    if len(given) != len(args) + len(kwargs) or not given.keys() <= taken:
+        return False
+    needed = (f for f in fields if f.init and f.default is _MISSING and f.default_factory is _MISSING)
+    if any(f.name not in given for f in needed):
+        return False
+    put = object.__setattr__ if frozen else setattr
+    for f in fields:
+        if f.name in given:
+            put(self, f.name, given[f.name])
+        elif f.default_factory is not _MISSING:
+            put(self, f.name, f.default_factory())
+        elif f.default is not _MISSING and (f.init or "__slots__" in vars(cls)):
+            put(self, f.name, f.default)
+    if hasattr(cls, "__post_init__"):
+        self.__post_init__()
+    return True
 
 
 @reprlib.recursive_repr()

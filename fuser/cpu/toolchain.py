@@ -7,13 +7,16 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import shlex
 from collections.abc import Sequence
 
 from fuser import config, forks, machines
+from fuser.cpu.complaints import gist, is_full, refused
 from fuser.errors import CompileError
 from fuser.machines import Machine
 from fuser.runtime import background, compilers, eviction, files, prebuilt, process, remote, workers
+from fuser.runtime import machine as this_machine
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.libraries import Library, is_cut
 from fuser.runtime.spans import span
@@ -53,11 +56,13 @@ _probing = forks.lock()
 
 
 def warm_up() -> None:
-    """Find out in the background what the compiler takes, so that the first kernel need not wait for that."""
+    """Find out in the background what the compiler takes, where the first kernel would wait for that."""
 
     def probe() -> None:
         with contextlib.suppress(CompileError, OSError):  # the first kernel will say so
-            flags_for(find_compiler())
+            compiler = find_compiler()
+            if not _is_usual(compiler):
+                flags_for(compiler)
 
     workers.start(background.as_here(probe), "fuser-toolchain")
 
@@ -71,6 +76,7 @@ def flags_for(
     """
     machine = machine or machines.find(config.isa)
     with _probing:
+        _asked.add((compiler, machine.name))
         if (compiler, machine.name) in _unfit:
             raise _unfit[compiler, machine.name]
         try:
@@ -78,6 +84,29 @@ def flags_for(
         except CompileError as e:
             _unfit[compiler, machine.name] = e
             raise
+
+
+# Compilers whose kind is known without a probe, on systems that have libmvec with all functions (glibc 2.35).
+_USUAL = re.compile(r"(?:.*-)?g\+\+(?:-[\d.]+)?")
+_asked: set[tuple[tuple[str, ...], str]] = set()  # compilers and machines of which a probe said, or tried to say
+
+
+@functools.lru_cache(maxsize=8)
+def _is_usual(compiler: tuple[str, ...]) -> bool:
+    name = os.path.basename(os.path.realpath(compiler[0]))
+    return len(compiler) == 1 and _USUAL.fullmatch(name) is not None and this_machine.has("x86_64", "glibc 2.35")
+
+
+def _flags_now(compiler: tuple[str, ...], machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """What to compile with now, and whether a probe said so.
+
+    A usual compiler is taken for the first of `compilers.KINDS` until a kernel fails: the first one waits for no probe.
+    """
+    key = compiler, machine.name
+    if key in _asked or not _is_usual(compiler) or _has_memory(*key, str(_cache_folder())):
+        return (*flags_for(compiler, machine), True)
+    _, flags, libraries = _choices(machine)[0]
+    return flags, libraries, False
 
 
 _PROBE = """\
@@ -98,7 +127,7 @@ for (long i = 0; i < n; ++i) x[i] = expf(x[i]) + erfcf(x[i]); }
 
 
 def _first_taken(
-    compiler: tuple[str, ...], choices: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], parent: pathlib.Path
+    compiler: tuple[str, ...], choices: Sequence[Choice], parent: pathlib.Path
 ) -> tuple[int | None, str]:
     """The first of `choices` with which the compiler makes a small library in `parent`, and what it said last."""
     log = ""
@@ -114,21 +143,45 @@ def _first_taken(
     return None, log
 
 
-@functools.lru_cache(maxsize=32)
-def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    machine = machines.find(isa)
-    choices = [
+Choice = tuple[str, tuple[str, ...], tuple[str, ...]]  # the test of its kind, flags, libraries
+
+
+def _choices(machine: Machine) -> list[Choice]:
+    return [
         (kind.test, kind.flags_for(machine), libraries)
         for kind in compilers.KINDS
         for libraries in dict.fromkeys((kind.lean or kind.libraries, kind.libraries))
     ]
+
+
+def _memory_of(compiler: tuple[str, ...], choices: list[Choice]) -> pathlib.Path:
     identity = hashlib.sha256(f"{compiler}{choices}{_stamp(compiler[0])}{_cpu()}".encode()).hexdigest()[:16]
-    known = _cache_folder() / f"toolchain-{identity}"
-    remembered = remote.read(known)  # the number of a choice: no flags are taken from a file
-    if remembered is not None and remembered.isdigit() and int(remembered) < len(choices):
-        return choices[int(remembered)][1:]
+    return _cache_folder() / f"toolchain-{identity}"
+
+
+def _remembered(compiler: tuple[str, ...], isa: str) -> int | None:
+    """The number of the choice that an earlier process found: no flags are taken from a file."""
+    choices = _choices(machines.find(isa))
+    found = remote.read(_memory_of(compiler, choices))
+    return int(found) if found is not None and found.isdigit() and int(found) < len(choices) else None
+
+
+@functools.lru_cache(maxsize=32)
+def _has_memory(compiler: tuple[str, ...], isa: str, folder: str) -> bool:
+    """Whether an earlier process's probe is remembered in the cache `folder`, asked once."""
+    return _remembered(compiler, isa) is not None
+
+
+@functools.lru_cache(maxsize=32)
+def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    machine = machines.find(isa)
+    choices = _choices(machine)
+    known = _memory_of(compiler, choices)
+    remembered = _remembered(compiler, isa)
+    if remembered is not None:
+        return choices[remembered][1:]
     number, log = _first_taken(compiler, choices, known.parent)
-    if number is None and _is_full(log):
+    if number is None and is_full(log):
         number, log = _first_taken(compiler, choices, files.private_folder())
     if number is not None:
         with contextlib.suppress(OSError):  # a folder that cannot be written: the next process asks again
@@ -136,55 +189,10 @@ def _probe(compiler: tuple[str, ...], isa: str) -> tuple[tuple[str, ...], tuple[
             remote.offer(known, str(number).encode())
         return choices[number][1:]
     raise CompileError(
-        f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({_gist(log)}); "
+        f"{shlex.join(compiler)} does not compile a small loop for {machine.name} ({gist(log)}); "
         "is it a C++17 compiler?",
         log,
     )
-
-
-_TELLING = ("cannot write", "cannot", "undefined", "error")
-_SUMMARY = "exit status"  # of a part of the compiler, which has said why before
-_ELSEWHERE = "free some, or set TMPDIR and FUSER_CACHE_DIR"
-# What a system refuses: words of a compiler's output, and the sentence, the same for all kernels.
-_REFUSED = (
-    ("No space left on device", "no space is left in {temporary} or {cache}: " + _ELSEWHERE),
-    ("File too large", "files may not be large enough in {temporary} or {cache}: raise the limit (ulimit -f)"),
-    ("Disk quota exceeded", "the quota of {temporary} or {cache} is used up: " + _ELSEWHERE),
-    ("Too many open files", "no more files can be opened: raise the limit (ulimit -n)"),
-    ("Resource temporarily unavailable", "no process can be started: raise the limit (ulimit -u, or the container's)"),
-    ("Cannot fork", "no process can be started: raise the limit (ulimit -u, or the container's)"),
-    ("Cannot allocate memory", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
-    ("out of memory allocating", "there is no memory for a compiler: free some, or raise the limit (ulimit -v)"),
-)  # fmt: skip
-
-
-_FULL = ("No space left on device", "Disk quota exceeded")  # another folder may have room
-
-
-def _is_full(text: str) -> bool:
-    return any(words in text for words in _FULL)
-
-
-def _refused(text: str) -> str | None:
-    """What the system refused, and the cure; None if `text` says nothing of that."""
-    cache = config.cache_dir or "the temporary folder"
-    for words, sentence in _REFUSED:
-        if words in text:
-            return sentence.format(temporary=os.environ.get("TMPDIR", "/tmp"), cache=cache)
-    return None
-
-
-def _gist(log: str) -> str:
-    """The line of a compiler's output that says most: what the system refused, else its first error."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    refused = _refused(log)
-    if refused is not None:
-        return refused
-    for word in _TELLING:
-        for line in lines:
-            if word in line and _SUMMARY not in line:
-                return line
-    return lines[0] if lines else "it said nothing"
 
 
 def _stamp(path: str) -> str:
@@ -242,13 +250,26 @@ def compile_library(parts: tuple[str, ...], machine: Machine | None = None, entr
     try:
         return _library_of(parts, machine, entries)
     except OSError as e:  # not even a temporary folder
-        why = _refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
+        why = refused(str(e)) or f"{e.strerror} ({e.filename}): set TMPDIR to a folder that can be written"
         raise CompileError(f"no kernel can be written: {why}") from None
 
 
 def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> str:
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler, machine)
+    flags, libraries, is_sure = _flags_now(compiler, machine)
+    hung = process.times_hung(compiler[0])
+    try:
+        return _found_or_made(parts, machine, entries, flags, libraries)
+    except CompileError:
+        if is_sure or process.times_hung(compiler[0]) > hung or flags_for(compiler, machine) == (flags, libraries):
+            raise
+    return _found_or_made(parts, machine, entries, *flags_for(compiler, machine))
+
+
+def _found_or_made(
+    parts: tuple[str, ...], machine: Machine, entries: Sequence[str], flags: tuple[str, ...], libraries: tuple[str, ...]
+) -> str:  # fmt: skip
+    compiler = find_compiler()
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))
     library = _cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     kept = _kept(library)
@@ -257,7 +278,7 @@ def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]
         with files.claim(folder / library.name, config.compile_timeout_seconds):
             kept = _kept(folder / library.name) or _fetched(folder / library.name)
             if kept is None:
-                made = _make(folder / library.name, parts, machine, entries)
+                made = _make(folder / library.name, parts, flags, libraries, entries)
                 COUNTS.add("binaries_made")
                 return str(made)
     COUNTS.add("binaries_found")
@@ -349,10 +370,12 @@ def _elsewhere(
     return None
 
 
-def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entries: Sequence[str]) -> pathlib.Path:
+def _make(
+    library: pathlib.Path, parts: tuple[str, ...], flags: tuple[str, ...], libraries: tuple[str, ...],
+    entries: Sequence[str],
+) -> pathlib.Path:  # fmt: skip
     """Run the compiler. CompileError if it fails, or nothing that it makes can be loaded."""
     compiler = find_compiler()
-    flags, libraries = flags_for(compiler, machine)
     try:
         with files.working_folder(library.parent) as work:
             if len(parts) == 1:
@@ -377,11 +400,11 @@ def _make(library: pathlib.Path, parts: tuple[str, ...], machine: Machine, entri
             eviction.note(len(data))
     except (OSError, CompileError) as e:
         text = e.log if isinstance(e, CompileError) else str(e)
-        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not _is_full(text)):
+        if str(library.parent) == str(files.private_folder()) or (isinstance(e, CompileError) and not is_full(text)):
             raise
         # or it says that there is no place at all
-        elsewhere = _make(files.private_folder() / library.name, parts, machine, entries)
-        _instead_of(library.parent, _refused(text) or getattr(e, "strerror", None) or str(e))
+        elsewhere = _make(files.private_folder() / library.name, parts, flags, libraries, entries)
+        _instead_of(library.parent, refused(text) or getattr(e, "strerror", None) or str(e))
         return elsewhere
     with contextlib.suppress(OSError):  # for reading only
         files.write(library.with_suffix(".cpp"), "\n".join(parts).encode(), sealed=False)
@@ -439,7 +462,7 @@ def run_compiler(command: list[str]) -> None:
             if code == 0 or "internal compiler error" not in log:
                 break
             code, log = process.run([*command, level], config.compile_timeout_seconds)
-    if code != 0 and (refused := _refused(log)) is not None:
-        raise CompileError(f"{command[0]} cannot work: {refused}", log)
+    if code != 0 and (why := refused(log)) is not None:
+        raise CompileError(f"{command[0]} cannot work: {why}", log)
     if code != 0:
-        raise CompileError(f"{command[0]} failed with exit code {code}: {_gist(log)}", log)
+        raise CompileError(f"{command[0]} failed with exit code {code}: {gist(log)}", log)

@@ -43,6 +43,12 @@ def facts() -> dict[str, Any]:
     return {"architecture": system.machine, "isa": sorted(flags), "libc": libc or f"another, of {system.sysname}"}
 
 
+def has(architecture: str, libc: str) -> bool:
+    """Whether this machine is of an architecture, and has a C library, such as "glibc 2.35", or a newer one."""
+    here = facts()
+    return bool(here["architecture"] == architecture and _serves(libc, here["libc"]))
+
+
 def differences(kept: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Why a library that was made where `kept` are the facts does not run here; none if it does.
 
@@ -68,4 +74,4 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 1 << 30 for part in text.split("."))
 
 
-__all__ = ["Difference", "differences", "facts"]
+__all__ = ["Difference", "differences", "facts", "has"]

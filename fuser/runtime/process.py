@@ -99,6 +99,12 @@ def why_not(program: str, timeout: float) -> str | None:
     return _sentence(program, known.limit)
 
 
+def times_hung(program: str) -> int:
+    """How often `program` was stopped here."""
+    known = _hung.get(program)
+    return known.in_all if known is not None else 0
+
+
 def has_hung() -> bool:
     """Whether a program was stopped here, which is remembered until this process ends."""
     return any(known.in_all for known in _hung.values())

@@ -74,12 +74,16 @@ def behaviour(cls):
         ((), {}),
         ((1, 2, [], 4.0, 5, 6), {}),
         ((1,), {"w": 1}),
+        ((1,), {"x": 2}),
     ]
     return [said(lambda args=args, kwargs=kwargs: look(*args, **kwargs)) for args, kwargs in calls]
 
 
+@pytest.mark.parametrize("few", [0, 1, 4, 1000])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_classes_are_as_the_standard_ones(settings):
+def test_classes_are_as_the_standard_ones(monkeypatch, settings, few):
+    """Objects filled field by field, by compiled methods, and by both."""
+    monkeypatch.setattr(lazy_dataclasses, "_FEW", few)
     mine, standard = classes(lazy_dataclasses.dataclass, settings), classes(dataclasses.dataclass, settings)
     for a, b in zip(mine, standard, strict=True):
         for name in METHODS:
@@ -89,7 +93,7 @@ def test_classes_are_as_the_standard_ones(settings):
         assert isinstance(found[0], list), found[0]
 
 
-def test_methods_are_compiled_when_they_are_first_called(monkeypatch):
+def test_methods_are_compiled_when_they_are_called_often(monkeypatch):
     made = []
     plain = lazy_dataclasses._compiled
     monkeypatch.setattr(
@@ -102,9 +106,11 @@ def test_methods_are_compiled_when_they_are_first_called(monkeypatch):
         b: int
 
     assert made == []
-    pairs = [Pair(1, i) for i in range(3)]
+    pairs = [Pair(1, i) for i in range(lazy_dataclasses._FEW)]
+    assert made == []
+    pairs.append(Pair(1, len(pairs)))
     assert made == ["__init__"]
-    assert len({*pairs, *pairs}) == 3 and made.count("__hash__") == 1 and made.count("__init__") == 1
+    assert len({*pairs, *pairs}) == len(pairs) and made.count("__hash__") == 1 and made.count("__init__") == 1
     with pytest.raises(FrozenInstanceError, match="'a'"):
         pairs[0].a = 1
     with pytest.raises(TypeError, match="Pair.__init__"):

@@ -11,9 +11,9 @@ import warnings
 import pytest
 
 from fuser import can_fuse_on_cpu, config
-from fuser.cpu import toolchain
+from fuser.cpu import complaints, toolchain
 from fuser.errors import CompileError
-from fuser.runtime import compilers, files
+from fuser.runtime import compilers, files, process
 from fuser.runtime.libraries import Library
 
 pytestmark = pytest.mark.skipif(not can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -24,6 +24,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 @pytest.fixture
 def folder(tmp_path):
     toolchain._probe.cache_clear()
+    toolchain._asked.clear()
     with config.override(cache_dir=str(tmp_path)):
         yield tmp_path / "cpu"
     toolchain._probe.cache_clear()
@@ -90,7 +91,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path):
 )  # fmt: skip
 def test_the_line_that_says_most(log, gist):
     gist = gist.replace("{tmp}", os.environ.get("TMPDIR", "/tmp")).replace("{cache}", config.cache_dir)
-    assert toolchain._gist(log) == gist
+    assert complaints.gist(log) == gist
 
 
 def test_another_level_where_the_compiler_itself_fails(tmp_path):
@@ -193,3 +194,63 @@ def test_functions_of_the_mathematical_library_are_those_of_its_version(folder):
 def test_a_symbol_that_no_library_has_is_an_error(folder):
     with pytest.raises(CompileError, match="nowhere"):
         toolchain.compile_library(('extern "C" { int nowhere(); int answer() { return nowhere(); } }\n',))
+
+
+def runs(monkeypatch, fails=lambda command: False):
+    """The commands of the compiler, each of which fails if `fails` says so."""
+    commands, run = [], process.run
+
+    def watched(command, timeout):
+        commands.append(command)
+        return (1, "x.cpp: error: no such thing") if fails(command) else run(command, timeout)
+
+    monkeypatch.setattr(process, "run", watched)
+    return commands
+
+
+usual = pytest.mark.skipif(
+    not (can_fuse_on_cpu() and toolchain._is_usual(toolchain.find_compiler())), reason="needs g++ and glibc 2.35"
+)
+
+
+@usual
+def test_the_first_kernel_waits_for_no_probe(folder, monkeypatch):
+    commands = runs(monkeypatch)
+    toolchain.warm_up()
+    assert toolchain.compile_library((SOURCE,)) and len(commands) == 1
+    assert set(toolchain.flags_for(find())[0]) <= set(commands[0])
+
+
+@usual
+def test_a_compiler_of_another_kind_is_found_out_when_a_kernel_fails(folder, monkeypatch):
+    """One that says it is g++, and takes nothing of libmvec."""
+    commands = runs(monkeypatch, lambda command: "-DFUSER_SIMD_MATH" in command)
+    assert toolchain.compile_library((SOURCE,))
+    assert "-DFUSER_SIMD_MATH" in commands[0] and "-DFUSER_SIMD_MATH" not in commands[-1]
+    asked = len(commands)
+    assert toolchain.compile_library((SOURCE.replace("42", "43"),)) and len(commands) == asked + 1
+    toolchain._asked.clear()  # another process
+    toolchain._has_memory.cache_clear()
+    assert toolchain.compile_library((SOURCE.replace("42", "44"),)) and len(commands) == asked + 2
+
+
+@usual
+def test_a_kernel_that_no_compiler_takes_is_not_compiled_again(folder, monkeypatch):
+    commands = runs(monkeypatch)
+    wrong = 'extern "C" int answer() { return none; }\n'
+    for n in range(2):
+        with pytest.raises(CompileError, match="none"):
+            toolchain.compile_library((wrong + "//" * n,))
+    assert sum("probe" not in " ".join(command) for command in commands) == 2
+
+
+@usual
+def test_a_compiler_that_hangs_is_waited_for_once(folder, tmp_path, monkeypatch):
+    hangs = tmp_path / "g++"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: (str(hangs),))
+    commands = runs(monkeypatch)
+    with config.override(compile_timeout_seconds=0.5), pytest.raises(CompileError, match="longer than 0.5 s"):
+        toolchain.compile_library((SOURCE,))
+    assert len(commands) == 1
