@@ -102,6 +102,11 @@ def build_plan(
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _column_axis(axes, rows, reductions, dtypes) or _choose_vector(axes, rows, stores, short)
+    across = next((a for a in axes if a.sym == vector and not a.reduced), None)
+    along = _choose_vector(axes, rows, stores, 0) if across is not None and short else None
+    for a in axes:
+        if a.reduced and a.sym == along:  # rows give way because they are short: longer ones have another kernel
+            ctx.assume("le", a.size, short if a.hint < short else LONG_ROW)
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
     return _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
@@ -282,12 +287,15 @@ def _short_row(
 ) -> int:
     """Row length below which lanes run across rows: a short row does not fill a register, and its lanes need folding.
 
-    Not so long ones in float64, of which a sum of lanes is more exact than one number after the other.
+    Not so long ones in float64, of which a sum of lanes is more exact than one number after the other. A single extreme
+    is folded in half the time of one with its index, or of one that further passes over the row wait for.
     """
     dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
     dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
+    alone = len(reductions) == 1 and not REDUCTIONS[reductions[0][0]].index
     narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
-    return max(target.dearly_folded if dearly else 16, target.vector_bytes // narrowest)
+    folded = target.dearly_folded // 2 if alone else target.dearly_folded
+    return max(folded if dearly else 16, target.vector_bytes // narrowest)
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:

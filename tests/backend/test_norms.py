@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import register_fusion, run_fusion
+from fuser import interface, kernel_cache, register_fusion, run_fusion
+from tests.backend.fused import fuse, no_fallback
 from tests.backend.support import check_all, fused, graph_of
 
 aten = torch.ops.aten
@@ -229,3 +230,16 @@ def test_a_class_out_of_range_raises_as_eager():
     torch.testing.assert_close(fused(graph, [x, t])[0], F.cross_entropy(x, t))
     with pytest.raises(IndexError):
         run_fusion(register_fusion(graph), [x, torch.tensor([0, 1, 2, 5])])
+
+
+@pytest.mark.parametrize("name", ["softmax", "amax", "argmax"])
+def test_long_rows_have_a_kernel_of_their_own(name, monkeypatch):
+    """Lanes that run across short rows read long ones with steps; which lengths count as short is a guard."""
+    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
+    fn = {"softmax": lambda x: torch.softmax(x, -1), "amax": lambda x: x.amax(-1), "argmax": lambda x: x.argmax(-1)}
+    handle, spec = fuse(fn[name], functional=True)
+    for n in (17, 20, 2, 3, 300, 1000, 64, 17, 9):
+        x = torch.randn(400, n)
+        torch.testing.assert_close(handle(x), fn[name](x))
+    assert len(spec.store.kernels) == 2, [k.name for k in spec.store.kernels]
+    no_fallback(spec)
