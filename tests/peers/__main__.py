@@ -20,7 +20,7 @@ from tests.peers.work import run, start
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression that a program's name matches")
-    parser.add_argument("--modes", default="inference,training,dynamic,registered")
+    parser.add_argument("--modes", default="inference,training,dynamic,few,registered")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", help="cuda instead of the CPU")

@@ -17,6 +17,8 @@ from tests.peers import (  # noqa: F401  (each registers its programs)
     activations,
     attention,
     detection,
+    graphs,
+    iterations,
     losses,
     masks,
     norms,
@@ -26,14 +28,17 @@ from tests.peers import (  # noqa: F401  (each registers its programs)
     recurrent,
     sampling,
     signal,
+    transforms,
     vision,
+    writing,
 )
 from tests.peers.judge import problem, widened
 from tests.peers.spec import FIRST, PEERS, SECOND, Peer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAWS = 32
-MODES = ("inference", "training", "dynamic", "registered")
+SIZES = {"dynamic": (FIRST, SECOND), "few": (1, 0)}
+MODES = ("inference", "training", "dynamic", "few", "registered")
 Function = Callable[..., Any]
 
 
@@ -52,8 +57,10 @@ def _registered(function: Function, inputs: list[torch.Tensor]) -> Function:
 
 
 def _forward(function: Function, inputs: list[Any]) -> list[Any]:
+    """Results, then the inputs as the program leaves them."""
+    args = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
     with torch.no_grad():
-        return pytree.tree_leaves(function(*(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs)))
+        return [*pytree.tree_leaves(function(*args)), *args]
 
 
 def _with_gradients(peer: Peer, function: Function, inputs: list[Any]) -> list[Any]:
@@ -95,25 +102,28 @@ def _exact(peer: Peer, program: Function, inputs: list[Any], mode: str) -> list[
 
 def is_torchs_own(peer: Peer, dtype: torch.dtype, mode: str) -> bool:
     """Whether `torch.compile` without fuser raises, too."""
-    inputs = peer.make_inputs(FIRST, dtype)
     torch._dynamo.reset()
     plain = _on_device(torch.compile(peer.function, backend="aot_eager", dynamic=mode == "dynamic"))
     try:
-        _results(peer, plain, inputs, mode)
+        for n in SIZES.get(mode, (FIRST,)):
+            _results(peer, plain, peer.make_inputs(n, dtype), mode)
     except Exception:
         return mode != "registered"
     return False
 
 
 def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
-    """None for a program that is right on a route, else what is wrong; ValueError where eager has it not."""
+    """None for a program that is right on a route, else what is wrong; ValueError where eager has it not.
+
+    With "dynamic" sizes each call is made twice, and has equal bits; "few" has sizes of one and of none.
+    """
     fused: Function | None = None
     program = _on_device(peer.function)
-    for n in (FIRST, SECOND) if mode == "dynamic" else (FIRST,):
+    for n in SIZES.get(mode, (FIRST,)):
         inputs = peer.make_inputs(n, dtype)
         try:
             want = _results(peer, program, inputs, mode)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, IndexError, ZeroDivisionError) as error:
             raise ValueError(f"eager: {error}") from error
         exact = _exact(peer, program, inputs, mode)
         if fused is None:
@@ -128,6 +138,23 @@ def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
             if found is None or exact and _is_as_exact(peer, program, fused, n, dtype, mode, k):
                 continue
             return found
+        changed = _changed(peer, fused, n, dtype, mode, got) if mode == "dynamic" else None
+        if changed is not None:
+            return changed
+    return None
+
+
+def _changed(peer: Peer, fused: Function, n: int, dtype: torch.dtype, mode: str, before: list[Any]) -> str | None:
+    """None, or which result differs from that of an equal call, once all that was begun has been compiled.
+
+    Between the two there is no call with other sizes: Dynamo may have made another graph for them, and prefers the
+    graph that ran last.
+    """
+    fuser.wait()
+    again = _results(peer, fused, peer.make_inputs(n, dtype), mode)
+    for k, (a, b) in enumerate(zip(before, again)):
+        if isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
+            return f"N={n}, result {k} differs from that of an equal call"
     return None
 
 
