@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from fuser import startup
+
 
 class Follower(Protocol):
     """Something with a state that depends on other threads, and is set right by `after_fork`."""
@@ -68,6 +70,7 @@ def in_child(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _after_fork() -> None:
+    startup.wake_collector()
     for held in list(_locks):
         held._at_fork_reinit()
     if sys.version_info < (3, 12):

@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Iterator
 
+_resting: list[bool] = []  # True for each thread that will switch the collector on again
+
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
@@ -19,6 +21,8 @@ def collector_at_rest() -> Iterator[None]:
     """
     enabled = gc.isenabled()
     gc.disable()
+    if enabled:
+        _resting.append(True)
     try:
         yield
     finally:
@@ -26,7 +30,15 @@ def collector_at_rest() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         if enabled:
+            del _resting[-1:]
             gc.enable()
+
+
+def wake_collector() -> None:
+    """In a forked child: switch the collector on where a thread of the parent would have done so."""
+    if _resting:
+        _resting.clear()
+        gc.enable()
 
 
 def import_at_rest(name: str) -> None:

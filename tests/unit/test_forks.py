@@ -219,3 +219,33 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), load())
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "7 7\n", done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_child_forked_during_an_import_has_the_collector_as_it_was(enabled):
+    """The thread that imports puts the collector to rest, and a child has not that thread."""
+    script = f"""
+import gc, os, threading
+from fuser import startup
+import fuser
+if not {enabled}:
+    gc.disable()
+resting, done = threading.Event(), threading.Event()
+def load():
+    with startup.collector_at_rest():
+        resting.set()
+        done.wait()
+thread = threading.Thread(target=load)
+thread.start()
+resting.wait()
+child = os.fork()
+if not child:
+    os._exit(gc.isenabled())
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+done.set()
+thread.join()
+print(code, int(gc.isenabled()))
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{int(enabled)} {int(enabled)}\n", done.stderr
