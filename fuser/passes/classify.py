@@ -230,8 +230,22 @@ def _extern_reason(node: fx.Node) -> str | None:
         reason = _tensor_reason(t)
         if reason is not None:
             return reason
+    if _is_read_by_place(node) and any(map(_has_gaps, results)):
+        return because("layout", "as_strided reads its memory, which has gaps that a kernel's results have not")
     known = _device_reason([*args, *results]) or lowering.supports(op_name(target), results[0].device.type)
     return known or _argument_reason(node)
+
+
+def _has_gaps(t: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds more than its elements, such as those that a slice leaves out."""
+    memory, own = t.untyped_storage().nbytes(), t.numel() * t.dtype.itemsize
+    return type(memory) is not int or type(own) is not int or memory != own  # a symbol: nobody knows
+
+
+def _is_read_by_place(node: fx.Node) -> bool:
+    """Whether a call finds elements of the node's memory by their places in it, through views, too."""
+    places = (aten.as_strided.default, aten.as_strided_scatter.default)
+    return any(u.target in places or is_view(u.target) and _is_read_by_place(u) for u in node.users)
 
 
 def _is_creation(node: fx.Node) -> bool:

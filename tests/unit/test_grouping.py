@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import interface
+from fuser.frontends.dynamo import fuser_backend
 from fuser.passes import classify
 from fuser.passes.classify import Kind
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
@@ -265,3 +266,28 @@ def test_noops_are_removed_but_not_from_results():
     assert remove_noops(module) == 1
     module.recompile()
     torch.testing.assert_close(module(X)[0], (X + 1) * 2)
+
+
+PLACES = {
+    "of a row": lambda: torch.zeros(3, 10)[1:2, 1:9],
+    "of rows": lambda: torch.zeros(4, 10)[:2, :8],
+    "of columns": lambda: torch.zeros(6, 4)[::2],
+    "whole": lambda: torch.zeros(3, 8),
+    "turned": lambda: torch.zeros(8, 3).t(),
+}
+
+
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
+def test_what_as_strided_reads_lies_where_eager_puts_it(make):
+    """The copy of a written slice keeps the gaps of its memory; a kernel's result has none."""
+
+    def program(x):
+        x.copy_(torch.where(x.as_strided(x.size(), x.stride(), x.storage_offset()) > 0, 1, x + 1))
+        return x.as_strided(x.size(), x.stride(), x.storage_offset()).sum(-1), x + 1
+
+    graph = torch.fx.symbolic_trace(program)
+    with torch.no_grad():
+        given, wanted = make(), make()
+        got, want = fuser_backend(graph, [make()])(given), program(wanted)
+    for a, b in zip((*got, given), (*want, wanted), strict=True):
+        torch.testing.assert_close(a, b)
