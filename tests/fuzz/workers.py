@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,11 @@ def work(suite: Suite, options: argparse.Namespace) -> int:
                 return 0
             if seeds:
                 faulthandler.dump_traceback_later(HANGS, exit=True, file=crash)
-                run_logged(suite, seeds, at, at in lone, options, folder, out)
+                try:
+                    run_logged(suite, seeds, at, at in lone, options, folder, out)
+                except Exception:
+                    crash.write(traceback.format_exc())
+                    raise
                 faulthandler.cancel_dump_traceback_later()
                 gc.collect()
                 gc.freeze()  # what has been compiled stays: no later collection needs to look at it
@@ -175,7 +180,14 @@ def crashed_at(path: Path) -> str:
     at = text.find("Current thread")
     stack = text[at:].partition("\n\n")[0] if at >= 0 else last
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack)[:STACK]
-    return ", in " + " < ".join(f"{Path(f).name}:{line} {name}" for f, line, name in frames) if frames else ""
+    if "Traceback (most recent call last)" in text:  # the harness itself raised: innermost last
+        frames = re.findall(r'File "(.*?)", line (\d+), in (\S+)', text)[: -STACK - 1 : -1]
+        return f", {text.splitlines()[-1][:200]}, in " + _told(frames)
+    return ", in " + _told(frames) if frames else ""
+
+
+def _told(frames: Sequence[tuple[str, str, str]]) -> str:
+    return " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in frames)
 
 
 def finish_line(log: Path, ending: str | None) -> None:
