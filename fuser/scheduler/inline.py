@@ -134,7 +134,7 @@ def _lines_up(producer: Node, index: tuple[Expr, ...], sizes: Mapping[Sym, Expr]
 
 
 def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence[Row]) -> bool:
-    """Whether `reader`, whose rows are `rows` by now, computes what it reads by `load` itself."""
+    """Whether `reader`, whose rows are `rows` by now, computes what it reads by `load` itself, if it has room."""
     producer = producers.by_buffer.get(load.attr[0])
     if producer is None or producer is reader:
         return False
@@ -146,13 +146,11 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         dear = producer.cost() > CHEAP or any(r.op == "indirect" for r in producer.rows)
         if dear and reader.ordered.kind == "scan" and load.attr[0] in producers.shared:
             return False
-        return len(rows) + len(producer.rows) <= MOST_ROWS and producer.cost() <= COSTLY
+        return producer.cost() <= COSTLY
     index: tuple[Expr, ...] = load.attr[1]
     if not load.args and _lines_up(producer, index, reader.sizes()):
         return False  # the scheduler can line the two up
     if producers.points(reader) * FEW > producers.points(producer) and producers.spares(producer):
-        return False
-    if len(rows) + len(producer.rows) > MOST_ROWS:
         return False
     read = _varies_along(rows, index)
     innermost = next(iter(_inwards(reader)), None)
@@ -241,24 +239,49 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
 def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
     """Have `reader` compute what it loads of the buffers that `makers` make, and what these load of each other."""
     out = Recorder()
-
-    _rewrite(reader, out, _Copies(out, lambda row: makers.get(row.attr[0])).add)
+    _replace(reader, out, _copied(reader, _Copies(out, lambda row: makers.get(row.attr[0])).add))
 
 
 def _inline_into(reader: Node, producers: Producers) -> None:
-    out = Recorder()
+    """Copy producers into `reader`, each for all loads that want it or for none.
+
+    If there is room for some of these loads only, the buffer has to be in memory for the others, and all read it there.
+    """
+    refused: set[str] = set()
+    while mixed := _try_to_inline(reader, producers, refused):
+        refused |= mixed
+
+
+def _try_to_inline(reader: Node, producers: Producers, refused: Collection[str]) -> set[str]:
+    """Copy producers into `reader`, but for those of `refused`; unless some loads of a buffer found no room: these."""
+    out, inlined, crowded = Recorder(), set[str](), set[str]()
 
     def producer_of(load: Row) -> Node | None:
-        return producers.by_buffer[load.attr[0]] if _should_inline(producers, reader, load, out.rows) else None
+        name = load.attr[0]
+        if name in refused or not _should_inline(producers, reader, load, out.rows):
+            return None
+        producer = producers.by_buffer[name]
+        fits = not producer.reads or len(out.rows) + len(producer.rows) <= MOST_ROWS
+        (inlined if fits else crowded).add(name)
+        return producer if fits else None
 
-    _rewrite(reader, out, _Copies(out, producer_of).add)
+    number = _copied(reader, _Copies(out, producer_of).add)
+    mixed = inlined & crowded
+    if not mixed:
+        _replace(reader, out, number)
+    return mixed
 
 
-def _rewrite(reader: Node, out: Recorder, add: Callable[[Row], int]) -> None:
-    """The rows of `reader` put into `out` by `add`, which may put others in their place."""
+def _copied(reader: Node, add: Callable[[Row], int]) -> dict[int, int]:
+    """Put the rows of `reader` somewhere by `add`, which may put others in their place; returns their numbers there."""
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
         number[n] = add(renumber(row, number))
+    return number
+
+
+def _replace(reader: Node, out: Recorder, number: Mapping[int, int]) -> None:
+    """The rows of `out` in place of those of `reader`, which have these numbers there."""
     store = tuple(renumber_expr(e, number) for e in reader.store_index)
     body, reader.store_index = prune_with(out.rows, number[reader.result], store)
     reader.rows, reader.result = list(body.rows), body.result

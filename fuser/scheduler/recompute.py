@@ -45,7 +45,8 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
         if any(is_checked(r) for n in inner.values() for r in n.rows):
             continue  # who reads a part would check that part's places alone
         for node in (n for k in kernels for n in k.nodes if b in n.reads):
-            if node.ordered is None and not node.contracts and len(node.rows) + rows <= MOST_ROWS:
+            copies = len({r for r in node.rows if r.op == "load" and r.attr[0] == b})
+            if node.ordered is None and not node.contracts and len(node.rows) + rows * copies <= MOST_ROWS:
                 inline_buffers(node, inner)
                 changed = True
     return changed

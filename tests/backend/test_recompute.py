@@ -230,3 +230,35 @@ def test_numbers_of_positions_that_cost_little_need_no_memory():
     handle, spec = fuse(biased, examples=(x,))
     torch.testing.assert_close(handle(x), biased(x))
     assert spec.store.kernels[-1].n_kernels == 1
+
+
+ACTIVATIONS = {
+    "softshrink": lambda x: torch.where(x.abs() > 0.5, x - x.sign() * 0.5, x * 0),
+    "hardshrink": lambda x: torch.where(x.abs() > 0.5, x, x * 0),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "long": lambda x: torch.where(x > 0, x * 2 - x.abs(), torch.where(x < -1, x + 1, x * 0.5)) * 0.5,
+    "longer": lambda x: ((x.abs() > 0.5) & (x < 4)).float() * (x.abs() - x.sign() * 0.5) + x * 0.25,
+}
+WINDOWS = {
+    "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1), "max_pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "avg_pool 5": lambda x: F.avg_pool2d(x, 5, 1), "avg_pool 2": lambda x: F.avg_pool2d(x, 2),
+    "differences": lambda x: x[..., 1:] - x[..., :-1],
+    "laplacian": lambda x: x[..., 2:] + x[..., :-2] - 2 * x[..., 1:-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_reader_computes_all_its_neighbours_or_none(activation, window):
+    """Where only some would fit into its loops, the result has to be in memory for the others: all are read there."""
+    x = torch.randn(1, 4, 20, 36)
+
+    def both(x):
+        return WINDOWS[window](ACTIVATIONS[activation](x))
+
+    handle, spec = fuse(both, functional=True)
+    torch.testing.assert_close(handle(x), both(x))
+    lowered = lower_graph(spec.graph, [x], "fast")
+    for plan in schedule(lowered, 256).plans:
+        read = {r.attr[0] for r in plan.rows if r.op == "load"}
+        assert read == {"in0"} or "in0" not in read, (plan.name, read)
