@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -202,8 +203,9 @@ def _time(run: _Run, fused: Callable[..., Any], seconds: float, rival: bool, ver
     *_, traced = run.first_call(copy.deepcopy(run.eager), "aot_eager")
     verdict.compile_seconds = seconds - traced
     if rival:
-        *_, theirs = run.first_call(copy.deepcopy(run.eager), "inductor")
-        verdict.rival_seconds = theirs - traced
+        with contextlib.suppress(Exception):  # a rival that fails has no time
+            *_, theirs = run.first_call(copy.deepcopy(run.eager), "inductor")
+            verdict.rival_seconds = theirs - traced
 
 
 def _generate(architecture: Architecture, verdict: Verdict) -> Verdict:
