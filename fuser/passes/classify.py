@@ -61,6 +61,8 @@ _BY_ARGUMENTS = frozenset(
     "aten.scatter_reduce aten.masked_scatter aten.as_strided aten.bucketize aten.searchsorted aten.repeat_interleave "
     "aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten.logspace".split()
 )
+# Calls that find elements by their places in memory.
+_BY_PLACE = (aten.as_strided.default, aten.as_strided_scatter.default)
 # Library calls: kernels of their own would be slower, so they are not even asked for.
 _LIBRARY_OPS = (
     "aten.mm aten.addmm aten._addmm_activation aten.bmm aten.baddbmm aten.matmul aten.linear aten.mv aten.dot "
@@ -244,8 +246,15 @@ def _has_gaps(t: torch.Tensor) -> bool:
 
 def _is_read_by_place(node: fx.Node) -> bool:
     """Whether a call finds elements of the node's memory by their places in it, through views, too."""
-    places = (aten.as_strided.default, aten.as_strided_scatter.default)
-    return any(u.target in places or is_view(u.target) and _is_read_by_place(u) for u in node.users)
+    return any(_viewed(n) is node for t in _BY_PLACE for n in node.graph.find_nodes(op="call_function", target=t))
+
+
+def _viewed(reader: fx.Node) -> Any:
+    """What a call's first argument is a view of."""
+    source: Any = reader.args[0]
+    while source.op == "call_function" and is_view(source.target):
+        source = source.args[0]
+    return source
 
 
 def _is_creation(node: fx.Node) -> bool:
