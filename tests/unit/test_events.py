@@ -33,13 +33,13 @@ def two_steps_in_python(x, y):
     return torch.softmax(torch.softmax(x - y, -1), 0)
 
 
-def handle_of(function, make=None, monkeypatch=None):
+def handle_of(function, make=None, monkeypatch=None, inputs=None):
     if make is not None:
         monkeypatch.setattr(executor.launcher, "make_handle", make)
     key = fuser.register_fusion(torch.fx.symbolic_trace(two_steps_in_python if make is not None else function))
     handle = fuser.fusion_handle(key)
     assert make is None or type(handle) is make
-    handle(X, Y)
+    handle(*(inputs or (X, Y)))
     (kernel,) = interface.kernel_spec(key).store.kernels
     return handle, [step.entry for step in kernel.program.steps]
 
@@ -74,8 +74,7 @@ def test_names_end_in_the_hash_that_explain_shows():
 
 def test_steps_of_many_threads_are_events_of_the_calling_thread():
     x = torch.randn(600, 700)
-    handle, names = handle_of(lambda x, y: torch.softmax(x, -1).sum(0))
-    handle(x, x)
+    handle, names = handle_of(lambda x, y: torch.softmax(x, -1).sum(0), inputs=(x, x))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
