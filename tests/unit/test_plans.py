@@ -119,6 +119,7 @@ def test_what_no_kernel_can_be_made_of_has_its_reason_in_a_warm_process(fresh, m
     assert {"aten.add", "aten.softmax", "getitem"} <= set(names) and "aten.sort" not in names
     plans.keep_operators(names)
     plans._operators.cache_clear()
+    monkeypatch.setattr(fuser, "pipeline", pipeline)  # which an import puts in, and leaves to other tests
     monkeypatch.delitem(sys.modules, "fuser.pipeline")
     monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     blocked = [

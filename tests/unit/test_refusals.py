@@ -154,6 +154,7 @@ def lowered_by(function=halved, x=ARGS[0]):
     before = COUNTS["lowerings"]
     with pytest.MonkeyPatch.context() as m:
         m.setattr(interface, "REGISTRY", kernel_cache.Registry())
+        m.setattr(fuser, "pipeline", pipeline)  # which an import puts in, and leaves to other tests
         m.delitem(sys.modules, "fuser.pipeline")  # not imported yet
         key = interface.register_fusion(fx.symbolic_trace(function))
         handle = interface.fusion_handle(key)
