@@ -289,8 +289,8 @@ _WITH_NUMBERS = (
 )
 _IN_REVERSE = "leaky_relu_backward threshold_backward"
 _AS_FIRST = (
-    "_conj_physical binary_cross_entropy deg2rad fill flip fliplr flipud hardtanh isreal nan_to_num rad2deg relu6 "
-    "zero uniform cauchy exponential geometric log_normal"
+    "_conj_physical binary_cross_entropy deg2rad fill flip fliplr flipud hardtanh index_fill isreal nan_to_num rad2deg "
+    "relu6 zero uniform cauchy exponential geometric log_normal"
 )
 _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
 _CONTIGUOUS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fuser
 from fuser import config
 from fuser.debug.reference import interpret_lowered, interpret_schedule, verify_lowered
 from fuser.lowering.graph import lower_graph
@@ -188,3 +189,28 @@ def test_what_is_left_to_aten():
     one = torch.tensor([[[2.0]]])
     check_falls_back(lambda x, y: aten.index_put(x, [y[:, 0] > 0], one), x, x.flip(0), reason="more dims")
     check_falls_back(lambda x, y: x.scatter_reduce(1, J[None], y, "mean"), x, x.flip(0), reason="mean")
+
+
+OF_A_SLICE = {
+    "index_fill": lambda x, i: x.index_fill(0, i, 1),
+    "index_add": lambda x, i: x.index_add(0, i, torch.ones(2, 8)),
+    "index_copy": lambda x, i: x.index_copy(0, i, torch.ones(2, 8)),
+    "index_put": lambda x, i: x.index_put((i,), torch.ones(2, 8)),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, torch.ones(2, 8), "amax"),
+    "scatter": lambda x, i: x.scatter(0, torch.zeros(3, 8, dtype=torch.long), 1.0),
+    "scatter_add": lambda x, i: x.scatter_add(0, torch.zeros(3, 8, dtype=torch.long), torch.ones(3, 8)),
+    "masked_fill": lambda x, i: x.masked_fill(torch.ones(3, 8, dtype=torch.bool), 1),
+    "select_scatter": lambda x, i: x.select_scatter(torch.ones(8), 0, 1),
+    "slice_scatter": lambda x, i: x.slice_scatter(torch.ones(2, 8), 0, 0, 2),
+    "diagonal_scatter": lambda x, i: x.diagonal_scatter(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("write", OF_A_SLICE.values(), ids=OF_A_SLICE)
+def test_a_slice_with_gaps_has_eagers_strides(write):
+    """Some of eager's operators copy a slice in its order of dims, others row-major."""
+    x, index = torch.randn(8, 3, 2).permute(2, 1, 0)[0], torch.tensor([0, 1])
+    handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(lambda x, i: write(x, i))))
+    got, want = handle(x, index), write(x, index)
+    torch.testing.assert_close(got, want)
+    assert got.stride() == want.stride()
