@@ -28,6 +28,7 @@ from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import Watched, overlap_of_examples
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.thin import thin
+from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.freezing import mark_frozen
@@ -271,6 +272,7 @@ class _GraphCompiler:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
         tokens = _tokens()
         drop_tokens(gm, tokens)
+        view_written_inputs(gm, with_tokens=False)
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
         mark_frozen(gm.graph, _static_inputs())

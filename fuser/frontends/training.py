@@ -13,6 +13,7 @@ from torch import fx
 from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import Compiled, compile_functional
+from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
 from fuser.passes.registry import run_stage
@@ -52,6 +53,8 @@ class Training:
         """AOTAutograd's compiler for the "forward" or the "backward"."""
 
         def compile_stage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
+            if stage == "forward":
+                view_written_inputs(gm, with_tokens=True)
             with config.override(**self.options):
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
             self.compiled[stage] = compiled

@@ -6,8 +6,10 @@ from fuser.passes.attention import fuse_attention
 from fuser.passes.batch_norms import fold_batch_norms
 from fuser.passes.normalise import drop_identities, name_written
 from fuser.passes.runner import Pass
+from fuser.passes.written_layouts import keep_written_layouts
 
 PRE_GRAD: tuple[Pass, ...] = (
+    Pass("keep_written_layouts", keep_written_layouts),
     Pass("name_written", name_written),
     Pass("drop_identities", drop_identities),
     Pass("fuse_attention", fuse_attention),

@@ -1,0 +1,65 @@
+"""Writes in place that keep the layout of what they write.
+
+AOTAutograd makes `y.cumsum_(0)` the operator `cumsum`, whose result is row-major whatever `y` is. In eager `y` keeps
+its strides, and what is computed from it follows them. So where the two differ, the write becomes
+`y.copy_(y.cumsum(0))`, of which AOTAutograd makes a copy with the layout of `y`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.canonical.mutation import Effect, effect
+from fuser.passes.calls import value_of
+from fuser.passes.hints import is_contiguous, same
+
+
+def keep_written_layouts(module: fx.GraphModule) -> int:
+    """Writes in place become copies of what their operators compute, where that has other strides than the target."""
+    changed = 0
+    for node in list(module.graph.nodes):
+        target = value_of(node.args[0]) if node.args else None
+        if target is None or target.layout is not torch.strided or target.dim() < 2 or is_contiguous(target):
+            continue
+        function = _computing(node)
+        if function is not None:
+            changed += _copied(module.graph, node, target, function)
+    return changed
+
+
+def _computing(node: fx.Node) -> Callable[..., Any] | None:
+    """The operator that computes what a call writes into its first argument; None for calls that only write."""
+    if effect(node.op, node.target, node.args, node.kwargs) is not Effect.RETURNS_WRITTEN:
+        return None
+    if node.op == "call_method":
+        homes, name = [torch.Tensor], str(node.target)
+    else:
+        name = getattr(node.target, "__name__", "")
+        homes = [h for h in (torch.Tensor, torch) if getattr(h, name, None) is node.target]
+    if not homes or not name.endswith("_") or name.endswith("__") or name == "copy_":
+        return None
+    return getattr(homes[0], name[:-1], None)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Callable[..., Any]) -> int:
+    """Make `node` a copy of what `function` computes, if that has other strides than `target`; 1 if it is one now."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta.get("example_value"))
+    try:
+        with target.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            value = function(*args, **kwargs)
+    except Exception:  # a value is not at hand, or the operator takes other arguments: it stays as it is
+        return 0
+    if not isinstance(value, torch.Tensor) or value.dtype is not target.dtype or not same(value.shape, target.shape):
+        return 0
+    if same(value.stride(), target.stride()):
+        return 0
+    with graph.inserting_before(node):
+        made = graph.call_function(function, node.args, node.kwargs)
+    made.meta = {**node.meta, "example_value": value}
+    node.op, node.target = "call_method", "copy_"
+    node.args, node.kwargs = (node.args[0], made), {}
+    return 1
