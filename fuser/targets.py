@@ -49,6 +49,7 @@ class Target:
     split_units, split_work, lane_block: a reduction to fewer units than this, of at least so much work, is cut into
       chunks; along the vector axis `lane_block` results are a unit. A target whose code generator cuts by itself has 0.
     few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this.
+    moments: whether one reading of a row gives its sum and its squared distances from what depends on that sum.
     most_buffers: that a kernel may touch.
     scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
       together with the scan for its places.
@@ -79,6 +80,7 @@ class Target:
     lane_block: int = 1
     few_rows: int = 4
     long_row: int = 1 << 18
+    moments: bool = False
     most_buffers: int = 48
     scans_alone: bool = False
     sums_by_dims: bool = True

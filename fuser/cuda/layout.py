@@ -8,6 +8,7 @@ from dataclasses import field
 import torch
 
 from fuser.cuda import tiles
+from fuser.cuda.moments import moments_by_phase
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
@@ -146,7 +147,8 @@ def _subtracted_maximum(plan: KernelPlan, total: Reduce) -> Reduce | None:
 
 def _passes(plan: KernelPlan, online: bool) -> int:
     """Loops over the reduced axes."""
-    return sum(bool(p.roots) for p in plan.passes) - (len(online_phases(plan)) if online else 0)
+    spared = len(online_phases(plan)) + len(moments_by_phase(plan)) if online else 0
+    return sum(bool(p.roots) for p in plan.passes) - spared
 
 
 def adds_floats(plan: KernelPlan) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from fuser.cuda import tiles
+from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Dim, Online, online_phases, widest
+from fuser.cuda.moments import Moments, moments_by_phase
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import VECTOR
 from fuser.ir.loop_body import indirect_rows
@@ -53,8 +54,9 @@ class Looped:
         # A block as rounds × threads × neighbours: what one thread has is folded before it joins the running sum.
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
-        one_row = len(nest.layout.dims) == 1 and bounds is None
-        self.online: dict[int, Online] = online_phases(self.plan) if one_row else {}
+        one_row = len(nest.layout.dims) == 1
+        self.online: dict[int, Online] = online_phases(self.plan) if one_row and bounds is None else {}
+        self.moments: dict[int, Moments] = moments_by_phase(self.plan) if one_row else {}
 
     def all_phases(self) -> None:
         """A loop for each phase, with what comes between."""
@@ -63,6 +65,9 @@ class Looped:
             if phase - 1 in self.online:
                 continue
             self.phase(phase)
+            if phase - 1 in self.moments:
+                self.finish_moments(self.moments[phase - 1])
+                done.add(self.moments[phase - 1].number)
             online = self.online.get(phase)
             if online is not None:
                 self.finish_online(online)
@@ -84,20 +89,24 @@ class Looped:
 
     def passes(self) -> list[int]:
         """The phases that have a loop."""
-        return [p for p, d in enumerate(self.plan.passes) if p - 1 not in self.online and d.roots]
+        spared = {p + 1 for p in (*self.online, *self.moments)}
+        return [p for p, d in enumerate(self.plan.passes) if p not in spared and d.roots]
 
     def phase(self, phase: int) -> None:
         """The loop of one phase, if it has anything to do."""
         self.outer_rows(phase)
         described = self.plan.passes[phase]
-        if not described.roots:
+        if not described.roots or phase - 1 in self.moments:
             return
-        online = self.online.get(phase)
-        mine = [r for r in described.folds if online is None or r != online.maximum]
+        online, spread = self.online.get(phase), self.moments.get(phase)
+        spared = (online.maximum if online is not None else None, spread.sum if spread is not None else None)
+        mine = [r for r in described.folds if r not in spared]
         for r in mine:
             self.start(r)
         if online is not None:
             self.start_online(online)
+        if spread is not None:
+            moments.start(self.out, spread, self.threads)
         passes = self.passes()
         self.nest.eviction = self.eviction
         if len(passes) > 1:
@@ -118,7 +127,20 @@ class Looped:
             self.accumulate(r)
         if online is not None:
             self.accumulate_online(online)
+        if spread is not None:
+            rounds = self.dim.block // (self.lane * self.threads)
+            shape = rounds, self.threads, self.lane
+            left = f"({self.size()} - {self.dim.name}0)"
+            values, _ = self.nest.reduced_inputs(spread.sum)
+            moments.accumulate(self.out, spread, values, f"m{self.dim.name}", left, shape)
         self.out.close()
+
+    def finish_moments(self, m: Moments) -> None:
+        """The row of the sum of squared distances, whose centre is known now."""
+        for n, row in enumerate(self.plan.rows):
+            if row.op == "reduced" and row.attr == m.number:
+                self.out.add(f"t{n} = {moments.about(m, f't{m.centre}')}")
+                self.nest.emitted.add(n)
 
     def load_first(self, inner: Iterable[int], backwards: bool) -> list[int]:
         """Load the first tiles of what the loop reads, and say by which rows of the plan."""

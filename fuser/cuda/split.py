@@ -12,9 +12,10 @@ import dataclasses
 
 import torch
 
-from fuser.cuda import tiles
+from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, reduction_layout
 from fuser.cuda.looped import Looped, write_body, write_function
+from fuser.cuda.moments import combine_rows, join_threads, moments_by_phase, reads_once
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import Row, renumber, renumber_expr
@@ -34,7 +35,6 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store
 from fuser.scheduler.plan import phases_of
-from fuser.scheduler.together import reduces_in_one_pass
 
 CHUNK = Sym("chunk", LOOP)
 
@@ -76,7 +76,8 @@ class Cut:
 
 def cut(plan: KernelPlan, ctx: Context) -> Cut:
     """How the reduced axes of a plan are cut."""
-    found = _cut(plan, ctx) if reduces_in_one_pass(plan) else _uncut(plan, ctx)
+    once = reads_once(plan) and not (is_column(plan) and moments_by_phase(plan))
+    found = _cut(plan, ctx) if once else _uncut(plan, ctx)
     guards = [g for g in found.guards if g[1].as_int() is None or g[2].as_int() is None]
     return dataclasses.replace(found, guards=tuple(guards))
 
@@ -256,7 +257,11 @@ def result_address(plan: KernelPlan, results: Expr) -> Expr:
 
 def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Partial]:
     out = []
+    spread = moments_by_phase(plan).get(0)
     for r in plan.reductions:
+        if spread is not None and r == spread.total:
+            out += [Partial(f"{name}_{part}{r.number}", torch.float32, size) for part in moments.NAMES]
+            continue
         spec, _, acc = nest.spec(r)
         out.append(Partial(f"{name}_p{r.number}", acc, size))
         if spec.index:
@@ -283,7 +288,15 @@ def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> N
     address = nest.address(at)
     mask = nest.mask(nest.expr_dims(at))
     masked = f", {mask}" if mask else ""
+    spread = loop.moments.get(0)
+    if spread is not None:
+        join_threads(nest.out, spread)
+        for part in moments.NAMES:
+            pointer = nest.params.pointer(f"{name}_{part}{spread.number}")
+            nest.out.add(f"tl.store({pointer} + ({address}), {part}{spread.number})")
     for r in nest.plan.reductions:
+        if spread is not None and r == spread.total:
+            continue
         spec, _, acc = nest.spec(r)
         if spec.index:
             axis = len(nest.layout.dims) - 1
@@ -309,7 +322,11 @@ def combine_plan(
     rows: list[Row] = []
     number: dict[int, int] = {}
     reductions: list[Reduce] = []
+    spread = moments_by_phase(plan).get(0)
     for r in plan.reductions:
+        if spread is not None and r == spread.total:
+            reductions.append(r)  # its row comes behind the centre's
+            continue
         rows.append(Row("load", (), dtypes[f"{name}_p{r.number}"], (f"{name}_p{r.number}", (at,))))
         if REDUCTIONS[r.kind].index:
             rows.append(Row("load", (), torch.int64, (f"{name}_i{r.number}", (at,))))
@@ -318,6 +335,12 @@ def combine_plan(
     for n, row in enumerate(plan.rows):
         if plan.varies[n] & reduced and row.op != "reduced":
             continue
+        if spread is not None and row.op == "reduced" and row.attr == spread.number:
+            first = len(rows)
+            for part in moments.NAMES:
+                rows.append(Row("load", (), torch.float32, (f"{name}_{part}{spread.number}", (at,))))
+            value = combine_rows(spread, plan, rows, (first, first + 1, first + 2), number[spread.centre])
+            reductions[spread.number] = dataclasses.replace(spread.total, row=value)
         number[n] = len(rows)
         rows.append(renumber(row, number))
     stores = []
@@ -329,6 +352,7 @@ def combine_plan(
     buffers = {r.attr[0]: None for r in rows if r.op == "load"} | {s.buffer: None for s in stores}
     known = {**dict(plan.buffers), **dtypes}
     phases, varies = phases_of(axes, rows, [r.row for r in reductions])
+    reductions = [dataclasses.replace(r, phase=phases[r.row]) for r in reductions]
     vector = plan.vector if is_column(plan) else CHUNK
     return dataclasses.replace(
         plan, axes=axes, vector=vector, rows=tuple(rows), phases=phases, varies=varies, stores=tuple(stores),

@@ -18,6 +18,7 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.ops import SCANS
 from fuser.scheduler.align import Axes, Matching, digits_of
+from fuser.scheduler.moments import spreads_from_sum
 from fuser.scheduler.nodes import Node, scanned_rows
 
 Key = TypeVar("Key")
@@ -128,7 +129,8 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
     elif not free and kernel.nodes[0].contracts:
         return Verdict(None, "runs over what a contraction adds up")
     if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
-        return Verdict(None, "few long rows: the reduction is split over threads")
+        if not _reads_once(ctx, kernel, node, strides):
+            return Verdict(None, "few long rows: the reduction is split over threads")
     return Verdict(matching)
 
 
@@ -137,6 +139,13 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
     for a in axes:
         out.update(matching.axis_digits(expr(a)) or [])
     return out
+
+
+def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node, strides: Strides) -> bool:
+    """Whether the kernel's one reading of its rows can serve the variance that `node` adds up."""
+    if not ctx.target.moments or any(n.is_reduction and n.reads & kernel.after for n in kernel.nodes):
+        return False
+    return _columns(kernel, strides) in kernel.reduced and spreads_from_sum(node, kernel.nodes, kernel.after)
 
 
 def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:

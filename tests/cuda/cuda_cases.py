@@ -64,6 +64,20 @@ def long_mean_var(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.mean(-1), x.var(-1)
 
 
+def long_norm(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    away = wide - wide.mean(-1, keepdim=True)
+    return (away * (away.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+
+
+def special_rows(i: Inputs) -> torch.Tensor:
+    """Rows with NaN, infinities, one number, and numbers far from zero."""
+    x = i.normal(6, 20001)
+    x[0, 77], x[1, 3], x[2, 20000] = math.nan, math.inf, -math.inf
+    x[3], x[4] = 0.1, x[4] * 0.1 + 100
+    return x
+
+
 def extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.amax(-1), x.amin(-1)
 
@@ -156,6 +170,10 @@ EXTRA = (
     Case("softmax/bf16", long_softmax, lambda i: (i.normal(5, 3000, dtype=BF16),)),
     Case("log_softmax/long", lambda x: F.log_softmax(x, -1), lambda i: (i.normal(3, 17001),)),
     Case("mean_var/long", long_mean_var, lambda i: (i.normal(2, 17000),)),
+    Case("mean_var/special", long_mean_var, lambda i: (special_rows(i),)),
+    Case("mean_var/few", long_mean_var, lambda i: (i.normal(3, 140001) + 100,)),
+    Case("mean_var/all", lambda x: torch.var_mean(x), lambda i: (i.normal(70001) + 30,)),
+    Case("long_norm/bf16", long_norm, lambda i: (i.normal(2, 40000, dtype=BF16),)),
     Case("layer_norm/few/0", lambda x, w: F.layer_norm(x, x.shape[1:], w),
          lambda i: (i.normal(2, 140, 1000), i.normal(140, 1000))),
     Case("extremes/odd", extremes, lambda i: (i.normal(9, 133),)),
@@ -486,7 +504,8 @@ INTERPRETED = (
     "relu_mul_add/0", "bias_gelu_mul/0", "sigmoid_silu/0", "softmax/0", "softmax_middle/0", "layer_norm/0",
     "group_norm/0", "cross_entropy/0", "swiglu/0", "rope/0", "adam/0", "transposed_add/0", "column_sum/0", "full_sum/0",
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
-    "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "extremes/odd",
+    "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "mean_var/special",
+    "mean_var/few", "mean_var/all", "long_norm/bf16", "extremes/odd",
     "extremes/bool", "argmax/split",
     "sum_and_max/split", "sum_and_max/passing", "argmax/passing", "column_sum/bf16/passing",
     "var_columns/passing",

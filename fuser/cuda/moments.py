@@ -1,0 +1,142 @@
+"""Variances of long rows in one reading.
+
+`sum((x - m)²)`, where `m` depends on a sum along the same row, is a second pass over it. Here the first pass keeps
+three numbers for each thread: how many elements it has taken, their mean, and the sum of their squared distances from
+that mean. A block of elements is in registers, so it is read twice there. Blocks, threads and chunks are joined as by
+Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979). When `m` is
+known, `sum((x - m)²) = squares + count · (mean - m)²`, whatever `m` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fuser.cuda.text import Lines
+from fuser.ir.loop_body import Row
+from fuser.ir.sizes import symbols
+from fuser.lazy_dataclasses import dataclass
+from fuser.ops import REDUCTIONS
+from fuser.scheduler.kernel_plan import KernelPlan, Reduce
+from fuser.scheduler.moments import squared_difference
+from fuser.scheduler.together import reduces_in_one_pass
+
+NAMES = ("count", "mean", "squares")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """`total` sums the square of `distance`, which is row `value` less row `centre`, or the other way round. `sum` sums
+    `value` in the phase before."""
+
+    sum: Reduce
+    total: Reduce
+    value: int
+    centre: int
+    distance: int
+
+    @property
+    def number(self) -> int:
+        """The number of the reduction."""
+        return self.total.number
+
+
+def moments_by_phase(plan: KernelPlan) -> dict[int, Moments]:
+    """By phase, the sum of squared distances that the phase behind it makes and that needs no pass of its own."""
+    out: dict[int, Moments] = {}
+    reduced = {a.sym for a in plan.reduced_axes}
+    for total in plan.reductions:
+        before = total.phase - 1
+        found = _squared_distances(plan, total) if before >= 0 and plan.ordered is None else None
+        if found is None or before in out or before - 1 in out:
+            continue
+        alone = sum(r.phase == total.phase for r in plan.reductions) == 1
+        stores = [s for s in plan.stores if s.phase == total.phase]
+        if alone and not any((plan.varies[s.row] | symbols(s.address)) & reduced for s in stores):
+            out[before] = found
+    return out
+
+
+def _squared_distances(plan: KernelPlan, total: Reduce) -> Moments | None:
+    """What `total` adds up, if it is squared distances of what the phase before adds up."""
+    reduced = {a.sym for a in plan.reduced_axes}
+    pair = squared_difference(plan.rows, total.kind, total.row)
+    if pair is None:
+        return None
+    distance = plan.rows[total.row].args[0]
+    for value, centre in (pair, pair[::-1]):
+        sums = (r for r in plan.reductions if r.row == value and r.phase == total.phase - 1)
+        summed = next((r for r in sums if REDUCTIONS[r.kind].adds), None)
+        if summed is not None and plan.varies[value] >= reduced and not plan.varies[centre] & reduced:
+            return Moments(summed, total, value, centre, distance)
+    return None
+
+
+def reads_once(plan: KernelPlan) -> bool:
+    """Whether one pass over memory is enough for all reductions of a plan, which has no other passes."""
+    if reduces_in_one_pass(plan):
+        return True
+    found = moments_by_phase(plan)
+    if list(found) != [0] or any(r.phase for r in plan.reductions if r != found[0].total):
+        return False
+    return not any(p.stores for p in plan.passes[1:])
+
+
+# -- text of blocks: `lanes` elements side by side, for each of the `threads`, in `rounds` ----------------------------
+def start(out: Lines, m: Moments, threads: int) -> None:
+    """Nothing taken so far."""
+    for name in (f"acc{m.sum.number}", *(f"{n}{m.number}" for n in NAMES)):
+        out.add(f"{name} = tl.full([{threads}], 0.0, tl.float32)")
+
+
+def accumulate(out: Lines, m: Moments, values: str, mask: str, left: str, shape: tuple[int, int, int]) -> None:
+    """Take in a block of `values`, zero outside `mask`; the first `left` are inside."""
+    k, dims = m.number, ", ".join(map(str, shape))
+    rounds, threads, lanes = shape
+    # How many a thread has is computed, not counted: counting would be done in a layout of its own.
+    out.add(f"left{k} = {left} - tl.arange(0, {threads}) * {lanes}")
+    each = (f"tl.minimum(tl.maximum(left{k} - {n * threads * lanes}, 0), {lanes})" for n in range(rounds))
+    out.add(f"own{k} = ({' + '.join(each)}).to(tl.float32)")
+    out.add(f"lane{k} = tl.reshape({values}, [{dims}])")
+    out.add(f"part{k} = tl.sum(tl.sum(lane{k}, 2), 0)")
+    out.add(f"acc{m.sum.number} = acc{m.sum.number} + part{k}")
+    out.add(f"middle{k} = part{k} / tl.maximum(own{k}, 1.0)")
+    out.add(f"away{k} = tl.where(tl.reshape({mask}, [{dims}]), lane{k} - middle{k}[None, :, None], 0.0)")
+    out.add(f"both{k} = count{k} + own{k}")
+    out.add(f"share{k} = own{k} / tl.maximum(both{k}, 1.0)")
+    out.add(f"gap{k} = middle{k} - mean{k}")
+    out.add(f"joint{k} = gap{k} * gap{k} * count{k} * share{k}")
+    out.add(f"squares{k} = squares{k} + tl.sum(tl.sum(away{k} * away{k}, 2), 0) + joint{k}")
+    out.add(f"mean{k} = mean{k} + gap{k} * share{k}")
+    out.add(f"count{k} = both{k}")
+
+
+def about(m: Moments, centre: str) -> str:
+    """The sum of squared distances from `centre`, of all threads."""
+    k = m.number
+    return f"tl.sum(squares{k} + count{k} * (mean{k} - {centre}) * (mean{k} - {centre}), 0)"
+
+
+def join_threads(out: Lines, m: Moments) -> None:
+    """The three numbers of a whole chunk, under the names of those of its threads."""
+    k = m.number
+    out.add(f"all{k} = tl.sum(count{k}, 0)")
+    out.add(f"middle{k} = tl.sum(count{k} * mean{k}, 0) / tl.maximum(all{k}, 1.0)")
+    out.add(f"squares{k} = {about(m, f'middle{k}')}")
+    out.add(f"mean{k} = middle{k}")
+    out.add(f"count{k} = all{k}")
+
+
+def combine_rows(m: Moments, plan: KernelPlan, rows: list[Row], numbers: tuple[int, int, int], centre: int) -> int:
+    """Add rows for a chunk's squared distances from row `centre`; `numbers` are the rows of its three numbers."""
+    count, mean, squares = numbers
+    times, minus = plan.rows[m.total.row], plan.rows[m.distance]
+
+    def add(row: Row, *args: int) -> int:
+        rows.append(dataclasses.replace(row, args=args))
+        return len(rows) - 1
+
+    distance = add(minus, mean, centre)
+    moved = add(times, add(times, distance, distance), count)
+    return add(Row(REDUCTIONS[m.total.kind].pointwise, (), torch.float32), moved, squares)

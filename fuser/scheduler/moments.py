@@ -1,0 +1,45 @@
+"""Sums of squared distances: what a variance adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fuser.ir.loop_body import Row, prune_with
+from fuser.ops import REDUCTIONS
+from fuser.scheduler.nodes import Node
+
+
+def squared_difference(rows: Sequence[Row], kind: str, row: int) -> tuple[int, int] | None:
+    """The two float32 rows whose difference is squared and added up by a reduction `kind` of `row`."""
+    square = rows[row]
+    if not REDUCTIONS[kind].adds or square.traits.sign != "*" or square.dtype is not torch.float32:
+        return None
+    if square.args[0] != square.args[1] or rows[square.args[0]].traits.sign != "-":
+        return None
+    a, b = rows[square.args[0]].args
+    return a, b
+
+
+def spreads_from_sum(node: Node, others: Iterable[Node], after: set[str]) -> bool:
+    """Whether `node` adds up squared distances of what one of `others` adds up, from a value that depends on that sum.
+
+    `after` are the buffers of a kernel that depend on its reductions.
+    """
+    pair = squared_difference(node.rows, node.kind, node.result) if node.is_reduction else None
+    if pair is None:
+        return False
+    for value, centre in (pair, pair[::-1]):
+        one, _ = prune_with(node.rows, value, ())
+        if _reads(one.rows) & after or not _reads(prune_with(node.rows, centre, ())[0].rows) & after:
+            continue
+        for other in others:
+            same = other.is_reduction and REDUCTIONS[other.kind].adds and other.domain == node.domain
+            if same and prune_with(other.rows, other.result, ())[0].rows == one.rows:
+                return True
+    return False
+
+
+def _reads(rows: Iterable[Row]) -> set[str]:
+    return {r.attr[0] for r in rows if r.op == "load"}
