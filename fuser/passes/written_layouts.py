@@ -18,6 +18,9 @@ from fuser.passes.calls import value_of
 from fuser.passes.hints import is_contiguous, same
 
 
+_METHODS: list[Any] = [torch.Tensor]
+
+
 def keep_written_layouts(module: fx.GraphModule) -> int:
     """Writes in place become copies of what their operators compute, where that has other strides than the target."""
     changed = 0
@@ -36,7 +39,7 @@ def _computing(node: fx.Node) -> Callable[..., Any] | None:
     if effect(node.op, node.target, node.args, node.kwargs) is not Effect.RETURNS_WRITTEN:
         return None
     if node.op == "call_method":
-        homes, name = [torch.Tensor], str(node.target)
+        homes, name = _METHODS, str(node.target)
     else:
         name = getattr(node.target, "__name__", "")
         homes = [h for h in (torch.Tensor, torch) if getattr(h, name, None) is node.target]
