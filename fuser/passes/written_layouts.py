@@ -17,7 +17,6 @@ from fuser.canonical.mutation import Effect, effect
 from fuser.passes.calls import value_of
 from fuser.passes.hints import is_contiguous, same
 
-
 _METHODS: list[Any] = [torch.Tensor]
 
 
