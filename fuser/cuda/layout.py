@@ -10,6 +10,7 @@ import torch
 from fuser.cuda import tiles
 from fuser.cuda.moments import moments_by_phase
 from fuser.cuda.text import Guard
+from fuser.cuda.windows import elements_of_window
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.lazy_dataclasses import dataclass
@@ -219,6 +220,9 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)
+    if 0 < elements_of_window(plan) <= tiles.SMALL_WINDOW:
+        warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
+        return Layout([], [Dim(axes, max(tiles.scaled(tiles.WINDOW_ELEMENTS, ctx.variant.outer), 128), "x")], warps)
     dtypes = dict(plan.buffers)
     along = [plan.rows[i] for i, syms in enumerate(plan.varies) if vector.sym in syms]
     sizes = [dtypes[r.attr[0]].itemsize for r in along if r.op == "load"]

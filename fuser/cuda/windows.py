@@ -1,8 +1,9 @@
 """Reads of windows in elementwise kernels: neighbours of each element, and what stands for those outside of the tensor.
 
-Loads that lie apart by less than a vector access are made element by element: with four neighbours a thread, each of
-them would touch four times as many lines of the cache (seen on an H200: pools of eight took four times as long). The
-value outside goes into the load, and what is compared with an edge is compared in 32 bits.
+A program has few elements of a tile of one dim, so that many programs hide each other's waits. Of large windows, loads
+that lie apart by less than a vector access are made element by element: with four neighbours a thread, each of them
+would touch four times as many lines of the cache (seen on an H200: pools of eight took four times as long). The value
+outside goes into the load, and what is compared with an edge is compared in 32 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import field
 
 import torch
 
+from fuser.cuda import tiles
 from fuser.cuda.text import VECTOR, Guard
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
@@ -50,14 +52,35 @@ def find_windows(plan: KernelPlan) -> Windows:
     return Windows(_is_apart(plan), filled, given, compared, guards, unused)
 
 
-def _is_apart(plan: KernelPlan) -> bool:
-    """Whether loads of one tensor run along memory at places that no vector access fits."""
+def elements_of_window(plan: KernelPlan) -> int:
+    """How many neighbours of one tensor an element of a plan reads at most, if these are windows; else 0."""
+    if plan.reductions or plan.ordered is not None:
+        return 0
+    itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
+    most = 0
+    for name, found in _places(plan).items():
+        steps = [p - found[0] for p in found]
+        steps = [s for s in steps if not any(v.kind in (LOOP, INDIRECT) for v in symbols(s))]
+        if any((s.as_int() or 0) * itemsize[name] % VECTOR for s in steps):  # no vector access fits all of them
+            most = max(most, len(steps))
+    return most if most >= FEWEST else 0
+
+
+def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
+    """By tensor, the addresses at which a plan reads it, but for computed ones."""
     places: dict[str, list[Expr]] = {}
     for row in plan.rows:
         if row.op == "load" and not indirect_rows(row):
             places.setdefault(row.attr[0], []).append(row.attr[1][0])
+    return places
+
+
+def _is_apart(plan: KernelPlan) -> bool:
+    """Whether loads of one tensor run along memory at places that no vector access fits, and are many."""
+    if elements_of_window(plan) <= tiles.SMALL_WINDOW:
+        return False
     itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
-    for name, found in places.items():
+    for name, found in _places(plan).items():
         if plan.vector is None or len(found) < FEWEST or coefficient(found[0], plan.vector) != ONE:
             continue
         steps = [(p - found[0]).as_int() for p in found[1:]]

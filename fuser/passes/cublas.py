@@ -88,7 +88,8 @@ def _fold_bias(node: fx.Node) -> fx.Node | None:
     bias = _bias_of(add, node) if add is not None else None
     if add is None or bias is None or not _comes_before(bias, node):
         return None
-    if not (_is_gelu(only_reader(add)) or is_left_alone(add)):
+    in_call = node.meta["val"].dtype in _HALVES and _is_gelu(only_reader(add))
+    if not (in_call or is_left_alone(add)):
         return None
     (source,) = (a for a in add.args if a is not bias)
     new = put_for(node, aten.addmm.default, (bias, *node.args))

@@ -57,11 +57,15 @@ def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Call
         return 0
     if not isinstance(value, torch.Tensor) or value.dtype is not target.dtype or not same(value.shape, target.shape):
         return 0
-    if same(value.stride(), target.stride()):
-        return 0
+    if same(value.stride(), target.stride()) or _share_memory(value, target):
+        return 0  # the operator follows what it writes, or is a view, which `transpose_` and its kin make of it
     with graph.inserting_before(node):
         made = graph.call_function(function, node.args, node.kwargs)
     made.meta = {**node.meta, "example_value": value}
     node.op, node.target = "call_method", "copy_"
     node.args, node.kwargs = (node.args[0], made), {}
     return 1
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

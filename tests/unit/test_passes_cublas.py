@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import config
 from fuser.passes.cublas import fold_into_cublas
+from fuser.passes.matmuls import addmm_to_add
 
 aten = torch.ops.aten
 
@@ -83,7 +84,28 @@ def test_left_alone(f, monkeypatch):
 
 def test_float32_keeps_its_gelu_and_other_devices_everything():
     changed, calls, _ = rewritten(lambda x, w, b, r: gelu(x @ w + b), torch.float32)
-    assert changed == 1 and calls == [aten.addmm.default, aten.gelu.default]
+    assert changed == 0 and calls == [aten.mm.default, aten.add.Tensor, aten.gelu.default]
     assert rewritten(lambda x, w, b, r: gelu(torch.addmm(b, x, w)), device="cpu")[0] == 0
     with config.override(numerics="eager"):
         assert rewritten(lambda x, w, b, r: gelu(torch.addmm(b, x, w)))[0] == 0
+
+
+@pytest.mark.parametrize("dtype, read, apart", [
+    (torch.float32, lambda y: y.relu(), True),
+    (torch.float32, lambda y: y.view(2, 2, 3).sin(), True),
+    (torch.float32, lambda y: F.gelu(y, approximate="tanh"), True),
+    (torch.float32, lambda y: y, False),  # no kernel reads it
+    (torch.float32, lambda y: (y @ y.t()).relu(), False),
+    (torch.bfloat16, lambda y: y.relu(), False),  # it would be rounded twice
+])  # fmt: skip
+def test_biases_of_float32_products_are_left_to_the_kernel_behind(dtype, read, apart) -> None:
+    def f(b, x, w):
+        return read(torch.addmm(b, x, w))
+
+    with FakeTensorMode():
+        args = [torch.empty(s, device="cuda", dtype=dtype) for s in ((3,), (4, 5), (5, 3))]
+        module = make_fx(f)(*args)
+    addmm_to_add(module)
+    fold_into_cublas(module)
+    targets = [n.target for n in module.graph.nodes]
+    assert (aten.addmm.default not in targets) == apart

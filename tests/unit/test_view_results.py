@@ -178,6 +178,9 @@ IN_PLACE = {
     "lerp": lambda x, o: x.lerp_(o, 0.5),
     "clamp": lambda x, o: x.clamp_(o),
     "function": lambda x, o: torch.relu_(x),
+    "t": lambda x, o: x.t_(),
+    "transpose": lambda x, o: x.transpose_(0, 1).add_(o),
+    "unsqueeze": lambda x, o: x.unsqueeze_(1).squeeze_(1).mul_(2),
 }
 
 
