@@ -227,8 +227,7 @@ class _GraphCompiler:
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        fakes.correct(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None))
-        with in_fast_forms(), warnings.catch_warnings():
+        with fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(

@@ -8,8 +8,10 @@ fail when it runs. The fake tensor modes that trace for this backend therefore g
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +130,40 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+# -- AOTAutograd -------------------------------------------------------------------------------------------------------
+_corrects: contextvars.ContextVar[bool] = contextvars.ContextVar("fuser_corrects_fakes", default=False)
+
+
+@contextlib.contextmanager
+def corrected_traces() -> Iterator[None]:
+    """Correct the fake tensors of what AOTAutograd traces in this block.
+
+    Their mode is Dynamo's or that of fake inputs; AOTAutograd makes one where there is none.
+    """
+    _follow_aot_autograd()
+    token = _corrects.set(True)
+    try:
+        yield
+    finally:
+        _corrects.reset(token)
+
+
+@functools.cache
+def _follow_aot_autograd() -> None:
+    from torch._functorch import aot_autograd
+
+    plain: Callable[..., Any] = aot_autograd.construct_fake_mode  # type: ignore[attr-defined]
+
+    @functools.wraps(plain)
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        made = plain(*args, **kwargs)
+        if _corrects.get():
+            correct(made[0])
+        return made
+
+    aot_autograd.construct_fake_mode = construct  # type: ignore[attr-defined]
 
 
 # -- Dynamo ------------------------------------------------------------------------------------------------------------

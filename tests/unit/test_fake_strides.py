@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser.frontends.dynamo import fuser_backend
+from fuser.frontends.dynamo import fuser_backend, last_compilation
 
 CHANNELS = {
     "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
@@ -52,6 +52,44 @@ def test_the_backward_of_a_loss_of_a_permuted_embedding(dynamic):
     torch._dynamo.reset()
     (got,) = torch.autograd.grad(torch.compile(fn, backend=fuser_backend, dynamic=dynamic)(w, i, t), w)
     torch.testing.assert_close(got, want)
+
+
+VIEWED = {
+    "channel_shuffle": lambda x: torch.native_channel_shuffle(x, 2).permute(0, 2, 3, 1).view(-1) + 1,
+    "elu_backward": lambda x: torch.ops.aten.elu_backward(torch.ones(2, 8, 4, 4), 1, 1, 1, False, x).view(-1) + 1,
+    "hardswish_backward": lambda x: torch.ops.aten.hardswish_backward(torch.ones(2, 8, 4, 4), x).view(-1) + 1,
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_in_graphs_that_dynamo_did_not_capture(name):
+    """Without Dynamo AOTAutograd makes the mode of the fake tensors."""
+    fn, x = VIEWED[name], torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    (got,) = fuser_backend(torch.fx.symbolic_trace(lambda x: (fn(x),)), [x])(x)
+    torch.testing.assert_close(got, fn(x))
+    assert last_compilation().route != "eager"
+
+
+def _loss_of_an_embedding(w):
+    i = torch.arange(24).view(4, 6) % 10
+    return (F.mse_loss(F.embedding(i, w).view(4, 6, 2, 4).permute(0, 2, 1, 3), torch.ones(4, 2, 6, 4)),)
+
+
+GRADIENTS = {
+    "embedding": (_loss_of_an_embedding, (10, 8)),
+    "unfold": (lambda x: (F.hardswish(x.unfold(0, 3, 1)),), (34, 3)),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_views_of_gradients_in_graphs_that_dynamo_did_not_capture(name):
+    """The backward views a gradient that eager's kernel makes row-major."""
+    fn, size = GRADIENTS[name]
+    x = torch.randn(size, requires_grad=True)
+    (want,) = fn(x)
+    weights = torch.randn(want.shape)
+    (got,) = fuser_backend(torch.fx.symbolic_trace(fn), [x])(x)
+    torch.testing.assert_close(torch.autograd.grad(got, x, weights), torch.autograd.grad(want, x, weights))
 
 
 def test_other_backends_see_torchs_strides():
