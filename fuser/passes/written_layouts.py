@@ -68,4 +68,4 @@ def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Call
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
