@@ -56,7 +56,8 @@ class Looped:
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
         one_row = len(nest.layout.dims) == 1
         self.online: dict[int, Online] = online_phases(self.plan) if one_row and bounds is None else {}
-        self.moments: dict[int, Moments] = moments_by_phase(self.plan) if one_row else {}
+        self.moments: dict[int, Moments] = moments_by_phase(self.plan)
+        self.tiled = not one_row  # what the moments of are tiles
 
     def all_phases(self) -> None:
         """A loop for each phase, with what comes between."""
@@ -99,14 +100,15 @@ class Looped:
         if not described.roots or phase - 1 in self.moments:
             return
         online, spread = self.online.get(phase), self.moments.get(phase)
-        spared = (online.maximum if online is not None else None, spread.sum if spread is not None else None)
+        spared = [online.maximum] if online is not None else []
+        spared += [spread.sum] if spread is not None and not self.tiled else []
         mine = [r for r in described.folds if r not in spared]
         for r in mine:
             self.start(r)
         if online is not None:
             self.start_online(online)
         if spread is not None:
-            moments.start(self.out, spread, self.threads)
+            self.start_moments(spread)
         passes = self.passes()
         self.nest.eviction = self.eviction
         if len(passes) > 1:
@@ -128,19 +130,52 @@ class Looped:
         if online is not None:
             self.accumulate_online(online)
         if spread is not None:
-            rounds = self.dim.block // (self.lane * self.threads)
-            shape = rounds, self.threads, self.lane
-            left = f"({self.size()} - {self.dim.name}0)"
-            values, _ = self.nest.reduced_inputs(spread.sum)
-            moments.accumulate(self.out, spread, values, f"m{self.dim.name}", left, shape)
+            self.accumulate_moments(spread)
         self.out.close()
+
+    # -- variances in one pass ---------------------------------------------------------------------------------------
+    def start_moments(self, m: Moments) -> None:
+        """Nothing taken so far."""
+        if self.tiled:
+            moments.start_tile(self.out, m, self.nest.shape())
+        else:
+            moments.start(self.out, m, self.threads)
+
+    def accumulate_moments(self, m: Moments) -> None:
+        """Take in the current tile."""
+        values, _ = self.nest.reduced_inputs(m.sum)
+        name, (low, _, step) = self.dim.name, self.range()
+        if self.tiled:
+            moments.accumulate_tile(self.out, m, values, f"m{name}", f"({name}0 - ({low})) // {step}")
+            return
+        shape = self.dim.block // (self.lane * self.threads), self.threads, self.lane
+        moments.accumulate(self.out, m, values, f"m{name}", f"({self.size()} - {name}0)", shape)
+
+    def count_moments(self, m: Moments) -> None:
+        """How much each element of a tile has taken."""
+        if self.tiled:
+            low, high, step = self.range()
+            self.nest.open_dim(self.dim, f"{low} + ")
+            moments.count_tile(self.out, m, self.dim.name, high, step)
 
     def finish_moments(self, m: Moments) -> None:
         """The row of the sum of squared distances, whose centre is known now."""
+        self.count_moments(m)
+        axis, back = self.folded()
         for n, row in enumerate(self.plan.rows):
             if row.op == "reduced" and row.attr == m.number:
-                self.out.add(f"t{n} = {moments.about(m, f't{m.centre}')}")
+                self.out.add(f"t{n} = {moments.about(m, f't{m.centre}', axis, back)}")
                 self.nest.emitted.add(n)
+
+    def join_moments(self, m: Moments) -> None:
+        """The three numbers of a chunk."""
+        self.count_moments(m)
+        moments.join(self.out, m, *self.folded())
+
+    def folded(self) -> tuple[int, str]:
+        """The reduced dim of the tile, and the index that keeps it."""
+        axis = len(self.nest.layout.dims) - 1
+        return axis, "[:, None]" if axis else ""
 
     def load_first(self, inner: Iterable[int], backwards: bool) -> list[int]:
         """Load the first tiles of what the loop reads, and say by which rows of the plan."""

@@ -83,7 +83,7 @@ def reads_once(plan: KernelPlan) -> bool:
     return not any(p.stores for p in plan.passes[1:])
 
 
-# -- text of blocks: `lanes` elements side by side, for each of the `threads`, in `rounds` ----------------------------
+# -- text of rows: `lanes` elements side by side, for each of the `threads`, in `rounds` -------------------------------
 def start(out: Lines, m: Moments, threads: int) -> None:
     """Nothing taken so far."""
     for name in (f"acc{m.sum.number}", *(f"{n}{m.number}" for n in NAMES)):
@@ -112,18 +112,42 @@ def accumulate(out: Lines, m: Moments, values: str, mask: str, left: str, shape:
     out.add(f"count{k} = both{k}")
 
 
-def about(m: Moments, centre: str) -> str:
-    """The sum of squared distances from `centre`, of all threads."""
-    k = m.number
-    return f"tl.sum(squares{k} + count{k} * (mean{k} - {centre}) * (mean{k} - {centre}), 0)"
+# -- text of columns: each element of a tile goes on by itself, by Welford's method (1962) ----------------------------
+def start_tile(out: Lines, m: Moments, shape: str) -> None:
+    """Nothing taken so far, by tiles of `shape`."""
+    for name in NAMES[1:]:
+        out.add(f"{name}{m.number} = tl.full({shape}, 0.0, tl.float32)")
 
 
-def join_threads(out: Lines, m: Moments) -> None:
-    """The three numbers of a whole chunk, under the names of those of its threads."""
+def accumulate_tile(out: Lines, m: Moments, values: str, mask: str, turn: str) -> None:
+    """Take in a tile of `values` that counts under `mask`; `turn` tiles were taken before."""
     k = m.number
-    out.add(f"all{k} = tl.sum(count{k}, 0)")
-    out.add(f"middle{k} = tl.sum(count{k} * mean{k}, 0) / tl.maximum(all{k}, 1.0)")
-    out.add(f"squares{k} = {about(m, f'middle{k}')}")
+    out.add(f"once{k} = 1.0 / ({turn} + 1).to(tl.float32)")
+    out.add(f"value{k} = {values}")
+    out.add(f"gap{k} = tl.where({mask}, value{k} - mean{k}, 0.0)")
+    out.add(f"mean{k} = mean{k} + gap{k} * once{k}")
+    out.add(f"squares{k} = squares{k} + gap{k} * (value{k} - mean{k})")
+
+
+def count_tile(out: Lines, m: Moments, first: str, end: str, step: str) -> None:
+    """How many values each element of a tile has taken, of those that start at `first` and are `step` apart."""
+    out.add(f"count{m.number} = tl.maximum(({end} - {first} + {step} - 1) // {step}, 0).to(tl.float32)")
+
+
+# -- results: along the dim `axis`; `back` is the index that keeps it -------------------------------------------------
+def about(m: Moments, centre: str, axis: int = 0, back: str = "") -> str:
+    """The sum of squared distances from `centre`, of all threads or elements."""
+    k = m.number
+    return f"tl.sum(squares{k} + count{k} * (mean{k} - {centre}) * (mean{k} - {centre}), {axis}){back}"
+
+
+def join(out: Lines, m: Moments, axis: int = 0, back: str = "") -> None:
+    """The three numbers of a whole chunk, under the names of those of its threads or elements."""
+    k = m.number
+    zeros = f" + tl.zeros_like(mean{k})" if axis else ""
+    out.add(f"all{k} = tl.sum(count{k}{zeros}, {axis}){back}")
+    out.add(f"middle{k} = tl.sum(count{k} * mean{k}, {axis}){back} / tl.maximum(all{k}, 1.0)")
+    out.add(f"squares{k} = {about(m, f'middle{k}', axis, back)}")
     out.add(f"mean{k} = middle{k}")
     out.add(f"count{k} = all{k}")
 

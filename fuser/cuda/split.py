@@ -15,7 +15,7 @@ import torch
 from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Context, Dim, Layout, blocks, is_column, narrowest, reduction_layout
 from fuser.cuda.looped import Looped, write_body, write_function
-from fuser.cuda.moments import combine_rows, join_threads, moments_by_phase, reads_once
+from fuser.cuda.moments import combine_rows, moments_by_phase, reads_once
 from fuser.cuda.nest import Function, Nest
 from fuser.cuda.text import Guard
 from fuser.ir.loop_body import Row, renumber, renumber_expr
@@ -76,8 +76,7 @@ class Cut:
 
 def cut(plan: KernelPlan, ctx: Context) -> Cut:
     """How the reduced axes of a plan are cut."""
-    once = reads_once(plan) and not (is_column(plan) and moments_by_phase(plan))
-    found = _cut(plan, ctx) if once else _uncut(plan, ctx)
+    found = _cut(plan, ctx) if reads_once(plan) else _uncut(plan, ctx)
     guards = [g for g in found.guards if g[1].as_int() is None or g[2].as_int() is None]
     return dataclasses.replace(found, guards=tuple(guards))
 
@@ -131,12 +130,16 @@ def _read(plan: KernelPlan) -> set[str]:
 
 def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead:
     vector = next(a for a in plan.axes if a.sym == plan.vector)
-    table = tiles.AHEAD_COLUMNS[several] if ctx.hint(vector.size) % 16 == 0 else tiles.AHEAD_ODD_COLUMNS
-    return table[narrowest(plan)]
+    if ctx.hint(vector.size) % 16 == 0:
+        return tiles.AHEAD_COLUMNS[several][narrowest(plan)]
+    odd = tiles.AHEAD_ODD_COLUMNS[narrowest(plan)]
+    return dataclasses.replace(odd, tile=tiles.shrunk(odd.tile, 1)) if moments_by_phase(plan) else odd
 
 
 def _takes_registers(plan: KernelPlan) -> bool:
     """Whether a loop has more than one running result for an element."""
+    if is_column(plan) and moments_by_phase(plan):
+        return True
     return any(sum(1 + REDUCTIONS[r.kind].index for r in p.folds) > 1 for p in plan.passes)
 
 
@@ -290,10 +293,10 @@ def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> N
     masked = f", {mask}" if mask else ""
     spread = loop.moments.get(0)
     if spread is not None:
-        join_threads(nest.out, spread)
+        loop.join_moments(spread)
         for part in moments.NAMES:
             pointer = nest.params.pointer(f"{name}_{part}{spread.number}")
-            nest.out.add(f"tl.store({pointer} + ({address}), {part}{spread.number})")
+            nest.out.add(f"tl.store({pointer} + ({address}), {part}{spread.number}{masked})")
     for r in nest.plan.reductions:
         if spread is not None and r == spread.total:
             continue

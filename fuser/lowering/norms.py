@@ -363,7 +363,7 @@ def lies_by_channel(ctx: LoweringContext, order: Order, each: int) -> bool:
 
     Lanes that look up a number of their group each are slow ones.
     """
-    return order is not None and bool(ctx.target.column_block) and each > 1
+    return order is not None and ctx.target.sums_by_channel and each > 1
 
 
 def by_channel(ctx: LoweringContext, load: Loader, size: Sequence[Expr], each: int, wide: torch.dtype) -> Loader:

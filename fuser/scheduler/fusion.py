@@ -129,7 +129,7 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
     elif not free and kernel.nodes[0].contracts:
         return Verdict(None, "runs over what a contraction adds up")
     if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
-        if not _reads_once(ctx, kernel, node, strides):
+        if not _reads_once(ctx, kernel, node):
             return Verdict(None, "few long rows: the reduction is split over threads")
     return Verdict(matching)
 
@@ -141,11 +141,11 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
     return out
 
 
-def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node, strides: Strides) -> bool:
+def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
     """Whether the kernel's one reading of its rows can serve the variance that `node` adds up."""
     if not ctx.target.moments or any(n.is_reduction and n.reads & kernel.after for n in kernel.nodes):
         return False
-    return _columns(kernel, strides) in kernel.reduced and spreads_from_sum(node, kernel.nodes, kernel.after)
+    return spreads_from_sum(node, kernel.nodes, kernel.after)
 
 
 def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:

@@ -70,6 +70,10 @@ def long_norm(x: torch.Tensor) -> torch.Tensor:
     return (away * (away.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
 
 
+def batch_norm_columns(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)[0]
+
+
 def special_rows(i: Inputs) -> torch.Tensor:
     """Rows with NaN, infinities, one number, and numbers far from zero."""
     x = i.normal(6, 20001)
@@ -173,6 +177,10 @@ EXTRA = (
     Case("mean_var/special", long_mean_var, lambda i: (special_rows(i),)),
     Case("mean_var/few", long_mean_var, lambda i: (i.normal(3, 140001) + 100,)),
     Case("mean_var/all", lambda x: torch.var_mean(x), lambda i: (i.normal(70001) + 30,)),
+    Case("mean_var/columns", lambda x: (x.mean(0), x.var(0)), lambda i: (i.normal(1100, 40) + 30,)),
+    Case("mean_var/columns/odd", lambda x: (x.mean(0), x.var(0)),
+         lambda i: (special_rows(i)[:, :2500].t().contiguous(),)),
+    Case("batch_norm/columns", batch_norm_columns, lambda i: (i.normal(5000, 70), i.uniform(70), i.normal(70))),
     Case("long_norm/bf16", long_norm, lambda i: (i.normal(2, 40000, dtype=BF16),)),
     Case("layer_norm/few/0", lambda x, w: F.layer_norm(x, x.shape[1:], w),
          lambda i: (i.normal(2, 140, 1000), i.normal(140, 1000))),
@@ -505,7 +513,8 @@ INTERPRETED = (
     "group_norm/0", "cross_entropy/0", "swiglu/0", "rope/0", "adam/0", "transposed_add/0", "column_sum/0", "full_sum/0",
     "argmax/0", "embedding_layer_norm/0", "masked_softmax/0", "mixed_dtypes/0", "bf16_gelu/0", "bf16_rms_norm/0",
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "mean_var/special",
-    "mean_var/few", "mean_var/all", "long_norm/bf16", "extremes/odd",
+    "mean_var/few", "mean_var/all", "mean_var/columns", "mean_var/columns/odd", "batch_norm/columns",
+    "long_norm/bf16", "extremes/odd",
     "extremes/bool", "argmax/split",
     "sum_and_max/split", "sum_and_max/passing", "argmax/passing", "column_sum/bf16/passing",
     "var_columns/passing",
