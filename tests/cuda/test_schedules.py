@@ -59,6 +59,23 @@ def test_long_reductions_and_reductions_along_memory_are_loops() -> None:
 def test_few_long_rows_are_split_over_programs_and_then_written_by_another_kernel():
     case = Case("", lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]), lambda i: (i.normal(16, 1 << 17),))
     _, found = scheduled(case)
-    assert [bool(p.reductions) for p in found.plans] == [True, True, False]
+    assert [len(p.reductions) for p in found.plans] == [2, 0]  # a row's mean and variance in one reading
     many = Case("", case.fn, lambda i: (i.normal(40, 1 << 17),))
     assert len(scheduled(many)[1].plans) == 1
+
+
+def test_few_long_columns_are_split_like_rows():
+    def normalised(x):
+        return (x - x.mean(0)) / x.var(0)
+
+    _, found = scheduled(Case("", normalised, lambda i: (i.normal(1 << 13, 64),)))
+    assert [bool(p.reductions) for p in found.plans] == [True, False]
+    assert len(scheduled(Case("", normalised, lambda i: (i.normal(1 << 8, 64),)))[1].plans) == 1
+
+
+def test_a_variance_of_something_else_than_the_sum_is_split_by_itself():
+    def f(x):
+        return (x - x.abs().mean(-1, keepdim=True)).square().sum(-1)
+
+    _, found = scheduled(Case("", f, lambda i: (i.normal(16, 1 << 17),)))
+    assert [len(p.reductions) for p in found.plans] == [1, 1]
