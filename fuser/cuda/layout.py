@@ -10,7 +10,7 @@ import torch
 from fuser.cuda import tiles
 from fuser.cuda.moments import moments_by_phase
 from fuser.cuda.text import Guard
-from fuser.cuda.windows import elements_of_window
+from fuser.cuda.windows import has_stride, reads_windows
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
 from fuser.lazy_dataclasses import dataclass
@@ -71,6 +71,7 @@ class Layout:
     warps: int
     guards: list[Guard] = field(default_factory=list)
     transposed: bool = False  # memory runs along the first dim too
+    flat: bool = False  # few elements of all axes
 
 
 def is_column(plan: KernelPlan) -> bool:
@@ -220,9 +221,11 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)
-    if 0 < elements_of_window(plan) <= tiles.SMALL_WINDOW:
+    guards = _window_class(plan, vector.size, ctx)
+    if guards is not None:
         warps = max(tiles.scaled(tiles.POINTWISE_WARPS, ctx.variant.warps), 1)
-        return Layout([], [Dim(axes, max(tiles.scaled(tiles.WINDOW_ELEMENTS, ctx.variant.outer), 128), "x")], warps)
+        elements = max(tiles.scaled(tiles.WINDOW_ELEMENTS, ctx.variant.outer), 128)
+        return Layout([], [Dim(axes, elements, "x")], warps, guards, flat=True)
     dtypes = dict(plan.buffers)
     along = [plan.rows[i] for i, syms in enumerate(plan.varies) if vector.sym in syms]
     sizes = [dtypes[r.attr[0]].itemsize for r in along if r.op == "load"]
@@ -241,6 +244,16 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     if tile.outer == 1:
         return Layout(others, [inner], warps, guards)
     return Layout([], [Dim(others, tile.outer, "y"), inner], warps, guards)
+
+
+def _window_class(plan: KernelPlan, vector: Expr, ctx: Context) -> list[Guard] | None:
+    """What a kernel of windows rests on whose programs have few elements of all axes; None for other kernels."""
+    if not reads_windows(plan):
+        return None
+    if has_stride(plan):
+        return []
+    short = expr(tiles.WINDOW_ROW)
+    return [("lt", vector, short)] if ctx.hint(vector) < tiles.WINDOW_ROW else None
 
 
 def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx: Context) -> tuple[int, list[Guard]]:

@@ -64,12 +64,12 @@ class Nest:
         self.plan, self.name, self.ctx = plan, name, ctx
         self.dtypes = dict(plan.buffers)
         self.windows = find_windows(plan) if layout is None else Windows()
-        aligned = (lambda buffer: False) if self.windows.apart else ctx.aligned
-        self.params = Params(ctx.hint, aligned, self.dtypes, {a.sym: a.size for a in plan.axes})
-        self.bits = 64 if ctx.wide else 32
         self.reduced = {a.sym for a in plan.axes if a.reduced}
         if layout is None:
             layout = reduction_layout(plan, ctx) if self.reduced else pointwise_layout(plan, ctx)
+        aligned = (lambda buffer: False) if self.windows.apart and not layout.flat else ctx.aligned
+        self.params = Params(ctx.hint, aligned, self.dtypes, {a.sym: a.size for a in plan.axes})
+        self.bits = 64 if ctx.wide else 32
         self.layout = layout
         self.quads = find_quads(plan, layout, ctx.hint)
         self.fast = self._is_fast()

@@ -65,9 +65,10 @@ POINTWISE_ELEMENTS = {1: 2048, 2: 2048, 4: 1024, 8: 512}
 # The same of random numbers beside bytes: threads with more than 16 bytes of a half would pass values on to others, for
 # which all wait. Dropout's forward in training: 0.235 ms, with 2048 elements 0.324.
 DRAWN_ELEMENTS = 1024
-# Elements of a program that reads up to so many neighbours of each (3x3 windows). `max_pool2d` 3x3 by 2: 0.066 ms, with
-# tiles of rows of 1024 elements 0.131; in bfloat16 0.066 and 0.163.
-WINDOW_ELEMENTS, SMALL_WINDOW = 256, 9
+# Elements of a program that reads windows with a stride, or along a vector axis shorter than this. `max_pool2d` 3x3 by
+# 2: 0.066 ms, with tiles of rows 0.131 (bfloat16 0.066, 0.163). `avg_pool2d` 3x3 and 5x5 of 56x56: 0.039 and 0.062
+# (0.068, 0.093). Along long rows without a stride tiles of rows are better: `max_pool1d` 3 of 65536 1.05 (else 1.28).
+WINDOW_ELEMENTS, WINDOW_ROW = 256, 128
 TRANSPOSED = Tile(64, 64, 8)
 
 SMALL_ELEMENTS = 256  # of a pointwise program where there is too little work to fill the device twice with larger ones

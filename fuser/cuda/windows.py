@@ -1,9 +1,9 @@
 """Reads of windows in elementwise kernels: neighbours of each element, and what stands for those outside of the tensor.
 
-A program has few elements of a tile of one dim, so that many programs hide each other's waits. Of large windows, loads
-that lie apart by less than a vector access are made element by element: with four neighbours a thread, each of them
-would touch four times as many lines of the cache (seen on an H200: pools of eight took four times as long). The value
-outside goes into the load, and what is compared with an edge is compared in 32 bits.
+Along a long vector axis, loads that lie apart by less than a vector access are made element by element: with four
+neighbours a thread, each of them would touch four times as many lines of the cache (seen on an H200: pools of eight
+took four times as long). Along a short one, and where windows have a stride, programs have few elements of all axes.
+The value outside goes into the load, and what is compared with an edge is compared in 32 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import field
 
 import torch
 
-from fuser.cuda import tiles
 from fuser.cuda.text import VECTOR, Guard
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
@@ -52,18 +51,23 @@ def find_windows(plan: KernelPlan) -> Windows:
     return Windows(_is_apart(plan), filled, given, compared, guards, unused)
 
 
-def elements_of_window(plan: KernelPlan) -> int:
-    """How many neighbours of one tensor an element of a plan reads at most, if these are windows; else 0."""
+def reads_windows(plan: KernelPlan) -> bool:
+    """Whether a plan reads neighbours of each element that no vector access fits, of some tensor."""
     if plan.reductions or plan.ordered is not None:
-        return 0
+        return False
     itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
-    most = 0
     for name, found in _places(plan).items():
         steps = [p - found[0] for p in found]
         steps = [s for s in steps if not any(v.kind in (LOOP, INDIRECT) for v in symbols(s))]
-        if any((s.as_int() or 0) * itemsize[name] % VECTOR for s in steps):  # no vector access fits all of them
-            most = max(most, len(steps))
-    return most if most >= FEWEST else 0
+        if len(steps) >= FEWEST and any((s.as_int() or 0) * itemsize[name] % VECTOR for s in steps):
+            return True
+    return False
+
+
+def has_stride(plan: KernelPlan) -> bool:
+    """Whether a plan reads some tensor by steps along its vector axis, as poolings with a stride do."""
+    steps = (coefficient(p, plan.vector) for found in _places(plan).values() for p in found if plan.vector is not None)
+    return any(c is not None and abs(c.as_int() or 0) > 1 for c in steps)
 
 
 def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
@@ -76,9 +80,7 @@ def _places(plan: KernelPlan) -> dict[str, list[Expr]]:
 
 
 def _is_apart(plan: KernelPlan) -> bool:
-    """Whether loads of one tensor run along memory at places that no vector access fits, and are many."""
-    if elements_of_window(plan) <= tiles.SMALL_WINDOW:
-        return False
+    """Whether loads of one tensor run along memory at places that no vector access fits."""
     itemsize = {name: dtype.itemsize for name, dtype in plan.buffers}
     for name, found in _places(plan).items():
         if plan.vector is None or len(found) < FEWEST or coefficient(found[0], plan.vector) != ONE:

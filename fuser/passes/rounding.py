@@ -34,6 +34,28 @@ def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:
     marked = [n for n in graph.nodes if ROUNDED in n.meta]
     behind = _behind([*marked, *_decided(n for n in graph.nodes if n not in stored)], stored)
     _mark(n for n in behind if n.op == "call_function")
+    _mark(n for n in graph.nodes if n.op == "call_function" and _is_shared_summand(n))
+
+
+# Sums into computed places, by the number of the argument that is added.
+_SUMMANDS = {"aten.index_add": 3, "aten.scatter_add": 3, "aten.scatter_reduce": 3, "aten.index_put": 2}
+
+
+def _is_shared_summand(node: fx.Node) -> bool:
+    """Whether a 16-bit float is added up in memory, and read by others, too.
+
+    The sum is rounded there. A weight that is divided by the sum of weights has eager's value only if both are of
+    rounded weights: in float16, small weights lose most of their bits.
+    """
+    tensors = tensors_of(node.meta.get("val"))
+    if len(node.users) < 2 or not any(t.is_floating_point() and t.dtype.itemsize == 2 for t in tensors):
+        return False
+    for user in node.users:
+        if user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload):
+            place = _SUMMANDS.get(op_name(user.target), len(user.args))
+            if place < len(user.args) and user.args[place] is node:
+                return True
+    return False
 
 
 def _decided(nodes: Iterable[fx.Node]) -> list[fx.Node]:
