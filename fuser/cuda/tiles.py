@@ -66,8 +66,8 @@ POINTWISE_ELEMENTS = {1: 2048, 2: 2048, 4: 1024, 8: 512}
 # which all wait. Dropout's forward in training: 0.235 ms, with 2048 elements 0.324.
 DRAWN_ELEMENTS = 1024
 # Elements of a program that reads windows with a stride, or along a vector axis shorter than this. `max_pool2d` 3x3 by
-# 2: 0.066 ms, with tiles of rows 0.131 (bfloat16 0.066, 0.163). `avg_pool2d` 3x3 and 5x5 of 56x56: 0.039 and 0.062
-# (0.068, 0.093). Along long rows without a stride tiles of rows are better: `max_pool1d` 3 of 65536 1.05 (else 1.28).
+# 2: 0.066 ms, with tiles of rows 0.131 (bfloat16 0.066, 0.163). `avg_pool2d` 5x5 of 56x56: 0.062 (0.093). Along long
+# rows without a stride tiles of rows are better: `max_pool1d` 3 of 65536 1.05 (with this 1.28).
 WINDOW_ELEMENTS, WINDOW_ROW = 256, 128
 TRANSPOSED = Tile(64, 64, 8)
 
