@@ -110,7 +110,7 @@ def judged(case: Any, got: Any, want: Any, beside: Sequence[Any]) -> str:
 
 
 def is_by_chance(case: Any, found: str) -> bool:
-    """Whether values are as near to float64, over draws of the inputs, as eager's are or as random roundings leave them.
+    """Whether values are as near to float64, over draws of inputs, as eager's are or as random roundings leave them.
 
     Where large terms cancel, the distance of one draw is that of a few roundings and says nothing. Of a program that is
     data only gradients are judged so, since its results are judged by the data, and its inputs are those of one draw,
