@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import compare
 from tests.device import test_device
@@ -163,6 +165,11 @@ def exact(case: Case) -> Observation:
     return _Exact(case)._run(None)
 
 
+def rounded(case: Case, draw: int) -> Observation:
+    """What the text does in float64 with the roundings of the real dtypes, drawn at random."""
+    return _Exact(case)._run(None, _Roundings(case.low or torch.float32, draw))
+
+
 def problems(case: Case, got: Observation, want: Observation) -> str:
     """What is wrong, "" if nothing."""
     if got.error is not None or want.error is not None:
@@ -278,7 +285,7 @@ class _Exact:
         odd = (x == y) | (x.isnan() & (y.isnan() | exact.isnan())) | (~finite & ~y.isfinite())
         return bool((near | odd).all())
 
-    def _run(self, noise: int | None) -> Observation:
+    def _run(self, noise: int | None, roundings: _Roundings | None = None) -> Observation:
         case = self.case
         text = _METHODS.sub(".double()", _NARROW.sub("torch.float64", case.text))
         mode = "grad" if case.mode == "grad" else "none"
@@ -291,7 +298,7 @@ class _Exact:
             module = module_of(function)
             if module is not None:
                 self._widen(module)
-            with _Widened(), _Noise(eps, noise or 0) if eps else contextlib.nullcontext():
+            with _Widened(), roundings or (_Noise(eps, noise or 0) if eps else contextlib.nullcontext()):
                 return observe([wide], [function], lambda ins: [function(*ins[0])])[0]
         finally:
             torch.set_default_dtype(torch.float32)
@@ -342,3 +349,56 @@ class _Noise(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             noise = torch.randn(made.shape, generator=self.draw, dtype=torch.float64)
             return made * (1 + self.eps * noise).to(made.device, made.dtype)
+
+
+class _Roundings(TorchDispatchMode):
+    """Every operator of the forward and the backward rounds its results to `low`, and on the way to them to float32.
+
+    The roundings are random numbers in place of the last bits of float64. What an operator computes inside is that of
+    its decomposition. Results behind the first one of a forward are statistics, which not all devices keep in `low`.
+    """
+
+    def __init__(self, low: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.outer = torch.finfo(low).eps
+        self.inner = min(self.outer, torch.finfo(torch.float32).eps)
+        self.eps, self.draw = self.outer, torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        eps = self.eps
+        made = self._computed(func, args, kwargs or {})
+        if func._schema.is_mutable or func.is_view:
+            return made
+        if not isinstance(made, (tuple, list)):
+            return self._rounded(made, eps)
+        gradients = "backward" in func._schema.name
+        results = [self._rounded(m, eps if gradients or not i else self.inner) for i, m in enumerate(made)]
+        return results if type(made) is list else tuple(results)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        taken_apart = _decompositions().get(func)
+        if taken_apart is None or func._schema.is_mutable or func.is_view:
+            return func(*args, **kwargs)
+        before, self.eps = self.eps, self.inner
+        try:
+            with self:
+                return taken_apart(*args, **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):  # sizes or options that the decomposition does not know
+            return func(*args, **kwargs)
+        finally:
+            self.eps = before
+
+    def _rounded(self, value: Any, eps: float) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        noise = torch.rand(value.shape, generator=self.draw, dtype=torch.float64) - 0.5
+        return value * (1 + eps * noise).to(value.device, value.dtype)
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Function]:
+    """Of operators that sum terms which may cancel: norms, losses and the gradients of both."""
+    from torch._decomp import decomposition_table
+
+    named = {f: d for f, d in decomposition_table.items() if isinstance(f, torch._ops.OpOverload)}
+    return {f: d for f, d in named.items() if any(t in f._schema.name for t in ("norm", "softmax", "_backward"))}

@@ -143,3 +143,17 @@ def test_where_a_worker_died_is_told(tmp_path):
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGSEGV
     assert workers.crashed_at(crash).startswith(", in __init__.py:") and "<string>:2 f" in workers.crashed_at(crash)
     assert workers.crashed_at(tmp_path / "none") == ""
+
+
+def test_where_a_worker_hangs_is_told(tmp_path):
+    """Beside more threads than faulthandler writes the stacks of."""
+    crash = tmp_path / "0.crash"
+    code = (
+        "import threading\nfrom tests.fuzz import workers\ndef f():\n  while True: pass\n"
+        "for i in range(120): threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        f"workers.HANGS = 0.2\nworkers.watch(open({str(crash)!r}, 'w'))\nworkers.alive()\nf()"
+    )
+    code = subprocess.run([sys.executable, "-c", code], timeout=60).returncode
+    assert code == -signal.SIGALRM
+    assert workers.crashed_at(crash).startswith(", in <string>:4 f")
+    assert workers.ended(code).startswith("nothing happened") and workers.ended(1) == "the process ended with code 1"

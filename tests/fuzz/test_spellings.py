@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from fuser import fusion_handle, register_fusion
 from fuser.interface import prepare
+from tests.distances import Distances
 from tests.fuzz import cases, running, writer
 from tests.fuzz.batch import BatchBackend
 from tests.fuzz.generate import generate
@@ -28,6 +30,54 @@ def test_programs_in_all_spellings_do_what_eager_does(first, count):
     wrong = [f"seed {seed} {problem}\n{texts}" for seed, _, problem, texts in batch if problem]
     assert not wrong, "\n".join(wrong)
     assert running.EXCUSED.total() <= 3 * count // 20, "torch itself takes too few of them"
+
+
+def _judged(monkeypatch, case, change):
+    """Whether a run that rounds at random, its gradients changed by `change`, passes for as near as eager's."""
+
+    def alone(own, backend=None):
+        want, rounded = cases.eager(own), cases.rounded(own, 99)
+        own = [None if w is None else g.to(w.dtype) for g, w in zip(rounded.gradients, want.gradients)]
+        return dataclasses.replace(want, gradients=[None if g is None else change(g) for g in own])
+
+    monkeypatch.setattr("tests.fuzz.routes.alone", alone)
+    return running.is_by_chance(case, "gradient 0: 1 of 2 elements differ")
+
+
+@pytest.mark.parametrize("seed, case", [(9_003_273, -1), (7_000_207, 0), (7_000_927, 0)])
+def test_gradients_of_terms_that_cancel(monkeypatch, seed, case):
+    """The gradient of sinc near 0; norms of two and three elements, whose gradient is nearly nothing."""
+    case = cases_of(seed, None)[case]
+    assert case.mode == "grad"
+    assert _judged(monkeypatch, case, lambda g: g)
+    assert not _judged(monkeypatch, case, lambda g: g * 1.25)
+    assert not _judged(monkeypatch, case, lambda g: g.flip(-1))
+    assert not _judged(monkeypatch, case, torch.zeros_like)
+    assert not running.is_by_chance(case, "gradient 0: 1 of 2 elements differ; input 0: its version changes")
+
+
+def test_distances_where_eager_overflows():
+    """There float64 and random roundings alone are the measure."""
+    exact = torch.tensor([5.0, 1.0, 2.0], dtype=torch.float64)
+    want, rounded = torch.tensor([float("inf"), 1.0, 2.0]).half(), [exact * 1.0005, exact * 0.9995]
+    for first, is_right in ((5.0, True), (6.0, False)):
+        distances = Distances()
+        assert distances.add(torch.tensor([first, 1.0, 2.0]).half(), want, exact, rounded)
+        assert distances.is_right == is_right
+
+
+def test_distances_where_one_draw_is_nearly_nothing():
+    """A draw whose terms cancel does not outweigh the others; a fault of any draw does."""
+
+    def is_right(errors):
+        distances = Distances()
+        for size, error in zip((1.0, 1e-4), errors):
+            exact = torch.full((8,), size, dtype=torch.float64)
+            assert distances.add((exact + error).float(), (exact + 1e-6).float(), exact)
+        return distances.is_right
+
+    assert is_right((1e-6, 2.5e-6))
+    assert not is_right((1e-2, 1e-6)) and not is_right((1e-6, 1e-2))
 
 
 def test_the_reference_of_modules_has_their_weights():

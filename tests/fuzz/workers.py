@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from tests.device import use_device
 
@@ -25,7 +27,7 @@ OPTIMISED = 12  # one batch in so many is compiled as for users, the others with
 LARGEST = 2 << 20  # KiB of memory after which a worker is replaced: what it compiled stays loaded
 RENEW = 75
 STACK = 8  # frames that are told of a worker that died
-HANGS = 300.0  # seconds after which a batch hangs: its worker tells where, and ends
+HANGS = 300.0  # seconds without any progress after which a worker hangs: it tells where, and ends
 
 Event = tuple[int, str, "str | None", object]
 
@@ -103,24 +105,48 @@ def work(suite: Suite, options: argparse.Namespace) -> int:
     began = time.monotonic()
     with (folder / f"{number}.log").open("a") as out, (folder / f"{number}.crash").open("w") as crash:
         faulthandler.enable(crash)
+        watch(crash)
         end = options.start + options.count
         for at in range(options.start + number * suite.batch, end, options.workers * suite.batch):
             seeds = [s for s in range(at, min(at + suite.batch, end)) if s not in done]
             if options.seconds and time.monotonic() - began > options.seconds:
                 return 0
             if seeds:
-                faulthandler.dump_traceback_later(HANGS, exit=True, file=crash)
+                alive()
                 try:
                     run_logged(suite, seeds, at, at in lone, options, folder, out)
                 except Exception:
                     crash.write(traceback.format_exc())
                     raise
-                faulthandler.cancel_dump_traceback_later()
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 gc.collect()
                 gc.freeze()  # what has been compiled stays: no later collection needs to look at it
             if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > LARGEST:
                 return RENEW
     return 0
+
+
+_watched: list[bool] = []  # not empty in a worker
+
+
+def watch(crash: TextIO) -> None:
+    """Have this process end where `alive` is not called for too long, with its stack in the file `crash`.
+
+    The stack is that of the main thread alone: faulthandler writes those of a hundred threads, the main one's last.
+    """
+    faulthandler.register(signal.SIGALRM, crash, all_threads=False, chain=True)  # whose next handler ends the process
+    _watched.append(True)
+
+
+def alive() -> None:
+    """Wait another while before this process counts as hanging; nothing in a process that is no worker."""
+    if _watched:
+        signal.setitimer(signal.ITIMER_REAL, HANGS)
+
+
+def ended(code: int) -> str:
+    """How a process ended, by its exit code."""
+    return f"nothing happened for {HANGS:.0f} s" if code == -signal.SIGALRM else f"the process ended with code {code}"
 
 
 def run_logged(suite: Suite, seeds, at: int, lone: bool, options, folder: Path, out) -> None:
@@ -167,7 +193,7 @@ def run_workers(suite: Suite, options: argparse.Namespace, folder: Path) -> list
             if process.returncode:
                 if process.returncode != RENEW:
                     at = crashed_at(folder / f"{i}.crash")
-                    finish_line(folder / f"{i}.log", f"WRONG the process ended with code {process.returncode}{at}")
+                    finish_line(folder / f"{i}.log", f"WRONG {ended(process.returncode)}{at}")
                 running[i] = start(suite, options, i, folder)
         time.sleep(0.3)
     return [line for f in sorted(folder.glob("*.log")) for line in f.read_text().splitlines()]
@@ -176,9 +202,8 @@ def run_workers(suite: Suite, options: argparse.Namespace, folder: Path) -> list
 def crashed_at(path: Path) -> str:
     """Where a worker's main thread was when it died, innermost first; "" if nobody could say."""
     text = path.read_text() if path.exists() else ""
-    *_, last = text.rpartition("\n\n")  # the main thread, of a worker that hung
-    at = text.find("Current thread")
-    stack = text[at:].partition("\n\n")[0] if at >= 0 else last
+    at = max(text.find("Current thread"), 0)  # of a worker that hung there is but one
+    stack = text[at:].partition("\n\n")[0]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack)[:STACK]
     if "Traceback (most recent call last)" in text:  # the harness itself raised: innermost last
         frames = re.findall(r'File "(.*?)", line (\d+), in (\S+)', text)[: -STACK - 1 : -1]

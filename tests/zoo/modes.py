@@ -147,7 +147,7 @@ class _Run:
     def is_as_exact(self, fused: Callable[..., Any], k: int) -> bool:
         """Whether result `k` is within twice eager's distance from float64 plus 2 ulp over all draws.
 
-        Distances are root mean squares, relative to the largest element.
+        Distances are root mean squares, relative to the largest element of all draws.
         """
         distances = Distances()
         for draw in range(DRAWS):
