@@ -30,8 +30,8 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     first = tokens + meta.num_mutated_inp_runtime_indices
-    if len(placeholders) < len(meta.input_info) or len(results) < first + len(meta.output_info):
-        return 0
+    if len(placeholders) != len(meta.input_info) or len(results) < first + len(meta.output_info):
+        return 0  # inputs are tensor subclasses, of several tensors each, or come with states of random numbers
     changed = 0
     for at, info in enumerate(meta.output_info, first):
         if info.output_type.name != "alias_of_input" or not meta.input_info[info.base_idx].mutates_data:
