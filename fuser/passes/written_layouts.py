@@ -53,11 +53,12 @@ def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Call
     try:
         with target.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             value = function(*args, **kwargs)
+            dense = torch.empty_like(target)  # what elementwise operators make of a target with gaps
     except Exception:  # a value is not at hand, or the operator takes other arguments: it stays as it is
         return 0
     if not isinstance(value, torch.Tensor) or value.dtype is not target.dtype or not same(value.shape, target.shape):
         return 0
-    if same(value.stride(), target.stride()) or _share_memory(value, target):
+    if any(same(value.stride(), t.stride()) for t in (target, dense)) or _share_memory(value, target):
         return 0  # the operator follows what it writes, or is a view, which `transpose_` and its kin make of it
     with graph.inserting_before(node):
         made = graph.call_function(function, node.args, node.kwargs)
