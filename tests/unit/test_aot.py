@@ -263,7 +263,8 @@ def test_large_products_of_open_sizes(tmp_path):
         for n in (256, 1, 300, 7, 2, 256):
             x = torch.randn(n, 64)
             torch.testing.assert_close(program(x), head(x))
-        assert not products.are_possible() or warm.outputs.stats()["held"] == 2
+        # oneDNN refuses such a call on processors without AVX-512.
+        assert products._into() is None or warm.outputs.stats()["held"] == 2
         warm.outputs.trim()
 
 
