@@ -56,8 +56,10 @@ class Looped:
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
         one_row = len(nest.layout.dims) == 1
         self.online: dict[int, Online] = online_phases(self.plan) if one_row and bounds is None else {}
-        self.moments: dict[int, Moments] = moments_by_phase(self.plan)
-        self.tiled = not one_row  # what the moments of are tiles
+        # A phase that an online maximum takes over has no loop in which moments could be taken.
+        found = moments_by_phase(self.plan)
+        self.moments: dict[int, Moments] = {p: m for p, m in found.items() if p - 1 not in self.online}
+        self.tiled = not one_row  # there are kept dims: each element of a tile has moments of its own
 
     def all_phases(self) -> None:
         """A loop for each phase, with what comes between."""

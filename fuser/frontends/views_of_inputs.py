@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fuser.passes.classify import is_view
+from fuser.passes.hints import same
 
 
 def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
@@ -77,4 +78,4 @@ def _have_equal_sizes(a: fx.Node, b: fx.Node) -> bool:
     one, two = a.meta.get("val"), b.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or not hasattr(two, "fake_mode"):
         return False
-    return one.dtype is two.dtype and list(map(str, one.shape)) == list(map(str, two.shape))
+    return one.dtype is two.dtype and same(one.shape, two.shape)

@@ -11,7 +11,7 @@ from fuser.passes.calls import Call, call_of, shape_of, value_of
 
 
 def name_written(module: fx.GraphModule) -> int:
-    """Who reads a tensor after a write in place reads the write's result, which is that tensor."""
+    """Readers of a tensor behind a write in place take the result of the write, which is the same tensor."""
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     changed = 0
     for node in module.graph.nodes:

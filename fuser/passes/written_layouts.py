@@ -17,8 +17,6 @@ from fuser.canonical.mutation import Effect, effect
 from fuser.passes.calls import value_of
 from fuser.passes.hints import is_contiguous, same
 
-_METHODS: list[Any] = [torch.Tensor]
-
 
 def keep_written_layouts(module: fx.GraphModule) -> int:
     """Writes in place become copies of what their operators compute, where that has other strides than the target."""
@@ -37,14 +35,15 @@ def _computing(node: fx.Node) -> Callable[..., Any] | None:
     """The operator that computes what a call writes into its first argument; None for calls that only write."""
     if effect(node.op, node.target, node.args, node.kwargs) is not Effect.RETURNS_WRITTEN:
         return None
+    home: Any
     if node.op == "call_method":
-        homes, name = _METHODS, str(node.target)
+        home, name = torch.Tensor, str(node.target)
     else:
         name = getattr(node.target, "__name__", "")
-        homes = [h for h in (torch.Tensor, torch) if getattr(h, name, None) is node.target]
-    if not homes or not name.endswith("_") or name.endswith("__") or name == "copy_":
+        home = next((h for h in (torch.Tensor, torch) if getattr(h, name, None) is node.target), None)
+    if home is None or not name.endswith("_") or name.endswith("__") or name == "copy_":
         return None
-    return getattr(homes[0], name[:-1], None)
+    return getattr(home, name[:-1], None)
 
 
 def _copied(graph: fx.Graph, node: fx.Node, target: torch.Tensor, function: Callable[..., Any]) -> int:
