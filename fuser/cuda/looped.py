@@ -132,7 +132,7 @@ class Looped:
         if online is not None:
             self.accumulate_online(online)
         if spread is not None:
-            self.accumulate_moments(spread)
+            self.accumulate_moments(spread, backwards)
         self.out.close()
 
     # -- variances in one pass ---------------------------------------------------------------------------------------
@@ -143,12 +143,15 @@ class Looped:
         else:
             moments.start(self.out, m, self.threads)
 
-    def accumulate_moments(self, m: Moments) -> None:
+    def accumulate_moments(self, m: Moments, backwards: bool) -> None:
         """Take in the current tile."""
         values, _ = self.nest.reduced_inputs(m.sum)
-        name, (low, _, step) = self.dim.name, self.range()
+        name, (low, high, step) = self.dim.name, self.range()
         if self.tiled:
-            moments.accumulate_tile(self.out, m, values, f"m{name}", f"({name}0 - ({low})) // {step}")
+            # Backwards the incomplete tile comes first, so elements differ in how many they have taken.
+            last = f"tl.maximum(({high} - 1 - {name}) // {step}, 0)"
+            turn = last if backwards else f"({name}0 - ({low})) // {step}"
+            moments.accumulate_tile(self.out, m, values, f"m{name}", turn)
             return
         shape = self.dim.block // (self.lane * self.threads), self.threads, self.lane
         moments.accumulate(self.out, m, values, f"m{name}", f"({self.size()} - {name}0)", shape)

@@ -120,9 +120,9 @@ def start_tile(out: Lines, m: Moments, shape: str) -> None:
 
 
 def accumulate_tile(out: Lines, m: Moments, values: str, mask: str, turn: str) -> None:
-    """Take in a tile of `values` that counts under `mask`; `turn` tiles were taken before."""
+    """Take in a tile of `values` that counts under `mask`; each of its elements has taken `turn` before."""
     k = m.number
-    out.add(f"once{k} = 1.0 / ({turn} + 1).to(tl.float32)")
+    out.add(f"once{k} = 1.0 / ({turn} + 1.0)")
     out.add(f"value{k} = {values}")
     out.add(f"gap{k} = tl.where({mask}, value{k} - mean{k}, 0.0)")
     out.add(f"mean{k} = mean{k} + gap{k} * once{k}")

@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits
 from matmul_cases import MATMULS, MatmulCase
+from reduction_chains import chain_case, chain_problem
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
@@ -145,6 +146,8 @@ def check(case: Case) -> str | None:
     out = readable(out)
     eager = readable(checks.tensors(case.fn(*args)))
     exact = readable(checks.tensors(case.fn(*checks.to_float64(args))))
+    if case.name.startswith("chain/"):
+        return chain_problem(out, eager, exact)
     return checks.judge(out, eager, exact).problem
 
 
@@ -181,6 +184,12 @@ def many_columns() -> None:
     tiles.SPLIT_COLUMN_FROM = 65
 
 
+def case_of(name: str) -> Case:
+    """The case of a name; `chain/7` is the seventh chain of reductions."""
+    kind, _, number = name.partition("/")
+    return chain_case(int(number)) if kind == "chain" else {**CASES, **MATMULS}[name]
+
+
 def main() -> None:
     """Check the cases named on the command line."""
     verdicts: dict[str, str | None] = {}
@@ -195,7 +204,7 @@ def main() -> None:
         if name in small:
             small[name]()
         try:
-            verdicts[name] = check({**CASES, **MATMULS}[name])
+            verdicts[name] = check(case_of(name))
         except Unsupported as e:
             verdicts[name] = f"unsupported: {e}"
         except Exception as e:

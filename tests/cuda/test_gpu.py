@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import CASES, Case, readable, same_bits
+from reduction_chains import chain_case, chain_problem
 
 import fuser
 from benchmarks import checks
@@ -32,6 +33,17 @@ def why_no_kernel(key: int) -> str:
 
 def results(tree: Any) -> list[torch.Tensor]:
     return readable(checks.tensors(tree))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_chains_of_reductions(seed: int) -> None:
+    case = chain_case(seed)
+    key, handle = handle_of(case)
+    args = case.args("cuda")
+    out = checks.tensors(handle(*args))
+    assert handle.hits == 1, why_no_kernel(key)
+    exact = checks.tensors(case.fn(*checks.to_float64(args)))
+    assert chain_problem(out, checks.tensors(case.fn(*args)), exact) is None
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,13 +12,14 @@ from importlib import util
 import pytest
 from cuda_cases import INTERPRETED
 from matmul_cases import INTERPRETED_MATMULS
+from reduction_chains import CHAINS
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"),
     pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
 ]
 HERE = pathlib.Path(__file__).parent
-NAMES = (*INTERPRETED, *INTERPRETED_MATMULS)
+NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS)
 
 
 @pytest.fixture(scope="module")
