@@ -72,6 +72,7 @@ class Layout:
     guards: list[Guard] = field(default_factory=list)
     transposed: bool = False  # memory runs along the first dim too
     flat: bool = False  # few elements of all axes
+    shared: frozenset[Axis] = frozenset()  # scalars of which neighbouring programs take one after the other
 
 
 def is_column(plan: KernelPlan) -> bool:
@@ -242,8 +243,32 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     tile = tiles.pointwise(ctx.hint(product(a.size for a in others)), vector.hint, elements)
     inner = Dim([vector], tile.inner, "x")
     if tile.outer == 1:
-        return Layout(others, [inner], warps, guards)
+        shared, why = _shared(plan, vector, others, ctx)
+        return Layout(others, [inner], warps, [*guards, *why], shared=shared)
     return Layout([], [Dim(others, tile.outer, "y"), inner], warps, guards)
+
+
+def _shared(plan: KernelPlan, vector: Axis, others: list[Axis], ctx: Context) -> tuple[frozenset[Axis], list[Guard]]:
+    """The axes that share large operands, such as the weights of a norm over whole images; for which sizes.
+
+    Programs that run along such an axis find the operand in the cache. Along the vector axis they would read all of it
+    from memory for each row.
+    """
+    by_axes: dict[frozenset[Axis], Expr] = {}
+    dtypes = dict(plan.buffers)
+    for i, row in enumerate(plan.rows):
+        if row.op == "load" and vector.sym in plan.varies[i] and not indirect_rows(row):
+            own = [a for a in others if a.sym in plan.varies[i]]
+            apart = frozenset(others) - frozenset(own)
+            size = product(a.size for a in (*own, vector)) * dtypes[row.attr[0]].itemsize
+            by_axes[apart] = by_axes.get(apart, expr(0)) + size
+    by_axes.pop(frozenset(), None)
+    if len(by_axes) != 1:
+        return frozenset(), []
+    ((axes, size),) = by_axes.items()
+    large = ctx.hint(size) >= tiles.SHARED_FROM
+    enough = expr(tiles.SHARED_FROM)
+    return (axes, [("le", enough, size)]) if large else (frozenset(), [("lt", size, enough)])
 
 
 def _window_class(plan: KernelPlan, vector: Expr, ctx: Context) -> list[Guard] | None:

@@ -273,8 +273,10 @@ class Nest:
     # -- scaffolding -------------------------------------------------------------------------------------------------
     def digits(self) -> list[tuple[str, Expr]]:
         """The digits of a program's number: (variable, size), the last running fastest."""
-        out = [(a.sym.name, a.size) for a in self.layout.scalars]
-        return out + [(f"b{d.name}", blocks(d.size, d.block)) for d in self.layout.dims if not (d.whole or d.loop)]
+        shared = self.layout.shared
+        own = [(f"b{d.name}", blocks(d.size, d.block)) for d in self.layout.dims if not (d.whole or d.loop)]
+        first, last = ([(a.sym.name, a.size) for a in self.layout.scalars if (a in shared) is s] for s in (False, True))
+        return [*first, *own, *last]
 
     def units(self) -> Expr:
         """How many programs there are."""

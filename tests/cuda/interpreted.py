@@ -177,6 +177,11 @@ def small_caches() -> None:
     tiles.AHEAD_COLUMNS = (tiles.AHEAD_ODD_COLUMNS,) * 2
 
 
+def large_operands() -> None:
+    """Every operand that rows share is large."""
+    tiles.SHARED_FROM = 0
+
+
 def many_columns() -> None:
     """Enough columns not to be cut in chunks."""
     small_caches()
@@ -196,6 +201,7 @@ def main() -> None:
     names = sys.argv[1:]
     small = {
         **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
+        **{n: large_operands for n in names if n.startswith("shared")},
         **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
     }  # fmt: skip
     tables = dict(vars(tiles))
