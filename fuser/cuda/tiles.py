@@ -71,9 +71,9 @@ DRAWN_ELEMENTS = 1024
 WINDOW_ELEMENTS, WINDOW_ROW = 256, 128
 TRANSPOSED = Tile(64, 64, 8)
 
-# Operands of so many bytes that rows share are read for all rows before the next block of them. On an H100 `x * w + b` of
-# 16 rows of 4 Mi elements takes 1.18 of a copy's time (1.95 row by row), 64 rows of 1 Mi 1.10 (1.22), 256 rows of 256 Ki
-# 1.08 (1.03).
+# Operands of so many bytes that rows share are read for all rows before the next block of them. On an H100 `x * w + b`
+# of 16 rows of 4 Mi elements takes 1.18 of a copy's time (row by row 1.95), 64 rows of 1 Mi 1.10 (1.22), 256 rows of
+# 256 Ki 1.08 (1.03).
 SHARED_FROM = 8 << 20
 
 SMALL_ELEMENTS = 256  # of a pointwise program where there is too little work to fill the device twice with larger ones

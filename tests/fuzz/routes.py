@@ -26,6 +26,7 @@ Function = Callable[..., Any]
 Backend = Callable[..., Any]
 # From functions of the cases, the cases and a backend to a function of a list of inputs for each case.
 Maker = Callable[[Sequence[Function], Sequence[Case], Backend], Function]
+TOGETHER = 12  # programs in one compiled function; fewer where sizes are symbols, which costs more than in proportion
 _files = itertools.count()
 
 
@@ -53,16 +54,16 @@ class Gate:
 
 @dataclass(frozen=True)
 class Route:
-    """`make` compiles several cases as one function where `together`, else one; `reproduce` says the same in Python,
-    with `program` and `inputs` at hand. `traceable`: only what symbolic tracing sees; `writes`: programs that write
-    are fused, too; `lowers`: by AOTAutograd, with a backend."""
+    """`make` compiles up to `together` cases as one function; `reproduce` says the same in Python, with `program`
+    and `inputs` at hand. `traceable`: only what symbolic tracing sees; `writes`: programs that write are fused, too;
+    `lowers`: by AOTAutograd, with a backend."""
 
     name: str
     make: Maker
     reproduce: str
     modes: tuple[str, ...] = ("none",)
     share: int = 1
-    together: bool = False
+    together: int = 1
     traceable: bool = False
     writes: bool = True
     lowers: bool = False
@@ -193,15 +194,15 @@ ROUTES = (
           traceable=True, writes=False),
     Route("make_fx", _by_make_fx, _HANDLE.format("make_fx(program)(*inputs())"), share=18, writes=False),
     Route("backend", _by_backend, "fuser.backend(torch.fx.symbolic_trace(program), inputs())",
-          ("none", "grad", "inference"), share=18, together=True, traceable=True, lowers=True),
+          ("none", "grad", "inference"), share=18, together=TOGETHER, traceable=True, lowers=True),
     Route("trace", _by_trace, _HANDLE.format("to_fx(torch.jit.trace(program, tuple(inputs()), check_trace=False))"),
           share=14, writes=False),
     Route("script", _by_script, _HANDLE.format("to_fx(torch.jit.script(program))"), share=2, writes=False),
-    Route("compile", _compiled(), _COMPILE.format(""), _EVERY_MODE, share=12, together=True, lowers=True),
-    Route("dynamic", _compiled(dynamic=True), _COMPILE.format(", dynamic=True"), ("none", "grad", "inference"), share=4,
-          together=True, lowers=True),
+    Route("compile", _compiled(), _COMPILE.format(""), _EVERY_MODE, share=12, together=TOGETHER, lowers=True),
+    Route("dynamic", _compiled(dynamic=True), _COMPILE.format(", dynamic=True"), ("none", "grad", "inference"), share=2,
+          together=3, lowers=True),
     Route("export", _by_export, _COMPILE.replace("program", "torch.export.export(Whole(), inputs).module()").format(""),
-          share=1, together=True, lowers=True),
+          share=1, together=TOGETHER, lowers=True),
     Route("unbacked", _by_unbacked, _COMPILE.format("") + "  # with mark_unbacked(x, 0) of each input", share=1,
           lowers=True),
 )  # fmt: skip

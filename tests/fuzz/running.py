@@ -9,7 +9,6 @@ from typing import Any
 
 from tests.fuzz import workers
 
-TOGETHER = 12  # programs in one compiled function
 DRAWS = 16  # of the inputs of modules whose first ones miss the limit
 ROUNDINGS = 4  # runs in float64 with random roundings, for each draw
 CasesOf = Callable[[int, "str | None"], Sequence[Any]]  # of a seed, by its own routes or one
@@ -72,10 +71,10 @@ def grouped(cases: Sequence[Any], raising: Collection[int] = ()) -> list[Any]:
     groups: dict[Any, list[list[Any]]] = {}
     for n, case in enumerate(cases):
         alias = case.writes and case.program is not None and any(x.of >= 0 for x in case.program.inputs)
-        together = BY_NAME[case.route].together and id(case) not in raising
+        together = BY_NAME[case.route].together > 1 and id(case) not in raising
         together = together and not alias  # a graph runs unfused where written inputs overlap
         chunks = groups.setdefault((case.route, case.mode) if together else n, [[]])
-        if len(chunks[-1]) == TOGETHER:
+        if len(chunks[-1]) == BY_NAME[case.route].together:
             chunks.append([])
         chunks[-1].append(case)
     return [Group(BY_NAME[c[0].route], c) for chunks in groups.values() for c in chunks]
@@ -94,7 +93,7 @@ def judged(case: Any, got: Any, want: Any, beside: Sequence[Any]) -> str:
     found = cases.problems(case, got, want)
     if not found:
         return ""
-    if BY_NAME[case.route].together:
+    if BY_NAME[case.route].together > 1:
         lonely = cases.problems(case, alone(case), want)
         if not lonely and got.error is None:
             at = next(i for i, c in enumerate(beside) if c is case)

@@ -102,7 +102,7 @@ def case_of(program: Any, seed: int, n: int, route_name: str) -> Any:
         leaves = [i for i, x in enumerate(program.inputs) if x.of < 0 and x.dtype.is_floating_point]
         body = [*(f"v{i} = v{i}.clone()" for i in leaves), *body]
     if route.traceable and not is_traceable(writer.function_text(program, body), keep=route_name == "fx"):
-        return case_of(program, seed, n, "compile" if route.together else "make_fx")
+        return case_of(program, seed, n, "compile" if route.together > 1 else "make_fx")
     if not program.outputs and not route.lowers:
         return None  # `register_fusion` wants a result
     case = cases.Case(seed, route_name, mode, writer.function_text(program, body), lambda: judge.make_inputs(program),

@@ -44,10 +44,10 @@ def _judged(monkeypatch, case, change):
     return running.is_by_chance(case, "gradient 0: 1 of 2 elements differ")
 
 
-@pytest.mark.parametrize("seed, case", [(9_003_273, -1), (7_000_207, 0), (7_000_927, 0)])
-def test_gradients_of_terms_that_cancel(monkeypatch, seed, case):
+@pytest.mark.parametrize("seed", [9_003_273, 7_000_207, 7_000_927])
+def test_gradients_of_terms_that_cancel(monkeypatch, seed):
     """The gradient of sinc near 0; norms of two and three elements, whose gradient is nearly nothing."""
-    case = cases_of(seed, None)[case]
+    case = cases_of(seed, "compile")[-1]
     assert case.mode == "grad"
     assert _judged(monkeypatch, case, lambda g: g)
     assert not _judged(monkeypatch, case, lambda g: g * 1.25)
