@@ -19,6 +19,7 @@ from fuser.frontends.script_products import divert_products
 from fuser.frontends.script_special import Specialised
 from fuser.frontends.script_writes import Writes, without_writes, write_again, written_copy
 from fuser.frontends.torchscript import Translator, line_of
+from fuser.frontends.torchscript_python import spell_abs
 from fuser.lazy_dataclasses import dataclass
 
 _TYPES = {"TensorType": "Tensor", "IntType": "int", "FloatType": "float", "BoolType": "bool", "NumberType": "Scalar"}
@@ -82,6 +83,7 @@ def _simplify(graph: Any, evaluating: bool) -> Writes:
     The result are nodes that wrote in place and now give a new tensor.
     """
     torch._C._jit_pass_erase_shape_information(graph)
+    spell_abs(graph)
     if evaluating:
         _assume_evaluation(graph)
     torch._C._jit_pass_constant_propagation(graph)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fuser.errors import GraphError, InputError
-from fuser.frontends.torchscript_python import LISTS, MAY_BE_INTEGERS, MUTATING, PYTHON, STRUCTURAL
+from fuser.frontends.torchscript_python import LISTS, MAY_BE_INTEGERS, MUTATING, PYTHON, STRUCTURAL, spell_abs
 
 Scripted = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
 
@@ -107,6 +107,7 @@ class Translator:
 
     def inlined(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
         """The results of a graph for these inputs."""
+        spell_abs(graph)
         torch._C._jit_pass_constant_propagation(graph)
         torch._C._jit_pass_dce(graph)
         self.values.update(zip(graph.inputs(), inputs, strict=True))

@@ -7,7 +7,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fuser.canonical.numbers import divide, power, square_root
+from fuser.frontends.script_memory import every_node
 
 Function = Callable[..., Any]
 
@@ -77,3 +80,16 @@ STRUCTURAL = frozenset(MUTATING) - {"aten::sort"} | {
     "aten::slice", "aten::add", "aten::mul", "aten::len", "aten::__getitem__", "aten::list", "aten::copy",
     "aten::keys", "aten::values", "aten::__is__", "aten::__isnot__",
 }  # fmt: skip
+
+
+def spell_abs(graph: Any) -> None:
+    """Make Python's `abs` of a tensor, the one function of it that TorchScript does not itself turn into an operator,
+    `aten::abs`."""
+    for node in list(every_node(graph)):
+        if node.kind() == "prim::abs" and isinstance(node.input().type(), torch._C.TensorType):
+            with graph.insert_point_guard(node):
+                made = graph.insertNode(graph.create("aten::abs", [node.input()], 1))
+            made.output().setType(node.output().type())
+            made.copyMetadata(node)
+            node.output().replaceAllUsesWith(made.output())
+            node.destroy()

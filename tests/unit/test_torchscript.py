@@ -164,3 +164,26 @@ def test_sizes_that_a_trace_has_as_tensors_keep_their_dtype(f):
     traced = torch.jit.trace(f, (x,), check_trace=False)
     got = fuser.fusion_handle(fuser.register_fusion(to_fx(traced)))(x)
     torch.testing.assert_close(got, traced(x))
+
+
+def abs_of_all(x, n: int):
+    y = abs(x * 2)
+    if n > 0:
+        y = y + abs(n)
+    return [y, abs(x)][0] - abs(y - 3)
+
+
+def abs_of_tensor(x):
+    return abs(abs(x) - 2) * abs(x.size(0) - 9)
+
+
+@pytest.mark.parametrize("n", [-2, 2])
+def test_abs_of_tensors_and_numbers(n):
+    """TorchScript has a node of its own for Python's `abs`."""
+    script, x = torch.jit.script(abs_of_all), torch.randn(4, 4)
+    fused = fuser.fuse_script(script)
+    assert torch.equal(fused(x, n), script(x, n))
+    assert "int = prim::abs" in str(fused.graph) and "Tensor = prim::abs" not in str(fused.graph)
+    of_one = torch.jit.script(abs_of_tensor)
+    assert torch.equal(to_fx(of_one)(x), of_one(x))
+    assert torch.equal(fuser.run_fusion(fuser.register_fusion(to_fx(of_one)), [x])[0], of_one(x))
