@@ -58,6 +58,8 @@ class Target:
     window_dims: dims that the windows of a pooling extend along at most.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
     joins: whether plans along rows and along columns are looked at as one.
+    square_tiles: whether a loop's tile has two dims, so that operands along rows and along columns are both read in
+      runs. Then a kernel of a long reduction stores nothing along another axis than it reads.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
       that a write to memory is worth.
     table_work: operations to be spared, from which what is computed from indices alone (positions, angles) is made once
@@ -85,6 +87,7 @@ class Target:
     moments: bool = False
     most_buffers: int = 48
     scans_alone: bool = False
+    square_tiles: bool = False
     sums_by_dims: bool = True
     window_dims: int = 3
     unrolls: bool = False

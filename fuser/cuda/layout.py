@@ -168,9 +168,9 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     """The layout of a plan with reductions; of its chunks if they are to be a `loop`, not held in registers, with the
     tile `ahead` if that is loaded ahead."""
     kept = [a for a in plan.axes if not a.reduced]
-    reduced = list(plan.reduced_axes)
-    n = product(a.size for a in reduced)
     column = is_column(plan)
+    reduced = list(plan.reduced_axes) if column else _read_in_turn(plan)
+    n = product(a.size for a in reduced)
     loads = sum(1 for i, r in enumerate(plan.rows) if r.op == "load" and plan.varies[i] & {a.sym for a in reduced})
     if column:
         tile = tiles.persistent_column(ctx.hint(n))
@@ -183,7 +183,8 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
         longest = tiles.PERSISTENT[-1][0]
-    tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(ahead or looped, ctx.smaller)
+    turned = column and _reads_rows(plan)  # registers hold such operands twice
+    tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(ahead or looped, ctx.smaller + turned)
     # The order in which floats are added up hangs on the number of warps, and in columns on that of neighbours.
     free = not adds_floats(plan)
     if tile is not None and not loop and (free or not column):
@@ -209,6 +210,29 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     return Layout(scalars, dims, tile.warps, guards)
 
 
+def _reads_rows(plan: KernelPlan) -> bool:
+    """Whether an operand of columns runs along a reduced axis."""
+    loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
+    return any(plan.vector in symbols(e) and coefficient(e, a.sym) == ONE for e in loads for a in plan.reduced_axes)
+
+
+def _read_in_turn(plan: KernelPlan) -> list[Axis]:
+    """The reduced axes, the one last along which most is read from neighbour to neighbour: the channels of a group in
+    channels-last memory. Where places are looked for, they stay in the order of the places."""
+    reduced, dtypes = list(plan.reduced_axes), dict(plan.buffers)
+    if len(reduced) < 2 or any(REDUCTIONS[r.kind].index for r in plan.reductions):
+        return reduced
+    syms = {a.sym for a in reduced}
+    side_by_side = dict.fromkeys(reduced, 0)
+    for i, row in enumerate(plan.rows):
+        if row.op == "load" and syms <= plan.varies[i] and not indirect_rows(row):
+            for a in reduced:
+                if coefficient(row.attr[1][0], a.sym) == ONE:
+                    side_by_side[a] += dtypes[row.attr[0]].itemsize
+    last = max(reduced[::-1], key=lambda a: side_by_side[a])
+    return [*(a for a in reduced if a is not last), last]
+
+
 def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     """The layout of a plan without reductions."""
     axes = list(plan.axes)
@@ -218,7 +242,8 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     others = [a for a in axes if a is not vector]
     across = _transposed_axis(plan, vector, others)
     if across is not None:
-        tile = tiles.varied(tiles.shrunk(tiles.TRANSPOSED, ctx.smaller), ctx.variant, True)
+        several = sum(r.op == "load" for r in plan.rows) > tiles.TRANSPOSED_LOADS
+        tile = tiles.varied(tiles.shrunk(tiles.TRANSPOSED, ctx.smaller + several), ctx.variant, True)
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)
@@ -300,10 +325,8 @@ def _pointwise_class(total: Expr, vector: Expr | None, itemsizes: list[int], ctx
 def _transposed_axis(plan: KernelPlan, vector: Axis, others: list[Axis]) -> Axis | None:
     """The axis along which some operand runs that jumps along the vector axis."""
     found: set[Axis] = set()
-    for row in plan.rows:
-        if row.op != "load" or indirect_rows(row):
-            continue
-        address = row.attr[1][0]
+    loads = [r.attr[1][0] for r in plan.rows if r.op == "load" and not indirect_rows(r)]
+    for address in (*loads, *(s.address for s in plan.stores)):
         c = coefficient(address, vector.sym)
         if c is None or c.as_int() in (0, 1):
             continue

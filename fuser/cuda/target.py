@@ -12,5 +12,5 @@ from fuser.targets import DTYPES, Target
 TARGET = Target(
     "cuda", empty_statistics=False, dtypes=DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}, ordered=False,
     unrolls=True, joins=True, sums_by_dims=False, window_dims=2, few_rows=32, long_row=1 << 17,
-    column_block=32, moments=True, recompute_cost=64, write_worth=1,
+    column_block=32, square_tiles=True, moments=True, recompute_cost=64, write_worth=1,
 )  # fmt: skip

@@ -70,6 +70,7 @@ DRAWN_ELEMENTS = 1024
 # rows without a stride tiles of rows are better: `max_pool1d` 3 of 65536 1.05 (with this 1.28).
 WINDOW_ELEMENTS, WINDOW_ROW = 256, 128
 TRANSPOSED = Tile(64, 64, 8)
+TRANSPOSED_LOADS = 4  # with more of them a tile is half as large, so that registers last for two programs
 
 # Operands of so many bytes that rows share are read for all rows before the next block of them. On an H100 `x * w + b`
 # of 16 rows of 4 Mi elements takes 1.18 of a copy's time (row by row 1.95), 64 rows of 1 Mi 1.10 (1.22), 256 rows of

@@ -11,7 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
-from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.context import LoweringContext, Operand, memory_order
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import Element, divided, moments, reduce
 from fuser.lowering.registry import lower
@@ -347,15 +347,60 @@ def group_norm(
     if lies_by_channel(ctx, order, each):
         return _by_channels(ctx, x, groups, each, w, b, eps, dtype, order)
     shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
-    grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
-    var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
+    columns = ctx.target.square_tiles and each > 1 and _ends_in_channels(ctx) and _is_large(ctx, size)
+    if columns:
+        var, mean = _joined_moments(ctx, x, groups, each, wide)
+    else:
+        grouped = x.viewed(shape, lambda i: (i[0], i[1] * each + i[2], *i[3:]))
+        var, mean = moments(ctx, grouped, list(range(2, len(shape))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
 
     def of_group(t: TensorBox) -> Loader:
         load = ctx.loader(t, shape, wide)
+        if columns:
+            return by_channel(ctx, lambda i: load((*i, *(ZERO for _ in shape[2:]))), size, each, wide)
         return lambda i: load((i[0], i[1] // each, i[1] % each, *i[2:]))
 
     return scaled(ctx, x, of_group(mean), of_group(rstd), w, b, dtype, order), mean, rstd
+
+
+def _ends_in_channels(ctx: LoweringContext) -> bool:
+    """Whether channels are neighbours in the memory of what a norm is given."""
+    meta = ctx.arg_metas[0] if ctx.arg_metas else None
+    order = memory_order(meta.size(), meta.stride()) if isinstance(meta, torch.Tensor) and meta.dim() > 2 else None
+    return order is not None and order[-1] == 1
+
+
+_LARGE = 1 << 20  # elements from which on rows that read single elements take longer than three further launches
+
+
+def _is_large(ctx: LoweringContext, size: Sequence[Expr]) -> bool:
+    n, least = product(size), expr(_LARGE)
+    large = ctx.hint(n) >= _LARGE
+    ctx.assume("le", least, n) if large else ctx.assume("lt", n, least)
+    return large
+
+
+def _joined_moments(
+    ctx: LoweringContext, x: TensorBox, groups: int, each: int, wide: torch.dtype
+) -> tuple[TensorBox, TensorBox]:
+    """Variance and mean of each group from those of its channels, which are columns: all have as many elements."""
+    size = ctx.size_of(x)
+    rest = tuple(ZERO for _ in size[2:])
+    own = (size[0], ctx.canon(groups), ctx.canon(each))
+    of_channels = moments(ctx, x, list(range(2, len(size))), wide)
+    var, mean = (t.viewed(own, lambda i: (i[0], i[1] * each + i[2], *rest)) for t in of_channels)
+    whole = divided(ctx, reduce(ctx, "sum", mean, 2, True, wide), own[2], wide)
+    load_var, load_whole = ctx.loader(var, own, wide), ctx.loader(whole, own, wide)
+
+    def spread(v: Value, i: Index) -> Value:
+        d = ops.sub(v, load_whole(i))
+        return ops.add(ops.mul(d, d), load_var(i))
+
+    spreads = divided(ctx, reduce(ctx, "sum", mean, 2, True, wide, spread), own[2], wide)
+    shape = (*own[:2], ONE, *(ONE for _ in rest))
+    first, second = (t.viewed(shape, lambda i: i[:3]) for t in (spreads, whole))
+    return first, second
 
 
 def lies_by_channel(ctx: LoweringContext, order: Order, each: int) -> bool:

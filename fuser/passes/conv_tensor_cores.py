@@ -3,12 +3,13 @@
 cuDNN turns images of the usual order before and after such a convolution. On an H200, bias included, in the usual order
 and in channels-last, ms: 128 images of 8x128x128 to 64 channels, TF32, 1.10 and 0.78; 64 of 64x56x56 0.21 and 0.14; 64
 of 256x28x28 0.28 and 0.22; the first in bfloat16 1.43 and 0.95. In float32 without TF32 channels-last is slower: 1.09
-and 1.48, 0.44 and 0.49, 0.65 and 2.02.
+and 1.48, 0.44 and 0.49, 0.65 and 2.02. On an H100, a transposed convolution by 2 of 128 images of 64x64x64 to 128
+channels takes 0.70 in TF32, and the turning of its result 1.04 more.
 
 A graph is converted as a whole: what stands between two convolutions follows their order, and copies are made where
 images enter, leave, or meet an operator that takes the usual order alone. It is converted if these copies move less
 than cuDNN's own turning would. Training stays: ResNet-50's step, 32 images in float32, took 137 ms, 19 without. So do
-graphs with grouped or transposed convolutions, which were not timed.
+graphs with grouped convolutions, which were not timed.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _images(node: fx.Node) -> tuple[Any, Any, Any] | None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a convolution has one group and is not transposed."""
-    return bool(not node.args[6] and node.args[8] == 1)
+    """Whether a convolution has one group."""
+    return bool(node.args[8] == 1)
 
 
 def _is_trained(graph: fx.Graph) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import reaches_output, same_static_shape
@@ -153,6 +153,48 @@ def _fill(graph: fx.Graph, node: fx.Node, number: Any) -> int:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     return 1
+
+
+def numbers_on_device(module: fx.GraphModule) -> int:
+    """`torch.tensor(0.5)` inside a function, which lies on the CPU, is filled in beside tensors of another device."""
+    graph, changed = module.graph, 0
+    for node in list(graph.nodes):
+        number = _lifted_number(module, node) if node.target is aten.lift_fresh_copy.default else None
+        made: dict[torch.device, fx.Node] = {}
+        for user in list(node.users) if number is not None else ():
+            device = _device_of_elements(user)
+            if device is None or device.type == "cpu":
+                continue
+            if device not in made:
+                value = node.meta["val"]
+                with graph.inserting_before(node):
+                    kwargs = {"dtype": value.dtype, "device": device, "pin_memory": False}
+                    made[device] = graph.call_function(aten.full.default, ([], number), kwargs)
+                with value.fake_mode:
+                    filled = torch.empty((), dtype=value.dtype, device=device)
+                made[device].meta = {**node.meta, "val": filled}
+            user.replace_input_with(node, made[device])
+            changed += 1
+    return changed
+
+
+def _lifted_number(module: fx.GraphModule, node: fx.Node) -> Any:
+    """The number that a graph makes a new tensor of in each call; None for anything else."""
+    source: Any = node.args[0]
+    if source.op != "get_attr" or not isinstance(getattr(node.meta.get("val"), "fake_mode", None), FakeTensorMode):
+        return None
+    held = getattr(module, source.target, None)
+    if type(held) is not torch.Tensor or held.dim() or held.device.type != "cpu" or held.dtype.is_complex:
+        return None
+    with unset_fake_temporarily():
+        return held.item()
+
+
+def _device_of_elements(node: fx.Node) -> torch.device | None:
+    """Where an operator on elements runs."""
+    value = node.meta.get("val")
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return value.device if pointwise and isinstance(value, torch.Tensor) else None
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.convolutions import convolutions_channels_last
-from fuser.passes.folding import fold_uniform, merge_casts, merge_views
+from fuser.passes.folding import fold_uniform, merge_casts, merge_views, numbers_on_device
 from fuser.passes.foreach import split_foreach
 from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
@@ -16,6 +16,7 @@ from fuser.passes.statistics import forget_statistics
 JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
     Pass("split_foreach", split_foreach),
+    Pass("numbers_on_device", numbers_on_device),
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),
     Pass("merge_views", merge_views),

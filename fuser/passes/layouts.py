@@ -106,7 +106,8 @@ class Relayout:
         found = self._copies.get((node, form))
         if found is None:
             found = self._copies[node, form] = self.call(aten.clone.default, node, memory_format=form)
-            if not (self.stored and classify(node).kind is Kind.COMPUTE):
+            source = node.args[0] if node.target is operator.getitem else node
+            if not (self.stored and classify(source).kind is Kind.COMPUTE):  # type: ignore[arg-type]
                 self.copied += value.numel() * value.element_size()
         return found
 

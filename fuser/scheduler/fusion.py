@@ -131,7 +131,49 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
     if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
         if not _reads_once(ctx, kernel, node):
             return Verdict(None, "few long rows: the reduction is split over threads")
+    if ctx.target.square_tiles and kernel.reduced and not free and _turns(ctx, kernel, node, matching, strides):
+        return Verdict(None, "lies in memory along another axis than what the reduction reads")
     return Verdict(matching)
+
+
+_TURNED_ROW, _TURNED = 1024, 1 << 20  # elements of a row, and of all, from which on it costs more than a launch
+_RUN = 16  # elements that lie side by side, from which on it matters
+
+
+def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, strides: Strides) -> bool:
+    """Whether `node` is stored along another axis than those along which the kernel's reductions read.
+
+    A loop that reads rows would store single elements, far apart; a kernel of its own turns tiles.
+    """
+    if node.is_reduction or node.buffer.name not in strides or not node.reads & kernel.after:
+        return False
+    axes = matching.axes
+    n = {a: ctx.hint(axes.size[a]) for a in axes.order}
+    row = math.prod(n[a] for a in axes.order if a in _split_set(kernel.reduced, matching))
+    if row <= _TURNED_ROW or math.prod(n.values()) < _TURNED:
+        return False
+    own = {v: matching.expression(v) for v, _ in node.domain}
+    stored = _runs_along(_address(node.store_index, strides[node.buffer.name], own), n)
+    if stored is None:
+        return False
+    read = set()
+    for other in kernel.nodes:
+        places = {v: substitute(e, matching.axis_splits) for v, e in kernel.maps[other.name].items()}
+        for r in other.rows:
+            if r.op == "load" and r.attr[0] in strides and r.attr[0] not in kernel.produced:
+                address = _address(r.attr[1], strides[r.attr[0]], places)
+                if 8 * math.prod(n[a] for a in axes.order if a in symbols(address)) >= math.prod(n.values()):
+                    read.add(_runs_along(address, n))
+    return bool(read - {None, stored})
+
+
+def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[Sym, Expr]) -> Expr:
+    return sum((substitute(i, places) * s for i, s in zip(index, stride)), ZERO)
+
+
+def _runs_along(address: Expr, n: Mapping[Sym, int]) -> Sym | None:
+    """The axis along which neighbours are neighbours in memory, if it is long enough to matter."""
+    return next((a for a, size in n.items() if size >= _RUN and coefficient(address, a) == ONE), None)
 
 
 def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:

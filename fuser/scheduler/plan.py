@@ -101,7 +101,10 @@ def build_plan(
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
-    vector = _column_axis(axes, rows, reductions, dtypes) or _choose_vector(axes, rows, stores, short)
+    vector = _column_axis(axes, rows, reductions, dtypes)
+    if vector is None and ctx.target.square_tiles and reductions:
+        vector = _crossed(axes, rows)
+    vector = vector or _choose_vector(axes, rows, stores, short)
     across = next((a for a in axes if a.sym == vector and not a.reduced), None)
     along = _choose_vector(axes, rows, stores, 0) if across is not None and short else None
     for a in axes:
@@ -120,6 +123,22 @@ def _column_axis(
     kept, reduced = ([a.sym for a in axes if a.reduced is side] for side in (False, True))
     found = contraction_of(kept, reduced, rows, [(kind, n) for kind, n, _ in reductions], dtypes)
     return found.columns[-1] if found is not None else None
+
+
+_RUN = 16  # elements that lie side by side, from which on it matters
+
+
+def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
+    """The kept axis along which one operand of a reduction lies side by side while another does along a reduced one.
+
+    Tiles of columns read both in runs. None where all lie alike, or only small operands do not.
+    """
+    points = math.prod(max(a.hint, 1) for a in axes)
+    loads = [r.attr[1][0] for r in rows if r.op == "load" and not indirect_rows(r)]
+    large = [e for e in loads if 8 * _touched(e, axes) >= points]
+    along = [a for e in large for a in axes if a.hint >= _RUN and coefficient(e, a.sym) == ONE]
+    kept = [a.sym for a in along if not a.reduced]
+    return kept[0] if kept and any(a.reduced for a in along) else None
 
 
 def _ordered_plan(

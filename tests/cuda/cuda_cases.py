@@ -56,6 +56,19 @@ def _row_case(row: Any, size: int) -> Case:
     return Case(f"{row.name}/{size}", row.fn, lambda i: row.make(i, row.sizes[size]))
 
 
+def last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.channels_last)
+
+
+def image_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)[0]
+    return out.relu()
+
+
 def long_softmax(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x, -1)
 
@@ -187,6 +200,24 @@ EXTRA = (
     Case("shared/some", lambda x, w, b: x * w + b,
          lambda i: (i.normal(3, 2, 5000).transpose(0, 1), i.normal(3, 5000), i.normal(3, 5000))),
     Case("shared/large", lambda x, w: x * w + 1, lambda i: (i.normal(4, 2100001), i.normal(2100001))),
+    Case("turned/batch_norm", lambda x, w, b: turned(image_norm(x, w, b)),
+         lambda i: (i.normal(3, 20, 140, 131), i.uniform(20), i.normal(20))),
+    Case("turned/cat_batch_norm", lambda x, y, w, b: image_norm(torch.cat([x, y], 1), w, b),
+         lambda i: (i.normal(2, 20, 120, 121), last(i.normal(2, 17, 120, 121)), i.uniform(37), i.normal(37))),
+    Case("turned/cat", lambda x, b, y: torch.cat([(x + b).relu(), y], 1).clone(memory_format=torch.contiguous_format),
+         lambda i: (last(i.normal(2, 40, 31, 33)), i.normal(40, 1, 1), last(i.normal(2, 24, 31, 33)))),
+    Case("turned/sums", lambda x, y: (x * y.transpose(1, 2)).sum((0, 2)),
+         lambda i: (i.normal(9, 40, 70), i.normal(9, 70, 40))),
+    Case("turned/softmax", lambda x: torch.softmax(x, -1).permute(0, 3, 1, 2).contiguous(),
+         lambda i: (i.normal(2, 18, 20, 1500),)),
+    Case("channels/group_norm", lambda x, w, b: F.group_norm(torch.sigmoid(x), 5, w, b),
+         lambda i: (last(i.normal(2, 20, 163, 162) * 3 + 5), i.uniform(20), i.normal(20))),
+    Case("channels/group_norm/small", lambda x, w, b: F.group_norm(x, 5, w, b),
+         lambda i: (last(i.normal(2, 20, 31, 33)), i.uniform(20), i.normal(20))),
+    Case("channels/group_norm/bf16", lambda x: F.group_norm(x, 4),
+         lambda i: (last(i.normal(2, 64, 91, 91, dtype=BF16)),)),
+    Case("channels/groups", lambda x: x.reshape(2, 5, 4, 31, 33).amax((2, 3, 4)),
+         lambda i: (last(i.normal(2, 20, 31, 33)),)),
     Case("layer_norm/few/0", lambda x, w: F.layer_norm(x, x.shape[1:], w),
          lambda i: (i.normal(2, 140, 1000), i.normal(140, 1000))),
     Case("extremes/odd", extremes, lambda i: (i.normal(9, 133),)),
@@ -520,7 +551,7 @@ INTERPRETED = (
     "bool_masks/0", "softmax/odd", "softmax/bf16", "log_softmax/long", "mean_var/long", "mean_var/special",
     "mean_var/few", "mean_var/all", "exp_var/long", "shared/rows", "shared/some",
     "mean_var/columns", "mean_var/columns/odd", "batch_norm/columns", "long_norm/bf16", "extremes/odd",
-    "extremes/bool", "argmax/split",
+    "extremes/bool", "argmax/split", "turned/cat", "turned/sums", "channels/groups",
     "sum_and_max/split", "sum_and_max/passing", "argmax/passing", "column_sum/bf16/passing",
     "var_columns/passing",
     "scalar", "broadcast/odd", "strided", "unaligned", "integers", "random", "gather",

@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits
 from matmul_cases import MATMULS, MatmulCase
+from memory_orders import order_case
 from reduction_chains import chain_case, chain_problem
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
@@ -25,7 +26,9 @@ from benchmarks import checks
 from fuser.cuda import batch, fused_kernel, tiles, toolchain, tuning
 from fuser.errors import Unsupported
 from fuser.ir.sizes import run_program
+from fuser.lowering import norms
 from fuser.runtime.python_launcher import match
+from fuser.scheduler import fusion, plan
 
 NUMPY = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
@@ -146,7 +149,7 @@ def check(case: Case) -> str | None:
     out = readable(out)
     eager = readable(checks.tensors(case.fn(*args)))
     exact = readable(checks.tensors(case.fn(*checks.to_float64(args))))
-    if case.name.startswith("chain/"):
+    if case.name.startswith(("chain/", "order/")):
         return chain_problem(out, eager, exact)
     return checks.judge(out, eager, exact).problem
 
@@ -189,10 +192,17 @@ def many_columns() -> None:
     tiles.SPLIT_COLUMN_FROM = 65
 
 
+RANDOM = {"chain": chain_case, "order": order_case}
+# Where a graph's memory turns, kernels are kept apart from so many elements on.
+TURNS = (
+    (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "_RUN", 4), (plan, "_RUN", 4), (norms, "_LARGE", 64),
+)  # fmt: skip
+
+
 def case_of(name: str) -> Case:
     """The case of a name; `chain/7` is the seventh chain of reductions."""
     kind, _, number = name.partition("/")
-    return chain_case(int(number)) if kind == "chain" else {**CASES, **MATMULS}[name]
+    return RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
 
 
 def main() -> None:
@@ -205,8 +215,11 @@ def main() -> None:
         **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
     }  # fmt: skip
     tables = dict(vars(tiles))
+    usual = [getattr(module, name) for module, name, _ in TURNS]
     for name in sorted(names, key=small.__contains__):
         vars(tiles).update(tables)
+        for (module, which, low), value in zip(TURNS, usual, strict=True):
+            setattr(module, which, low if name.startswith("order/") else value)
         if name in small:
             small[name]()
         try:

@@ -80,7 +80,8 @@ def chain_problem(out: list[torch.Tensor], eager: list[torch.Tensor], exact: lis
         if not torch.equal(mine.isfinite(), theirs.isfinite()):
             return f"result {n} is not finite elsewhere than eager's"
         far = [torch.where(wide.isfinite(), x.double() - wide, 0.0).abs().max().item() for x in (mine, theirs)]
-        most = 8 * far[1] + 1e-3 * torch.where(wide.isfinite(), wide, 0.0).abs().max().item()
+        rounding = torch.finfo(mine.dtype).eps if mine.dtype.is_floating_point else 0.0
+        most = 8 * far[1] + max(1e-3, rounding) * torch.where(wide.isfinite(), wide, 0.0).abs().max().item()
         if far[0] > most:
             return f"result {n} is {far[0]:.3g} from float64, eager's {far[1]:.3g}"
     return None

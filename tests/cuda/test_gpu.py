@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import CASES, Case, readable, same_bits
+from memory_orders import order_case
 from reduction_chains import chain_case, chain_problem
 
 import fuser
@@ -35,9 +36,18 @@ def results(tree: Any) -> list[torch.Tensor]:
     return readable(checks.tensors(tree))
 
 
+@pytest.mark.parametrize("seed", range(80))
+def test_reductions_where_memory_turns(seed: int) -> None:
+    check_random(order_case(seed, scale=16 if seed % 2 else 1))
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_chains_of_reductions(seed: int) -> None:
-    case = chain_case(seed)
+    check_random(chain_case(seed))
+
+
+def check_random(case: Case) -> None:
+    """A random case has a kernel, whose results are as near as eager's."""
     key, handle = handle_of(case)
     args = case.args("cuda")
     out = checks.tensors(handle(*args))

@@ -12,6 +12,7 @@ from importlib import util
 import pytest
 from cuda_cases import INTERPRETED
 from matmul_cases import INTERPRETED_MATMULS
+from memory_orders import ORDERS
 from reduction_chains import CHAINS
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
 ]
 HERE = pathlib.Path(__file__).parent
-NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS)
+NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *ORDERS)
 
 
 @pytest.fixture(scope="module")

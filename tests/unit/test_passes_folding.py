@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser.frontends.dynamo import fuser_backend, last_compilation
@@ -198,3 +199,29 @@ def test_in_the_pipeline():
     names = ("fold_uniform", "merge_casts", "merge_views", "join_pieces", "split_to_slices")
     assert all(changed[name] == 1 for name in names), changed
     torch._dynamo.reset()
+
+
+def test_numbers_are_filled_in_on_the_device_that_computes_with_them():
+    """What `torch.tensor(0.5)` inside a function makes lies on the CPU; beside CUDA tensors it would split groups."""
+
+    def f(x, flags):
+        low = torch.where(flags, torch.tensor(3), torch.tensor(-1e9, dtype=torch.float64))
+        return torch.min(x, torch.tensor(0.5)) + low, torch.tensor(2) + 1
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for device, changed in (("cpu", 0), ("cuda", 3)):
+            inputs = torch.empty(4, 3, device=device), torch.empty(4, 3, device=device, dtype=torch.bool)
+            module = make_fx(f)(*inputs)
+            assert folding.numbers_on_device(module) == changed
+            module.graph.lint()
+            for node in module.graph.nodes:
+                if node.target is aten.full.default:
+                    assert node.meta["val"].device == node.kwargs["device"] == inputs[0].device
+    x, flags = torch.randn(4, 3), torch.rand(4, 3) > 0.5
+    module.graph.eliminate_dead_code()
+    for node in module.graph.nodes:
+        if node.target is aten.full.default:
+            node.kwargs = {**node.kwargs, "device": "cpu"}
+    module.recompile()
+    for got, want in zip(module(x, flags), f(x, flags), strict=True):
+        assert got.dtype is want.dtype and torch.equal(got, want)
