@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests import compare
 from tests.device import test_device
@@ -392,7 +392,13 @@ class _Roundings(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         noise = torch.rand(value.shape, generator=self.draw, dtype=torch.float64) - 0.5
-        return value * (1 + eps * noise).to(value.device, value.dtype)
+        made = value * (1 + eps * noise).to(value.device, value.dtype)
+        if value.dtype is not torch.float64 or not value.numel():
+            return made
+        with _disable_current_modes():  # no rounding passes a number of the narrow dtype: a sigmoid stays below 1
+            step = torch.ldexp(torch.full_like(value, eps), torch.frexp(value).exponent - 1)
+            low, high = (value / step).floor() * step, (value / step).ceil() * step
+            return torch.where(step > 0, made.clamp(low, high), made)
 
 
 @functools.cache
