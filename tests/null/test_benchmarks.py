@@ -19,6 +19,7 @@ from benchmarks import (
     markdown,
     memory,
     models,
+    problems,
     runner,
     training,
 )
@@ -410,3 +411,36 @@ def test_a_contraction_beside_a_rival_that_is_wrong_and_one_that_fails(monkeypat
     assert set(result.timings) == {"eager"} and "no such layer" in result.problems["openvino"]
     report = contractions.report_of("contractions", [result], ["eager", "openvino", "fuser"], [])
     assert "is off eager's" in report.wrong[0] and "openvino" in report.notes[0]
+
+
+PROBLEM = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(n)
+    def forward(self, x):
+        return self.norm(x).relu()
+n = 96
+def get_inputs():
+    return [torch.rand(64, n)]
+def get_init_inputs():
+    return [n]
+"""
+
+
+def test_problems_of_other_projects(tmp_path, capsys, monkeypatch):
+    """A file in KernelBench's form is run and compared; one that fails says why."""
+    (tmp_path / "level1").mkdir()
+    (tmp_path / "level1" / "1_norm.py").write_text(PROBLEM)
+    (tmp_path / "level1" / "2_broken.py").write_text(PROBLEM.replace("[n]", "[n, 'no', 1, 2, 3, 4, 5, 6, 7]"))
+    (tmp_path / "notes.py").write_text("")
+    model, args = problems.load(tmp_path / "level1" / "1_norm.py", "cpu", 4)
+    assert model.norm.num_features == 24 and args[0].shape == (64, 24)
+    monkeypatch.setattr("sys.argv", ["problems", str(tmp_path), "--smaller", "4", "--backends", "aot_eager"])
+    assert problems.main() == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].startswith("1_norm") and "aot_eager" in rows[0] and "FAR" not in rows[0]
+    assert rows[1].startswith("2_broken") and "Error" in rows[1] and rows[2].startswith("1 problems")
+    assert problems.distance(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5
+    assert problems.distance(torch.ones(2), torch.ones(2, 1)) == float("inf")
