@@ -19,7 +19,7 @@ from fuser.frontends.dynamo import fuser_backend
 from fuser.frontends.torchscript import to_fx
 from fuser.interface import prepare
 from fuser.kernel_cache import REGISTRY
-from tests.fuzz.cases import Case, Observation, case_inputs, mode_of, observe
+from tests.fuzz.cases import Case, Observation, case_inputs, mode_of, module_of, observe
 from tests.fuzz.writer import MODULES, make_function
 
 Function = Callable[..., Any]
@@ -224,6 +224,8 @@ class Group:
     def __init__(self, route: Route, cases: Sequence[Case]) -> None:
         self.route, self.cases = route, cases
         self.functions = [make_function(c.text) for c in cases]
+        modules = (module_of(f) for f in self.functions)
+        self.states = [(m, {k: v.clone() for k, v in m.state_dict().items()}) for m in modules if m is not None]
         self.gate = Gate()
         self.error: Exception | None = None
         self.function: Function | None = None
@@ -252,6 +254,8 @@ class Group:
         self.gate.open = True
         if self.error is not None or self.function is None:
             return [Observation(error=self.error) for _ in self.cases]
+        for module, state in self.states:  # what dynamo leaves to Python, such as an LSTM, has run already
+            module.load_state_dict(state)
         with settled():
             return observe(self.cases, self.functions, self.function)
 
