@@ -132,12 +132,14 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
         if not _reads_once(ctx, kernel, node):
             return Verdict(None, "few long rows: the reduction is split over threads")
     if ctx.target.square_tiles and kernel.reduced and not free and _turns(ctx, kernel, node, matching, strides):
-        return Verdict(None, "lies in memory along another axis than what the reduction reads")
+        return Verdict(None, "is stored along another axis than the reduction reads")
     return Verdict(matching)
 
 
-_TURNED_ROW, _TURNED = 1024, 1 << 20  # elements of a row, and of all, from which on it costs more than a launch
-_RUN = 16  # elements that lie side by side, from which on it matters
+# Elements of a row, and of all, beyond which single elements far apart are taken to cost more than a launch: a choice
+# that no device has measured.
+_TURNED_ROW, _TURNED = 1024, 1 << 20
+RUN = 16  # elements that lie side by side, from which on it matters
 
 
 def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, strides: Strides) -> bool:
@@ -149,8 +151,8 @@ def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching,
         return False
     axes = matching.axes
     n = {a: ctx.hint(axes.size[a]) for a in axes.order}
-    row = math.prod(n[a] for a in axes.order if a in _split_set(kernel.reduced, matching))
-    if row <= _TURNED_ROW or math.prod(n.values()) < _TURNED:
+    points, reduced = math.prod(n.values()), _split_set(kernel.reduced, matching)
+    if math.prod(n[a] for a in reduced) <= _TURNED_ROW or points < _TURNED:
         return False
     own = {v: matching.expression(v) for v, _ in node.domain}
     stored = _runs_along(_address(node.store_index, strides[node.buffer.name], own), n)
@@ -162,7 +164,7 @@ def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching,
         for r in other.rows:
             if r.op == "load" and r.attr[0] in strides and r.attr[0] not in kernel.produced:
                 address = _address(r.attr[1], strides[r.attr[0]], places)
-                if 8 * math.prod(n[a] for a in axes.order if a in symbols(address)) >= math.prod(n.values()):
+                if 8 * math.prod(n[a] for a in axes.order if a in symbols(address)) >= points:
                     read.add(_runs_along(address, n))
     return bool(read - {None, stored})
 
@@ -173,7 +175,7 @@ def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[
 
 def _runs_along(address: Expr, n: Mapping[Sym, int]) -> Sym | None:
     """The axis along which neighbours are neighbours in memory, if it is long enough to matter."""
-    return next((a for a, size in n.items() if size >= _RUN and coefficient(address, a) == ONE), None)
+    return next((a for a, size in n.items() if size >= RUN and coefficient(address, a) == ONE), None)
 
 
 def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
@@ -212,8 +214,7 @@ def _columns(kernel: Kernel, strides: Strides) -> Sym | None:
         for row in node.rows if node.is_reduction else ():
             if row.op != "load" or row.attr[0] not in strides:
                 continue
-            own = kernel.maps[node.name]
-            address = sum((substitute(i, own) * s for i, s in zip(row.attr[1], strides[row.attr[0]])), ZERO)
+            address = _address(row.attr[1], strides[row.attr[0]], kernel.maps[node.name])
             if any(coefficient(address, a) != ZERO for a in kernel.reduced):
                 return next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
     return None

@@ -24,7 +24,7 @@ from fuser.ir.sizes import (
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS
 from fuser.scheduler.contraction import contraction_of
-from fuser.scheduler.fusion import Kernel
+from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.nodes import Node, Ordered, row_cost
 from fuser.targets import Target
@@ -125,9 +125,6 @@ def _column_axis(
     return found.columns[-1] if found is not None else None
 
 
-_RUN = 16  # elements that lie side by side, from which on it matters
-
-
 def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
     """The kept axis along which one operand of a reduction lies side by side while another does along a reduced one.
 
@@ -136,7 +133,7 @@ def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
     points = math.prod(max(a.hint, 1) for a in axes)
     loads = [r.attr[1][0] for r in rows if r.op == "load" and not indirect_rows(r)]
     large = [e for e in loads if 8 * _touched(e, axes) >= points]
-    along = [a for e in large for a in axes if a.hint >= _RUN and coefficient(e, a.sym) == ONE]
+    along = [a for e in large for a in axes if a.hint >= RUN and coefficient(e, a.sym) == ONE]
     kept = [a.sym for a in along if not a.reduced]
     return kept[0] if kept and any(a.reduced for a in along) else None
 

@@ -195,7 +195,7 @@ def many_columns() -> None:
 RANDOM = {"chain": chain_case, "order": order_case}
 # Where a graph's memory turns, kernels are kept apart from so many elements on.
 TURNS = (
-    (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "_RUN", 4), (plan, "_RUN", 4), (norms, "_LARGE", 64),
+    (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "RUN", 4), (plan, "RUN", 4), (norms, "_LARGE", 64),
 )  # fmt: skip
 
 

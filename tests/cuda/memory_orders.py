@@ -1,4 +1,4 @@
-"""Random reductions of tensors that lie in memory in different orders, whose results lie in others again.
+"""Random graphs of reductions whose inputs and results have different orders of dims in memory.
 
 Loops along rows, along columns and turned tiles meet in one graph: images in channels-last memory beside others, norms
 between them, and copies back.

@@ -440,7 +440,25 @@ def test_problems_of_other_projects(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["problems", str(tmp_path), "--smaller", "4", "--backends", "aot_eager"])
     assert problems.main() == 0
     rows = capsys.readouterr().out.splitlines()
-    assert rows[0].startswith("1_norm") and "aot_eager" in rows[0] and "FAR" not in rows[0]
+    assert rows[0].startswith("1_norm") and "aot_eager" in rows[0] and "NOT" not in rows[0]
     assert rows[1].startswith("2_broken") and "Error" in rows[1] and rows[2].startswith("1 problems")
     assert problems.distance(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5
     assert problems.distance(torch.ones(2), torch.ones(2, 1)) == float("inf")
+    assert problems.distance(torch.tensor([1.0, math.nan]), torch.ones(2)) == float("inf")
+    assert problems.distance(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == 0
+
+
+def test_a_problem_whose_backend_is_wrong_or_fails_is_said(tmp_path, capsys, monkeypatch):
+    def shifted(graph, inputs):
+        return lambda *args: [x + 1 for x in graph(*args)]
+
+    def failing(graph, inputs):
+        raise RuntimeError("no kernel")
+
+    (tmp_path / "1_norm.py").write_text(PROBLEM)
+    for backend, said in ((shifted, "NOT EAGER'S RESULT"), (failing, "no kernel")):
+        name = f"problems_{backend.__name__}"
+        torch._dynamo.register_backend(backend, name)
+        monkeypatch.setattr("sys.argv", ["problems", str(tmp_path), "--backends", name])
+        assert problems.main() == 1
+        assert said in capsys.readouterr().out
