@@ -50,6 +50,8 @@ class Target:
     split_units, split_work, lane_block: a reduction to fewer units than this, of at least so much work, is cut into
       chunks; along the vector axis `lane_block` results are a unit. A target whose code generator cuts by itself has 0.
     few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this.
+    rows_at_once, cached: nor with that of long rows of which so many, worked on at one time, have more elements than
+      the last cache holds from one reading to the next (0: any number).
     moments: whether one reading of a row gives its sum and its squared distances from what depends on that sum.
     most_buffers: that a kernel may touch.
     scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
@@ -58,6 +60,8 @@ class Target:
     window_dims: dims that the windows of a pooling extend along at most.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
     joins: whether plans along rows and along columns are looked at as one.
+    joins_stored: elements from which a join that a norm of images reads is written to memory first, as the norm reads
+      it again (0: none is).
     square_tiles: whether a loop's tile has two dims, so that operands along rows and along columns are both read in
       runs. Then a kernel of a long reduction stores nothing along another axis than it reads.
     recompute_cost, write_worth: operations that an element may cost to be computed again by each reader, and the reads
@@ -84,6 +88,8 @@ class Target:
     lane_block: int = 1
     few_rows: int = 4
     long_row: int = 1 << 18
+    rows_at_once: int = 0
+    cached: int = 0
     moments: bool = False
     most_buffers: int = 48
     scans_alone: bool = False
@@ -92,6 +98,7 @@ class Target:
     window_dims: int = 3
     unrolls: bool = False
     joins: bool = False
+    joins_stored: int = 0
     recompute_cost: int = 8
     write_worth: int = 2
     table_work: int = 0

@@ -243,7 +243,9 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     across = _transposed_axis(plan, vector, others)
     if across is not None:
         several = sum(r.op == "load" for r in plan.rows) > tiles.TRANSPOSED_LOADS
-        tile = tiles.varied(tiles.shrunk(tiles.TRANSPOSED, ctx.smaller + several), ctx.variant, True)
+        odd = vector.hint % tiles.RUN != 0 and vector.hint >= tiles.TRANSPOSED_ODD.inner
+        plain = tiles.TRANSPOSED_ODD if odd else tiles.TRANSPOSED
+        tile = tiles.varied(tiles.shrunk(plain, ctx.smaller + several), ctx.variant, True)
         rest = [a for a in others if a is not across]
         dims = [Dim([across], tile.outer, "y"), Dim([vector], tile.inner, "x")]
         return Layout(rest, dims, tile.warps, transposed=True)

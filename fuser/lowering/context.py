@@ -78,6 +78,7 @@ class LoweringContext:
         self.arg_metas: tuple[Any, ...] = ()
         self.n_readers = 0  # how many nodes of the graph read the result
         self.is_scanned = False  # whether a scan is one of them
+        self.is_normed = False  # whether a norm of images is one of them
         self.claims: Counter[int] = Counter()  # by id of a StorageBox: nodes and outputs that read a box over it
 
     # -- symbols -----------------------------------------------------------------------------------------------------

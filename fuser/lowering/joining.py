@@ -6,6 +6,7 @@ else each piece is a loop of its own that fills its part of the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ def joined(
     size = (*rest[:dim], total, *rest[dim + 1 :])
     # To choose between pieces, point by point, takes longer than a scan that reads from memory.
     apart = ctx.is_scanned and ctx.target.scans_alone
+    if ctx.is_normed and ctx.target.joins_stored:
+        apart |= math.prod(map(ctx.hint, size)) >= ctx.target.joins_stored
     if len(pieces) == 1 or (ctx.n_readers and len(pieces) <= MOST_CHOICES and not apart):
         return ctx.pointwise(size, dtype, chosen(pieces, dim), ctx.order_of_meta())
     out = ctx.empty(size, dtype, ctx.order_of_meta())

@@ -18,7 +18,17 @@ from fuser.lowering.registry import lower
 from fuser.reasons import because
 
 Statistics = tuple[TensorBox, TensorBox, TensorBox]
+_OF_BATCHES = frozenset(
+    {"aten.batch_norm", "aten.native_batch_norm", "aten._native_batch_norm_legit",
+     "aten._native_batch_norm_legit_functional"}
+)  # fmt: skip
+_OF_IMAGES = frozenset({"aten.instance_norm", "aten.group_norm", "aten.native_group_norm"})
 Order = tuple[int, ...] | None
+
+
+def rereads(op: str, args: Sequence[Any]) -> bool:
+    """Whether a call is a norm that reads whole images for its statistics, and then again."""
+    return op in _OF_IMAGES or (op in _OF_BATCHES and any(a is True for a in args))
 
 
 # -- softmax -----------------------------------------------------------------------------------------------------------

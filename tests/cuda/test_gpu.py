@@ -49,9 +49,9 @@ def test_chains_of_reductions(seed: int) -> None:
 def check_random(case: Case) -> None:
     """A random case has a kernel, whose results are as near as eager's."""
     key, handle = handle_of(case)
-    args = case.args("cuda")
+    args, before = case.args("cuda"), handle.hits  # of other numbers with the same graph, if this process ran them
     out = checks.tensors(handle(*args))
-    assert handle.hits == 1, why_no_kernel(key)
+    assert handle.hits == before + 1, why_no_kernel(key)
     exact = checks.tensors(case.fn(*checks.to_float64(args)))
     assert chain_problem(out, checks.tensors(case.fn(*args)), exact) is None
 
