@@ -33,9 +33,9 @@ class InputPattern:
     """What one argument must look like for a kernel to take it.
 
     kind "tensor": dtype, device type, rank, and a `Bind` or `Check` for each size and each stride, in
-    the order size 0 … size n-1, stride 0 … stride n-1. A stride is not checked where its size is at most 1 or the
-    tensor is empty (it is bound all the same). kinds "int", "bool" bind `slot` (an int64 slot); kind "float" binds
-    `slot` of the float array (an int is taken for a float, not the reverse).
+    the order size 0 … size n-1, stride 0 … stride n-1. A stride is not checked where its size is at most 1, unless
+    `every_stride` counts, or where the tensor is empty (it is bound all the same). kinds "int", "bool" bind `slot` (an
+    int64 slot); kind "float" binds `slot` of the float array (an int is taken for a float, not the reverse).
     """
 
     kind: str
@@ -45,6 +45,7 @@ class InputPattern:
     strides: tuple[Bind | Check, ...] = ()
     slot: int = -1
     aligned: bool = False  # the data must start at a multiple of `ALIGNMENT` bytes
+    every_stride: bool = False  # where eager's choice of a layout may hang on strides in dims of one element
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from fuser.targets import HOST
 
 settings: Any = config  # its attributes are made from a table
 
-FORMAT = 2
+FORMAT = 3
 MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
 _DECIDING_FILES = ("kernel_spec.py", "machines.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
@@ -313,9 +313,10 @@ def keep_operators(names: Iterable[str]) -> None:
 def encode_program(p: LaunchProgram) -> list[Any]:
     """A launch program as JSON."""
     inputs = [
-        [i.kind, i.dtype and str(i.dtype), i.device_type, _items(i.sizes), _items(i.strides), i.slot, i.aligned]
+        [i.kind, i.dtype and str(i.dtype), i.device_type, _items(i.sizes), _items(i.strides), i.slot, i.aligned,
+         i.every_stride]
         for i in p.inputs
-    ]
+    ]  # fmt: skip
     buffers = [[str(b.dtype), b.sizes, b.strides, b.output, *([True] if b.counters else [])] for b in p.buffers]
     steps = [[s.entry, s.units, s.work, s.scratch, *_encode_gpu(s.gpu)] for s in p.steps]
     return [inputs, p.n_slots, p.n_floats, p.guards, buffers, steps, p.outputs, p.single]
@@ -356,10 +357,10 @@ def _decode_gpu(gpu: Any) -> GpuLaunch:
 
 
 def _input(
-    kind: str, dtype: str | None, device: str, sizes: Any, strides: Any, slot: int, aligned: bool
+    kind: str, dtype: str | None, device: str, sizes: Any, strides: Any, slot: int, aligned: bool, every: bool
 ) -> InputPattern:  # fmt: skip
     known = _DTYPES[dtype] if dtype is not None else None
-    return InputPattern(kind, known, device, _patterns(sizes), _patterns(strides), slot, aligned)
+    return InputPattern(kind, known, device, _patterns(sizes), _patterns(strides), slot, aligned, every)
 
 
 def _patterns(items: Any) -> tuple[Bind | Check, ...]:

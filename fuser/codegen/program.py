@@ -93,8 +93,11 @@ class ProgramBuilder:
     def _bind_tensor(self, number: int, record: TensorInput) -> None:
         self.pointers[f"in{number}"] = len(self.pointers)
         sizes = tuple(self._token(e) for e in record.size)
-        strides = tuple(self._token(e) for e in record.stride)
-        self.patterns.append(InputPattern("tensor", record.dtype, record.device_type, sizes, strides))
+        strides = tuple(self._token(e) for e in record.checked or record.stride)
+        every = record.checked is not None
+        self.patterns.append(
+            InputPattern("tensor", record.dtype, record.device_type, sizes, strides, every_stride=every)
+        )
 
     def _token(self, e: Expr) -> Bind | Check:
         known = self.ctx.canon(e)

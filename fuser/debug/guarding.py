@@ -68,8 +68,9 @@ def _input_text(number: int, pattern: InputPattern, slots: dict[int, str]) -> st
     sizes = _numbers(pattern.sizes, f"x{number}_", slots)
     strides = _numbers(pattern.strides, f"x{number}_s", slots)
     aligned = f", from a multiple of {ALIGNMENT} bytes" if pattern.aligned else ""
+    every = ", in dims of one element, too," if pattern.every_stride else ""
     dtype = str(pattern.dtype).removeprefix("torch.")
-    return f"in{number}: {dtype}[{sizes}] strides [{strides}] on {pattern.device_type}{aligned}"
+    return f"in{number}: {dtype}[{sizes}] strides [{strides}]{every} on {pattern.device_type}{aligned}"
 
 
 def _numbers(items: Sequence[Bind | Check], name: str, slots: dict[int, str]) -> str:

@@ -20,6 +20,7 @@ from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, training
 from fuser.frontends.containers import flattened, takes_containers
 from fuser.frontends.effects import drop_tokens, with_tokens
+from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
@@ -187,6 +188,7 @@ class _GraphCompiler:
         self.passes: tuple[PassRecord, ...] = ()
 
     def compile(self) -> Function:
+        give_values(self.gm, self.example_inputs)
         self.passes = run_stage("pre_grad", self.gm)
         if any(record.changed for record in self.passes):
             self.gm.recompile()

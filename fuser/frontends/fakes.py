@@ -24,6 +24,9 @@ from fuser.passes.dispatched import RESIZING
 _MARK = "_fuser_plain_dispatch"
 _clone = torch.ops.aten.clone.default
 _empty_strided = torch.ops.aten.empty_strided.default
+_as_strided = torch.ops.aten.as_strided.default
+# Of these torch's fake tensors have other strides in dims of one element than its tensors.
+_VIEWS = frozenset(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias"))
 
 
 def correct(mode: Any) -> None:
@@ -36,6 +39,8 @@ def correct(mode: Any) -> None:
         name = _corrected_name(func)
         if func in _resized_gradients() and _has_symbols((args, kwargs)):
             return _gradient_of_input_size(plain, func, args, kwargs or {})
+        if func in _VIEWS:
+            return _viewed(plain, func, types, args, kwargs or {})
         if name is None:
             return plain(func, types, args, kwargs or {})
         found = _tried(plain, func, types, args, kwargs or {})
@@ -121,6 +126,18 @@ def _with_strides(plain: Callable[..., Any], name: str, found: Any, args: Sequen
             options = {"dtype": t.dtype, "device": t.device}
             results[i] = plain(_empty_strided, (), (t.shape, want.stride()), options)
     return results[0] if isinstance(found, torch.Tensor) else list(results) if type(found) is list else tuple(results)
+
+
+def _viewed(plain: Callable[..., Any], func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A tensor in other sizes, with eager's strides in dims of one element, too."""
+    found = plain(func, types, args, kwargs)
+    if _has_symbols((args, kwargs, found)) or min(found.shape, default=2) > 1 or _is_plain(args[0]):
+        return found
+    with torch._C._DisablePythonDispatcher():  # where AOTAutograd traces, its rule for sizes that are symbols
+        strides = func(_on_meta(args[0]), *args[1:], **kwargs).stride()
+    if strides == found.stride():
+        return found
+    return plain(_as_strided, (), (args[0], found.shape, strides, args[0].storage_offset()), {})
 
 
 def _is_plain(t: torch.Tensor) -> bool:

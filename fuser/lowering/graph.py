@@ -23,11 +23,12 @@ from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import is_aligned
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering import host
+from fuser.lowering import host, unit_dims
 from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
 from fuser.lowering.decisive import reads_elements, rounded_nodes
 from fuser.lowering.known_shapes import AUTOCASTS, known_meta
+from fuser.lowering.norms import rereads
 from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import is_row_major, row_major
@@ -37,13 +38,17 @@ from fuser.reasons import because
 
 @dataclass(frozen=True)
 class TensorInput:
-    """A tensor input: its dtype, device type, sizes and strides as expressions; whether 16 divides its address."""
+    """A tensor input: its dtype, device type, sizes and strides as expressions; whether 16 divides its address.
+
+    `checked` are the strides by which a call's tensor is judged, where those of dims of one element count, too.
+    """
 
     dtype: torch.dtype
     device_type: str
     size: tuple[Expr, ...]
     stride: tuple[Expr, ...]
     aligned: bool = True
+    checked: tuple[Expr, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,12 @@ def lower_graph(
         for node in graph.calls:
             state.add(node, *lower_node(state, node))
     state.ctx.numerics = "eager" if _rounds(graph, state.rounded, state.metas) else numerics
-    return Lowered(state.ctx, state.inputs, place_outputs(state))
+    outputs = place_outputs(state)
+    if unit_dims.may_decide(graph, state.metas):
+        for number, record in enumerate(state.inputs):
+            if isinstance(record, TensorInput):
+                state.inputs[number] = unit_dims.keep(state.ctx, number, record, state.metas[number])
+    return Lowered(state.ctx, state.inputs, outputs)
 
 
 @dataclass
@@ -90,6 +100,7 @@ class State:
     readers: Counter[int]
     read: Counter[int]  # with repeats: a node that reads a value twice may not write it
     scanned: set[int]
+    normed: set[int]
     rounded: Collection[int]
     numerics: str
 
@@ -130,13 +141,15 @@ def begin(
     readers = Counter(i for node in graph.calls for i in set(node.refs()))
     read = Counter(i for node in graph.calls for i in node.refs()) + Counter(refs_of(graph.output))
     scanned = {i for node in graph.calls if node.op in SCANS for i in node.refs()}
-    return State(graph, ctx, inputs, values, metas, readers, read, scanned, rounded_nodes(graph), numerics)
+    normed = {next(iter(node.refs())) for node in graph.calls if rereads(node.op, node.args)}
+    return State(graph, ctx, inputs, values, metas, readers, read, scanned, normed, rounded_nodes(graph), numerics)
 
 
 def lower_node(state: State, node: CanonicalNode) -> tuple[Any, Any]:
     """The next node's value and meta. Raises Unsupported."""
     ctx = state.ctx
     ctx.n_readers, ctx.is_scanned = state.readers[node.index], node.index in state.scanned
+    ctx.is_normed = node.index in state.normed
     ctx.numerics = "eager" if node.index in state.rounded else state.numerics
     return _lower_node(ctx, node, state.values, state.metas)
 

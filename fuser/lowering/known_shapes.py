@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.lowering.shapes import broadcast, elementwise_meta, operands, promoted, result_strides
+from fuser.lowering.shapes import broadcast, elementwise_meta, is_row_major, operands, promoted, result_strides
 
 Rule = Callable[..., "torch.Tensor | None"]
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -34,8 +34,11 @@ def _new(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_dense(*tensors: Any) -> bool:
-    """Whether all are contiguous tensors with elements."""
-    return all(isinstance(t, torch.Tensor) and t.is_contiguous() and t.numel() for t in tensors)
+    """Whether all are contiguous tensors with elements, and lie in no other order as well."""
+    return all(
+        isinstance(t, torch.Tensor) and t.numel() and (is_row_major(t) or t.dim() < 4 and t.is_contiguous())
+        for t in tensors
+    )
 
 
 def _dims(dims: Any, rank: int) -> set[int] | None:

@@ -27,10 +27,13 @@ def keep_logits(module: fx.GraphModule) -> int:
     if config.numerics == "eager":
         return 0
     changed = 0
+    results = set(module.graph.output_node().all_input_nodes)
     for node in list(module.graph.nodes):
         if node.target is not aten._log_softmax.default or node.kwargs or node.meta["val"].dtype not in DTYPES:
             continue
         known = _same(node)
+        if results & set(known):  # the caller holds it, and may write the logits
+            continue
         readers = [u for n in known for u in n.users if u.target is aten._log_softmax_backward_data.default]
         readers = [u for u in readers if u.args[1] in known and u.args[0] not in known]
         if not readers or _is_unfit(node.meta["val"]):

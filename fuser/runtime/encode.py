@@ -2,8 +2,8 @@
 
 launcher.cpp walks this array from front to back on every call:
 
-    inputs     tensor: 0, DLPack dtype word, DLPack device type (256 more if aligned), rank, an item for each size and
-               each stride
+    inputs     tensor: 0, DLPack dtype word, DLPack device type (256 more if aligned, 512 if every stride
+               counts), rank, an item for each size and each stride
                int, bool, float: 1, 2 or 3, slot
     guards     count, an item each
     buffers    count; each: is output, torch's scalar type, item size, rank, an item for each size, and, for outputs,
@@ -26,7 +26,7 @@ from fuser.ir.sizes import LE, PUSH, SLOT, Program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.runtime.torch_abi import DEVICE_TYPES, DTYPE_WORDS, scalar_type
 
-LAYOUT = 11  # of the words below and of the functions of the native module; native/given.h has the same number
+LAYOUT = 12  # of the words below and of the functions of the native module; native/given.h has the same number
 CONST, LOAD, CODE, BIND = range(4)
 KINDS = {"tensor": 0, "int": 1, "bool": 2, "float": 3}
 COUNTERS = 2  # beside 0, a temporary, and 1, an output
@@ -100,7 +100,8 @@ class Encoder:
             self.device_type = pattern.device_type
             if len(pattern.sizes) != len(pattern.strides):
                 raise BackendError(f"launch program: {len(pattern.sizes)} sizes but {len(pattern.strides)} strides")
-            device = DEVICE_TYPES[pattern.device_type] | (256 if pattern.aligned else 0)
+            flags = (256 if pattern.aligned else 0) | (512 if pattern.every_stride else 0)
+            device = DEVICE_TYPES[pattern.device_type] | flags
             self.words += [DTYPE_WORDS[pattern.dtype], device, len(pattern.sizes)]
             for item in (*pattern.sizes, *pattern.strides):
                 self.item(item)

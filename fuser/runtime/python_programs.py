@@ -120,9 +120,9 @@ class _Matcher:
         yield from (line for k, item in enumerate(pattern.sizes) for line in self.number(f"z[{k}]", item, ""))
         if n:
             yield f"t = {a}.stride()"
-            needed = "z[{}] > 1 and a{}.numel() and "
             for k, item in enumerate(pattern.strides):
-                yield from self.number(f"t[{k}]", item, needed.format(k, i))
+                needed = "" if pattern.every_stride else f"z[{k}] > 1 and "
+                yield from self.number(f"t[{k}]", item, f"{needed}{a}.numel() and ")
 
     def number(self, found: str, item: Bind | Check, needed: str) -> Iterator[str]:
         if isinstance(item, Bind):

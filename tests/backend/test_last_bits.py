@@ -224,6 +224,26 @@ def _are_far(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a - b).abs() > 1e-3 * (1 + a.abs()))[finite].any())
 
 
+RANGES: dict[str, Callable[[int], Any]] = {
+    "linspace": lambda n: torch.linspace(-1, 1, n),
+    "linspace in float64": lambda n: torch.linspace(-1, 1, n, dtype=torch.float64),
+    "arange": lambda n: torch.arange(-1, 1, 2 / n),
+    "products": lambda n: torch.arange(n) * 0.1 - n * 0.05,
+    "logspace": lambda n: torch.logspace(-1, 1, n) - 1,
+    "hann": lambda n: torch.hann_window(n) - 0.5,
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_decisions_on_ranges(name):
+    """A range crosses 0 or comes next to it: seed 23089135."""
+    for n in (2, 13, 25, 75, 101, 300, 1000):
+        fn = lambda x: (RANGES[name](n).sign() * x, RANGES[name](n) > 0)  # noqa: B023, E731
+        x = torch.ones(n)
+        for got, want in zip(torch.compile(fn, backend="fuser", dynamic=False)(x), fn(x)):
+            assert torch.equal(got, want), n
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_jumps_is_declared():
     """Every lowered operator that a last bit of a float can decide says so (`decisive`, `OpRow.jumps`)."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fuser.frontends.dynamo import fuser_backend, last_compilation
+from fuser.frontends.fakes import correct
+from tests.unit.memory_layouts import LAYOUTS
 
 CHANNELS = {
     "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
@@ -92,6 +96,32 @@ def test_views_of_gradients_in_graphs_that_dynamo_did_not_capture(name):
     torch.testing.assert_close(torch.autograd.grad(got, x, weights), torch.autograd.grad(want, x, weights))
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_views_have_eagers_strides_in_dims_of_one_element(name):
+    """By which a join or a pool tells channels-last memory (seeds 23026904 and 23046056)."""
+    mode = torch._subclasses.FakeTensorMode()
+    correct(mode)
+    for size in itertools.product((1, 2, 3), repeat=4):
+        x = LAYOUTS[name](torch.ones(size))
+        if x is None:
+            continue
+        same, split = lambda x: x.view(x.shape), lambda x: x.unflatten(0, (1, -1))
+        for fn in (same, split, lambda x: x.flatten(1, 2), torch.ravel):
+            try:
+                want = fn(x)
+            except RuntimeError:  # of a view that would be a copy
+                continue
+            with mode:
+                assert fn(mode.from_tensor(x)).stride() == want.stride(), (x.shape, x.stride())
+
+
+def test_a_join_of_a_view_of_one_image():
+    x = torch.ones(1, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    fn = lambda x: (torch.cat((x.view_as(x), x), 1),)  # noqa: E731
+    (got,) = fuser_backend(torch.fx.symbolic_trace(fn), [x])(x)
+    assert got.stride() == fn(x)[0].stride()
+
+
 def test_other_backends_see_torchs_strides():
     seen = []
 
@@ -104,3 +134,25 @@ def test_other_backends_see_torchs_strides():
     torch.compile(lambda x: torch.channel_shuffle(x, 2), backend=backend)(x)
     with torch._subclasses.FakeTensorMode() as mode:
         assert seen == [torch.channel_shuffle(mode.from_tensor(x), 2).stride()]
+
+
+WRITTEN = {
+    "cumprod_": lambda x: x.cumprod_(2),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 2.0),
+    "tril_": lambda x: x.tril_(),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writes_keep_layouts_in_graphs_that_dynamo_did_not_capture(name):
+    """Seed 23029368: what is computed from the written tensor lies as it does."""
+
+    def fn(x):
+        y = x.contiguous(memory_format=torch.channels_last).clone()
+        WRITTEN[name](y)
+        return y, F.interpolate(y, scale_factor=2, mode="nearest")
+
+    x = torch.randn(2, 3, 4, 5)
+    for got, want in zip(fuser_backend(torch.fx.symbolic_trace(fn), [x])(x), fn(x)):
+        assert torch.equal(got, want) and got.stride() == want.stride()

@@ -61,3 +61,18 @@ def test_less_memory_gives_the_same_gradients():
 def test_a_share_is_a_number_from_0_to_1(value):
     with pytest.raises(ConfigError, match="from 0 to 1"), fuser.config.override(memory=value):
         pass
+
+
+def test_logits_that_a_caller_writes_are_not_saved_where_their_logarithms_are_results():
+    """Seed 23063544: eager's backward reads the logarithms alone."""
+
+    def fn(x):
+        logits = x * 2
+        return logits.log_softmax(-1), logits
+
+    x = torch.randn(4, 5, requires_grad=True)
+    want = torch.autograd.grad(fn(x)[0].square().sum(), x)[0]
+    logs, logits = torch.compile(fn, backend="fuser")(x)
+    with torch.no_grad():
+        logits.zero_()
+    torch.testing.assert_close(torch.autograd.grad(logs.square().sum(), x)[0], want)

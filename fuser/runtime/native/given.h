@@ -48,7 +48,7 @@ struct DLExchange {
 
 constexpr int32_t kCPU = 1, kCUDA = 2;
 constexpr int32_t kInt32 = 3, kInt64 = 4;  // torch's numbers of the dtypes
-constexpr int kLayout = 11;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
+constexpr int kLayout = 12;  // of the words that encode.py writes and of this module's functions: LAYOUT there; both change together
 
 // -- What `setup` was given -------------------------------------------------------------------------------------------
 typedef void (*StepEntry)(char* const*, const int64_t*, const double*, int64_t, int64_t, char*, int32_t*);

@@ -228,6 +228,7 @@ bool read_arg(PyObject* o, bool grad, Arg& a, uint64_t& devices) {
 bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
   if (uint32_t(p[0]) != t.dtype || (p[1] & 255) != t.device_type || p[2] != t.ndim) return false;
   if (p[1] & 256 && ((uintptr_t)t.data + t.byte_offset) % 16) return false;
+  bool every = p[1] & 512;
   int n = t.ndim;
   p += 3;
   bool empty = false;
@@ -237,7 +238,7 @@ bool match_tensor(const DLTensor& t, const int64_t*& p, const Frame& f) {
     if (*p == BIND) {
       f.slots[p[1]] = found;
       p += 2;
-    } else if (value(p, f.slots, f.stack) != found && (d < n || !(empty || t.shape[d - n] <= 1))) {
+    } else if (value(p, f.slots, f.stack) != found && (d < n || !(empty || (t.shape[d - n] <= 1 && !every)))) {
       return false;
     }
   }

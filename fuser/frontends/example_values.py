@@ -1,0 +1,37 @@
+"""Values of nodes for graphs that Dynamo did not capture: its own carry fake tensors, by which passes decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.frontends.fakes import correct
+from fuser.passes.calls import writes
+
+
+def give_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Have nodes of a graph that writes tensors carry fake tensors. Nodes that fail, and all after them, stay bare."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    if any("example_value" in n.meta for n in placeholders) or not any(map(writes, gm.graph.nodes)):
+        return
+    mode = torch._guards.detect_fake_mode(list(example_inputs))
+    if mode is None:
+        mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+        correct(mode)
+    try:
+        with mode, torch.no_grad():
+            fakes = [mode.from_tensor(x) if type(x) is torch.Tensor else x for x in example_inputs]
+            _Valued(gm).run(*fakes)
+    except Exception:  # eager says what is wrong with the graph, when it runs
+        return
+
+
+class _Valued(fx.Interpreter):
+    def run_node(self, node: fx.Node) -> Any:
+        """A node's value, which the node keeps."""
+        value = super().run_node(node)
+        node.meta["example_value"] = value
+        return value
