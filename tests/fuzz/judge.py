@@ -179,6 +179,12 @@ def _widened(s: Any) -> Any:
     return widened(s)
 
 
+def are_exact(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether integers are eager's `b` or those of the exact program."""
+    plain = not b.is_floating_point() and a.dtype is b.dtype is exact.dtype and a.shape == b.shape
+    return plain and bool(((a == b) | (a == exact)).all())
+
+
 def _is_noise(a: Any, b: Any, exact: Any, largest: float, low: torch.dtype | None) -> bool:
     """Whether a difference is what roundings of values as large as `largest` can make.
 
@@ -188,7 +194,7 @@ def _is_noise(a: Any, b: Any, exact: Any, largest: float, low: torch.dtype | Non
     if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype is not b.dtype:
         return False
     if not b.is_floating_point():
-        return exact.dtype is b.dtype and bool(((a == b) | (a == exact)).all())
+        return are_exact(a, b, exact)
     x, y, e = a.double(), b.double(), exact.double()
     same = (x == y) | (x == e) | (x.isnan() & (y.isnan() | e.isnan()))
     gap = torch.where(same, 0.0, torch.fmin((x - y).abs(), (x - e).abs()))
