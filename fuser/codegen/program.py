@@ -127,7 +127,7 @@ class ProgramBuilder:
         outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
         for b in buffers:
             is_output = b.name in outputs
-            self.add_buffer(b.name, b.dtype, b.size, result_strides(b) if is_output else b.stride, is_output)
+            self.add_buffer(b.name, b.dtype, b.size, result_strides(self.ctx, b) if is_output else b.stride, is_output)
 
     @property
     def n_inputs(self) -> int:
@@ -152,10 +152,10 @@ class ProgramBuilder:
         )  # fmt: skip
 
 
-def result_strides(b: Buffer) -> tuple[Expr, ...]:
+def result_strides(ctx: LoweringContext, b: Buffer) -> tuple[Expr, ...]:
     """Dense strides as torch gives them to results, where a size of 0 counts as 1."""
     at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in b.size)
-    return strides_of(at_least_one, b.order)
+    return strides_of(at_least_one, ctx.result_orders.get(b.name, b.order))
 
 
 __all__ = ["INDIRECT", "LOOP", "ProgramBuilder"]

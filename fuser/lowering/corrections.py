@@ -206,6 +206,19 @@ def _iterated(tensors: Sequence[torch.Tensor], meta: Any, device: str, common: t
     return torch.empty_strided(size, result_strides(size, tensors), dtype=meta.dtype, device="meta")
 
 
+def _where(meta: Any, device: str, condition: torch.Tensor, *args: Any) -> Any:
+    """Eager casts the operands that are chosen from, not the condition."""
+    chosen = [a for a in args if isinstance(a, torch.Tensor)]
+    cast = [t if t.dtype is meta.dtype or is_dense(t) else _dense_copy(t) for t in chosen]
+    return _iterated([condition, *cast], meta, device, torch.bool)
+
+
+def _glu(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    """By the order of the two halves."""
+    half = torch.empty_strided(meta.shape, x.stride(), dtype=x.dtype, device="meta")
+    return _iterated([half, half], meta, device)
+
+
 def _dense_copy(t: torch.Tensor) -> torch.Tensor:
     size = tuple(t.shape)
     return torch.empty_strided(size, result_strides(size, [t]), dtype=t.dtype, device="meta")
@@ -222,7 +235,8 @@ def _in_place_on_first(meta: Any, device: str, x: Any, *args: Any) -> Any:
 
 def _soft_margin_loss_backward(meta: Any, device: str, grad: Any, x: Any, target: Any, *args: Any) -> Any:
     """Of target * exp(-target * x), which eager computes first and then writes in place."""
-    return _iterated([target, _iterated([_dense_copy(target), x], meta, device)], meta, device)
+    product = _iterated([_dense_copy(target), x], meta, device)
+    return _iterated([target, _iterated([product], meta, device)], meta, device)
 
 
 def _into_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
@@ -296,7 +310,7 @@ _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_
 _CONTIGUOUS = (
     "_log_softmax _log_softmax_backward_data _softmax_backward_data glu_backward masked_fill grid_sampler_2d "
     "native_layer_norm_backward nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward nll_loss_nd one_hot tril triu "
-    "isin poisson rrelu rrelu_with_noise rrelu_with_noise_functional renorm"
+    "diag_embed isin poisson rrelu rrelu_with_noise rrelu_with_noise_functional renorm"
 )
 _SUGGESTED = (
     "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle reflection_pad2d reflection_pad3d "
@@ -329,6 +343,8 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
     "aten.polar": _of_parts,
     "aten.rot90": _rot90,
     "aten.sort": _all_as_first,
+    "aten.where": _where,
+    "aten.glu": _glu,
     "aten.special_ndtr": _in_two_steps,
     "aten.smooth_l1_loss_backward": _loss_backward,
     "aten._prelu_kernel": _into_first,

@@ -31,7 +31,7 @@ from fuser.lowering.known_shapes import AUTOCASTS, known_meta
 from fuser.lowering.norms import rereads
 from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
-from fuser.lowering.shapes import is_row_major, row_major
+from fuser.lowering.shapes import dense_strides, is_row_major, row_major
 from fuser.lowering.without_dynamo import without_dynamo
 from fuser.reasons import because
 
@@ -445,7 +445,21 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
         _keep_dense(ctx, value, meta, placed.plain, placed.memories[_memory(meta)] > 1)
     ready = whole and buffer.input_number < 0 and _has_layout(ctx, buffer, meta)
     ready = ready and placed.given.setdefault(buffer.name, _memory(meta)) == _memory(meta)
-    return "buffer", buffer.name if ready else _copy(ctx, value, meta)
+    name = buffer.name if ready else _copy(ctx, value, meta)
+    _keep_units(ctx, name, value, meta)
+    return "buffer", name
+
+
+def _keep_units(ctx: LoweringContext, name: str, value: TensorBox, meta: torch.Tensor) -> None:
+    """Have a result in the buffer `name` eager's strides in dims of one element: libraries tell layouts by them."""
+    order = memory_order(meta.shape, meta.stride())
+    if order is None or 1 not in meta.shape or not meta.numel() or is_row_major(meta):
+        return
+    if dense_strides(tuple(meta.shape), order) == meta.stride():
+        ctx.result_orders[name] = order
+        for e, n in zip(ctx.size_of(value), meta.shape):
+            if n == 1:
+                ctx.specialise(e)
 
 
 def _has_layout(ctx: LoweringContext, buffer: Buffer, meta: torch.Tensor) -> bool:

@@ -229,6 +229,8 @@ def batch_norm(
 ) -> tuple[TensorBox, TensorBox, TensorBox, TensorBox]:  # fmt: skip
     """Normalised over all dims but 1; mean, rstd and variance of each channel, of the batch in training."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
+    if len(size) < 2:
+        raise Unsupported("batch_norm of a tensor without channels")
     if training:
         var, mean = (per_channel(ctx, t) for t in moments(ctx, x, [d for d in range(len(size)) if d != 1], wide))
     if mean is None or var is None:

@@ -38,7 +38,7 @@ def _may_decide(node: CanonicalNode, metas: list[Any]) -> bool:
     args = [metas[a.index] if isinstance(a, Ref) else a for a in node.args]
     iterated = [m for m in (operands(node.op, args) if node.op in KINDS else given) if m.dim()]
     order = len(iterated) > 1 or any(_repeats(m, results[0].shape) for m in iterated)
-    return results[0].dim() > (2 if order else 3 if node.op not in KINDS else 9)
+    return results[0].dim() > (2 if order else 3)
 
 
 def _tensors(meta: Any) -> Iterator[torch.Tensor]:

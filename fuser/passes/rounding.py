@@ -18,14 +18,35 @@ from fuser.passes.classify import Kind, op_name, tensors_of
 
 
 def round_both(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Mark the nodes that the backward computes again and decides by, in both graphs, and what it saved for them.
+    """Mark the nodes that the backward computes again and decides by, in both graphs, and what norms read.
 
     Nodes have the names that they had in the joint graph, of which the two are parts.
     """
-    behind = _behind(_decided(backward.graph.nodes), ())
+    behind = _behind(_decided(backward.graph.nodes), ()) | _normed(forward.graph)
     names = {n.name for n in behind}
-    _mark(n for n in behind if n.op == "call_function")
-    _mark(n for n in forward.graph.nodes if n.op == "call_function" and n.name in names)
+    for part in (forward, backward):
+        _mark(n for n in part.graph.nodes if n.op == "call_function" and n.name in names)
+
+
+def _normed(forward: fx.Graph) -> set[fx.Node]:
+    """What norms read whose statistics are saved: with the stored, rounded values they make the normalised ones again.
+
+    Of values far from 0, or of two to a group, the rounding is as large as what the norm makes of them.
+    """
+    norms = [n for n in forward.nodes if n.op == "call_function" and n.target in _WITH_STATISTICS]
+    return {n.all_input_nodes[0] for n in norms if any(u.args[1] != 0 for u in n.users)}
+
+
+_WITH_STATISTICS = frozenset(
+    packet.default
+    for packet in (
+        torch.ops.aten.native_group_norm,
+        torch.ops.aten.native_layer_norm,
+        torch.ops.aten.native_batch_norm,
+        torch.ops.aten._native_batch_norm_legit,
+        torch.ops.aten._native_batch_norm_legit_functional,
+    )
+)
 
 
 def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:

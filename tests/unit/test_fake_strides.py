@@ -156,3 +156,15 @@ def test_writes_keep_layouts_in_graphs_that_dynamo_did_not_capture(name):
     x = torch.randn(2, 3, 4, 5)
     for got, want in zip(fuser_backend(torch.fx.symbolic_trace(fn), [x])(x), fn(x)):
         assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+def test_a_cast_weight_of_one_channel_makes_a_convolution_channels_last():
+    """Seed 32005375: a kernel's result has eager's strides in dims of one element, by which the library decides."""
+    x, weight = torch.randn(2, 1, 5, 5), torch.randn(2, 1, 2, 2).to(memory_format=torch.channels_last)
+
+    def fn(x, weight):
+        return F.conv2d(x.relu().to(torch.bfloat16), weight.to(torch.bfloat16))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.compile(fn, backend="fuser")(x, weight).stride() == fn(x, weight).stride()
