@@ -138,7 +138,8 @@ def outcome(run: Callable[..., Any], args: Sequence[Any]) -> list[torch.Tensor]:
     made = examples(args)
     out = run(*made)
     every = [*(out if isinstance(out, (tuple, list)) else (out,)), *made]
-    return [t.reshape(-1).view(torch.uint8) for t in every if isinstance(t, torch.Tensor)]
+    tensors = (t for t in every if isinstance(t, torch.Tensor))
+    return [t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in tensors]
 
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
