@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fuser.frontends.fakes import correct
 from fuser.passes.calls import writes
@@ -31,7 +32,7 @@ def give_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 class _Valued(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
-        """A node's value, which the node keeps."""
+        """A node's value. The node keeps it as it is now: `unsqueeze_` and its kin change a tensor's sizes later."""
         value = super().run_node(node)
-        node.meta["example_value"] = value
+        node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         return value

@@ -168,3 +168,16 @@ def test_a_cast_weight_of_one_channel_makes_a_convolution_channels_last():
     torch._dynamo.reset()
     with torch.no_grad():
         assert torch.compile(fn, backend="fuser")(x, weight).stride() == fn(x, weight).stride()
+
+
+def test_values_of_nodes_are_those_before_later_changes_of_sizes():
+    """Random program 70071: `unsqueeze_` changes the tensor that an earlier node gave."""
+
+    def fn(x):
+        y = torch.amax(x.neg_(), (0, 1), keepdim=True)
+        y.unsqueeze_(0)
+        return (y + 1,)
+
+    x = torch.arange(12).view(3, 4)
+    (got,) = fuser_backend(torch.fx.symbolic_trace(fn), [x.clone()])(x.clone())
+    assert torch.equal(got, fn(x.clone())[0]) and last_compilation().route != "eager"
