@@ -45,7 +45,7 @@ class InputPattern:
     strides: tuple[Bind | Check, ...] = ()
     slot: int = -1
     aligned: bool = False  # the data must start at a multiple of `ALIGNMENT` bytes
-    every_stride: bool = False  # where eager's choice of a layout may hang on strides in dims of one element
+    every_stride: bool = False  # eager's layout may depend on strides in dims of one element: these count, too
 
 
 @dataclass(frozen=True)

@@ -220,10 +220,10 @@ def _is_equal(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor):
         return type(a) is type(b) and bool(a == b)
     alike = isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
-    return alike and torch.equal(*map(bytes_of, (a, b)))
+    return alike and torch.equal(*map(_bytes_of, (a, b)))
 
 
-def bytes_of(x: torch.Tensor) -> torch.Tensor:
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor's elements as bytes. (`x.contiguous()` keeps any stride of a single element.)"""
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 

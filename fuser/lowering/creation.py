@@ -108,7 +108,7 @@ def lower_arange(ctx: LoweringContext, *bounds: Any, **options: Any) -> TensorBo
 
 
 def _leave_decisions(ctx: LoweringContext, dtype: torch.dtype) -> None:
-    """Unsupported where the last bits of a range of floats decide: those of eager's hang on the machine's vectors."""
+    """Unsupported where the last bits of a range of floats decide: eager's depend on the vectors of the machine."""
     if ctx.numerics == "eager" and dtype.is_floating_point:
         raise Unsupported("a range of floats whose last bits decide")
 

@@ -1,4 +1,4 @@
-"""Strides of dims of one element: they address nothing, and eager's choice of a result's layout may hang on them.
+"""Strides of dims of one element. They address nothing, but eager may choose a result's layout by them.
 
 A batch of one image is channels-last if the stride of its only image says so. The order of a broadcast result follows
 strides of dims of one element where its operands repeat themselves along the others. A kernel of a graph in which that
@@ -21,7 +21,7 @@ from fuser.lowering.shapes import KINDS, broadcast, operands
 
 
 def may_decide(graph: CanonicalGraph, metas: list[Any]) -> bool:
-    """Whether the layout of a node's result may hang on strides of dims of one element, in this call or another one.
+    """Whether eager may choose the layout of a node's result by strides of dims of one element, in some call.
 
     `metas`: results of all nodes as meta tensors.
     """

@@ -205,10 +205,8 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bo
     if columns is not None and columns not in kernel.reduced:
         n = sizes[columns]
         rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
-    elif columns is None or columns in kernel.reduced:
-        at_once = min(rows, ctx.target.rows_at_once)
-        if row >= ctx.target.long_row and at_once * row > ctx.target.cached:
-            return True
+    elif row >= ctx.target.long_row and min(rows, ctx.target.rows_at_once) * row > ctx.target.cached:
+        return True
     return rows < ctx.target.few_rows and row >= ctx.target.long_row
 
 
