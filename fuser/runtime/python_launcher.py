@@ -403,7 +403,8 @@ class Handle:
                     continue
                 held = kernel.begin_call()
                 if held is None:
-                    break
+                    self._turns = [turn for turn in self._turns if turn[0] is not kernel]
+                    continue
                 status, out = kernel.run(held, *bound, args)
                 if not status:
                     kernel.hits += 1

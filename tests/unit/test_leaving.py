@@ -386,6 +386,26 @@ def test_a_library_that_was_damaged_meanwhile_is_made_again(either, own, limit, 
         fuser.unregister_fusion(second)
 
 
+def test_a_kernel_whose_library_is_lost_gives_way_to_the_one_made_instead(either, own, limit, tmp_path):
+    with config.override(cache_dir=str(tmp_path)):
+        limit(1)
+        (graph, fn), (other, _) = chain(7), chain(8)
+        key, second = fuser.register_fusion(graph), fuser.register_fusion(other)
+        handle = fuser.fusion_handle(key)
+        handle(X)
+        path = pathlib.Path(interface.kernel_spec(key).store.kernels[0].library)
+        fuser.run_fusion(second, [X])
+        assert not is_mapped(str(path))
+        path.unlink()
+        with config.override(cache_dir=""):  # so that the next library is another file
+            for calls in (2, 3, 4):
+                assert torch.allclose(handle(X), fn(X), atol=1e-6)
+                assert handle.hits == calls
+        assert len(interface.kernel_spec(key).store.kernels) == 2 and not path.exists()
+        fuser.unregister_fusion(key)
+        fuser.unregister_fusion(second)
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("most", [2, 4096])
 def test_threads_that_register_run_and_unregister(either, own, limit, most):

@@ -177,6 +177,13 @@ struct Room {
 
 PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, PyObject* names);
 
+// Has no later call run a kernel whose library is gone: another one, which is made for such calls then, takes them.
+void retire(Handle* h, const Kernel* k) {
+  for (Py_ssize_t i = 0; i < h->n_turns; i++) {
+    if (h->turns[i].kernel == k) h->turns[i].magnitudes = 0;
+  }
+}
+
 // Begins a call anew, after Python ran, with a kernel's library held.
 PyObject* call_again(Kernel* k, PyObject* self, PyObject* const* objects, size_t nargsf) {
   k->code->running++;
@@ -209,8 +216,8 @@ PyObject* handle_call(PyObject* self, PyObject* const* objects, size_t nargsf, P
     const int64_t* rest;
     k = find_kernel(h, args.at, n, words.at, f, rest);
     if (k && !begin_call(k)) {
-      if (reload(k)) return call_again(k, self, objects, nargsf);
-      k = nullptr;
+      if (!reload(k)) retire(h, k);
+      return call_again(k, self, objects, nargsf);
     }
     if (k) {
       out = k->library ? run_on_gpu(k, rest, f, objects, device) : run(k, rest, f, objects, ts, &status);
