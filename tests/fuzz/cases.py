@@ -197,7 +197,7 @@ def _value_problems(case: Case, got: Observation, want: Observation) -> list[str
             case.program, got.outputs, want.outputs, None, strides=True)  # fmt: skip
     else:
         found = _far("output", case, got.outputs, want.outputs, exact, "outputs")
-    found += _far("gradient", case, _at_nan(got, want), want.gradients, exact, "gradients")
+    found += _far("gradient", case, _at_nan(case, got, want), want.gradients, exact, "gradients")
     found += _far("buffer", case, got.state, want.state, exact, "state")
     if not found and case.writes:
         found += _compare_memory(got.inputs, want.inputs, got.outputs, want.outputs, False, lambda: exact("inputs"))
@@ -208,19 +208,47 @@ def _value_problems(case: Case, got: Observation, want: Observation) -> list[str
     return found
 
 
-def _at_nan(got: Observation, want: Observation) -> list[torch.Tensor | None]:
-    """The gradients, with eager's where an input is NaN and one of the two is NaN or nothing.
+def _at_nan(case: Case, got: Observation, want: Observation) -> list[torch.Tensor | None]:
+    """The gradients, with eager's where a function with a kink met NaN and one of the two is NaN or nothing.
 
-    Functions with a kink compare, and which comparison a NaN fails differs between eager's vectors and what is left
-    over beside them.
+    Such functions compare, and which comparison a NaN fails differs between eager's vectors and what is left over
+    beside them.
     """
     leaves = [x.detach() for x in want.inputs if x.requires_grad]
-    made = list(got.gradients)
+    made, kinked = list(got.gradients), functools.cache(lambda: _kink_meets_nan(case))
     for n, (x, a, b) in enumerate(zip(leaves, got.gradients, want.gradients)):
         if a is not None and b is not None and a.shape == b.shape == x.shape and a.dtype == b.dtype:
-            either = x.isnan() & (a.isnan() | b.isnan() | (a == 0) | (b == 0))
+            either = (a.isnan() | b.isnan() | (a == 0) | (b == 0)) & (a != b) & ~(a.isnan() & b.isnan())
+            if (either & ~x.isnan()).any() and not kinked():
+                either &= x.isnan()
             made[n] = torch.where(either, b, a) if either.any() else a
     return made
+
+
+class _Kinks(TorchDispatchMode):
+    """Sees whether the gradient of a function with a kink is asked for at NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_nan = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _KINKED:
+            at = [a for a in args[1:] if isinstance(a, torch.Tensor) and a.is_floating_point()]
+            self.at_nan |= any(bool(a.isnan().any()) for a in at)
+        return func(*args, **(kwargs or {}))
+
+
+_KINKED = {
+    f"aten::{name}_backward"
+    for name in ("elu", "hardtanh", "leaky_relu", "threshold", "hardshrink", "softshrink", "hardsigmoid", "hardswish")
+}
+
+
+def _kink_meets_nan(case: Case) -> bool:
+    with _Kinks() as seen:
+        eager(case)
+    return seen.at_nan
 
 
 def _same(got: Sequence[Any], want: Sequence[Any]) -> bool:
