@@ -45,11 +45,13 @@ class Target:
     Loops:
     vector_bytes: of a register. Rows too short to fill one are taken side by side.
     dearly_folded: up to so many elements of a row an extreme is looked for across rows.
-    column_block: columns that a thread or program takes as one row where what is reduced does not lie side by side.
+    column_block, column_bytes: columns that a thread or program takes as one row where the reduced elements are not
+      contiguous: a number of them, or what they take of memory.
     sums_by_channel: whether a group norm of channels-last memory adds up each channel first, then the groups.
     split_units, split_work, lane_block: a reduction to fewer units than this, of at least so much work, is cut into
       chunks; along the vector axis `lane_block` results are a unit. A target whose code generator cuts by itself has 0.
-    few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this.
+    few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this. Of
+      columns of `column_bytes` that `cached` does not hold, there are as few up to twice as many.
     rows_at_once, cached: a kernel works on so many rows at a time. It does not go on with results of long rows either,
       if these have more than `cached` elements together: they would be read from memory twice (0: not asked).
     moments: whether one reading of a row gives its sum and its squared distances from what depends on that sum.
@@ -82,6 +84,7 @@ class Target:
     vector_bytes: int = 0
     dearly_folded: int = 0
     column_block: int = 0
+    column_bytes: int = 0
     sums_by_channel: bool = False
     split_units: int = 0
     split_work: int = 0

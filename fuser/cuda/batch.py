@@ -13,7 +13,7 @@ from fuser.cuda.nest import Function
 from fuser.cuda.text import VECTOR, Param
 
 SETS = 128  # to a launch; native/batch.h has the same number (kMembers)
-TABLE = Param("table", "pointer", "", "*i64", True)
+TABLE = Param("table", "pointer", "", "*i64", VECTOR)
 _NAMES = {f"*{kind}": name for kind, name in (
     ("fp16", "tl.float16"), ("bf16", "tl.bfloat16"), ("fp32", "tl.float32"), ("fp64", "tl.float64"),
     ("i8", "tl.int8"), ("u8", "tl.uint8"), ("i16", "tl.int16"), ("i32", "tl.int32"), ("i64", "tl.int64"),
@@ -45,4 +45,4 @@ def _argument(p: Param, i: int) -> str:
         value = f"{word}.to(tl.float64, bitcast=True)"
     else:
         value = f"{word}.to({'tl.int32' if p.kind == 'int32' else 'tl.int64'})"
-    return f"tl.multiple_of({value}, {VECTOR})" if p.aligned else value
+    return f"tl.multiple_of({value}, {p.divisor})" if p.divisor > 1 else value

@@ -39,7 +39,7 @@ def _triton_compile(r: dict[str, Any]) -> Any:
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,unused-ignore]
     from triton.compiler import ASTSource, compile  # type: ignore[import-not-found,unused-ignore]
 
-    attrs = {(i,): [["tt.divisibility", 16]] for i in r["aligned"]}
+    attrs = {(i,): [["tt.divisibility", n]] for i, n in r["divisors"]}
     names = load_source(r["text"], r["path"], r["capability"])
     source = ASTSource(names[r["name"]], dict(r["types"]), {}, attrs)
     options = {

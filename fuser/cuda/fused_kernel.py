@@ -103,7 +103,7 @@ def generate(
             builder.guard(relation, a, b)
         functions += made.functions
         owners += [number] * len(made.functions)
-    used = {p.value for f in functions for p in f.params if p.kind == "pointer" and p.aligned}
+    used = {p.value for f in functions for p in f.params if p.kind == "pointer" and p.divisor > 1}
     builder.align({str(b) for b in used})
     text = codegen.source_text(functions, comment)
     launches = [GpuLaunch(0, 0, tuple(_argument(builder, p) for p in f.params)) for f in functions]

@@ -75,7 +75,7 @@ def describe(kernel: FusedKernel) -> dict[str, Any] | None:
 
 
 def _encode(f: Function) -> list[Any]:
-    params = [[p.name, p.kind, p.type, p.aligned] for p in f.params]
+    params = [[p.name, p.kind, p.type, p.divisor] for p in f.params]
     return [f.name, f.text, params, f.warps, f.checked, f.stages, f.registers, list(f.helpers)]
 
 
@@ -122,7 +122,7 @@ def _batched(kept: Sequence[Any], name: str, numerics: str, capability: int) -> 
     from fuser.ir.sizes import ONE
 
     functions = [
-        Function(f, text, ONE, ONE, tuple(Param(p, kind, p, type_, aligned) for p, kind, type_, aligned in params),
+        Function(f, text, ONE, ONE, tuple(Param(p, kind, p, type_, divisor) for p, kind, type_, divisor in params),
                  warps, checked, stages, registers, tuple(helpers))
         for f, text, params, warps, checked, stages, registers, helpers in kept
     ]  # fmt: skip

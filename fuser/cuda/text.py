@@ -7,27 +7,28 @@ from dataclasses import field
 
 import torch
 
+from fuser.cuda.tiles import DIVISORS, divisor_of
 from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, mod, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import TRITON_POINTERS
 
-VECTOR = 16  # bytes of the widest access, and the divisor that lets the compiler use it
+VECTOR = 16  # bytes of the widest access
 
 
 @dataclass(frozen=True)
 class Param:
     """An argument of a kernel. `kind` is "pointer", "int32", "int64" or "float64".
 
-    `value` is a buffer's name, an expression over sizes, or a scalar input's name. `aligned`: a pointer, or number,
-    that 16 divides.
+    `value` is a buffer's name, an expression over sizes, or a scalar input's name. `divisor` divides a pointer or
+    number.
     """
 
     name: str
     kind: str
     value: str | Expr
     type: str
-    aligned: bool
+    divisor: int
 
 
 Guard = tuple[str, Expr, Expr]
@@ -53,19 +54,19 @@ class Params:
         """The pointer to a buffer."""
         if buffer not in self.known:
             kind = TRITON_POINTERS[self.dtypes[buffer]]
-            self.known[buffer] = Param(buffer, "pointer", buffer, kind, self.aligned(buffer))
+            self.known[buffer] = Param(buffer, "pointer", buffer, kind, VECTOR if self.aligned(buffer) else 1)
         return buffer
 
     def scalar(self, name: str) -> str:
         """A float input."""
         key = f"f_{name}"
-        self.known.setdefault(key, Param(key, "float64", name, "fp64", False))
+        self.known.setdefault(key, Param(key, "float64", name, "fp64", 1))
         return key
 
     def number(self, e: Expr, bits: int, name: str = "", matters: bool = False) -> str:
         """A number that is fixed for a launch: a literal, or a parameter computed by the launcher.
 
-        Where it `matters` for wide accesses whether 16 divides it, the kernel is for one of the two cases.
+        Where it `matters` for wide accesses what divides it, the kernel is for one class (`divisor_of`).
         """
         value = e.as_int()
         if value is not None:
@@ -75,16 +76,20 @@ class Params:
         if known is None:
             known = name if name and name not in self.known else f"s{len(self._numbers)}"
             self._numbers[e, kind] = known
-            self.known[known] = Param(known, kind, e, f"i{bits}", False)
-        if matters and not self.known[known].aligned:
-            divides = self.hint(e) % VECTOR == 0
-            rest = mod(e, expr(VECTOR))
-            if rest.as_int() is None:
-                self.guards["eq" if divides else "ne", rest, expr(0)] = None
-            if divides:
-                old = self.known[known]
-                self.known[known] = Param(old.name, old.kind, old.value, old.type, True)
+            self.known[known] = Param(known, kind, e, f"i{bits}", 1)
+        if matters and self.known[known].divisor == 1:
+            divisor = divisor_of(self.hint(e))
+            self._guard_rest("eq", e, divisor)
+            if divisor != DIVISORS[0]:
+                self._guard_rest("ne", e, DIVISORS[DIVISORS.index(divisor) - 1])
+            old = self.known[known]
+            self.known[known] = Param(old.name, old.kind, old.value, old.type, divisor)
         return known
+
+    def _guard_rest(self, relation: str, e: Expr, divisor: int) -> None:
+        rest = mod(e, expr(divisor))
+        if rest.as_int() is None:
+            self.guards[relation, rest, expr(0)] = None
 
 
 def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], matters: bool = False) -> str:

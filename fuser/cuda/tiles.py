@@ -125,6 +125,8 @@ AHEAD_BELOW = 320 << 20
 # written would be written back meanwhile. Only loads to registers can say so.
 PASSING_FROM = 32 << 20
 PASSING = ", eviction_policy='evict_first'"
+# What is known to divide a size or stride. With 16, all dtypes have 16-byte accesses; with 4, those of 32 bits have.
+DIVISORS = (16, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ COMBINE_PROGRAMS = Tile(16, 256, 8)  # of what the programs found
 SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
 SCANNED_PLACES = (*SCANNED_ROWS, (4096, 4096, 8))  # the same of scans that find places
 # The others by the bytes of an element. Short columns are up to this long.
-LOOPED_SCAN = {1: Tile(1, 2048, 8), 2: Tile(1, 2048, 8), 4: Tile(1, 2048, 8), 8: Tile(1, 1024, 8)}
+LOOPED_SCAN = {1: Tile(1, 2048, 8), 2: Tile(1, 2048, 2), 4: Tile(1, 1024, 4), 8: Tile(1, 1024, 8)}
+# The same where elements are loaded one by one: they are apart in a thread, and the warps meet for each.
+LOOPED_SCAN_ODD = {1: Tile(1, 2048, 8), 2: Tile(1, 512, 2), 4: Tile(1, 512, 2), 8: Tile(1, 512, 2)}
 LOOPED_PLACES = {1: Tile(1, 1024, 4), 2: Tile(1, 1024, 4), 4: Tile(1, 1024, 4), 8: Tile(1, 1024, 8)}
 SCANNED_SHORT_COLUMNS = {1: Tile(32, 32, 4), 2: Tile(32, 32, 4), 4: Tile(32, 32, 4), 8: Tile(32, 16, 4)}
 SHORT_COLUMN = 64
@@ -289,11 +293,16 @@ def scanned_row(n: int, rows: Sequence[tuple[int, int, int]]) -> Tile | None:
     return Tile(max(found[0] // length, 1), length, found[1]) if found is not None else None
 
 
-def row_class(n: int) -> tuple[int, bool]:
-    """What kernels that reduce rows of `n` elements ask about them: the power of two that holds them, and whether 16
-    divides `n`. Rows beyond the last power of two are one class (0)."""
+def divisor_of(n: int) -> int:
+    """The class of a size or stride: the first of `DIVISORS` that divides it."""
+    return next(d for d in DIVISORS if n % d == 0)
+
+
+def row_class(n: int) -> tuple[int, int]:
+    """What kernels that reduce rows of `n` elements ask about them: the power of two that holds them, and which of
+    `DIVISORS` divides `n`. Rows beyond the last power of two are one class (0)."""
     longest = PERSISTENT[-1][0]
-    return (max(power_of_two(n), SHORTEST_ROW) if n <= longest else 0), n % 16 == 0
+    return (max(power_of_two(n), SHORTEST_ROW) if n <= longest else 0), divisor_of(n)
 
 
 def persistent_column(n: int) -> Tile | None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuser.cuda.nest import Function
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 7)
-FORMAT = 2  # of what is kept on disk
+FORMAT = 3  # of what is kept on disk
 settings: Any = config
 _lock = forks.lock()  # one compilation at a time inside this process: parts of Triton keep state there
 
@@ -68,7 +68,7 @@ class Request:
     text: str
     name: str
     types: tuple[tuple[str, str], ...]  # (parameter, type) in order
-    aligned: tuple[int, ...]  # parameters that 16 divides
+    divisors: tuple[tuple[int, int], ...]  # parameters, and what divides them
     warps: int
     capability: int
     fused_multiply_add: bool
@@ -90,9 +90,9 @@ class Request:
 def request(text: str, f: Function, capability: int, numerics: str) -> Request:
     """The request for kernel `f` of the source `text`, for devices of `capability` (such as 90)."""
     types = tuple((p.name, p.type) for p in f.params)
-    aligned = tuple(i for i, p in enumerate(f.params) if p.aligned)
+    divisors = tuple((i, p.divisor) for i, p in enumerate(f.params) if p.divisor > 1)
     fused = numerics == "fast"
-    return Request(text, f.name, types, aligned, f.warps, capability, fused, f.checked, f.stages, f.registers)
+    return Request(text, f.name, types, divisors, f.warps, capability, fused, f.checked, f.stages, f.registers)
 
 
 def compile_kernel(r: Request) -> Entry:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TypeVar
 
+import torch
+
 from fuser.ir.sizes import ONE, ZERO, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
@@ -22,7 +24,14 @@ from fuser.scheduler.moments import spreads_from_sum
 from fuser.scheduler.nodes import Node, scanned_rows
 
 Key = TypeVar("Key")
-Strides = Mapping[str, tuple[Expr, ...]]  # of buffers and inputs, by name
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How buffers and inputs are stored, by name."""
+
+    strides: Mapping[str, tuple[Expr, ...]]
+    dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(eq=False)
@@ -59,7 +68,7 @@ class Fusion:
     reasons: list[tuple[str, str, str]]  # (node, kernel's first node, reason)
 
 
-def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, strides: Strides) -> Verdict:
+def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, memory: Memory) -> Verdict:
     """Whether `node` can run in `kernel`'s loops, at its end."""
     if node.ordered is not None or kernel.nodes[0].ordered is not None:
         return _extreme_and_places(ctx, kernel, node)
@@ -78,7 +87,7 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, s
             return Verdict(None, f"{producer.buffer.name} is filled by several loops")
         if not _line_up(kernel, matching, producer, row.attr[1]):
             return Verdict(None, f"reads {producer.buffer.name} at another index than it is written")
-    return _check_axes(ctx, kernel, node, matching, strides)
+    return _check_axes(ctx, kernel, node, matching, memory)
 
 
 def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Verdict:
@@ -106,7 +115,7 @@ def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Ex
     return True
 
 
-def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, strides: Strides) -> Verdict:
+def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, memory: Memory) -> Verdict:
     """Place the variables that no shared buffer placed, and check what is reduced."""
     parts = [p for v, _ in node.domain for p in matching.variable_digits(v) if p not in matching.variables]
     used = matching.used_axes()
@@ -128,10 +137,10 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
         return Verdict(None, "covers only part of the kernel's loops")
     elif not free and kernel.nodes[0].contracts:
         return Verdict(None, "runs over what a contraction adds up")
-    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, strides):
+    if kernel.reduced and not free and node.reads & kernel.after and _few_long_rows(ctx, kernel, memory):
         if not _reads_once(ctx, kernel, node):
             return Verdict(None, "few long rows: the reduction is split over threads")
-    if ctx.target.square_tiles and kernel.reduced and not free and _turns(ctx, kernel, node, matching, strides):
+    if ctx.target.square_tiles and kernel.reduced and not free and _turns(ctx, kernel, node, matching, memory):
         return Verdict(None, "is stored along another axis than the reduction reads")
     return Verdict(matching)
 
@@ -142,12 +151,12 @@ _TURNED_ROW, _TURNED = 1024, 1 << 20
 RUN = 16  # elements that lie side by side, from which on it matters
 
 
-def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, strides: Strides) -> bool:
+def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, memory: Memory) -> bool:
     """Whether `node` is stored along another axis than those along which the kernel's reductions read.
 
     A loop that reads rows would store single elements, far apart; a kernel of its own turns tiles.
     """
-    if node.is_reduction or node.buffer.name not in strides or not node.reads & kernel.after:
+    if node.is_reduction or node.buffer.name not in memory.strides or not node.reads & kernel.after:
         return False
     axes = matching.axes
     n = {a: ctx.hint(axes.size[a]) for a in axes.order}
@@ -155,15 +164,15 @@ def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching,
     if math.prod(n[a] for a in reduced) <= _TURNED_ROW or points < _TURNED:
         return False
     own = {v: matching.expression(v) for v, _ in node.domain}
-    stored = _runs_along(_address(node.store_index, strides[node.buffer.name], own), n)
+    stored = _runs_along(_address(node.store_index, memory.strides[node.buffer.name], own), n)
     if stored is None:
         return False
     read = set()
     for other in kernel.nodes:
         places = {v: substitute(e, matching.axis_splits) for v, e in kernel.maps[other.name].items()}
         for r in other.rows:
-            if r.op == "load" and r.attr[0] in strides and r.attr[0] not in kernel.produced:
-                address = _address(r.attr[1], strides[r.attr[0]], places)
+            if r.op == "load" and r.attr[0] in memory.strides and r.attr[0] not in kernel.produced:
+                address = _address(r.attr[1], memory.strides[r.attr[0]], places)
                 if 8 * math.prod(n[a] for a in axes.order if a in symbols(address)) >= points:
                     read.add(_runs_along(address, n))
     return bool(read - {None, stored})
@@ -192,34 +201,37 @@ def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
     return spreads_from_sum(node, kernel.nodes, kernel.after)
 
 
-def _few_long_rows(ctx: LoweringContext, kernel: Kernel, strides: Strides) -> bool:
+def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool:
     sizes = {a: ctx.hint(kernel.axes.size[a]) for a in kernel.axes.order}
     row = math.prod(n for a, n in sizes.items() if a in kernel.reduced)
     rows = math.prod(n for a, n in sizes.items() if a not in kernel.reduced)
-    block = ctx.target.column_block
-    if not block:
-        return rows < ctx.target.few_rows and row >= ctx.target.long_row
-    if row * block < ctx.target.long_row:
+    target, few = ctx.target, ctx.target.few_rows
+    widest = target.column_block or target.column_bytes
+    if not widest:
+        return rows < few and row >= target.long_row
+    if row * widest < target.long_row:
         return False  # whichever axis the columns are along
-    columns = _columns(kernel, strides)
+    columns, itemsize = _columns(kernel, memory)
     if columns is not None and columns not in kernel.reduced:
-        n = sizes[columns]
+        n, block = sizes[columns], target.column_block or target.column_bytes // itemsize
+        few = 2 * few if target.column_bytes and rows * row > target.cached else few
         rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
-    elif row >= ctx.target.long_row and min(rows, ctx.target.rows_at_once) * row > ctx.target.cached:
+    elif row >= target.long_row and min(rows, target.rows_at_once) * row > target.cached:
         return True
-    return rows < ctx.target.few_rows and row >= ctx.target.long_row
+    return rows < few and row >= target.long_row
 
 
-def _columns(kernel: Kernel, strides: Strides) -> Sym | None:
-    """The axis along which the first thing that the kernel reduces lies side by side, if it is kept."""
+def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
+    """The axis, if it is kept, along which the first tensor that the kernel reduces is contiguous; bytes an element."""
     for node in kernel.nodes:
         for row in node.rows if node.is_reduction else ():
-            if row.op != "load" or row.attr[0] not in strides:
+            if row.op != "load" or row.attr[0] not in memory.strides:
                 continue
-            address = _address(row.attr[1], strides[row.attr[0]], kernel.maps[node.name])
+            address = _address(row.attr[1], memory.strides[row.attr[0]], kernel.maps[node.name])
             if any(coefficient(address, a) != ZERO for a in kernel.reduced):
-                return next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
-    return None
+                along = next((a for a in kernel.axes.order if coefficient(address, a) == ONE), None)
+                return along, memory.dtypes[row.attr[0]].itemsize
+    return None, 1
 
 
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
@@ -264,7 +276,7 @@ def score_fusion(kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]
 
 
 def fuse(
-    ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int, strides: Strides
+    ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int, memory: Memory
 ) -> Fusion:
     """Assign every node to a kernel. `sizes` gives (bytes, elements) by buffer name in the example."""
     kernels: list[Kernel] = []
@@ -281,7 +293,7 @@ def fuse(
         candidates.sort(key=lambda k: (-score_fusion(k, node, sizes), k.order))
         chosen: Kernel | None = None
         for kernel in candidates:
-            verdict = can_fuse(ctx, kernel, node, most_rows, strides)
+            verdict = can_fuse(ctx, kernel, node, most_rows, memory)
             if verdict and _is_worth_it(kernel, node, verdict):
                 assert verdict.matching is not None
                 apply(kernel, node, verdict.matching)
@@ -289,7 +301,7 @@ def fuse(
                 break
             reasons.append((node.name, kernel.nodes[0].name, verdict.reason or "no memory access in common"))
         if chosen is None and not ctx.writes and node.ordered is None:
-            chosen = _join_postponed(ctx, kernels, node, earliest, most_rows, strides)
+            chosen = _join_postponed(ctx, kernels, node, earliest, most_rows, memory)
             if chosen is not None:
                 now = {k.order: n for n, k in enumerate(kernels)}
                 for k in kernels:
@@ -314,7 +326,7 @@ def _renumber(orders: dict[Key, int], now: Mapping[int, int]) -> None:
 
 
 def _join_postponed(
-    ctx: LoweringContext, kernels: list[Kernel], node: Node, earliest: int, most_rows: int, strides: Strides
+    ctx: LoweringContext, kernels: list[Kernel], node: Node, earliest: int, most_rows: int, memory: Memory
 ) -> Kernel | None:
     """The kernel that `node` joined after it was put behind kernel `earliest`; its `order` is still the old one.
 
@@ -327,7 +339,7 @@ def _join_postponed(
             continue
         if any(k.reads & set(kernel.produced) or k.nodes[0].ordered is not None for k in between):
             continue
-        verdict = can_fuse(ctx, kernel, node, most_rows, strides)
+        verdict = can_fuse(ctx, kernel, node, most_rows, memory)
         if verdict and verdict.matching is not None and _is_worth_it(kernel, node, verdict):
             apply(kernel, node, verdict.matching)
             kernels.insert(earliest, kernels.pop(kernel.order))

@@ -13,7 +13,7 @@ from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import Expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
-from fuser.scheduler.fusion import Fusion, fuse
+from fuser.scheduler.fusion import Fusion, Memory, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.nodes import Node, make_nodes
@@ -61,13 +61,14 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
             n *= ctx.hint(s)
         sizes[b.name] = (n * b.dtype.itemsize, n)
     _add_inputs(lowered, strides, dtypes, sizes)
-    fusion = fuse(ctx, nodes, sizes, most_rows, strides)
+    memory = Memory(strides, dtypes)
+    fusion = fuse(ctx, nodes, sizes, most_rows, memory)
     if not ctx.writes:  # no input changes meanwhile
         for _ in range(MOST_ROUNDS):
             if not recompute(nodes, fusion, roots, sizes, ctx.target):
                 break
             nodes = _live_nodes(nodes, roots)
-            fusion = fuse(ctx, nodes, sizes, most_rows, strides)
+            fusion = fuse(ctx, nodes, sizes, most_rows, memory)
     kept = outputs | _crossing(fusion)
     stored = kept | roots
     made = [build_plan(ctx, k, strides, dtypes, stored.__contains__) for k in fusion.kernels]

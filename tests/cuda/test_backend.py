@@ -56,7 +56,7 @@ def test_a_kernel_that_triton_refuses_is_named(fresh_cache_dir: str) -> None:
     pytest.importorskip("triton")
     text = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef broken(x):\n    tl.store(x, unknown)\n"
     with pytest.raises(CompileError, match="cannot compile kernel broken .*cuda.*unknown"):
-        toolchain.compile_kernel(toolchain.Request(text, "broken", (("x", "*fp32"),), (0,), 4, 90, True, False))
+        toolchain.compile_kernel(toolchain.Request(text, "broken", (("x", "*fp32"),), ((0, 16),), 4, 90, True, False))
 
 
 def test_a_failed_launch_says_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,8 @@ import time
 from importlib import util
 
 import pytest
-from cuda_cases import CASES
+import torch
+from cuda_cases import CASES, Case
 
 from fuser import config
 from fuser.cuda import binary, compile_worker, driver, fused_kernel, pool, tiles, toolchain
@@ -125,7 +128,7 @@ CHILD = """
 import threading, sys
 from fuser.cuda import pool
 own = pool.Pool(1)
-asked = {"name": "hangs", "path": "p", "text": "import time; time.sleep(100)", "stages": 0, "aligned": ()}
+asked = {"name": "hangs", "path": "p", "text": "import time; time.sleep(100)", "stages": 0, "divisors": ()}
 threading.Thread(target=own.compile, args=(asked, 100), daemon=True).start()
 while not own._all:
     pass
@@ -201,10 +204,24 @@ def test_triton_compiles_what_is_rewritten(monkeypatch):
     monkeypatch.setattr(compile_worker, "add_pairs_apart", pretend)
     text = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef k(a):\n    tl.store(a, tl.load(a) + 1)\n"
     request = {
-        "text": text, "path": "<pairs>", "capability": 90, "name": "k", "types": {"a": "*fp32"}, "aligned": [0],
+        "text": text, "path": "<pairs>", "capability": 90, "name": "k", "types": {"a": "*fp32"}, "divisors": [(0, 16)],
         "warps": 1, "fused_multiply_add": False, "checked": False, "stages": 0, "registers": 0,
     }  # fmt: skip
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     made = compile_worker._triton_compile(request)
     assert seen and "add.s16x2" not in made.asm["ptx"] and "%fuser0" in made.asm["ptx"] and made.asm["cubin"]
     assert triton.knobs.runtime.add_stages_inspection_hook is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "length, dtype, width",
+    [(96, torch.float32, "v4.b32"), (100, torch.float32, "v4.b32"), (101, torch.float32, "b32"),
+     (96, torch.bfloat16, "v4.b32"), (100, torch.bfloat16, "v2.b32"), (101, torch.bfloat16, "b16")],
+)  # fmt: skip
+def test_rows_are_loaded_in_vectors_as_wide_as_their_length_allows(length, dtype, width):
+    case = Case("", lambda x: torch.softmax(x, -1), lambda i: (i.normal(4096, length, dtype=dtype),))
+    source = case.source(case.fake_args())
+    request = toolchain.request(source.text, source.functions[0], 90, source.numerics)
+    made = compile_worker._triton_compile({**dataclasses.asdict(request), "path": "<rows>"})
+    assert set(re.findall(r"ld\.global\.([\w.]+)", made.asm["ptx"])) == {width}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import Case, key_gradient
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config, interface
 from fuser.debug.reference import interpret_schedule
@@ -71,6 +72,23 @@ def test_few_long_columns_are_split_like_rows():
     _, found = scheduled(Case("", normalised, lambda i: (i.normal(1 << 13, 64),)))
     assert [bool(p.reductions) for p in found.plans] == [True, False]
     assert len(scheduled(Case("", normalised, lambda i: (i.normal(1 << 8, 64),)))[1].plans) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, columns, kernels",
+    [(torch.bfloat16, 4096, 1024, 2), (torch.float32, 4096, 1024, 1), (torch.float32, 1 << 16, 1000, 2),
+     (torch.float32, 1 << 16, 4096, 1)],
+)  # fmt: skip
+def test_columns_that_few_programs_would_read_are_split(dtype, rows, columns, kernels):
+    """A program takes columns of 128 bytes. What the cache holds is read again by as few as 32 of them."""
+
+    class Large(Case):
+        def fake_args(self):
+            with FakeTensorMode():
+                return (torch.empty(rows, columns, dtype=dtype, device="cuda"),)
+
+    _, found = scheduled(Large("", lambda x: x * x.sum(0), lambda i: ()))
+    assert len(found.plans) == kernels
 
 
 def test_a_variance_of_something_else_than_the_sum_is_split_by_itself():
