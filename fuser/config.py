@@ -388,7 +388,7 @@ class Config(types.ModuleType):
         return tuple(found.items())
 
     def is_deterministic(self) -> bool:
-        """Whether results may hang on no order of threads."""
+        """Whether results may depend on no order of threads."""
         asks = sys.modules["torch"].are_deterministic_algorithms_enabled() if "torch" in sys.modules else False
         return self.deterministic == "yes" or self.deterministic == "torch" and asks
 

@@ -17,7 +17,7 @@ os.environ["FUSER_CACHE_DIR"] = _CACHE_DIR
 os.environ.setdefault("FUSER_CHECK_IR", "1")
 os.environ.setdefault("FUSER_CHECK_PASSES", "1")
 os.environ.setdefault("FUSER_STRICT", "1")
-# What runs must not hang on a clock.
+# What runs must not depend on a clock.
 os.environ.setdefault("FUSER_SLOWEST", "0")
 os.environ.setdefault("FUSER_LINEAR_BACKEND", "onednn")
 os.environ.setdefault("FUSER_CONVOLUTION_LAYOUT", "channels_last")

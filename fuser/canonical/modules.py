@@ -21,7 +21,7 @@ def is_plain(module: torch.nn.Module) -> bool:
 
 
 def graph_of(module: torch.nn.Module) -> torch.fx.Graph | None:
-    """The calls that a plain module makes; None for other modules, and where they hang on more than tensors."""
+    """The calls that a plain module makes; None for other modules, and where they depend on more than tensors."""
     if not is_plain(module):
         return None
     try:

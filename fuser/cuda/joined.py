@@ -117,7 +117,7 @@ class _Walking:
         return dataclasses.replace(made, registers=tiles.WALK_REGISTERS)
 
     def ahead(self) -> list[int]:
-        """The loads of whole tiles whose place hangs on no other row: they can be made a step ahead."""
+        """The loads of whole tiles whose place depends on no other row: they can be made a step ahead."""
         both = frozenset((ROWS, COLUMNS))
         rows = enumerate(self.plan.rows)
         return [n for n, r in rows if r.op == "load" and not r.args and not indirect_rows(r) and

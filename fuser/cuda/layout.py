@@ -155,7 +155,7 @@ def _passes(plan: KernelPlan, online: bool) -> int:
 
 
 def adds_floats(plan: KernelPlan) -> bool:
-    """Whether a reduction's result hangs on the order in which it takes its values."""
+    """Whether a reduction's result depends on the order in which it takes its values."""
     for r in plan.reductions:
         row, spec = plan.rows[r.row], REDUCTIONS[r.kind]
         value = plan.rows[row.args[0]].dtype if row.op == "pair" else row.dtype
@@ -185,7 +185,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         longest = tiles.PERSISTENT[-1][0]
     turned = column and _reads_rows(plan)  # registers hold such operands twice
     tile, looped = tiles.fewer(tile, ctx.smaller), tiles.shrunk(ahead or looped, ctx.smaller + turned)
-    # The order in which floats are added up hangs on the number of warps, and in columns on that of neighbours.
+    # The order in which floats are added up depends on the number of warps, and in columns on that of neighbours.
     free = not adds_floats(plan)
     if tile is not None and not loop and (free or not column):
         tile = tiles.varied(tile, ctx.variant, free)
@@ -243,7 +243,7 @@ def pointwise_layout(plan: KernelPlan, ctx: Context) -> Layout:
     across = _transposed_axis(plan, vector, others)
     if across is not None:
         several = sum(r.op == "load" for r in plan.rows) > tiles.TRANSPOSED_LOADS
-        odd = vector.hint % tiles.RUN != 0 and vector.hint >= tiles.TRANSPOSED_ODD.inner
+        odd = vector.hint % tiles.DIVISORS[0] != 0 and vector.hint >= tiles.TRANSPOSED_ODD.inner
         plain = tiles.TRANSPOSED_ODD if odd else tiles.TRANSPOSED
         tile = tiles.varied(tiles.shrunk(plain, ctx.smaller + several), ctx.variant, True)
         rest = [a for a in others if a is not across]

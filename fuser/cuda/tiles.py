@@ -72,7 +72,6 @@ WINDOW_ELEMENTS, WINDOW_ROW = 256, 128
 # Turned tiles, on an H200 as fast as a copy in both directions. Stored rows that begin at odd places take longer ones:
 # images of 513x513 from channels-last memory are written at 3.4 TB/s, with square tiles at 2.8.
 TRANSPOSED, TRANSPOSED_ODD = Tile(64, 64, 4), Tile(16, 128, 4)
-RUN = 16  # elements that should begin at a multiple of as many
 TRANSPOSED_LOADS = 4  # with more of them a tile is half as large, so that registers last for two programs
 
 # Operands of so many bytes that rows share are read for all rows before the next block of them. On an H100 `x * w + b`

@@ -67,7 +67,7 @@ def reduce_to_result(
     if kind in ("sum", "prod") and not wide.is_floating_point:
         wide = torch.int64  # integers add up in it, whatever eager returns
     if kind == "prod" and wide is torch.float32 and ctx.target.wide_sums:
-        wide = compute = torch.float64  # whether a product overflows on its way to 0 hangs on the order: here none does
+        wide = compute = torch.float64  # else the order decides whether a product overflows on its way to 0
     if finish is None and not rounds and wide is compute_dtype(meta.dtype):
         return reduce(ctx, kind, x, dims, keepdim, meta.dtype, value, compute, order)
     total = reduce(ctx, kind, x, dims, keepdim, wide, value, compute, order)

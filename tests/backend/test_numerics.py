@@ -146,7 +146,7 @@ def test_integers_behave_as_eagers():
 
 
 def test_extremes_with_places_take_the_first_zero():
-    """Of both signs. Without places, eager's choice hangs on the width of its vectors, and is not followed."""
+    """Of both signs. Without places, eager's choice depends on the width of its vectors, and is not followed."""
 
     def fn(x):
         high, low = torch.max(x, -1), torch.min(x, -1)

@@ -250,7 +250,7 @@ def _may_read_nothing(program: Program, sizes: dict[int, int]) -> bool:
 
 
 def _comparable(program: Program, sizes: dict[int, int]) -> bool:
-    """Whether results for other sizes hang on no rounding: everything exact, or nothing that turns on a bit."""
+    """Whether results for other sizes depend on no rounding: everything exact, or nothing that turns on a bit."""
     return not any(t in s.fn for s in program.steps for t in _TOUCHY)
 
 

@@ -29,7 +29,7 @@ def what_differs(
     """Differences of results: exact values to the bit (unless not `zeros`, with the zeros' signs), others as near as
     the roundings allow."""
     found = []
-    # Which zero an extreme or a sum of both is, hangs on the order, which is not the same on a GPU.
+    # Which zero an extreme or a sum of both is, depends on the order, which is not the same on a GPU.
     zeros = zeros and (test_device() == "cpu" or not any(t in s.fn for s in program.steps for t in _EITHER_ZERO))
     wide, _, largest, low = wide_run(program, sizes)
     norms = [i for i, s in enumerate(program.steps) if any(n in s.fn for n in _NORMS)]
@@ -74,7 +74,7 @@ def _as_in_float32(
     program: Program, output: int, got: torch.Tensor, sizes: dict[int, int] | None, low: torch.dtype | None
 ) -> bool:
     """Whether a result is eager's with halves in float32: where a half underflows to 0, infinity times it is no number,
-    and which infinity it is else may hang on the sign of what is left of `sin(pi)`."""
+    and which infinity it is else may depend on the sign of what is left of `sin(pi)`."""
     if low not in (torch.float16, torch.bfloat16):
         return False
     real = make_inputs(program, sizes)
@@ -96,7 +96,7 @@ def _in_float64(program: Program, sizes: dict[int, int] | None, keeps: bool) -> 
     """All values of a program with quotients of integers in float64, too; unless it `keeps` them, or writes into some,
     with nothing in place of what the real dtype has no normal number for.
 
-    Which of the factors of a product overflow or underflow before the others come hangs on the order, and infinity
+    Which of the factors of a product overflow or underflow before the others come depends on the order, and infinity
     times what is left is infinity or no number.
     """
     real, wide = make_inputs(program, sizes), _wide_inputs(program, sizes)

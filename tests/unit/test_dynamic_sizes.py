@@ -86,7 +86,7 @@ def test_a_size_that_depends_on_data():
     assert backend.graphs == 1
 
 
-# -- sizes that hang on numbers in tensors -----------------------------------------------------------------------------
+# -- sizes that depend on numbers in tensors ---------------------------------------------------------------------------
 def first_ones(x, n):
     """The first rows, as many as a tensor says."""
     k = n.item()

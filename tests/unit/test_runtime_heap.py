@@ -33,6 +33,6 @@ def faults(how: str, **environment: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 def test_pages_stay():
-    # With a fixed threshold malloc does not learn from what is freed: what it then keeps would hang on chance.
+    # With a fixed threshold malloc does not learn from what is freed: what it then keeps would depend on chance.
     cold, warm = faults("cold", MALLOC_MMAP_THRESHOLD_=str(128 << 10)), faults("warm")
     assert warm < cold / 4, (cold, warm)
