@@ -158,11 +158,19 @@ def small_scans() -> None:
     """Small tiles: the interpreter scans an element at a time."""
     tiles.SCANNED_ROWS = tiles.SCANNED_PLACES = ((16, 64, 1), (64, 64, 1))
     tiles.SHORTEST_ROW = 8
-    tiles.LOOPED_SCAN = tiles.LOOPED_PLACES = dict.fromkeys((1, 2, 4, 8), tiles.Tile(1, 64, 1))
+    tiles.LOOPED_SCAN = tiles.LOOPED_SCAN_ODD = tiles.LOOPED_PLACES = dict.fromkeys((1, 2, 4, 8), tiles.Tile(1, 64, 1))
     tiles.SCANNED_SHORT_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Tile(4, 4, 1))
     tiles.SCANNED_COLUMNS, tiles.SHORT_COLUMN = dict.fromkeys((1, 2, 4, 8), tiles.Tile(4, 8, 1)), 4
     tiles.PLACED_COLUMNS = tiles.SCANNED_COLUMNS
     tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 256, 32, 4
+
+
+def small_splits() -> None:
+    """Short rows and columns are cut in a few chunks of several steps."""
+    tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 512, 65, 4
+    tiles.LOOPED_ROW = tiles.LOOPED_ROW_AGAIN = tiles.Tile(1, 64, 1)
+    tiles.LOOPED_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Tile(16, 8, 1))
+    small_caches()
 
 
 def small_walks() -> None:
@@ -199,10 +207,15 @@ TURNS = (
 )  # fmt: skip
 
 
+# With fewer elements: the interpreter compares one at a time.
+SHORT = {"argmax/split": lambda i: (i.normal(30, 50),), "sum_and_max/split": lambda i: (i.normal(200, 19),)}
+
+
 def case_of(name: str) -> Case:
     """The case of a name; `chain/7` is the seventh chain of reductions."""
     kind, _, number = name.partition("/")
-    return RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
+    case = RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
+    return dataclasses.replace(case, make=SHORT[name]) if name in SHORT else case
 
 
 def main() -> None:
@@ -211,7 +224,7 @@ def main() -> None:
     names = sys.argv[1:]
     small = {
         **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
-        **{n: large_operands for n in names if n.startswith("shared")},
+        **dict.fromkeys(SHORT, small_splits), **{n: large_operands for n in names if n.startswith("shared")},
         **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
     }  # fmt: skip
     tables = dict(vars(tiles))
