@@ -33,20 +33,21 @@ def _normed(forward: fx.Graph) -> set[fx.Node]:
 
     Of values far from 0, or of two to a group, the rounding is as large as what the norm makes of them.
     """
-    norms = [n for n in forward.nodes if n.op == "call_function" and n.target in _WITH_STATISTICS]
-    return {n.all_input_nodes[0] for n in norms if any(u.args[1] != 0 for u in n.users)}
+    calls = [(op_name(n.target), n) for n in forward.nodes if n.op == "call_function"]
+    norms = [n for name, n in calls if name in _WITH_STATISTICS and any(u.args[1] != 0 for u in n.users)]
+    return {n.all_input_nodes[0] for n in [*norms, *(n for name, n in calls if name in _STATISTICS)]}
 
 
+_STATISTICS = frozenset({"aten.logsumexp"})  # whose gradient takes the result from the values
+# In all overloads: without running statistics a batch norm is another one.
 _WITH_STATISTICS = frozenset(
-    packet.default
-    for packet in (
-        torch.ops.aten.native_group_norm,
-        torch.ops.aten.native_layer_norm,
-        torch.ops.aten.native_batch_norm,
-        torch.ops.aten._native_batch_norm_legit,
-        torch.ops.aten._native_batch_norm_legit_functional,
+    f"aten.{name}"
+    for name in (
+        "native_group_norm", "native_layer_norm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+        "cudnn_batch_norm", "miopen_batch_norm",
     )
-)
+)  # fmt: skip
 
 
 def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:

@@ -258,3 +258,57 @@ def test_gradients_of_norms_of_few_halves(channels):
         torch._dynamo.reset()
         got, want = (torch.autograd.grad(f(x), x, weights)[0] for f in (torch.compile(fn, backend="fuser"), fn))
         assert torch.allclose(got, want, rtol=0.05, atol=0.02 * float(want.abs().max()) + 1e-6)
+
+
+# By name, how it is called with the norm's input of shape (rows, 4, n), and with weights and biases of 4 and of n.
+FEW: dict[str, Callable[..., Any]] = {
+    "layer norm": lambda x, w, v: F.layer_norm(x, x.shape[-1:], v, v),
+    "bare layer norm": lambda x, w, v: F.layer_norm(x, x.shape[-1:]),
+    "rms norm": lambda x, w, v: F.rms_norm(x, x.shape[-1:], v),
+    "group norm": lambda x, w, v: F.group_norm(x, 2, w, w),
+    "instance norm": lambda x, w, v: F.instance_norm(torch.cat((x, x * 1.1), 2), None, None, w, w),
+    "batch norm": lambda x, w, v: F.batch_norm(x[:3, :, :1], None, None, w, w, training=True),
+    "batch norm of two": lambda x, w, v: F.batch_norm(x[:2, :, :1], None, None, *_wide(w), training=True),
+    "running batch norm": lambda x, w, v: F.batch_norm(x, *_wide(w), training=True),
+    "normalize": lambda x, w, v: F.normalize(x, dim=-1),
+    "logsumexp": lambda x, w, v: x - x.logsumexp(-1, keepdim=True),
+    "log softmax": lambda x, w, v: F.log_softmax(x, -1),
+    "softmax": lambda x, w, v: torch.softmax(x, -1),
+    "by hand": lambda x, w, v: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, correction=0, keepdim=True) + 0.1),
+}
+
+
+def _wide(w: torch.Tensor) -> list[torch.Tensor]:
+    """Ones with which a batch norm keeps statistics in float32, not in 16-bit floats."""
+    return [w.new_ones(4, dtype=torch.promote_types(w.dtype, torch.float32)) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "dtype, n, mean",
+    [(torch.bfloat16, 1, 30.0), (torch.bfloat16, 2, 0.0), (torch.bfloat16, 5, 30.0), (torch.float16, 1, 8.0),
+     (torch.float16, 2, 30.0)],
+)  # fmt: skip
+def test_gradients_of_norms_of_few_16_bit_floats(dtype, n, mean):
+    """What is saved for the backward is computed from the rounded values that the backward reads."""
+
+    def fn(xs, w, v):
+        return [norm(F.gelu(x) * 1.7, w, v) * 1.3 for norm, x in zip(FEW.values(), xs, strict=True)]
+
+    def gradients(f, to):
+        made = [x.to(to).requires_grad_() for x in xs]
+        out = f(made, w.to(to), v.to(to))
+        torch.manual_seed(5)
+        return torch.autograd.grad(out, made, [torch.randn(y.shape).to(dtype).to(to) for y in out])
+
+    torch.manual_seed(3)
+    xs = [(torch.randn(6, 4, n) + mean).to(dtype) for _ in FEW]
+    w, v = (torch.rand(size).add(0.5).to(dtype) for size in (4, n))
+    torch._dynamo.reset()
+    found = zip(FEW, gradients(torch.compile(fn, backend="fuser"), dtype), gradients(fn, dtype),
+                gradients(fn, torch.float64), strict=True)  # fmt: skip
+    far = {}
+    for name, got, want, exact in found:
+        error, eagers = ((g.double() - exact).abs().max() for g in (got, want))
+        if error > 2 * eagers + 2 * torch.finfo(dtype).eps * exact.abs().max():
+            far[name] = float(error), float(eagers)
+    assert not far, far
