@@ -173,8 +173,6 @@ def test_gradients_at_a_nan_on_the_way_are_judged_by_what_meets_it(function, kin
     got.gradients[0] = torch.where(inputs[0] < 0, torch.nan, got.gradients[0])
     want.gradients[0] = torch.where(inputs[0] < 0, 0.0, want.gradients[0])
     assert bool(cases.problems(case, got, want)) is not kinked
-    got.gradients[0] = want.gradients[0] * 1.5
-    assert cases.problems(case, got, want)
 
 
 def _squared(route, mode="none", then="torch.tanh"):
