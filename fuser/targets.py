@@ -107,6 +107,10 @@ class Target:
     table_work: int = 0
     product_rows: int = 0
 
+    def columns(self, itemsize: int) -> int:
+        """How many columns of elements of so many bytes count as one row; 0: their number is not asked."""
+        return self.column_block or self.column_bytes // itemsize
+
     @property
     def like(self) -> str:
         """The device whose eager kernels it follows."""

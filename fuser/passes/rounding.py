@@ -35,10 +35,10 @@ def _normed(forward: fx.Graph) -> set[fx.Node]:
     """
     calls = [(op_name(n.target), n) for n in forward.nodes if n.op == "call_function"]
     norms = [n for name, n in calls if name in _WITH_STATISTICS and any(u.args[1] != 0 for u in n.users)]
-    return {n.all_input_nodes[0] for n in [*norms, *(n for name, n in calls if name in _STATISTICS)]}
+    return {n.all_input_nodes[0] for n in norms + [n for name, n in calls if name in _FROM_VALUES]}
 
 
-_STATISTICS = frozenset({"aten.logsumexp"})  # whose gradient takes the result from the values
+_FROM_VALUES = frozenset({"aten.logsumexp"})  # whose gradient subtracts the result from the values
 # In all overloads: without running statistics a batch norm is another one.
 _WITH_STATISTICS = frozenset(
     f"aten.{name}"

@@ -206,14 +206,13 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool
     row = math.prod(n for a, n in sizes.items() if a in kernel.reduced)
     rows = math.prod(n for a, n in sizes.items() if a not in kernel.reduced)
     target, few = ctx.target, ctx.target.few_rows
-    widest = target.column_block or target.column_bytes
-    if not widest:
+    if not target.columns(1):
         return rows < few and row >= target.long_row
-    if row * widest < target.long_row:
+    if row * target.columns(1) < target.long_row:
         return False  # whichever axis the columns are along
     columns, itemsize = _columns(kernel, memory)
     if columns is not None and columns not in kernel.reduced:
-        n, block = sizes[columns], target.column_block or target.column_bytes // itemsize
+        n, block = sizes[columns], target.columns(itemsize)
         few = 2 * few if target.column_bytes and rows * row > target.cached else few
         rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
     elif row >= target.long_row and min(rows, target.rows_at_once) * row > target.cached:

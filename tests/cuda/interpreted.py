@@ -167,10 +167,8 @@ def small_scans() -> None:
 
 def small_splits() -> None:
     """Short rows and columns are cut in a few chunks of several steps."""
+    small_steps()
     tiles.SPLIT_ROW_FROM, tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 512, 65, 4
-    tiles.LOOPED_ROW = tiles.LOOPED_ROW_AGAIN = tiles.Tile(1, 64, 1)
-    tiles.LOOPED_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Tile(16, 8, 1))
-    small_caches()
 
 
 def small_walks() -> None:
@@ -182,7 +180,12 @@ def small_walks() -> None:
 
 def small_caches() -> None:
     """All that is read passes by what lies in the cache, in several steps."""
+    small_steps()
     tiles.PASSING_FROM = 0
+
+
+def small_steps() -> None:
+    """Few programs of small tiles, which take several steps for a chunk."""
     tiles.AHEAD_ROWS = (dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(1, 64, 1), 4)),) * 2
     tiles.AHEAD_ODD_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(16, 8, 1), 8))
     tiles.AHEAD_COLUMNS = (tiles.AHEAD_ODD_COLUMNS,) * 2

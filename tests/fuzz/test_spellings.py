@@ -165,14 +165,16 @@ def test_a_difference_in_memory_or_gradients_is_seen():
 @pytest.mark.parametrize("function, kinked", [("torch.selu", True), ("torch.tanh", False)])
 def test_gradients_at_a_nan_on_the_way_are_judged_by_what_meets_it(function, kinked):
     steps = Step("torch.log", (Ref(0),)), Step(function, (Ref(1),))
-    program = Program((Input((3, 4), torch.float32),), steps, (2,))
+    program = Program((Input((3, 4), torch.float32, "dense", "normal", 1),), steps, (2,))
     text = function_text(program, write(program, 0, writer.Style(plain=True)))
-    inputs = [torch.linspace(-1, 2, 12).reshape(3, 4)]
-    case = cases.Case(0, "compile", "grad", text, lambda: [x.clone() for x in inputs], "", torch.float32, program)
+    case = cases.Case(0, "compile", "grad", text, lambda: make_inputs(program), "", torch.float32, program)
     got, want = cases.eager(case), cases.eager(case)
-    got.gradients[0] = torch.where(inputs[0] < 0, torch.nan, got.gradients[0])
-    want.gradients[0] = torch.where(inputs[0] < 0, 0.0, want.gradients[0])
+    negative = make_inputs(program)[0] < 0
+    got.gradients[0] = torch.where(negative if kinked else ~negative, torch.nan, want.gradients[0])
     assert bool(cases.problems(case, got, want)) is not kinked
+    for factor in (1.5, 0.0):  # numbers are judged as ever
+        got.gradients[0] = want.gradients[0] * factor
+        assert cases.problems(case, got, want)
 
 
 def _squared(route, mode="none", then="torch.tanh"):
