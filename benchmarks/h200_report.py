@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,6 @@ def backward() -> Lines:
 
 def geomean() -> Lines:
     """The large rows of the `kernels` suite beside Inductor: device times, and wall times of calls in a row."""
-    import math
 
     from benchmarks import checks, contestants
     from benchmarks.kernel_rows import ROWS, moved_bytes, seeded
@@ -159,10 +159,60 @@ def geomean() -> Lines:
                    f"torch.compile x {rival}, wall": wall[rival] / wall["fuser"], "wrong": problem}  # fmt: skip
 
         yield from attempt(row.name, one)
-    for kind, values in over.items():
+    yield from _means(over)
+
+
+def exclusive_cumsum(x: torch.Tensor) -> torch.Tensor:
+    """As KernelBench writes it: rows of an odd length are summed."""
+    return torch.cumsum(torch.cat((torch.zeros_like(x[:, :1]), x), 1), 1)[:, :-1]
+
+
+WIDTH_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(-1),
+    "amin": lambda x: x.amin(-1),
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "var": lambda x: x.var(-1),
+    "x * x.sum(0)": lambda x: x * x.sum(0),
+    "cumsum": lambda x: x.cumsum(-1),
+    "exclusive cumsum": exclusive_cumsum,
+}
+
+
+WIDTHS, SCANNED_WIDTHS = (3, 10, 20, 50, 100, 200, 300, 1000, 1001), (10, 50, 300, 1000, 1001, 32768)
+
+
+def widths() -> Lines:
+    """Rows of 3 to 1001 and of 32768 elements, 64 Mi in all: lengths that 16, only 4, only 2, or neither divides."""
+    ratios: dict[str, list[float]] = {"long scans": [], "the others": []}
+    for label, f in WIDTH_FUNCTIONS.items():
+        for width in SCANNED_WIDTHS if "cumsum" in label else WIDTHS:
+            for dtype in (torch.float32, BF16):
+                def one(label: str = label, f: Any = f, width: int = width, dtype: torch.dtype = dtype) -> Lines:
+                    x = n((64 << 20) // width, width, dtype=dtype)
+                    want, found, off = f(x.double()), {}, {}
+                    for name in ("eager", *RIVAL, "fuser"):
+                        fn = compiled(name, f)
+                        off[name] = (fn(x).double() - want).abs().max().item()
+                        found[name] = device_time(lambda fn=fn: fn(x))
+                    moved = x.nbytes + want.numel() * x.element_size()
+                    ratio = found[(*RIVAL, "eager")[0]] / found["fuser"]
+                    ratios["long scans" if width > 32000 else "the others"].append(ratio)
+                    right = off["fuser"] <= 4 * off["eager"] + 1e-5 * want.abs().max().item()
+                    wrong = "" if right else f"off float64 by {off['fuser']:.3g}, eager {off['eager']:.3g}"
+                    yield {"row": f"{label} {width} {str(dtype)[6:]}", "ms": 1e3 * found["fuser"],
+                           "of copy": copy_time(moved) / found["fuser"], "x inductor": ratio,
+                           "x eager": found["eager"] / found["fuser"], "wrong": wrong}  # fmt: skip
+
+                yield from attempt(f"{label} {width} {dtype}", one)
+    yield from _means(ratios)
+
+
+def _means(ratios: dict[str, list[float]]) -> Lines:
+    for kind, values in ratios.items():
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            yield {"row": f"geometric mean, {kind}", "x": mean, "lowest": min(values), "rows": len(values)}
+            yield {"row": f"geometric mean, {kind}", "x": statistics.geometric_mean(values), "lowest": min(values),
+                   "rows": len(values)}  # fmt: skip
 
 
 def llama_model() -> nn.Module:
@@ -405,6 +455,7 @@ SECTIONS: dict[str, tuple[Callable[[], Lines], int]] = {
     "copy": (copy_rate, 90),
     "backward": (backward, 80),
     "geomean": (geomean, 150),
+    "widths": (widths, 240),
     "llama": (llama, 90),
     "train": (llama_training, 150),
     "graphs": (graphs, 110),

@@ -10,7 +10,8 @@ import re
 from dataclasses import replace
 
 from fuser.cuda.nest import Function
-from fuser.cuda.text import VECTOR, Param
+from fuser.cuda.text import Param
+from fuser.cuda.tiles import VECTOR
 
 SETS = 128  # to a launch; native/batch.h has the same number (kMembers)
 TABLE = Param("table", "pointer", "", "*i64", VECTOR)

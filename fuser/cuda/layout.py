@@ -8,8 +8,8 @@ from dataclasses import field
 import torch
 
 from fuser.cuda import tiles
-from fuser.cuda.moments import moments_by_phase
-from fuser.cuda.text import Guard
+from fuser.cuda.moments import alone_behind, moments_by_phase
+from fuser.cuda.text import Guard, divisor_class
 from fuser.cuda.windows import has_stride, reads_windows
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, Expr, coefficient, expr, floordiv, product, symbols
@@ -117,19 +117,14 @@ class Online:
     sum: Reduce
 
 
-def online_phases(plan: KernelPlan) -> dict[int, Online]:
-    """By phase, the maximum whose next phase does nothing but add up `exp(x - maximum)`."""
-    out: dict[int, Online] = {}
-    reduced = {a.sym for a in plan.reduced_axes}
-    for total in plan.reductions:
-        before = total.phase - 1
-        alone = sum(r.phase == total.phase for r in plan.reductions) == 1
-        stores = [s for s in plan.stores if s.phase == total.phase]
-        if any((plan.varies[s.row] | symbols(s.address)) & reduced for s in stores):
-            continue
-        found = _subtracted_maximum(plan, total)
-        if alone and before not in out and before - 1 not in out and found is not None and found.phase == before:
-            out[before] = Online(found, total)
+def online_phases(plan: KernelPlan) -> dict[int, tuple[Online, ...]]:
+    """By phase, the maxima whose next phase does nothing but add up `exp(x - maximum)` for each of them."""
+    out: dict[int, tuple[Online, ...]] = {}
+    for before, totals in alone_behind(plan):
+        pairs = [(_subtracted_maximum(plan, t), t) for t in totals]
+        found = tuple(Online(m, t) for m, t in pairs if m is not None and m.phase == before)
+        if before - 1 not in out and len({o.maximum.number for o in found}) == len(totals):
+            out[before] = found
     return out
 
 
@@ -178,7 +173,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         looped, least = table[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
-        tile = tiles.persistent_row(ctx.hint(n), max(loads, 1))
+        tile = tiles.persistent_row(ctx.hint(n), max(loads, 1), _writes_rows(plan), narrowest(plan))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
@@ -199,8 +194,16 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         loop = True
     else:
         guards += row_class(n, tile.inner, least)
+        guards += divisor_class(n, tiles.divisor_of(ctx.hint(n))) if not column else []
     outer = [a for a in kept if a.sym == plan.vector] if column else kept
     scalars = [a for a in kept if a not in outer]
+    if column:
+        width = outer[0].size
+        narrow = tiles.narrowed(tile, ctx.hint(width), loop)
+        above = expr(narrow.outer // 2)
+        guards += [("lt", above, width)] if narrow.outer > tiles.NARROWEST else []
+        guards += [("le", width, expr(narrow.outer))] if narrow.outer < tile.outer else []
+        tile = narrow
     dims = []
     if tile.outer > 1 and outer:
         dims.append(Dim(outer, tile.outer, "x"))
@@ -208,6 +211,12 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         scalars += outer
     dims.append(Dim(reduced, tile.inner, "r", whole=not loop, loop=loop))
     return Layout(scalars, dims, tile.warps, guards)
+
+
+def _writes_rows(plan: KernelPlan) -> bool:
+    """Whether something is stored along the reduced axes."""
+    reduced = {a.sym for a in plan.reduced_axes}
+    return any((plan.varies[s.row] | symbols(s.address)) & reduced for s in plan.stores)
 
 
 def _reads_rows(plan: KernelPlan) -> bool:

@@ -10,7 +10,7 @@ from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.moments import Moments, moments_by_phase
 from fuser.cuda.nest import Function, Nest
-from fuser.cuda.text import VECTOR
+from fuser.cuda.tiles import VECTOR
 from fuser.ir.loop_body import indirect_rows
 from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_cell, triton_combine, triton_number
 from fuser.scheduler.kernel_plan import Reduce
@@ -55,10 +55,10 @@ class Looped:
         self.lane = VECTOR // widest(self.plan)
         self.threads = min(32 * nest.layout.warps, self.dim.block // self.lane)
         one_row = len(nest.layout.dims) == 1
-        self.online: dict[int, Online] = online_phases(self.plan) if one_row and bounds is None else {}
+        self.online: dict[int, tuple[Online, ...]] = online_phases(self.plan) if one_row and bounds is None else {}
         # A phase that an online maximum takes over has no loop in which moments could be taken.
         found = moments_by_phase(self.plan)
-        self.moments: dict[int, Moments] = {p: m for p, m in found.items() if p - 1 not in self.online}
+        self.moments: dict[int, tuple[Moments, ...]] = {p: m for p, m in found.items() if p - 1 not in self.online}
         self.tiled = not one_row  # there are kept dims: each element of a tile has moments of its own
 
     def all_phases(self) -> None:
@@ -68,13 +68,12 @@ class Looped:
             if phase - 1 in self.online:
                 continue
             self.phase(phase)
-            if phase - 1 in self.moments:
-                self.finish_moments(self.moments[phase - 1])
-                done.add(self.moments[phase - 1].number)
-            online = self.online.get(phase)
-            if online is not None:
-                self.finish_online(online)
-                done.update((online.maximum.number, online.sum.number))
+            for m in self.moments.get(phase - 1, ()):
+                self.finish_moments(m)
+                done.add(m.number)
+            for o in self.online.get(phase, ()):
+                self.finish_online(o)
+                done.update((o.maximum.number, o.sum.number))
             for n in described.results:
                 r = self.plan.reductions[self.plan.rows[n].attr]
                 if r.number not in done:
@@ -101,16 +100,15 @@ class Looped:
         described = self.plan.passes[phase]
         if not described.roots or phase - 1 in self.moments:
             return
-        online, spread = self.online.get(phase), self.moments.get(phase)
-        spared = [online.maximum] if online is not None else []
-        spared += [spread.sum] if spread is not None and not self.tiled else []
+        online, spreads = self.online.get(phase, ()), self.moments.get(phase, ())
+        spared = [o.maximum for o in online] + [m.sum for m in spreads if not self.tiled]
         mine = [r for r in described.folds if r not in spared]
         for r in mine:
             self.start(r)
-        if online is not None:
-            self.start_online(online)
-        if spread is not None:
-            self.start_moments(spread)
+        for o in online:
+            self.start_online(o)
+        for m in spreads:
+            self.start_moments(m)
         passes = self.passes()
         self.nest.eviction = self.eviction
         if len(passes) > 1:
@@ -129,10 +127,10 @@ class Looped:
             self.nest.store(s)
         for r in mine:
             self.accumulate(r)
-        if online is not None:
-            self.accumulate_online(online)
-        if spread is not None:
-            self.accumulate_moments(spread, backwards)
+        for o in online:
+            self.accumulate_online(o)
+        for m in spreads:
+            self.accumulate_moments(m, backwards)
         self.out.close()
 
     # -- variances in one pass ---------------------------------------------------------------------------------------

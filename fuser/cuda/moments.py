@@ -10,6 +10,7 @@ known, `sum((x - m)²) = squares + count · (mean - m)²`, whatever `m` is.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -42,18 +43,22 @@ class Moments:
         return self.total.number
 
 
-def moments_by_phase(plan: KernelPlan) -> dict[int, Moments]:
-    """By phase, the sum of squared distances that the phase behind it makes and that needs no pass of its own."""
-    out: dict[int, Moments] = {}
+def alone_behind(plan: KernelPlan) -> Iterator[tuple[int, list[Reduce]]]:
+    """The phases behind which a phase only reduces, each with the reductions of that."""
     reduced = {a.sym for a in plan.reduced_axes}
-    for total in plan.reductions:
-        before = total.phase - 1
-        found = _squared_distances(plan, total) if before >= 0 and plan.ordered is None else None
-        if found is None or before in out or before - 1 in out:
-            continue
-        alone = sum(r.phase == total.phase for r in plan.reductions) == 1
-        stores = [s for s in plan.stores if s.phase == total.phase]
-        if alone and not any((plan.varies[s.row] | symbols(s.address)) & reduced for s in stores):
+    for before in range(plan.n_phases - 1):
+        totals = [r for r in plan.reductions if r.phase == before + 1]
+        stores = [s for s in plan.stores if s.phase == before + 1]
+        if totals and not any((plan.varies[s.row] | symbols(s.address)) & reduced for s in stores):
+            yield before, totals
+
+
+def moments_by_phase(plan: KernelPlan) -> dict[int, tuple[Moments, ...]]:
+    """By phase, the sums of squared distances that the phase behind it makes and that need no pass of their own."""
+    out: dict[int, tuple[Moments, ...]] = {}
+    for before, totals in alone_behind(plan) if plan.ordered is None else ():
+        found = tuple(m for m in (_squared_distances(plan, t) for t in totals) if m is not None)
+        if before - 1 not in out and len({m.sum.number for m in found}) == len(totals):
             out[before] = found
     return out
 
@@ -78,7 +83,7 @@ def reads_once(plan: KernelPlan) -> bool:
     if reduces_in_one_pass(plan):
         return True
     found = moments_by_phase(plan)
-    if list(found) != [0] or any(r.phase for r in plan.reductions if r != found[0].total):
+    if list(found) != [0] or any(r.phase for r in plan.reductions if r not in [m.total for m in found[0]]):
         return False
     return not any(p.stores for p in plan.passes[1:])
 

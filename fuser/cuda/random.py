@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from fuser.cuda.layout import Layout
-from fuser.cuda.text import VECTOR, fixed_factors
+from fuser.cuda.text import fixed_factors
+from fuser.cuda.tiles import VECTOR
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, Expr, coefficient, expr
 from fuser.lazy_dataclasses import dataclass

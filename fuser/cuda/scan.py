@@ -73,7 +73,7 @@ def scan_layout(plan: KernelPlan, ctx: Context) -> tuple[Layout, list[Guard], tu
             # No more threads than elements: the others would scan the same ones again.
             warps = max(min(whole.warps, elements // 64), 1)
             return Layout(scalars, dims, warps), row_class(n, whole.inner, tiles.SHORTEST_ROW), None
-        looped = tiles.LOOPED_SCAN_ODD if tiles.divisor_of(ctx.hint(n)) == 1 else tiles.LOOPED_SCAN
+        looped = tiles.LOOPED_SCAN_ODD if tiles.divisor_of(ctx.hint(n)) < 4 else tiles.LOOPED_SCAN
         tile = tiles.shrunk((tiles.LOOPED_PLACES if places else looped)[narrowest(plan)], ctx.smaller)
         least, below = tiles.SPLIT_ROW_FROM, tiles.SPLIT_BELOW
         units = product(a.size for a in kept)

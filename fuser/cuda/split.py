@@ -243,7 +243,8 @@ def _combine_layout(plan: KernelPlan, longest: int, first: Layout | None) -> Lay
         return Layout(kept, [Dim(reduced, longest, "r", whole=True)], first.warps if first else 4)
     tile = tiles.COMBINE_COLUMNS
     if first is not None:
-        tile = tiles.Tile(first.dims[0].block, tiles.COMBINE_IN_ONE, first.warps)
+        width = first.dims[0].block
+        tile = tiles.Tile(width, tiles.COMBINE_IN_ONE * max(tiles.COMBINE_COLUMNS.outer // width, 1), first.warps)
     outer = [a for a in kept if a.sym == plan.vector]
     scalars = [a for a in kept if a.sym != plan.vector]
     return Layout(scalars, [Dim(outer, tile.outer, "x"), Dim(reduced, tile.inner, "r", loop=True)], tile.warps)
@@ -260,9 +261,9 @@ def result_address(plan: KernelPlan, results: Expr) -> Expr:
 
 def _partials(plan: KernelPlan, nest: Nest, name: str, size: Expr) -> list[Partial]:
     out = []
-    spread = moments_by_phase(plan).get(0)
+    spreads = {m.number for m in moments_by_phase(plan).get(0, ())}
     for r in plan.reductions:
-        if spread is not None and r == spread.total:
+        if r.number in spreads:
             out += [Partial(f"{name}_{part}{r.number}", torch.float32, size) for part in moments.NAMES]
             continue
         spec, _, acc = nest.spec(r)
@@ -291,14 +292,14 @@ def _write_partial(nest: Nest, chunks: Expr, at: Expr, name: str, how: Cut) -> N
     address = nest.address(at)
     mask = nest.mask(nest.expr_dims(at))
     masked = f", {mask}" if mask else ""
-    spread = loop.moments.get(0)
-    if spread is not None:
-        loop.join_moments(spread)
+    spreads = {m.number: m for m in loop.moments.get(0, ())}
+    for m in spreads.values():
+        loop.join_moments(m)
         for part in moments.NAMES:
-            pointer = nest.params.pointer(f"{name}_{part}{spread.number}")
-            nest.out.add(f"tl.store({pointer} + ({address}), {part}{spread.number}{masked})")
+            pointer = nest.params.pointer(f"{name}_{part}{m.number}")
+            nest.out.add(f"tl.store({pointer} + ({address}), {part}{m.number}{masked})")
     for r in nest.plan.reductions:
-        if spread is not None and r == spread.total:
+        if r.number in spreads:
             continue
         spec, _, acc = nest.spec(r)
         if spec.index:
@@ -325,9 +326,9 @@ def combine_plan(
     rows: list[Row] = []
     number: dict[int, int] = {}
     reductions: list[Reduce] = []
-    spread = moments_by_phase(plan).get(0)
+    spreads = {m.number: m for m in moments_by_phase(plan).get(0, ())}
     for r in plan.reductions:
-        if spread is not None and r == spread.total:
+        if r.number in spreads:
             reductions.append(r)  # its row comes behind the centre's
             continue
         rows.append(Row("load", (), dtypes[f"{name}_p{r.number}"], (f"{name}_p{r.number}", (at,))))
@@ -338,8 +339,8 @@ def combine_plan(
     for n, row in enumerate(plan.rows):
         if plan.varies[n] & reduced and row.op != "reduced":
             continue
-        if spread is not None and row.op == "reduced" and row.attr == spread.number:
-            first = len(rows)
+        if row.op == "reduced" and row.attr in spreads:
+            spread, first = spreads[row.attr], len(rows)
             for part in moments.NAMES:
                 rows.append(Row("load", (), torch.float32, (f"{name}_{part}{spread.number}", (at,))))
             value = combine_rows(spread, plan, rows, (first, first + 1, first + 2), number[spread.centre])

@@ -7,13 +7,11 @@ from dataclasses import field
 
 import torch
 
-from fuser.cuda.tiles import DIVISORS, divisor_of
+from fuser.cuda.tiles import DIVISORS, VECTOR, divisor_of
 from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, Call, Expr, Sym, expr, mod, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import TRITON_POINTERS
-
-VECTOR = 16  # bytes of the widest access
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,17 @@ class Params:
             self.known[known] = Param(known, kind, e, f"i{bits}", 1)
         if matters and self.known[known].divisor == 1:
             divisor = divisor_of(self.hint(e))
-            self._guard_rest("eq", e, divisor)
-            if divisor != DIVISORS[0]:
-                self._guard_rest("ne", e, DIVISORS[DIVISORS.index(divisor) - 1])
+            self.guards.update(dict.fromkeys(divisor_class(e, divisor)))
             old = self.known[known]
             self.known[known] = Param(old.name, old.kind, old.value, old.type, divisor)
         return known
 
-    def _guard_rest(self, relation: str, e: Expr, divisor: int) -> None:
-        rest = mod(e, expr(divisor))
-        if rest.as_int() is None:
-            self.guards[relation, rest, expr(0)] = None
+
+def divisor_class(e: Expr, divisor: int) -> list[Guard]:
+    """Guards for what `divisor`, but not the one before it in `DIVISORS`, divides."""
+    more = [("ne", d) for d in DIVISORS[:DIVISORS.index(divisor)][-1:]]
+    rests = [(relation, mod(e, expr(d))) for relation, d in [("eq", divisor), *more]]
+    return [(relation, rest, expr(0)) for relation, rest in rests if rest.as_int() is None]
 
 
 def triton_expr(e: Expr, params: Params, bits: int, name: Callable[[Sym], str], matters: bool = False) -> str:

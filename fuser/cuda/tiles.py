@@ -8,6 +8,7 @@ check (a class of row lengths), never of the example alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from fuser.lazy_dataclasses import dataclass
 
@@ -82,17 +83,25 @@ SHARED_FROM = 8 << 20
 SMALL_ELEMENTS = 256  # of a pointwise program where there is too little work to fill the device twice with larger ones
 SHORT_VECTOR = 16  # a vector axis shorter than this is no dim of its own
 
-# Rows up to this length are held in registers: (longest, elements of a program, warps).
-SHORTEST_ROW, SHORTEST_COLUMN = 64, 16  # what a program takes for all shorter ones
+# Rows up to this length are held in registers: (longest, elements of a program, warps). Where a row takes the lanes of
+# several warps, these wait for each other, so short rows have one. Shorter ones than the first are one class.
+SHORTEST_ROW, SHORTEST_COLUMN = 4, 16
 PERSISTENT: tuple[tuple[int, int, int], ...] = (
-    (128, 1024, 4),
-    (512, 2048, 4),
-    (1024, 1024, 4),
+    (32, 1024, 2),
+    (64, 512, 1),
+    (512, 1024, 1),
+    (1024, 1024, 2),
     (2048, 2048, 4),
     (4096, 4096, 8),
     (8192, 8192, 8),
     (16384, 16384, 16),
 )
+# The same where one tensor is read and nothing written but results: more of it must be under way.
+PERSISTENT_READ: tuple[tuple[int, int, int], ...] = (
+    (4, 1024, 2), (32, 2048, 2), (64, 1024, 1), (512, 2048, 1), (1024, 2048, 2),
+)  # fmt: skip
+# And of both where the lanes of one warp take a whole row of more than 32 elements in one access.
+PERSISTENT_LANES = (128, 2048, 4)
 # Longer ones are looped over, once, or again and again: then few rows are under way, so that the cache holds them.
 LOOPED_ROW = Tile(1, 4096, 8)
 LOOPED_ROW_AGAIN = Tile(1, 16384, 32)
@@ -124,8 +133,10 @@ AHEAD_BELOW = 320 << 20
 # written would be written back meanwhile. Only loads to registers can say so.
 PASSING_FROM = 32 << 20
 PASSING = ", eviction_policy='evict_first'"
-# What is known to divide a size or stride. With 16, all dtypes have 16-byte accesses; with 4, those of 32 bits have.
-DIVISORS = (16, 4, 1)
+# What is known to divide a size or stride. With 16, all dtypes have 16-byte accesses; with 4, those of 32 bits have;
+# with 2, those of 16 bits are loaded by pairs, without it one by one.
+DIVISORS = (16, 4, 2, 1)
+VECTOR = 16  # bytes of the widest access of a lane
 
 
 @dataclass(frozen=True)
@@ -201,8 +212,8 @@ WALK_CROWDED = 16  # bytes of both for an element, from which on there are twice
 COMBINE_PROGRAMS = Tile(16, 256, 8)  # of what the programs found
 
 # Scans: rows that are one tile (longest, elements of a program, warps), and tiles of what is looped over.
-SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 4), (2048, 2048, 8))
-SCANNED_PLACES = (*SCANNED_ROWS, (4096, 4096, 8))  # the same of scans that find places
+SCANNED_ROWS: tuple[tuple[int, int, int], ...] = ((1024, 1024, 2), (2048, 2048, 2))
+SCANNED_PLACES = ((1024, 1024, 4), (2048, 2048, 8), (4096, 4096, 8))  # the same of scans that find places
 # The others by the bytes of an element. Short columns are up to this long.
 LOOPED_SCAN = {1: Tile(1, 2048, 8), 2: Tile(1, 2048, 2), 4: Tile(1, 1024, 4), 8: Tile(1, 1024, 8)}
 # The same where elements are loaded one by one: they are apart in a thread, and the warps meet for each.
@@ -232,13 +243,17 @@ def pointwise(n_outer: int, n_inner: int, elements: int) -> Tile:
     return Tile(min(elements // inner, power_of_two(n_outer)), inner, POINTWISE_WARPS)
 
 
-def persistent_row(n: int, n_loads: int) -> Tile | None:
-    """The tile that holds whole rows of the class of `n` in registers, if they fit."""
+def persistent_row(n: int, n_loads: int, writes: bool, itemsize: int) -> Tile | None:
+    """The tile that holds whole rows of the class of `n` in registers, if they fit. `writes`: rows are written, too;
+    `itemsize`: bytes of the narrowest element."""
     length = max(power_of_two(n), SHORTEST_ROW)
-    for longest, elements, warps in PERSISTENT:
+    if length * n_loads > 4 * PERSISTENT[-1][0]:
+        return None
+    tables = [PERSISTENT] if writes or n_loads > 1 else [PERSISTENT_READ, PERSISTENT]
+    if 32 < length <= 32 * min(VECTOR // itemsize, divisor_of(n)):
+        tables.insert(0, (PERSISTENT_LANES,))
+    for longest, elements, warps in chain.from_iterable(tables):
         if length <= longest:
-            if length * n_loads > 4 * PERSISTENT[-1][0]:
-                return None
             return Tile(max(elements // length, 1), length, warps)
     return None
 
@@ -273,6 +288,20 @@ def fewer(tile: Tile | None, times: int) -> Tile | None:
     if tile is None or tile.outer >> times == 0:
         return None
     return Tile(tile.outer >> times, tile.inner, tile.warps)
+
+
+NARROWEST = 4  # columns that a tile has at least
+
+
+def narrowed(tile: Tile, columns: int, loop: bool) -> Tile:
+    """The tile for so many columns, where they fill less than half of it: of a `loop` it has more rows instead."""
+    outer = max(power_of_two(columns), NARROWEST)
+    if outer >= tile.outer:
+        return tile
+    times = tile.outer // outer
+    if loop:
+        return Tile(outer, tile.inner * times, tile.warps)
+    return Tile(outer, tile.inner, max(tile.warps // times, 1))
 
 
 def shrunk(tile: Tile, times: int) -> Tile:

@@ -13,7 +13,8 @@ from dataclasses import field
 
 import torch
 
-from fuser.cuda.text import VECTOR, Guard
+from fuser.cuda.text import Guard
+from fuser.cuda.tiles import VECTOR
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, LOOP, ONE, SIZE, Call, Expr, Sym, coefficient, expr, product, symbols
 from fuser.lazy_dataclasses import dataclass

@@ -24,6 +24,8 @@ from fuser.scheduler.moments import spreads_from_sum
 from fuser.scheduler.nodes import Node, scanned_rows
 
 Key = TypeVar("Key")
+MOST_CANDIDATES = 8  # kernels that a node, or another kernel, is tried in
+SHARE_TO_MERGE = 8  # kernels become one if that saves at least one of so many bytes that the later one reads
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Kernel:
     reads: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)  # buffers that need a reduction of this kernel to be complete
     n_rows: int = 0  # in which a function counts as several, see `Node.size_of_code`
+
+    def copy(self) -> Kernel:
+        """One that more nodes may join; the nodes themselves are shared."""
+        maps = {name: dict(mapping) for name, mapping in self.maps.items()}
+        return Kernel(
+            self.order, self.axes.copy(), set(self.reduced), [*self.nodes], maps, dict(self.produced), set(self.reads),
+            set(self.after), self.n_rows,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -274,6 +284,11 @@ def score_fusion(kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]
     return sum(buffers.get(b, (0, 0))[0] for b in shared)
 
 
+def score_merger(first: Kernel, second: Kernel, buffers: dict[str, tuple[int, int]]) -> int:
+    """Bytes of memory traffic saved where one kernel runs both."""
+    return sum(buffers.get(b, (0, 0))[0] for b in second.reads & (first.reads | set(first.produced)))
+
+
 def fuse(
     ctx: LoweringContext, nodes: list[Node], sizes: dict[str, tuple[int, int]], most_rows: int, memory: Memory
 ) -> Fusion:
@@ -316,7 +331,65 @@ def fuse(
         home[node.buffer.name] = max(home[node.buffer.name], chosen.order)
         for b in node.reads:
             last_reader[b] = chosen.order
+    if not ctx.writes:
+        _merge(ctx, kernels, sizes, most_rows, memory)
     return Fusion(kernels, reasons)
+
+
+def _merge(
+    ctx: LoweringContext, kernels: list[Kernel], sizes: dict[str, tuple[int, int]], most_rows: int, memory: Memory
+) -> None:
+    """Make one of two kernels where that saves a good part of their memory traffic.
+
+    A node joins a kernel for what it reads itself. The norms of two tensors start two kernels, and the product of the
+    tensors, which comes later, can be in one of them only.
+    """
+    users: dict[str, list[Kernel]] = defaultdict(list)  # of a buffer: the kernels that make or read it
+    for kernel in [*kernels]:
+        near = {k.order: k for b in kernel.reads for k in users[b][-MOST_CANDIDATES:]}
+        ranked = sorted(near.values(), key=lambda k: (-score_merger(k, kernel, sizes), k.order))
+        for other in ranked[:MOST_CANDIDATES]:
+            if score_merger(other, kernel, sizes) * SHARE_TO_MERGE < _bytes_read(kernel, sizes):
+                break
+            merged = _merged(ctx, kernels, other, kernel, most_rows, memory)
+            if merged is not None:
+                for among in users.values():
+                    if other in among:
+                        among.remove(other)
+                kernel = merged
+                break
+        for b in kernel.reads | set(kernel.produced):
+            users[b].append(kernel)
+    for order, kernel in enumerate(kernels):
+        kernel.order = order
+
+
+def _bytes_read(kernel: Kernel, sizes: dict[str, tuple[int, int]]) -> int:
+    return sum(sizes.get(b, (0, 0))[0] for b in kernel.reads if b not in kernel.produced)
+
+
+def _merged(
+    ctx: LoweringContext, kernels: list[Kernel], first: Kernel, second: Kernel, most_rows: int, memory: Memory
+) -> Kernel | None:
+    """The kernel that two became in the list, which lies where all that it reads is there; None if they stay two."""
+    a, b = kernels.index(first), kernels.index(second)
+    between = kernels[a + 1 : b]
+    late = all(k.reads.isdisjoint(first.produced) for k in between)
+    if not late and not all(second.reads.isdisjoint(k.produced) for k in between):
+        return None
+    out = first.copy()
+    worth = False
+    for node in second.nodes:
+        verdict = can_fuse(ctx, out, node, most_rows, memory)
+        if verdict.matching is None:
+            return None
+        worth = worth or _shares_an_access(first, node, verdict)
+        apply(out, node, verdict.matching)
+    if not worth:
+        return None
+    kernels[b if late else a] = out
+    del kernels[a if late else b]
+    return out
 
 
 def _renumber(orders: dict[Key, int], now: Mapping[int, int]) -> None:
@@ -351,7 +424,7 @@ def _candidates(
 ) -> list[Kernel]:
     orders = {o for o in (earliest, *others) if o >= earliest}
     orders |= {last_reader[b] for b in node.reads if last_reader.get(b, -1) >= max(earliest, 0)}
-    return [kernels[o] for o in sorted(orders) if o >= 0][:8]
+    return [kernels[o] for o in sorted(orders) if o >= 0][:MOST_CANDIDATES]
 
 
 def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:

@@ -18,7 +18,7 @@ import triton.language as tl
 from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits
 from matmul_cases import MATMULS, MatmulCase
 from memory_orders import order_case
-from reduction_chains import chain_case, chain_problem
+from reduction_chains import chain_case, chain_problem, pair_case
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
@@ -149,7 +149,7 @@ def check(case: Case) -> str | None:
     out = readable(out)
     eager = readable(checks.tensors(case.fn(*args)))
     exact = readable(checks.tensors(case.fn(*checks.to_float64(args))))
-    if case.name.startswith(("chain/", "order/")):
+    if case.name.startswith(("chain/", "pair/", "order/")):
         return chain_problem(out, eager, exact)
     return checks.judge(out, eager, exact).problem
 
@@ -203,7 +203,7 @@ def many_columns() -> None:
     tiles.SPLIT_COLUMN_FROM = 65
 
 
-RANDOM = {"chain": chain_case, "order": order_case}
+RANDOM = {"chain": chain_case, "pair": pair_case, "order": order_case}
 # Where a graph's memory turns, kernels are kept apart from so many elements on.
 TURNS = (
     (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "RUN", 4), (plan, "RUN", 4), (norms, "_LARGE", 64),

@@ -46,7 +46,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "columns": ((300, 40), 0), "few_columns": ((2500, 3), 0), "middle": ((3, 120, 17), 1),
 }  # fmt: skip
 # The two last ones were wrong: a variance of columns, in one reading, in a phase that goes backwards.
-CHAINS = (*(f"chain/{n}" for n in range(12)), "chain/104", "chain/112")
+CHAINS = (*(f"chain/{n}" for n in range(12)), "chain/104", "chain/112", *(f"pair/{n}" for n in range(8)))
 
 
 def chain_case(seed: int) -> Case:
@@ -69,6 +69,35 @@ def chain_case(seed: int) -> Case:
         return (i.normal(*shape, dtype=dtype),)
 
     name = "/".join(["chain", str(seed), *(f"{r}-{s}" for r, s in names)])
+    return Case(name, run, make)
+
+
+def pair_case(seed: int) -> Case:
+    """Chains of two tensors, whose last values are combined and reduced: one kernel takes both, phase by phase."""
+    rng = random.Random(f"{seed} pair")
+    shape, dim = SHAPES[rng.choice(list(SHAPES))]
+    alike = [(rng.choice(list(REDUCTIONS)), rng.choice(list(STEPS))) for _ in range(rng.choice((1, 2)))]
+    other = [(rng.choice(list(REDUCTIONS)), rng.choice(list(STEPS))) for _ in alike]
+    chains = alike, alike if rng.random() < 0.6 else other
+    dtype = rng.choice((torch.float32,) * 3 + (torch.bfloat16,))
+    last = rng.choice(("sum", "max", "none"))
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, values = [], []
+        for tensor, names in zip((x, y), chains, strict=True):
+            value = tensor.float() if dtype is torch.bfloat16 else tensor
+            for reduction, step in names:
+                result = REDUCTIONS[reduction](value, dim)
+                found.append(result.squeeze(dim))
+                value = STEPS[step](value, result, dim)
+            values.append(value)
+        both = values[0] * values[1]
+        return (*found, both if last == "none" else REDUCTIONS[last](both, dim))
+
+    def make(i: Inputs) -> tuple[Any, ...]:
+        return i.normal(*shape, dtype=dtype), i.normal(*shape, dtype=dtype)
+
+    name = "/".join(["pair", str(seed), *(f"{r}-{s}" for chain in chains for r, s in chain), last])
     return Case(name, run, make)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_cases import CASES, Case, readable, same_bits
 from memory_orders import order_case
-from reduction_chains import chain_case, chain_problem
+from reduction_chains import chain_case, chain_problem, pair_case
 
 import fuser
 from benchmarks import checks
@@ -44,6 +44,11 @@ def test_reductions_where_memory_turns(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(120))
 def test_chains_of_reductions(seed: int) -> None:
     check_random(chain_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_pairs_of_chains(seed: int) -> None:
+    check_random(pair_case(seed))
 
 
 def check_random(case: Case) -> None:

@@ -1,0 +1,88 @@
+"""Kernels that read the same tensors become one, also where the loops that start them have no tensor in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuser import config
+from fuser.lowering.graph import lower_graph
+from fuser.scheduler.schedule import Schedule, schedule
+from tests.backend.fused import check, fuse
+from tests.backend.planned import on_device
+
+N = 300
+MAPS, ROWS = (4, 16, 12, 12), (256, N)
+
+
+def normed(x: torch.Tensor, dims: Any) -> torch.Tensor:
+    return (x - x.mean(dims, keepdim=True)) / x.std(dims, keepdim=True)
+
+
+def rms_gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    scaled = g * 1.5
+    return r * (scaled - x * r * r * (scaled * x).mean(-1, keepdim=True))
+
+
+def similarity(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of windows as large as the image, by structure."""
+    a, b, dims = x.mean((2, 3)), y.mean((2, 3)), (2, 3)
+    both = (x * y).mean(dims) - a * b
+    return (2 * a * b + 0.01) * (2 * both + 0.03) / ((a * a + b * b + 0.01) * (x.var(dims) + y.var(dims) + 0.03))
+
+
+ONE_KERNEL: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
+    "cosine": (lambda x, y: F.cosine_similarity(x, y, dim=-1), ROWS),
+    "cosine of norms": (lambda x, y: (F.normalize(x) * F.normalize(y)).sum(-1), ROWS),
+    "two norms": (lambda x, y: F.layer_norm(x, (N,)) + F.layer_norm(y, (N,)), ROWS),
+    "distillation": (lambda x, y: (x.softmax(-1) * (x.log_softmax(-1) - y.log_softmax(-1))).sum(-1), ROWS),
+    "mixture": (lambda x, y: ((x.softmax(-1) + y.softmax(-1)) / 2).log().mul(x.softmax(-1)).sum(-1), ROWS),
+    "correlation": (lambda x, y: (normed(x, -1) * normed(y, -1)).sum(-1), ROWS),
+    "correlation of columns": (lambda x, y: (normed(x, 0) * normed(y, 0)).sum(0), ROWS),
+    "gradient of an rms norm": (rms_gradient, ROWS),
+    "similarity of images": (similarity, MAPS),
+}
+
+
+def scheduled(fn: Callable[..., Any], shape: tuple[int, ...], device: str) -> Schedule:
+    args = [on_device(torch.empty(shape), device) for _ in range(2)]
+    return schedule(lower_graph(fuse(fn)[1].graph, args, config.numerics), config.max_body_rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_what_reads_the_same_tensors_is_one_kernel(name: str, device: str) -> None:
+    fn, shape = ONE_KERNEL[name]
+    found = scheduled(fn, shape, device)
+    assert len(found.plans) == 1, found.reasons
+    (plan,) = found.plans
+    reduced = {a.sym for a in plan.reduced_axes}
+    read = [r.attr[0] for r, syms in zip(plan.rows, plan.varies) if r.op == "load" and syms & reduced]
+    assert len(read) == len(set(read)) == 2, read
+
+
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_its_results_are_right(name: str) -> None:
+    fn, shape = ONE_KERNEL[name]
+    check(fn, torch.randn(shape), torch.randn(shape), tol={"rtol": 2e-5, "atol": 2e-5}, kernels=1)
+
+
+def test_a_small_tensor_in_common_makes_no_one_kernel() -> None:
+    x, w = (64, 512), (512,)
+    args = [on_device(torch.empty(s), "cuda") for s in (x, x, w)]
+    graph = fuse(lambda x, y, w: (F.rms_norm(x, (512,), w), F.rms_norm(y, (512,), w)))[1].graph
+    assert len(schedule(lower_graph(graph, args, config.numerics), config.max_body_rows).plans) == 2
+
+
+def test_a_kernel_between_two_that_needs_the_first_and_is_needed_by_the_second_keeps_them_apart() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = x.square().sum(-1, keepdim=True)
+        other = (y * first.sum()).amax(0)
+        return x * other.sum() + first
+
+    check(function, torch.rand(64, 512), torch.rand(64, 512), tol={"rtol": 2e-5, "atol": 1e-4})
