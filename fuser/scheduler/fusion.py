@@ -374,8 +374,8 @@ def _merged(
     """The kernel that two became in the list, which lies where all that it reads is there; None if they stay two."""
     a, b = kernels.index(first), kernels.index(second)
     between = kernels[a + 1 : b]
-    late = all(k.reads.isdisjoint(first.produced) for k in between)
-    if not late and not all(second.reads.isdisjoint(k.produced) for k in between):
+    late = all(_may_change_places(first, k) for k in between)
+    if not late and not all(_may_change_places(k, second) for k in between):
         return None
     out = first.copy()
     worth = False
@@ -390,6 +390,11 @@ def _merged(
     kernels[b if late else a] = out
     del kernels[a if late else b]
     return out
+
+
+def _may_change_places(first: Kernel, second: Kernel) -> bool:
+    """Whether the second needs nothing of the first. Some buffers are filled by one kernel, then changed by another."""
+    return second.reads.isdisjoint(first.produced) and second.produced.keys().isdisjoint(first.produced)
 
 
 def _renumber(orders: dict[Key, int], now: Mapping[int, int]) -> None:

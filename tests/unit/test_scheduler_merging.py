@@ -86,3 +86,9 @@ def test_a_kernel_between_two_that_needs_the_first_and_is_needed_by_the_second_k
         return x * other.sum() + first
 
     check(function, torch.rand(64, 512), torch.rand(64, 512), tol={"rtol": 2e-5, "atol": 1e-4})
+
+
+def test_a_buffer_is_filled_before_it_is_changed() -> None:
+    """The copy that a scatter starts from reads what another loop reads, but cannot run as late as that."""
+    x = torch.tensor([1, 0, 1, 2])
+    check(lambda x: (torch.index_add(x, -1, x, x), torch.remainder(x, 3)), x)
