@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field
 
 import torch
@@ -173,7 +173,7 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
         looped, least = table[narrowest(plan)], tiles.SHORTEST_COLUMN
         longest = tiles.PERSISTENT_COLUMNS[-1][0]
     else:
-        tile = tiles.persistent_row(ctx.hint(n), max(loads, 1), _writes_rows(plan), narrowest(plan))
+        tile = tiles.persistent_row(ctx.hint(n), max(loads, 1), _persistent_table(plan, loads), narrowest(plan))
         again = tiles.LOOPED_ROW_DOUBLE if _reduces_double(plan) else tiles.LOOPED_ROW_AGAIN
         looped = tiles.LOOPED_ROW if _passes(plan, True) == 1 else again
         least = tiles.SHORTEST_ROW
@@ -199,9 +199,8 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     scalars = [a for a in kept if a not in outer]
     if column:
         width = outer[0].size
-        narrow = tiles.narrowed(tile, ctx.hint(width), loop)
-        above = expr(narrow.outer // 2)
-        guards += [("lt", above, width)] if narrow.outer > tiles.NARROWEST else []
+        narrow, below = tiles.narrowed(tile, ctx.hint(width), loop, bool(moments_by_phase(plan)))
+        guards += [("lt", expr(below), width)] if below else []
         guards += [("le", width, expr(narrow.outer))] if narrow.outer < tile.outer else []
         tile = narrow
     dims = []
@@ -213,10 +212,15 @@ def reduction_layout(plan: KernelPlan, ctx: Context, loop: bool = False, ahead: 
     return Layout(scalars, dims, tile.warps, guards)
 
 
-def _writes_rows(plan: KernelPlan) -> bool:
-    """Whether something is stored along the reduced axes."""
-    reduced = {a.sym for a in plan.reduced_axes}
-    return any((plan.varies[s.row] | symbols(s.address)) & reduced for s in plan.stores)
+def _persistent_table(plan: KernelPlan, loads: int) -> Sequence[tuple[int, int, int]]:
+    """The tiles of rows in registers by what their elements cost, `loads` of which are read."""
+    if any(r.traits.draw is not None for r in plan.rows):
+        return tiles.PERSISTENT_DRAWN
+    reduced, dtypes = {a.sym for a in plan.reduced_axes}, dict(plan.buffers)
+    written = [s for s in plan.stores if (plan.varies[s.row] | symbols(s.address)) & reduced]
+    if loads > 1 or any(dtypes[s.buffer].is_floating_point and dtypes[s.buffer].itemsize == 1 for s in written):
+        return ()  # 8-bit floats are made by much arithmetic
+    return tiles.PERSISTENT_ONE if written else tiles.PERSISTENT_READ
 
 
 def _reads_rows(plan: KernelPlan) -> bool:

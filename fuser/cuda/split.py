@@ -133,7 +133,9 @@ def _ahead_columns(plan: KernelPlan, several: bool, ctx: Context) -> tiles.Ahead
     if ctx.hint(vector.size) % 16 == 0:
         return tiles.AHEAD_COLUMNS[several][narrowest(plan)]
     odd = tiles.AHEAD_ODD_COLUMNS[narrowest(plan)]
-    return dataclasses.replace(odd, tile=tiles.shrunk(odd.tile, 1)) if moments_by_phase(plan) else odd
+    tile = odd.tile
+    half = tiles.Tile(tile.outer, tile.inner // 2, tile.warps)  # as wide: a row's bytes are read at one time
+    return dataclasses.replace(odd, tile=half) if moments_by_phase(plan) else odd
 
 
 def _takes_registers(plan: KernelPlan) -> bool:

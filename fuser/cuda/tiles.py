@@ -88,19 +88,22 @@ SHORT_VECTOR = 16  # a vector axis shorter than this is no dim of its own
 SHORTEST_ROW, SHORTEST_COLUMN = 4, 16
 PERSISTENT: tuple[tuple[int, int, int], ...] = (
     (32, 1024, 2),
-    (64, 512, 1),
-    (512, 1024, 1),
+    (512, 512, 1),
     (1024, 1024, 2),
     (2048, 2048, 4),
     (4096, 4096, 8),
     (8192, 8192, 8),
     (16384, 16384, 16),
 )
-# The same where one tensor is read and nothing written but results: more of it must be under way.
+# The same where one tensor is read and little computed; and where nothing is written but results, so that more of it
+# must be under way.
+PERSISTENT_ONE: tuple[tuple[int, int, int], ...] = ((32, 1024, 2), (64, 512, 1), (512, 1024, 1))
 PERSISTENT_READ: tuple[tuple[int, int, int], ...] = (
     (4, 1024, 2), (32, 2048, 2), (64, 1024, 1), (512, 2048, 1), (1024, 2048, 2),
 )  # fmt: skip
-# And of both where the lanes of one warp take a whole row of more than 32 elements in one access.
+# Random numbers take many registers for each element.
+PERSISTENT_DRAWN: tuple[tuple[int, int, int], ...] = ((128, 1024, 4), (512, 2048, 4), (1024, 1024, 4))
+# And of the others where the lanes of one warp take a whole row of more than 32 elements in one access.
 PERSISTENT_LANES = (128, 2048, 4)
 # Longer ones are looped over, once, or again and again: then few rows are under way, so that the cache holds them.
 LOOPED_ROW = Tile(1, 4096, 8)
@@ -243,16 +246,14 @@ def pointwise(n_outer: int, n_inner: int, elements: int) -> Tile:
     return Tile(min(elements // inner, power_of_two(n_outer)), inner, POINTWISE_WARPS)
 
 
-def persistent_row(n: int, n_loads: int, writes: bool, itemsize: int) -> Tile | None:
-    """The tile that holds whole rows of the class of `n` in registers, if they fit. `writes`: rows are written, too;
+def persistent_row(n: int, n_loads: int, table: Sequence[tuple[int, int, int]], itemsize: int) -> Tile | None:
+    """The tile that holds whole rows of the class of `n` in registers, if they fit; `table` goes before `PERSISTENT`.
     `itemsize`: bytes of the narrowest element."""
     length = max(power_of_two(n), SHORTEST_ROW)
     if length * n_loads > 4 * PERSISTENT[-1][0]:
         return None
-    tables = [PERSISTENT] if writes or n_loads > 1 else [PERSISTENT_READ, PERSISTENT]
-    if 32 < length <= 32 * min(VECTOR // itemsize, divisor_of(n)):
-        tables.insert(0, (PERSISTENT_LANES,))
-    for longest, elements, warps in chain.from_iterable(tables):
+    in_lanes = 32 < length <= 32 * min(VECTOR // itemsize, divisor_of(n)) and table is not PERSISTENT_DRAWN
+    for longest, elements, warps in chain([PERSISTENT_LANES] if in_lanes else [], table, PERSISTENT):
         if length <= longest:
             return Tile(max(elements // length, 1), length, warps)
     return None
@@ -290,18 +291,20 @@ def fewer(tile: Tile | None, times: int) -> Tile | None:
     return Tile(tile.outer >> times, tile.inner, tile.warps)
 
 
-NARROWEST = 4  # columns that a tile has at least
+# Widths of tiles for few columns; of 8, NVIDIA's assembler (sm_90) takes 255 registers for a variance.
+NARROW, NARROW_MOMENTS = (4, 8, 16, 32, 64), (4, 16, 32, 64)
 
 
-def narrowed(tile: Tile, columns: int, loop: bool) -> Tile:
-    """The tile for so many columns, where they fill less than half of it: of a `loop` it has more rows instead."""
-    outer = max(power_of_two(columns), NARROWEST)
-    if outer >= tile.outer:
-        return tile
+def narrowed(tile: Tile, columns: int, loop: bool, moments: bool) -> tuple[Tile, int]:
+    """The tile for so many columns, where they fill less than half of it: of a `loop` it has more rows instead. The
+    second is how many columns are too few for it. `moments`: variances are found in one reading."""
+    widths = NARROW_MOMENTS if moments else NARROW
+    below = [0, *(w for w in widths if w < min(columns, tile.outer))][-1]
+    outer = next((w for w in widths if columns <= w < tile.outer), tile.outer)
     times = tile.outer // outer
     if loop:
-        return Tile(outer, tile.inner * times, tile.warps)
-    return Tile(outer, tile.inner, max(tile.warps // times, 1))
+        return Tile(outer, tile.inner * times, tile.warps), below
+    return Tile(outer, tile.inner, max(tile.warps // times, 1)), below
 
 
 def shrunk(tile: Tile, times: int) -> Tile:

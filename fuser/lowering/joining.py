@@ -101,6 +101,8 @@ def lower_cat(ctx: LoweringContext, tensors: Sequence[TensorBox], dim: int = 0) 
     d = wrap_dim(dim, len(parts[0].size))
     rest = list(ctx.size_of(parts[0]))
     for t in parts[1:]:
+        if len(t.size) != len(rest):
+            raise Unsupported(f"tensors of {len(rest)} and of {len(t.size)} dims to be joined")
         for k, size in enumerate(ctx.size_of(t)):
             if k != d and not ctx.is_equal(rest[k], size):
                 raise Unsupported(f"sizes {rest[k]} and {size} of tensors to be joined along another dim")

@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.backend.fused import check, check_each, check_falls_back, compare, fuse, in_layouts, no_fallback, values
+from tests.backend.fused import (
+    check,
+    check_each,
+    check_falls_back,
+    compare,
+    fuse,
+    handle_of,
+    in_layouts,
+    no_fallback,
+    values,
+)
 
 X, Y = values(4, 5, 6), values(4, 5, 6).flip(0)
 
@@ -169,3 +179,13 @@ def test_repetitions_that_a_tensor_holds():
     check_falls_back(
         lambda x, n: torch.repeat_interleave(x, n, 0), values(3, 2), torch.tensor([1, 0, 2]), reason="repeat_interleave"
     )
+
+
+def test_tensors_of_several_ranks_raise_as_in_eager() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x + 1, (x + 2).squeeze(0)), -1)
+
+    handle = handle_of(function)
+    torch.testing.assert_close(handle(torch.ones(0, 3)), function(torch.ones(0, 3)))
+    with pytest.raises(RuntimeError, match="same number of dimensions"):
+        handle(torch.ones(1, 3))
