@@ -7,6 +7,7 @@ result as right as eager's, or a sentence.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits
+from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits, special_rows
 from matmul_cases import MATMULS, MatmulCase
 from memory_orders import order_case
 from reduction_chains import chain_case, chain_problem, pair_case
@@ -184,11 +185,35 @@ def small_caches() -> None:
     tiles.PASSING_FROM = 0
 
 
+def small_passing() -> None:
+    """The same, and columns are cut from fewer elements on."""
+    small_caches()
+    tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 65, 4
+
+
 def small_steps() -> None:
     """Few programs of small tiles, which take several steps for a chunk."""
     tiles.AHEAD_ROWS = (dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(1, 64, 1), 4)),) * 2
     tiles.AHEAD_ODD_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(16, 8, 1), 8))
     tiles.AHEAD_COLUMNS = (tiles.AHEAD_ODD_COLUMNS,) * 2
+
+
+def small_rows() -> None:
+    """Rows of more than 512 elements are long, and split from four times as many; chunks take several steps."""
+    tiles.PERSISTENT = ((512, 512, 1),)
+    tiles.PERSISTENT_ONE = tiles.PERSISTENT_READ = tiles.PERSISTENT_DRAWN = ()
+    tiles.LOOPED_ROW = tiles.LOOPED_ROW_AGAIN = tiles.LOOPED_ROW_DOUBLE = tiles.Tile(1, 512, 1)
+    tiles.SPLIT_ROW_FROM = tiles.SPLIT_ELEMENTS = 2048
+    tiles.AHEAD_ROWS = tuple(dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(1, n, 1), 6)) for n in (512, 256))
+
+
+def small_columns() -> None:
+    """Columns of more than 16 elements are long, and a step takes 32 of them."""
+    small_steps()
+    tiles.AHEAD_ODD_COLUMNS = dict.fromkeys((1, 2, 4, 8), tiles.Ahead(tiles.Tile(16, 32, 1), 8))
+    tiles.PERSISTENT_COLUMNS = ((16, 8, 1),)
+    tiles.AHEAD_WHOLE_COLUMNS = tuple((n, dict.fromkeys((1, 2, 4, 8), 16), 1) for n, _, _ in tiles.AHEAD_WHOLE_COLUMNS)
+    tiles.SPLIT_COLUMN_FROM, tiles.MOST_CHUNKS = 65, 4
 
 
 def large_operands() -> None:
@@ -203,41 +228,81 @@ def many_columns() -> None:
     tiles.SPLIT_COLUMN_FROM = 65
 
 
-RANDOM = {"chain": chain_case, "pair": pair_case, "order": order_case}
+RANDOM = {
+    "chain": functools.partial(chain_case, short=True), "pair": functools.partial(pair_case, short=True),
+    "order": order_case,
+}  # fmt: skip
 # Where a graph's memory turns, kernels are kept apart from so many elements on.
 TURNS = (
     (fusion, "_TURNED_ROW", 4), (fusion, "_TURNED", 64), (fusion, "RUN", 4), (plan, "RUN", 4), (norms, "_LARGE", 64),
 )  # fmt: skip
 
 
-# With fewer elements: the interpreter compares one at a time.
-SHORT = {"argmax/split": lambda i: (i.normal(30, 50),), "sum_and_max/split": lambda i: (i.normal(200, 19),)}
+TABLES = dict(vars(tiles))
+USUAL = [getattr(module, name) for module, name, _ in TURNS]
+# With fewer elements, and smaller tables that have the same kernels made of them: the interpreter takes a program at a
+# time, and compares an element at a time.
+SHORT: dict[str, tuple[Any, Any]] = {
+    "argmax/split": (small_splits, lambda i: (i.normal(30, 50),)),
+    "sum_and_max/split": (small_splits, lambda i: (i.normal(200, 19),)),
+    "dropout/split": (small_splits, lambda i: (i.below(1 << 62), i.normal(200, 16))),
+    "dropout/all": (small_splits, lambda i: (i.below(1 << 62), i.normal(30, 50))),
+    "log_softmax/long": (small_rows, lambda i: (i.normal(3, 553),)),
+    "mean_var/long": (small_rows, lambda i: (i.normal(2, 1100),)),
+    "mean_var/special": (small_rows, lambda i: (special_rows(i, 1101),)),
+    "mean_var/few": (small_rows, lambda i: (i.normal(3, 2187) + 100,)),
+    "mean_var/all": (small_rows, lambda i: (i.normal(4601) + 30,)),
+    "exp_var/long": (small_rows, lambda i: (i.normal(2, 1065),)),
+    "long_norm/bf16": (small_rows, lambda i: (i.normal(2, 1264, dtype=torch.bfloat16),)),
+    "dropout/long": (small_rows, lambda i: (i.below(1 << 62), i.normal(2, 560))),
+    "sum_and_max/passing": (small_passing, lambda i: (i.normal(200, 22),)),
+    "column_sum/bf16/passing": (small_passing, lambda i: (i.normal(200, 16, dtype=torch.bfloat16),)),
+    "mean_var/columns": (small_columns, lambda i: (i.normal(130, 40) + 30,)),
+    "mean_var/columns/odd": (small_columns, lambda i: (special_rows(i, 313)[:, :131].t().contiguous(),)),
+    "batch_norm/columns": (small_columns, lambda i: (i.normal(4100, 35), i.uniform(35), i.normal(35))),
+    "dropout": (None, lambda i: (i.below(1 << 62), i.normal(2, 10, 77, dtype=torch.bfloat16))),
+}
 
 
 def case_of(name: str) -> Case:
     """The case of a name; `chain/7` is the seventh chain of reductions."""
     kind, _, number = name.partition("/")
     case = RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
-    return dataclasses.replace(case, make=SHORT[name]) if name in SHORT else case
+    return dataclasses.replace(case, make=SHORT[name][1]) if name in SHORT else case
+
+
+def table_of(name: str) -> Any:
+    """What sets the tables for a case; None: it has the usual ones."""
+    if name in SHORT:
+        return SHORT[name][0]
+    if name in {c.name for c in SCANS}:
+        return small_scans
+    if name.startswith("pair/"):
+        return small_rows
+    if name.startswith("norm_grad"):
+        return small_walks
+    if name.startswith("shared"):
+        return large_operands
+    if name.endswith("/passing"):
+        return many_columns if "/many/" in name else small_caches
+    return None
+
+
+def prepare(name: str) -> None:
+    """Set the tables for a case."""
+    vars(tiles).update(TABLES)
+    for (module, which, low), value in zip(TURNS, USUAL, strict=True):
+        setattr(module, which, low if name.startswith("order/") else value)
+    table = table_of(name)
+    if table is not None:
+        table()
 
 
 def main() -> None:
     """Check the cases named on the command line."""
     verdicts: dict[str, str | None] = {}
-    names = sys.argv[1:]
-    small = {
-        **{c.name: small_scans for c in SCANS}, **{n: small_walks for n in names if n.startswith("norm_grad")},
-        **dict.fromkeys(SHORT, small_splits), **{n: large_operands for n in names if n.startswith("shared")},
-        **{n: many_columns if "/many/" in n else small_caches for n in names if n.endswith("/passing")},
-    }  # fmt: skip
-    tables = dict(vars(tiles))
-    usual = [getattr(module, name) for module, name, _ in TURNS]
-    for name in sorted(names, key=small.__contains__):
-        vars(tiles).update(tables)
-        for (module, which, low), value in zip(TURNS, usual, strict=True):
-            setattr(module, which, low if name.startswith("order/") else value)
-        if name in small:
-            small[name]()
+    for name in sys.argv[1:]:
+        prepare(name)
         try:
             verdicts[name] = check(case_of(name))
         except Unsupported as e:

@@ -106,20 +106,27 @@ def test_a_script_with_one_call_has_its_kernels_called_by_themselves(script):
     assert kinds and all(kind["kernels"] for kind in kinds), "held beyond main()"
 
 
-def test_a_script_that_raises_is_told(script):
+@pytest.fixture
+def alone(registry, monkeypatch):
+    """Groups of other tests are neither explained nor called again."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fuser.") and name != "fuser.kernel_cache" and hasattr(module, "REGISTRY"):
+            monkeypatch.setattr(module, "REGISTRY", registry)
     torch._dynamo.reset()
+
+
+def test_a_script_that_raises_is_told(script, alone):
     found = watching.run_script(script, ["1", "x"])
     assert isinstance(found.error, ValueError) and "ValueError" in found.times.note and found.explanation.graphs
 
 
-def test_a_profile_of_the_script_is_taken_instead(tmp_path):
+def test_a_profile_of_the_script_is_taken_instead(tmp_path, alone):
     script = tmp_path / "own.py"
     script.write_text(
         "import fuser, torch\n"
         "f = torch.compile(lambda x: torch.relu(x * 3 + 1), backend='fuser')\nx = torch.rand(4096)\nf(x), f(x), f(x)\n"
         "with fuser.profile() as found:\n    for _ in range(4):\n        f(x)\n        found.step()\n"
     )
-    torch._dynamo.reset()
     found = watching.run_script(script, [])
     assert found.error is None and len(found.times.profile.steps) == 4 and not found.times.replayed
 
