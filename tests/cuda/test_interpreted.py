@@ -13,14 +13,14 @@ import pytest
 from cuda_cases import INTERPRETED
 from matmul_cases import INTERPRETED_MATMULS
 from memory_orders import ORDERS
-from reduction_chains import CHAINS
+from reduction_chains import CHAINS, PAIRS
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"),
     pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
 ]
 HERE = pathlib.Path(__file__).parent
-NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *ORDERS)
+NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *PAIRS, *ORDERS)
 
 
 @pytest.fixture(scope="module")
