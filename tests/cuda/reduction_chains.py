@@ -53,7 +53,7 @@ SHORT: dict[str, tuple[int, ...]] = {
 PAIR_SHAPES: dict[str, tuple[tuple[int, ...], int]] = {**SHAPES, "long_rows": ((70, 20001), 1)}  # are looped over
 # The two last ones were wrong: a variance of columns, in one reading, in a phase that goes backwards.
 CHAINS = (*(f"chain/{n}" for n in range(12)), "chain/104", "chain/112")
-PAIRS = (*(f"pair/{n}" for n in range(8)), "pair/13", "pair/63")  # 5, 13, 63: several maxima or variances in one reading
+PAIRS = (*(f"pair/{n}" for n in range(8)), "pair/13", "pair/63")  # 5, 13, 63: several maxima or variances at once
 
 
 def chain_case(seed: int, short: bool = False) -> Case:
