@@ -1,7 +1,8 @@
-"""Pointwise loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
+"""Loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
 
 So are loops of elementary functions in float32, whose operations wait for each other, and rows of all floats that end
-with a part of a vector.
+with a part of a vector. Passes over short rows are written so too: sums stay in registers from the first element of a
+row to the last, where g++ would load and store them around the tail.
 
 The instructions are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
@@ -11,10 +12,11 @@ which it changes, or all from there on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.facts import Facts, storage_type
 from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
@@ -33,6 +35,8 @@ COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
+LONGEST = 512  # elements of a row whose reductions are explicit vectors: of longer ones the tail takes little time
+GROUP = 16  # float32 additions in a lane before they go to a float64 total; half as many more end with the row
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 
@@ -56,24 +60,34 @@ class LaneLoop:
 
     macro = "FUSER_LANES"  # is not 0 where there are such vectors
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts, self.plan = facts, facts.plan
-        self.full = [s for s in self.plan.stores if s in facts.passes.full_stores]
+    def __init__(self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = ()) -> None:
+        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest."""
+        self.facts, self.plan, self.phase, self.own = facts, facts.plan, phase, own
+        self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
+        self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
         self.stored = [facts.unrounded(s) for s in self.full]
-        self.edges = find_edges(facts)
-        self.rows = facts.passes.closure(self.stored, set(self.edges))
-        self.loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
+        self.edges = find_edges(facts) if phase is None else {}
+        roots = [*self.stored, *(a.reduce.row for a in own)]
+        inside = facts.passes.closure(roots, {*self.edges, *self.found})
+        along = None if phase is None or facts.vector is None else facts.vector.sym
+        self.scalars = [n for n in inside if along is not None and along not in self.plan.varies[n]]
+        self.rows = [n for n in inside if n not in self.scalars]
+        self.fresh = [n for n in self.rows if n in facts.kept and n not in self.found]
+        self.loads = [n for n in self.rows if self.plan.rows[n].op == "load" and n not in self.found]
         self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in facts.parts}
         used = {facts.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {facts.dtypes[s.buffer] for s in self.full}
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
-        self.pairs = used == {torch.bfloat16} and not self.in_order  # whose lanes are not
+        self.pairs = used == {torch.bfloat16} and not self.in_order and not facts.kept  # whose lanes are not
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
         self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
         self.vectors = (VECTORS if len(self.rows) < MANY_ROWS else FEWER) if self.heavy else 1
+        if own:
+            self.vectors = max(1, facts.lanes * 4 // facts.machine.vector_bytes)
+            self.pairs = self.pairs and self.vectors % 2 == 0
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
@@ -82,9 +96,17 @@ class LaneLoop:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        if not self.heavy and not self._is_ragged():
+        if not (self._is_short_row() if self.phase is not None else self.heavy or self._is_ragged()):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
+
+    def _is_short_row(self) -> bool:
+        """Whether the pass goes over rows that are short and one piece, to floats."""
+        facts = self.facts
+        plain = all(a.dtype is torch.float32 and not a.spec.index for a in self.own)
+        staged = self.own and self.phase is not None and facts.streams_of(self.phase)
+        outside = facts.checked or facts.plan.split or any(n in facts.kept for n in self.scalars)
+        return plain and not staged and not outside and facts.along.hint < LONGEST
 
     def _is_costly(self) -> bool:
         """Whether elementary functions decide the time, of which a vector's operations wait for each other."""
@@ -113,7 +135,11 @@ class LaneLoop:
         row = self.plan.rows[n]
         if n in self.edges:
             return True
-        if row.dtype not in TYPES or any(self.plan.rows[a].dtype not in TYPES for a in row.args):
+        if n in self.found:
+            return row.dtype is torch.float32
+        if row.dtype not in TYPES or (n in self.fresh and row.dtype is not torch.float32):
+            return False
+        if any(self.plan.rows[a].dtype not in TYPES for a in row.args):
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
@@ -132,31 +158,49 @@ class LaneLoop:
             return None
         return kind if has_lanes(row.op, kind) else None
 
-    def emit(self, rows: Rows) -> None:
-        """The loop over `length` elements from `start` on: groups of vectors, then single ones, the last in part."""
+    def emit(self, rows: Rows, flush: Callable[[], None] | None = None) -> None:
+        """The loop over `length` elements from `start` on. `flush` empties sums whose lanes have many terms."""
         out = rows.out
-        streams = [*((self._read(rows, n), True) for n in self.loads)]
+        for n in self.scalars:
+            rows.declare(n)
+        streams = [*((self._read(rows, n), True) for n in (*self.loads, *(n for n in self.rows if n in self.found)))]
         streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
+        streams += [(Stream(f"keep{n}", torch.float32, rows.kept(n)), False) for n in self.fresh]
         for stream, const in streams:
             out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
-        for n in sorted(needed - set(self.rows)):
+        for n in sorted((needed | {a.reduce.row for a in self.own}) - set(self.rows)):
             dtype = self.plan.rows[n].dtype
             out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
-        length = ir.Name("length")
-        with out.block(ir.For("k", None, length, ir.Number(self.vectors) * LANES, whole=True)):
+        if flush is None:
+            self.loops(out, ir.Name("length"))
+            return
+        step, k = ir.Number(self.vectors) * LANES, ir.Name("k")
+        with out.block(ir.While(k < "length")):
+            rest = ir.Name("length") - k
+            out.let("i64", "stop", ir.Select(rest < step * (GROUP + GROUP // 2), ir.Name("length"), k + step * GROUP))
+            flush()
+
+    def loops(self, out: Builder, stop: ir.Value) -> None:
+        """Groups of vectors, then single ones, the last in part."""
+        with out.block(ir.For("k", None, stop, ir.Number(self.vectors) * LANES, whole=True)):
             self._body(out, self.vectors, None)
-        with out.block(ir.For("k", None, length, LANES)):
-            out.let("lanes_m", "some", ir.First(torch.float32, length - "k"))
+        with out.block(ir.For("k", None, stop, LANES)):
+            out.let("lanes_m", "some", ir.First(torch.float32, stop - "k"))
+            if self.own:
+                out.let("lanes_i", "here", ir.First(torch.bool, stop - "k", flags=True))
             self._body(out, 1, ir.Name("some"))
 
     def _deps(self, n: int) -> Sequence[int]:
         """Rows that row `n` needs as vectors."""
         row = self.plan.rows[n]
-        return () if n in self.edges or (row.op == "load" and n not in self.masked) else row.args
+        plain = n in self.edges or n in self.found or (row.op == "load" and n not in self.masked)
+        return () if plain else row.args
 
     def _read(self, rows: Rows, n: int) -> Stream:
+        if n in self.found:
+            return Stream(f"from{n}", torch.float32, rows.kept(n))
         buffer, (address,) = self.plan.rows[n].attr
         part = rows.places.get(n)
         element = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
@@ -172,16 +216,47 @@ class LaneLoop:
                 out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
             self._store(out, ir.Name(f"into{k}") + "k", self.facts.dtypes[s.buffer], n, vectors, some)
+        for n in self.fresh:
+            self._store(out, ir.Name(f"keep{n}") + "k", torch.float32, n, vectors, some)
+        for a in self.own:
+            for at in range(vectors):
+                held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
+                if some is not None:
+                    x = ir.Select(ir.Name("here"), x, ir.Splat(torch.float32, a.identity))
+                    out.let("lanes_f", f"x{a.number}", x)
+                    x = ir.Name(f"x{a.number}")
+                out.set(held, ir.Op("combine", a.reduce.kind, torch.float32, (held, x)))
+
+    def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
+        """Vectors of accumulators at their identities."""
+        for a in own:
+            for at in range(self.vectors):
+                out.var("lanes_f", f"sum{a.number}_{at}", ir.Splat(torch.float32, a.identity))
+
+    def clear_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
+        """The same again."""
+        for a in own:
+            for at in range(self.vectors):
+                out.set(f"sum{a.number}_{at}", ir.Splat(torch.float32, a.identity))
+
+    def close_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
+        """Their lanes to the arrays that fold them."""
+        for a in own:
+            array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
+            for at in range(self.vectors):
+                out.add(ir.Store(torch.float32, array + ir.Number(at) * LANES, (ir.Name(f"sum{a.number}_{at}"),)))
 
     def _name(self, n: int, at: int) -> ir.Value:
-        return ir.Name(f"t{n}_{at}" if self.facts.is_full(n) else f"t{n}_all")
+        return ir.Name(f"t{n}_{at}" if n in self.rows else f"t{n}_all")
 
     def _values(self, n: int, vectors: int, some: ir.Value | None) -> Iterator[ir.Value]:
         """The right-hand sides of row `n`, one for each vector."""
         row = self.plan.rows[n]
         for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
-            if n in self.edges:
+            if n in self.found:
+                yield ir.Load(torch.float32, ir.Name(f"from{n}") + "k" + ir.Number(at) * LANES, some)
+            elif n in self.edges:
                 before, place = self.edges[n]
                 count = place - "start" - "k" - ir.Number(at) * LANES
                 lanes = ir.First(torch.bool, count, flags=True)

@@ -204,6 +204,7 @@ FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
 """,
         """\
 #define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
+// Most masks are the first lanes: then 4, 2 and 1 elements are moved.
 template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
   V at = {};
   if (m == 255) __builtin_memcpy(&at, p, sizeof at);
@@ -212,7 +213,10 @@ template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m
 }
 FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
 FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
-FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) { return fuser_lanes_some_of<lanes_f>(p, m); }
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
+  const lanes_i bits = {1, 2, 4, 8, 16, 32, 64, 128};
+  return __builtin_ia32_maskloadps256((const lanes_f*)p, ((lanes_i){} + (i32)m & bits) != 0);
+}
 template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
   if (m == 255) __builtin_memcpy(p, &x, sizeof x);
   else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
