@@ -173,23 +173,43 @@ class LaneLoop:
             dtype = self.plan.rows[n].dtype
             out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
-        if flush is None:
-            self.loops(out, ir.Name("length"))
+        k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * LANES
+        if self.phase is None:
+            self._whole(out, self.vectors, length)
+            with out.block(ir.For("k", None, length, LANES)):
+                out.let("lanes_m", "some", ir.First(torch.float32, length - k))
+                self._body(out, 1, ir.Name("some"))
             return
-        step, k = ir.Number(self.vectors) * LANES, ir.Name("k")
-        with out.block(ir.While(k < "length")):
-            rest = ir.Name("length") - k
-            out.let("i64", "stop", ir.Select(rest < step * (GROUP + GROUP // 2), ir.Name("length"), k + step * GROUP))
+        out.let("i64", "whole", length // step * step)
+        out.let("i64", "most", length // LANES * LANES)
+        out.let("lanes_m", "some", ir.First(torch.float32, length - "most"))
+        if self.own:
+            out.let("lanes_i", "here", ir.First(torch.bool, length - "most", flags=True))
+        if flush is None:
+            self._whole(out, self.vectors, ir.Name("whole"))
+            self._tail(out)
+            return
+        with out.block(ir.While(k < length)):
+            rest = ir.Name("whole") - k
+            out.let("i64", "stop", ir.Select(rest <= step * (GROUP + GROUP // 2), ir.Name("whole"), k + step * GROUP))
             flush()
 
-    def loops(self, out: Builder, stop: ir.Value) -> None:
-        """Groups of vectors, then single ones, the last in part."""
-        with out.block(ir.For("k", None, stop, ir.Number(self.vectors) * LANES, whole=True)):
-            self._body(out, self.vectors, None)
-        with out.block(ir.For("k", None, stop, LANES)):
-            out.let("lanes_m", "some", ir.First(torch.float32, stop - "k"))
-            if self.own:
-                out.let("lanes_i", "here", ir.First(torch.bool, stop - "k", flags=True))
+    def row(self, out: Builder) -> None:
+        """Vectors up to `stop`; at the last one what is left of a row, too."""
+        self._whole(out, self.vectors, ir.Name("stop"))
+        with out.block(ir.If(ir.Name("k").same("whole"))):
+            self._tail(out)
+            out.set("k", "length")
+
+    def _whole(self, out: Builder, vectors: int, stop: ir.Value) -> None:
+        with out.block(ir.For("k", None, stop, ir.Number(vectors) * LANES, whole=self.phase is None)):
+            self._body(out, vectors, None)
+
+    def _tail(self, out: Builder) -> None:
+        """Single vectors, the last in part."""
+        if self.vectors > 1:
+            self._whole(out, 1, ir.Name("most"))
+        with out.block(ir.If(ir.Name("most") < "length")):
             self._body(out, 1, ir.Name("some"))
 
     def _deps(self, n: int) -> Sequence[int]:
@@ -221,17 +241,28 @@ class LaneLoop:
         for a in self.own:
             for at in range(vectors):
                 held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
-                if some is not None:
+                if some is not None and not self._adds_nothing(a):
                     x = ir.Select(ir.Name("here"), x, ir.Splat(torch.float32, a.identity))
                     out.let("lanes_f", f"x{a.number}", x)
                     x = ir.Name(f"x{a.number}")
-                out.set(held, ir.Op("combine", a.reduce.kind, torch.float32, (held, x)))
+                if a.spec.extreme:  # one instruction each, which wait for less than what keeps a NaN
+                    nan = ir.Name(f"nan{a.number}_{at}")
+                    out.set(nan, ir.Select(x.differs(x), x, nan))
+                    out.set(held, ir.Select(ir.Binary(a.spec.extreme, x, held), x, held))
+                else:
+                    out.set(held, ir.Op("combine", a.reduce.kind, torch.float32, (held, x)))
+
+    def _adds_nothing(self, a: Accumulator) -> bool:
+        """Whether what a masked load leaves out is 0 and may be added."""
+        return a.spec.adds and self.plan.rows[a.reduce.row].op == "load"
 
     def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """Vectors of accumulators at their identities."""
         for a in own:
             for at in range(self.vectors):
                 out.var("lanes_f", f"sum{a.number}_{at}", ir.Splat(torch.float32, a.identity))
+                if a.spec.extreme:
+                    out.var("lanes_f", f"nan{a.number}_{at}", ir.Splat(torch.float32, a.identity))
 
     def clear_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """The same again."""
@@ -244,7 +275,9 @@ class LaneLoop:
         for a in own:
             array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
             for at in range(self.vectors):
-                out.add(ir.Store(torch.float32, array + ir.Number(at) * LANES, (ir.Name(f"sum{a.number}_{at}"),)))
+                held, nan = ir.Name(f"sum{a.number}_{at}"), ir.Name(f"nan{a.number}_{at}")
+                found = ir.Select(nan.differs(nan), nan, held) if a.spec.extreme else held
+                out.add(ir.Store(torch.float32, array + ir.Number(at) * LANES, (found,)))
 
     def _name(self, n: int, at: int) -> ir.Value:
         return ir.Name(f"t{n}_{at}" if n in self.rows else f"t{n}_all")
@@ -262,7 +295,7 @@ class LaneLoop:
                 lanes = ir.First(torch.bool, count, flags=True)
                 yield lanes if before else lanes.same(0)
             elif row.op == "load":
-                yield self._load(n, at, args, some)
+                yield self._load(n, at, args, some, vectors > 1)
             elif row.op == "round_to":
                 exact, tame = self.facts.is_exact(row.args[0], row.attr), row.args[0] in self.facts.tame
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
@@ -273,9 +306,11 @@ class LaneLoop:
                 assert kind is not None
                 yield ir.Op("lanes_near" if n in self.facts.near else "lanes", row.op, kind, args)
 
-    def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
+    def _load(
+        self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None, several: bool
+    ) -> ir.Value:  # fmt: skip
         start = ir.Name(f"from{n}")
-        if self.pairs and some is None:
+        if self.pairs and several:
             pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * LANES, paired=True)
             return ir.Half(pairs, odd=bool(at % 2))
         dtype = self.facts.dtypes[self.plan.rows[n].attr[0]]
@@ -291,7 +326,7 @@ class LaneLoop:
         self, out: Builder, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None
     ) -> None:  # fmt: skip
         exact, tame = self.facts.is_exact(n, dtype), n in self.facts.tame
-        together = 2 if self.pairs and some is None else 1
+        together = 2 if self.pairs and vectors > 1 else 1
         for at in range(0, vectors, together):
             values = tuple(self._name(n, at + k) for k in range(together))
             out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))

@@ -61,7 +61,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
     def moved_on() -> None:
         if not around:
             lanes.open_sums(out, mine)
-        lanes.loops(out, ir.Name("stop"))
+        lanes.row(out)
         if around:
             out.set(turns, 1, "+")
             out.open(ir.If(turns.same(SHORT_FLUSH) | (ir.Name("k") < "length")))

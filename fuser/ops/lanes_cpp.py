@@ -204,22 +204,53 @@ FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
 """,
         """\
 #define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
-// Most masks are the first lanes: then 4, 2 and 1 elements are moved.
+FUSER_FN lanes_i fuser_lanes_flags(lanes_m m) {
+  return ((lanes_i){} + (i32)m & (lanes_i){1, 2, 4, 8, 16, 32, 64, 128}) != 0;
+}
 template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
   V at = {};
   if (m == 255) __builtin_memcpy(&at, p, sizeof at);
   else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) at[l] = p[l];
   return at;
 }
-FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
 FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
 FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
-  const lanes_i bits = {1, 2, 4, 8, 16, 32, 64, 128};
-  return __builtin_ia32_maskloadps256((const lanes_f*)p, ((lanes_i){} + (i32)m & bits) != 0);
+  return __builtin_ia32_maskloadps256((const lanes_f*)p, fuser_lanes_flags(m));
 }
-template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
-  if (m == 255) __builtin_memcpy(p, &x, sizeof x);
-  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
+// Most masks are the first lanes: then 4, 2 and 1 elements are moved, as the bits of their number say.
+typedef u64 lanes_q2 __attribute__((vector_size(16)));
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
+  if (m == 255 || m & (m + 1)) return fuser_lanes_some_of<lanes_h>(p, m);
+  u64 four = 0, rest = 0;
+  if (m & 8) { __builtin_memcpy(&four, p, 8); p += 4; }
+  const u32 n = m & 8 ? m >> 4 : m;
+  if (n & 2) {
+    u32 two;
+    __builtin_memcpy(&two, p, 4);
+    rest = n & 4 ? two | (u64)p[2] << 32 : two;
+  } else if (n & 1) rest = *p;
+  return (lanes_h)(m & 8 ? (lanes_q2){four, rest} : (lanes_q2){rest, 0});
+}
+FUSER_FN void fuser_lanes_put(u16* p, lanes_h x, lanes_m m) {
+  u64 four = ((lanes_q2)x)[0];
+  if (m == 255) { __builtin_memcpy(p, &x, 16); return; }
+  if (m & 8) { __builtin_memcpy(p, &four, 8); p += 4; four = ((lanes_q2)x)[1]; m >>= 4; }
+  if (m & 2) { __builtin_memcpy(p, &four, 4); p += 2; four >>= 32; m >>= 2; }
+  if (m & 1) *p = (u16)four;
+}
+FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) {
+  lanes_q2 four = (lanes_q2)__builtin_ia32_ps_ps256(x);
+  if (m == 255) { __builtin_memcpy(p, &x, 32); return; }
+  if (m & 8) {
+    __builtin_memcpy(p, &four, 16);
+    p += 4; four = (lanes_q2)__builtin_ia32_vextractf128_ps256(x, 1); m >>= 4;
+  }
+  u64 two = four[0];
+  if (m & 2) { __builtin_memcpy(p, &two, 8); p += 2; two = four[1]; m >>= 2; }
+  if (m & 1) { const u32 one = (u32)two; __builtin_memcpy(p, &one, 4); }
+}
+FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
+  for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
 }
 """,
         """\
