@@ -118,7 +118,7 @@ class LaneLoop:
         """Whether rows in one piece end with a part of a vector, on a machine that takes it under a mask."""
         facts = self.facts
         one_piece = not (self.in_order or facts.constant) and len(facts.kept_axes) > 1
-        if not facts.machine.masks or facts.vector is None or not one_piece:
+        if facts.vector is None or not one_piece:
             return False
         return facts.vector.hint < SHORT and facts.vector.hint % (facts.machine.vector_bytes // 4) != 0
 

@@ -311,8 +311,8 @@ class Printer:
             names = names[:half]
         while width > 1:
             width //= 2
-            rotated = ", ".join(str((i + width) % lanes) for i in range(lanes))
-            out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
+            partners = ", ".join(str(i ^ width) for i in range(lanes))  # shuffles inside 16 bytes take a cycle
+            out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {partners});")
             out.add(f"  a0 = {self._joined(s, 'a0', 'b')}; }}")
         out.add(f"{s.array}[0] = a0[0];" if s.total is None else f"{self.value(s.total)} += a0[0];")
         out.close()
