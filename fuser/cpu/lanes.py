@@ -12,6 +12,8 @@ which it changes, or all from there on.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -39,6 +41,7 @@ LONGEST = 512  # elements of a row whose reductions are explicit vectors: of lon
 GROUP = 16  # float32 additions in a lane before they go to a float64 total; half as many more end with the row
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
+WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class LaneLoop:
         self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in facts.parts}
         used = {facts.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {facts.dtypes[s.buffer] for s in self.full}
+        wide = phase is not None and torch.float64 in {self.plan.rows[n].dtype for n in self.rows}
+        self.types = WIDE if wide else TYPES
+        self.float, self.lanes = (torch.float64, LANES // 2) if wide else (torch.float32, LANES)
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
@@ -86,7 +92,7 @@ class LaneLoop:
         self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
         self.vectors = (VECTORS if len(self.rows) < MANY_ROWS else FEWER) if self.heavy else 1
         if own:
-            self.vectors = max(1, facts.lanes * 4 // facts.machine.vector_bytes)
+            self.vectors = max(1, facts.lanes * self.float.itemsize // facts.machine.vector_bytes)
             self.pairs = self.pairs and self.vectors % 2 == 0
 
     def fits(self) -> bool:
@@ -103,9 +109,13 @@ class LaneLoop:
     def _is_short_row(self) -> bool:
         """Whether the pass goes over rows that are short and one piece, to floats."""
         facts = self.facts
-        plain = all(a.dtype is torch.float32 and not a.spec.index for a in self.own)
+        plain = all(a.dtype is self.float and not a.spec.index for a in self.own)
         staged = self.own and self.phase is not None and facts.streams_of(self.phase)
         outside = facts.checked or facts.plan.split or any(n in facts.kept for n in self.scalars)
+        if self.types is WIDE:
+            used = {m for n in self.rows for m in self._deps(n)}
+            plain = plain and self.dtypes <= {torch.float64} and not self.backward
+            plain = plain and all(n in self.rows or self.plan.rows[n].dtype is torch.float64 for n in used)
         return plain and not staged and not outside and facts.along.hint < LONGEST
 
     def _is_costly(self) -> bool:
@@ -129,26 +139,27 @@ class LaneLoop:
     def _store_fits(self, s: Store, n: int) -> bool:
         dtype = self.facts.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and dtype in DTYPES and self.facts.step(s.address) == ONE
+        known = self.plan.rows[n].dtype in self.types and dtype in (*DTYPES, self.float)
+        return same and known and self.facts.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
         if n in self.edges:
             return True
         if n in self.found:
-            return row.dtype is torch.float32
-        if row.dtype not in TYPES or (n in self.fresh and row.dtype is not torch.float32):
+            return row.dtype is self.float
+        if row.dtype not in self.types or (n in self.fresh and row.dtype is not self.float):
             return False
-        if any(self.plan.rows[a].dtype not in TYPES for a in row.args):
+        if any(self.plan.rows[a].dtype not in self.types for a in row.args):
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            if n in self.facts.guarded or self.facts.dtypes[buffer] not in DTYPES:
+            if n in self.facts.guarded or self.facts.dtypes[buffer] not in (*DTYPES, self.float):
                 return False
             return self.facts.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
-        return row.op == "to_dtype" or self._cell_dtype(row) is not None
+        return (row.op == "to_dtype" and self.types is TYPES) or self._cell_dtype(row) is not None
 
     def _cell_dtype(self, row: Row) -> torch.dtype | None:
         """The dtype of the cell of explicit vectors for a row; None if there is none."""
@@ -165,26 +176,27 @@ class LaneLoop:
             rows.declare(n)
         streams = [*((self._read(rows, n), True) for n in (*self.loads, *(n for n in self.rows if n in self.found)))]
         streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
-        streams += [(Stream(f"keep{n}", torch.float32, rows.kept(n)), False) for n in self.fresh]
+        streams += [(Stream(f"keep{n}", self.float, rows.kept(n)), False) for n in self.fresh]
         for stream, const in streams:
             out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted((needed | {a.reduce.row for a in self.own}) - set(self.rows)):
             dtype = self.plan.rows[n].dtype
-            out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
+            out.let(self.types[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
-        k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * LANES
+        k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
         if self.phase is None:
             self._whole(out, self.vectors, length)
-            with out.block(ir.For("k", None, length, LANES)):
-                out.let("lanes_m", "some", ir.First(torch.float32, length - k))
+            with out.block(ir.For("k", None, length, self.lanes)):
+                out.let("lanes_m", "some", ir.First(self.float, length - k))
                 self._body(out, 1, ir.Name("some"))
             return
         out.let("i64", "whole", length // step * step)
-        out.let("i64", "most", length // LANES * LANES)
-        out.let("lanes_m", "some", ir.First(torch.float32, length - "most"))
+        out.let("i64", "most", length // self.lanes * self.lanes)
+        out.let("lanes_m", "some", ir.First(self.float, length - "most"))
         if self.own:
-            out.let("lanes_i", "here", ir.First(torch.bool, length - "most", flags=True))
+            of = self.float if self.types is WIDE else torch.bool
+            out.let(self.types[torch.bool], "here", ir.First(of, length - "most", flags=True))
         if flush is None:
             self._whole(out, self.vectors, ir.Name("whole"))
             self._tail(out)
@@ -202,7 +214,7 @@ class LaneLoop:
             out.set("k", "length")
 
     def _whole(self, out: Builder, vectors: int, stop: ir.Value) -> None:
-        with out.block(ir.For("k", None, stop, ir.Number(vectors) * LANES, whole=self.phase is None)):
+        with out.block(ir.For("k", None, stop, ir.Number(vectors) * self.lanes, whole=self.phase is None)):
             self._body(out, vectors, None)
 
     def _tail(self, out: Builder) -> None:
@@ -220,7 +232,7 @@ class LaneLoop:
 
     def _read(self, rows: Rows, n: int) -> Stream:
         if n in self.found:
-            return Stream(f"from{n}", torch.float32, rows.kept(n))
+            return Stream(f"from{n}", self.float, rows.kept(n))
         buffer, (address,) = self.plan.rows[n].attr
         part = rows.places.get(n)
         element = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
@@ -233,24 +245,24 @@ class LaneLoop:
         """All rows and stores of as many vectors; of one, if `some` names its lanes."""
         for n in self.rows:
             for at, v in enumerate(self._values(n, vectors, some)):
-                out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
+                out.let(self.types[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
             self._store(out, ir.Name(f"into{k}") + "k", self.facts.dtypes[s.buffer], n, vectors, some)
         for n in self.fresh:
-            self._store(out, ir.Name(f"keep{n}") + "k", torch.float32, n, vectors, some)
+            self._store(out, ir.Name(f"keep{n}") + "k", self.float, n, vectors, some)
         for a in self.own:
             for at in range(vectors):
                 held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
                 if some is not None and not self._adds_nothing(a):
-                    x = ir.Select(ir.Name("here"), x, ir.Splat(torch.float32, a.identity))
-                    out.let("lanes_f", f"x{a.number}", x)
+                    x = ir.Select(ir.Name("here"), x, ir.Splat(self.float, a.identity))
+                    out.let(self.types[self.float], f"x{a.number}", x)
                     x = ir.Name(f"x{a.number}")
-                if a.spec.extreme:  # one instruction each, which wait for less than what keeps a NaN
+                if a.notes_nans:  # one instruction each, which wait for less than what keeps a NaN
                     nan = ir.Name(f"nan{a.number}_{at}")
                     out.set(nan, ir.Select(x.differs(x), x, nan))
                     out.set(held, ir.Select(ir.Binary(a.spec.extreme, x, held), x, held))
                 else:
-                    out.set(held, ir.Op("combine", a.reduce.kind, torch.float32, (held, x)))
+                    out.set(held, ir.Op("combine", a.reduce.kind, self.float, (held, x)))
 
     def _adds_nothing(self, a: Accumulator) -> bool:
         """Whether what a masked load leaves out is 0 and may be added."""
@@ -260,24 +272,31 @@ class LaneLoop:
         """Vectors of accumulators at their identities."""
         for a in own:
             for at in range(self.vectors):
-                out.var("lanes_f", f"sum{a.number}_{at}", ir.Splat(torch.float32, a.identity))
-                if a.spec.extreme:
-                    out.var("lanes_f", f"nan{a.number}_{at}", ir.Splat(torch.float32, a.identity))
+                out.var(self.types[self.float], f"sum{a.number}_{at}", ir.Splat(self.float, a.identity))
+                if a.notes_nans:
+                    out.var(self.types[self.float], f"nan{a.number}_{at}", ir.Splat(self.float, a.identity))
 
     def clear_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """The same again."""
         for a in own:
             for at in range(self.vectors):
-                out.set(f"sum{a.number}_{at}", ir.Splat(torch.float32, a.identity))
+                out.set(f"sum{a.number}_{at}", ir.Splat(self.float, a.identity))
 
     def close_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """Their lanes to the arrays that fold them."""
         for a in own:
             array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
             for at in range(self.vectors):
-                held, nan = ir.Name(f"sum{a.number}_{at}"), ir.Name(f"nan{a.number}_{at}")
-                found = ir.Select(nan.differs(nan), nan, held) if a.spec.extreme else held
-                out.add(ir.Store(torch.float32, array + ir.Number(at) * LANES, (found,)))
+                held = ir.Name(f"sum{a.number}_{at}")
+                out.add(ir.Store(self.float, array + ir.Number(at) * self.lanes, (held,)))
+
+    def fold(self, out: Builder, a: Accumulator) -> None:
+        """Fold the lanes of an array; of an extreme, a NaN if there was one."""
+        out.add(a.fold(self.facts.lanes, self.facts.machine.vector_bytes))
+        if a.notes_nans:
+            nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
+            found = functools.reduce(ir.Value.__or__, (n.differs(n) for n in nans))
+            out.set(best, ir.Select(ir.Mask(found, any=True), ir.Number(math.nan, self.float), best))
 
     def _name(self, n: int, at: int) -> ir.Value:
         return ir.Name(f"t{n}_{at}" if n in self.rows else f"t{n}_all")
@@ -288,10 +307,10 @@ class LaneLoop:
         for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
             if n in self.found:
-                yield ir.Load(torch.float32, ir.Name(f"from{n}") + "k" + ir.Number(at) * LANES, some)
+                yield ir.Load(self.float, ir.Name(f"from{n}") + "k" + ir.Number(at) * self.lanes, some)
             elif n in self.edges:
                 before, place = self.edges[n]
-                count = place - "start" - "k" - ir.Number(at) * LANES
+                count = place - "start" - "k" - ir.Number(at) * self.lanes
                 lanes = ir.First(torch.bool, count, flags=True)
                 yield lanes if before else lanes.same(0)
             elif row.op == "load":
@@ -311,16 +330,16 @@ class LaneLoop:
     ) -> ir.Value:  # fmt: skip
         start = ir.Name(f"from{n}")
         if self.pairs and several:
-            pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * LANES, paired=True)
+            pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * self.lanes, paired=True)
             return ir.Half(pairs, odd=bool(at % 2))
         dtype = self.facts.dtypes[self.plan.rows[n].attr[0]]
         if n in self.backward:
-            lanes = LANES if some is None else ir.Name("length") - "k"
-            return ir.Load(dtype, start - "k" - ir.Number(at) * LANES, back=lanes)
+            lanes = self.lanes if some is None else ir.Name("length") - "k"
+            return ir.Load(dtype, start - "k" - ir.Number(at) * self.lanes, back=lanes)
         mask: ir.Value | None = ir.Mask(args[0]) if n in self.masked else None
         if some is not None:
             mask = some if mask is None else some & mask
-        return ir.Load(dtype, start + "k" + ir.Number(at) * LANES, mask)
+        return ir.Load(dtype, start + "k" + ir.Number(at) * self.lanes, mask)
 
     def _store(
         self, out: Builder, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None
@@ -329,7 +348,7 @@ class LaneLoop:
         together = 2 if self.pairs and vectors > 1 else 1
         for at in range(0, vectors, together):
             values = tuple(self._name(n, at + k) for k in range(together))
-            out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))
+            out.add(ir.Store(dtype, to + ir.Number(at) * self.lanes, values, some, exact, tame))
 
 
 def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:

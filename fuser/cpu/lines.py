@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from fuser.cpu import accumulators as acc
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
@@ -90,7 +89,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
     if around:
         flush(out, facts, mine, False)
     for a in others:
-        acc.fold(out, a, facts.lanes, facts.machine.vector_bytes, ir.Number(0), False)
+        lanes.fold(out, a)
 
 
 def takes_some_twice(facts: Facts, phase: int) -> bool:

@@ -223,7 +223,7 @@ class Reducing:
         """The pass in explicit vectors, if it can be written so."""
         if not self.facts.is_row:
             return None
-        found = LaneLoop(self.facts, phase, [replace(a, notes_nans=False) for a in own])
+        found = LaneLoop(self.facts, phase, own)
         return found if found.fits() else None
 
     def _plain(self, phase: int, own: Sequence[Accumulator], starts: list[list[ir.Statement]], bounds: Bounds) -> None:
