@@ -232,8 +232,9 @@ class Reducing:
         for each in starts:
             self.out.each(facts.lanes, *each)
         if flushing(own):
-            open_counter(self.out, self.counts)
-            self.counts = True
+            alone = phase in self.folded  # in a block of its own
+            open_counter(self.out, self.counts and not alone)
+            self.counts = self.counts or not alone
         loops = [a for a in axes if a is not facts.vector]
         together = facts.is_column and columns.takes_rows_together(facts, own, phase, loops)
         around = loops[:-1] if together else loops
