@@ -187,6 +187,8 @@ class LaneLoop:
         k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
         if self.phase is None:
             self._whole(out, self.vectors, length)
+            if self.vectors > 1 and self.facts.along.hint < SHORT:
+                self._whole(out, 1, length)
             with out.block(ir.For("k", None, length, self.lanes)):
                 out.let("lanes_m", "some", ir.First(self.float, length - k))
                 self._body(out, 1, ir.Name("some"))

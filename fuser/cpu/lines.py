@@ -74,8 +74,8 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
     lanes.open_sums(out, lanes.own if around else others)
     if around and mine:
         out.var("i64", turns.name, 0)
-    for a in around:
-        out.open(ir.For(a.sym.name, ir.Number(0), ir.Name(f"n_{a.sym.name}")))
+    for axis in around:
+        out.open(ir.For(axis.sym.name, ir.Number(0), ir.Name(f"n_{axis.sym.name}")))
     high = f"n_{facts.v}"
     with tiles(rows, phase, 0, high, True) if facts.streams_of(phase) else nullcontext():
         low, high = ("w0", "w1") if facts.streams_of(phase) else (0, high)

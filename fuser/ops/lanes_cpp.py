@@ -253,29 +253,14 @@ FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
   } else if (n & 1) rest = *p;
   return (lanes_h)(m & 8 ? (lanes_q2){four, rest} : (lanes_q2){rest, 0});
 }
-FUSER_FN void fuser_lanes_put(u16* p, lanes_h x, lanes_m m) {
-  u64 four = ((lanes_q2)x)[0];
-  if (m == 255) { __builtin_memcpy(p, &x, 16); return; }
-  if (m & 8) { __builtin_memcpy(p, &four, 8); p += 4; four = ((lanes_q2)x)[1]; m >>= 4; }
-  if (m & 2) { __builtin_memcpy(p, &four, 4); p += 2; four >>= 32; m >>= 2; }
-  if (m & 1) *p = (u16)four;
-}
-FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) {
-  lanes_q2 four = (lanes_q2)__builtin_ia32_ps_ps256(x);
-  if (m == 255) { __builtin_memcpy(p, &x, 32); return; }
-  if (m & 8) {
-    __builtin_memcpy(p, &four, 16);
-    p += 4; four = (lanes_q2)__builtin_ia32_vextractf128_ps256(x, 1); m >>= 4;
-  }
-  u64 two = four[0];
-  if (m & 2) { __builtin_memcpy(p, &two, 8); p += 2; two = four[1]; m >>= 2; }
-  if (m & 1) { const u32 one = (u32)two; __builtin_memcpy(p, &one, 4); }
-}
-FUSER_FN void fuser_lanes_put(double* p, lanes_d x, lanes_m m) {
-  for (int l = 0; l < FUSER_LANES / 2; ++l) if (m >> l & 1) p[l] = x[l];
-}
-FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
-  for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
+template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
+  if (m == 255) { __builtin_memcpy(p, &x, sizeof x); return; }
+  T own[sizeof x / sizeof(T)];
+  __builtin_memcpy(own, &x, sizeof x);
+  const T* from = own;
+  if (m & 8) { __builtin_memcpy(p, from, 4 * sizeof(T)); p += 4; from += 4; m >>= 4; }
+  if (m & 2) { __builtin_memcpy(p, from, 2 * sizeof(T)); p += 2; from += 2; m >>= 2; }
+  if (m & 1) *p = *from;
 }
 """,
         """\
