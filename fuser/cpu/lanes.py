@@ -268,7 +268,7 @@ class LaneLoop:
 
     def _adds_nothing(self, a: Accumulator) -> bool:
         """Whether what a masked load leaves out is 0 and may be added."""
-        return a.spec.adds and self.plan.rows[a.reduce.row].op == "load"
+        return a.spec.adds and a.reduce.row in self.loads
 
     def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """Vectors of accumulators at their identities."""
@@ -278,19 +278,15 @@ class LaneLoop:
                 if a.notes_nans:
                     out.var(self.types[self.float], f"nan{a.number}_{at}", ir.Splat(self.float, a.identity))
 
-    def clear_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
-        """The same again."""
-        for a in own:
-            for at in range(self.vectors):
-                out.set(f"sum{a.number}_{at}", ir.Splat(self.float, a.identity))
-
-    def close_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
-        """Their lanes to the arrays that fold them."""
+    def close_sums(self, out: Builder, own: Sequence[Accumulator], again: bool = False) -> None:
+        """Their lanes to the arrays that fold them; sums begin `again`."""
         for a in own:
             array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
             for at in range(self.vectors):
                 held = ir.Name(f"sum{a.number}_{at}")
                 out.add(ir.Store(self.float, array + ir.Number(at) * self.lanes, (held,)))
+                if again:
+                    out.set(held, ir.Splat(self.float, a.identity))
 
     def fold(self, out: Builder, a: Accumulator) -> None:
         """Fold the lanes of an array; of an extreme, a NaN if there was one."""

@@ -62,13 +62,12 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
             lanes.open_sums(out, mine)
         lanes.row(out)
         if around:
-            out.set(turns, 1, "+")
-            out.open(ir.If(turns.same(SHORT_FLUSH) | (ir.Name("k") < "length")))
+            out.set(turns, ir.Name("whole") // facts.lanes + 1, "+")
+            out.open(ir.If((turns >= SHORT_FLUSH) | (ir.Name("k") < "length")))
             out.set(turns, 0)
-        lanes.close_sums(out, mine)
+        lanes.close_sums(out, mine, bool(around))
         flush(out, facts, mine, False)
         if around:
-            lanes.clear_sums(out, mine)
             out.close()
 
     lanes.open_sums(out, lanes.own if around else others)
