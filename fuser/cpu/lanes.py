@@ -20,6 +20,7 @@ import torch
 
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.facts import Facts, storage_type
+from fuser.cpu.prefetches import prefetch_later
 from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
@@ -37,7 +38,7 @@ COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
-LONGEST = 512  # elements of a row whose reductions are explicit vectors: of longer ones the tail takes little time
+LONG = 512  # elements of a row from which its reductions ask for memory ahead: neighbours of shorter ones are foreseen
 GROUP = 16  # float32 additions in a lane before they go to a float64 total; half as many more end with the row
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
@@ -102,12 +103,12 @@ class LaneLoop:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        if not (self._is_short_row() if self.phase is not None else self.heavy or self._is_ragged()):
+        if not (self._is_plain_pass() if self.phase is not None else self.heavy or self._is_ragged()):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 
-    def _is_short_row(self) -> bool:
-        """Whether the pass goes over rows that are short and one piece, to floats."""
+    def _is_plain_pass(self) -> bool:
+        """Whether a pass is in floats of one width, and no result of one that folds goes past the cache."""
         facts = self.facts
         plain = all(a.dtype is self.float and not a.spec.index for a in self.own)
         staged = self.own and self.phase is not None and facts.streams_of(self.phase)
@@ -116,7 +117,7 @@ class LaneLoop:
             used = {m for n in self.rows for m in self._deps(n)}
             plain = plain and self.dtypes <= {torch.float64} and not self.backward
             plain = plain and all(n in self.rows or self.plan.rows[n].dtype is torch.float64 for n in used)
-        return plain and not staged and not outside and facts.along.hint < LONGEST
+        return plain and not staged and not outside
 
     def _is_costly(self) -> bool:
         """Whether elementary functions decide the time, of which a vector's operations wait for each other."""
@@ -186,9 +187,9 @@ class LaneLoop:
         out.var("i64", "k", 0)
         k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
         if self.phase is None:
-            self._whole(out, self.vectors, length)
+            self._whole(rows, self.vectors, length)
             if self.vectors > 1 and self.facts.along.hint < SHORT:
-                self._whole(out, 1, length)
+                self._whole(rows, 1, length)
             with out.block(ir.For("k", None, length, self.lanes)):
                 out.let("lanes_m", "some", ir.First(self.float, length - k))
                 self._body(out, 1, ir.Name("some"))
@@ -200,29 +201,36 @@ class LaneLoop:
             of = self.float if self.types is WIDE else torch.bool
             out.let(self.types[torch.bool], "here", ir.First(of, length - "most", flags=True))
         if flush is None:
-            self._whole(out, self.vectors, ir.Name("whole"))
-            self._tail(out)
+            self._whole(rows, self.vectors, ir.Name("whole"))
+            self._tail(rows)
             return
         with out.block(ir.While(k < length)):
             rest = ir.Name("whole") - k
             out.let("i64", "stop", ir.Select(rest <= step * (GROUP + GROUP // 2), ir.Name("whole"), k + step * GROUP))
             flush()
 
-    def row(self, out: Builder) -> None:
+    def row(self, rows: Rows) -> None:
         """Vectors up to `stop`; at the last one what is left of a row, too."""
-        self._whole(out, self.vectors, ir.Name("stop"))
+        out = rows.out
+        self._whole(rows, self.vectors, ir.Name("stop"))
         with out.block(ir.If(ir.Name("k").same("whole"))):
-            self._tail(out)
+            self._tail(rows)
             out.set("k", "length")
 
-    def _whole(self, out: Builder, vectors: int, stop: ir.Value) -> None:
-        with out.block(ir.For("k", None, stop, ir.Number(vectors) * self.lanes, whole=self.phase is None)):
+    def _whole(self, rows: Rows, vectors: int, stop: ir.Value) -> None:
+        out, step = rows.out, ir.Number(vectors) * self.lanes
+        with out.block(ir.For("k", None, stop, step, whole=self.phase is None)):
+            if self.phase is not None and vectors == self.vectors and self.own and self.facts.along.hint >= LONG:
+                out.let("i64", "v0", ir.Name("start") + "k")
+                out.let("i64", "count", step)
+                prefetch_later(rows, self.phase)
             self._body(out, vectors, None)
 
-    def _tail(self, out: Builder) -> None:
+    def _tail(self, rows: Rows) -> None:
         """Single vectors, the last in part."""
+        out = rows.out
         if self.vectors > 1:
-            self._whole(out, 1, ir.Name("most"))
+            self._whole(rows, 1, ir.Name("most"))
         with out.block(ir.If(ir.Name("most") < "length")):
             self._body(out, 1, ir.Name("some"))
 

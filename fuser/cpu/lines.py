@@ -60,7 +60,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
     def moved_on() -> None:
         if not around:
             lanes.open_sums(out, mine)
-        lanes.row(out)
+        lanes.row(rows)
         if around:
             out.set(turns, ir.Name("whole") // facts.lanes + 1, "+")
             out.open(ir.If((turns >= SHORT_FLUSH) | (ir.Name("k") < "length")))
