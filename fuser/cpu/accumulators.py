@@ -162,8 +162,8 @@ def _holder(facts: Facts, r: Reduce) -> Reduce:
     return r
 
 
-def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
-    """Lane arrays at their identities. The pass begins at `low`.
+def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> list[ir.Statement]:
+    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`.
 
     Sums of a row nest that flush are `mid`; turns of a pass add to arrays of their own first (`sums.block`).
     """
@@ -183,7 +183,7 @@ def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> None:
         array("double", f"tot{k}", ir.Number(0.0, torch.float64))
     elif a.flushes:
         out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
-    out.each(lanes, *starts)
+    return starts
 
 
 def accumulate(out: Builder, a: Accumulator, values: Sequence[ir.Value], overlaps: bool) -> None:

@@ -1,7 +1,8 @@
-"""Pointwise loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
+"""Loops in explicit vectors: values are rounded to 16 bits, float16 is read or written, or all is bfloat16.
 
 So are loops of elementary functions in float32, whose operations wait for each other, and rows of all floats that end
-with a part of a vector.
+with a part of a vector. Passes over short rows are written so too: sums stay in registers from the first element of a
+row to the last, where g++ would load and store them around the tail.
 
 The instructions are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
@@ -11,11 +12,15 @@ which it changes, or all from there on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.facts import Facts, storage_type
+from fuser.cpu.prefetches import prefetch_later
 from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
 from fuser.cpu.vir import nodes as ir
@@ -33,8 +38,11 @@ COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
+LONG = 512  # elements of a row from which its reductions ask for memory ahead: neighbours of shorter ones are foreseen
+GROUP = 16  # float32 additions in a lane before they go to a float64 total; half as many more end with the row
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
+WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
 
 
 @dataclass(frozen=True)
@@ -56,24 +64,37 @@ class LaneLoop:
 
     macro = "FUSER_LANES"  # is not 0 where there are such vectors
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts, self.plan = facts, facts.plan
-        self.full = [s for s in self.plan.stores if s in facts.passes.full_stores]
+    def __init__(self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = ()) -> None:
+        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest."""
+        self.facts, self.plan, self.phase, self.own = facts, facts.plan, phase, own
+        self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
+        self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
         self.stored = [facts.unrounded(s) for s in self.full]
-        self.edges = find_edges(facts)
-        self.rows = facts.passes.closure(self.stored, set(self.edges))
-        self.loads = [n for n in self.rows if self.plan.rows[n].op == "load"]
+        self.edges = find_edges(facts) if phase is None else {}
+        roots = [*self.stored, *(a.reduce.row for a in own)]
+        inside = facts.passes.closure(roots, {*self.edges, *self.found})
+        along = None if phase is None or facts.vector is None else facts.vector.sym
+        self.scalars = [n for n in inside if along is not None and along not in self.plan.varies[n]]
+        self.rows = [n for n in inside if n not in self.scalars]
+        self.fresh = [n for n in self.rows if n in facts.kept and n not in self.found]
+        self.loads = [n for n in self.rows if self.plan.rows[n].op == "load" and n not in self.found]
         self.masked = {n for n in self.loads if self.plan.rows[n].args and n not in facts.parts}
         used = {facts.dtypes[self.plan.rows[n].attr[0]] for n in self.loads}
         used |= {facts.dtypes[s.buffer] for s in self.full}
+        wide = phase is not None and torch.float64 in {self.plan.rows[n].dtype for n in self.rows}
+        self.types = WIDE if wide else TYPES
+        self.float, self.lanes = (torch.float64, LANES // 2) if wide else (torch.float32, LANES)
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
-        self.pairs = used == {torch.bfloat16} and not self.in_order  # whose lanes are not
+        self.pairs = used == {torch.bfloat16} and not self.in_order and not facts.kept  # whose lanes are not
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
         self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
         self.vectors = (VECTORS if len(self.rows) < MANY_ROWS else FEWER) if self.heavy else 1
+        if own:
+            self.vectors = max(1, facts.lanes * self.float.itemsize // facts.machine.vector_bytes)
+            self.pairs = self.pairs and self.vectors % 2 == 0
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
@@ -82,9 +103,21 @@ class LaneLoop:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        if not self.heavy and not self._is_ragged():
+        if not (self._is_plain_pass() if self.phase is not None else self.heavy or self._is_ragged()):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
+
+    def _is_plain_pass(self) -> bool:
+        """Whether a pass is in floats of one width, and no result of one that folds goes past the cache."""
+        facts = self.facts
+        plain = all(a.dtype is self.float and not a.spec.index for a in self.own)
+        staged = self.own and self.phase is not None and facts.streams_of(self.phase)
+        outside = facts.checked or facts.plan.split or any(n in facts.kept for n in self.scalars)
+        if self.types is WIDE:
+            used = {m for n in self.rows for m in self._deps(n)}
+            plain = plain and self.dtypes <= {torch.float64} and not self.backward
+            plain = plain and all(n in self.rows or self.plan.rows[n].dtype is torch.float64 for n in used)
+        return plain and not staged and not outside
 
     def _is_costly(self) -> bool:
         """Whether elementary functions decide the time, of which a vector's operations wait for each other."""
@@ -96,7 +129,7 @@ class LaneLoop:
         """Whether rows in one piece end with a part of a vector, on a machine that takes it under a mask."""
         facts = self.facts
         one_piece = not (self.in_order or facts.constant) and len(facts.kept_axes) > 1
-        if not facts.machine.masks or facts.vector is None or not one_piece:
+        if facts.vector is None or not one_piece:
             return False
         return facts.vector.hint < SHORT and facts.vector.hint % (facts.machine.vector_bytes // 4) != 0
 
@@ -107,22 +140,27 @@ class LaneLoop:
     def _store_fits(self, s: Store, n: int) -> bool:
         dtype = self.facts.dtypes[s.buffer]
         same = (dtype is torch.bool) == (self.plan.rows[n].dtype is torch.bool)
-        return same and self.plan.rows[n].dtype in TYPES and dtype in DTYPES and self.facts.step(s.address) == ONE
+        known = self.plan.rows[n].dtype in self.types and dtype in (*DTYPES, self.float)
+        return same and known and self.facts.step(s.address) == ONE
 
     def _row_fits(self, n: int) -> bool:
         row = self.plan.rows[n]
         if n in self.edges:
             return True
-        if row.dtype not in TYPES or any(self.plan.rows[a].dtype not in TYPES for a in row.args):
+        if n in self.found:
+            return row.dtype is self.float
+        if row.dtype not in self.types or (n in self.fresh and row.dtype is not self.float):
+            return False
+        if any(self.plan.rows[a].dtype not in self.types for a in row.args):
             return False
         if row.op == "load":
             buffer, (address,) = row.attr
-            if n in self.facts.guarded or self.facts.dtypes[buffer] not in DTYPES:
+            if n in self.facts.guarded or self.facts.dtypes[buffer] not in (*DTYPES, self.float):
                 return False
             return self.facts.step(address) == ONE or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
-        return row.op == "to_dtype" or self._cell_dtype(row) is not None
+        return (row.op == "to_dtype" and self.types is TYPES) or self._cell_dtype(row) is not None
 
     def _cell_dtype(self, row: Row) -> torch.dtype | None:
         """The dtype of the cell of explicit vectors for a row; None if there is none."""
@@ -132,31 +170,79 @@ class LaneLoop:
             return None
         return kind if has_lanes(row.op, kind) else None
 
-    def emit(self, rows: Rows) -> None:
-        """The loop over `length` elements from `start` on: groups of vectors, then single ones, the last in part."""
+    def emit(self, rows: Rows, flush: Callable[[], None] | None = None) -> None:
+        """The loop over `length` elements from `start` on. `flush` empties sums whose lanes have many terms."""
         out = rows.out
-        streams = [*((self._read(rows, n), True) for n in self.loads)]
+        for n in self.scalars:
+            rows.declare(n)
+        streams = [*((self._read(rows, n), True) for n in (*self.loads, *(n for n in self.rows if n in self.found)))]
         streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
+        streams += [(Stream(f"keep{n}", self.float, rows.kept(n)), False) for n in self.fresh]
         for stream, const in streams:
             out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
-        for n in sorted(needed - set(self.rows)):
+        for n in sorted((needed | {a.reduce.row for a in self.own}) - set(self.rows)):
             dtype = self.plan.rows[n].dtype
-            out.let(TYPES[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
+            out.let(self.types[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
-        length = ir.Name("length")
-        with out.block(ir.For("k", None, length, ir.Number(self.vectors) * LANES, whole=True)):
-            self._body(out, self.vectors, None)
-        with out.block(ir.For("k", None, length, LANES)):
-            out.let("lanes_m", "some", ir.First(torch.float32, length - "k"))
+        k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
+        if self.phase is None:
+            self._whole(rows, self.vectors, length)
+            if self.vectors > 1 and self.facts.along.hint < SHORT:
+                self._whole(rows, 1, length)
+            with out.block(ir.For("k", None, length, self.lanes)):
+                out.let("lanes_m", "some", ir.First(self.float, length - k))
+                self._body(out, 1, ir.Name("some"))
+            return
+        out.let("i64", "whole", length // step * step)
+        out.let("i64", "most", length // self.lanes * self.lanes)
+        out.let("lanes_m", "some", ir.First(self.float, length - "most"))
+        if self.own:
+            of = self.float if self.types is WIDE else torch.bool
+            out.let(self.types[torch.bool], "here", ir.First(of, length - "most", flags=True))
+        if flush is None:
+            self._whole(rows, self.vectors, ir.Name("whole"))
+            self._tail(rows)
+            return
+        with out.block(ir.While(k < length)):
+            rest = ir.Name("whole") - k
+            out.let("i64", "stop", ir.Select(rest <= step * (GROUP + GROUP // 2), ir.Name("whole"), k + step * GROUP))
+            flush()
+
+    def row(self, rows: Rows) -> None:
+        """Vectors up to `stop`; at the last one what is left of a row, too."""
+        out = rows.out
+        self._whole(rows, self.vectors, ir.Name("stop"))
+        with out.block(ir.If(ir.Name("k").same("whole"))):
+            self._tail(rows)
+            out.set("k", "length")
+
+    def _whole(self, rows: Rows, vectors: int, stop: ir.Value) -> None:
+        out, step = rows.out, ir.Number(vectors) * self.lanes
+        with out.block(ir.For("k", None, stop, step, whole=self.phase is None)):
+            if self.phase is not None and vectors == self.vectors and self.own and self.facts.along.hint >= LONG:
+                out.let("i64", "v0", ir.Name("start") + "k")
+                out.let("i64", "count", step)
+                prefetch_later(rows, self.phase)
+            self._body(out, vectors, None)
+
+    def _tail(self, rows: Rows) -> None:
+        """Single vectors, the last in part."""
+        out = rows.out
+        if self.vectors > 1:
+            self._whole(rows, 1, ir.Name("most"))
+        with out.block(ir.If(ir.Name("most") < "length")):
             self._body(out, 1, ir.Name("some"))
 
     def _deps(self, n: int) -> Sequence[int]:
         """Rows that row `n` needs as vectors."""
         row = self.plan.rows[n]
-        return () if n in self.edges or (row.op == "load" and n not in self.masked) else row.args
+        plain = n in self.edges or n in self.found or (row.op == "load" and n not in self.masked)
+        return () if plain else row.args
 
     def _read(self, rows: Rows, n: int) -> Stream:
+        if n in self.found:
+            return Stream(f"from{n}", self.float, rows.kept(n))
         buffer, (address,) = self.plan.rows[n].attr
         part = rows.places.get(n)
         element = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
@@ -169,25 +255,72 @@ class LaneLoop:
         """All rows and stores of as many vectors; of one, if `some` names its lanes."""
         for n in self.rows:
             for at, v in enumerate(self._values(n, vectors, some)):
-                out.let(TYPES[self.plan.rows[n].dtype], f"t{n}_{at}", v)
+                out.let(self.types[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
             self._store(out, ir.Name(f"into{k}") + "k", self.facts.dtypes[s.buffer], n, vectors, some)
+        for n in self.fresh:
+            self._store(out, ir.Name(f"keep{n}") + "k", self.float, n, vectors, some)
+        for a in self.own:
+            for at in range(vectors):
+                held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
+                if some is not None and not self._adds_nothing(a):
+                    x = ir.Select(ir.Name("here"), x, ir.Splat(self.float, a.identity))
+                    out.let(self.types[self.float], f"x{a.number}", x)
+                    x = ir.Name(f"x{a.number}")
+                if a.notes_nans:  # one instruction each, which wait for less than what keeps a NaN
+                    nan = ir.Name(f"nan{a.number}_{at}")
+                    out.set(nan, ir.Select(x.differs(x), x, nan))
+                    out.set(held, ir.Select(ir.Binary(a.spec.extreme, x, held), x, held))
+                else:
+                    out.set(held, ir.Op("combine", a.reduce.kind, self.float, (held, x)))
+
+    def _adds_nothing(self, a: Accumulator) -> bool:
+        """Whether what a masked load leaves out is 0 and may be added."""
+        return a.spec.adds and a.reduce.row in self.loads
+
+    def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
+        """Vectors of accumulators at their identities."""
+        for a in own:
+            for at in range(self.vectors):
+                out.var(self.types[self.float], f"sum{a.number}_{at}", ir.Splat(self.float, a.identity))
+                if a.notes_nans:
+                    out.var(self.types[self.float], f"nan{a.number}_{at}", ir.Splat(self.float, a.identity))
+
+    def close_sums(self, out: Builder, own: Sequence[Accumulator], again: bool = False) -> None:
+        """Their lanes to the arrays that fold them; sums begin `again`."""
+        for a in own:
+            array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
+            for at in range(self.vectors):
+                held = ir.Name(f"sum{a.number}_{at}")
+                out.add(ir.Store(self.float, array + ir.Number(at) * self.lanes, (held,)))
+                if again:
+                    out.set(held, ir.Splat(self.float, a.identity))
+
+    def fold(self, out: Builder, a: Accumulator) -> None:
+        """Fold the lanes of an array; of an extreme, a NaN if there was one."""
+        out.add(a.fold(self.facts.lanes, self.facts.machine.vector_bytes))
+        if a.notes_nans:
+            nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
+            found = functools.reduce(ir.Value.__or__, (n.differs(n) for n in nans))
+            out.set(best, ir.Select(ir.Mask(found, any=True), ir.Number(math.nan, self.float), best))
 
     def _name(self, n: int, at: int) -> ir.Value:
-        return ir.Name(f"t{n}_{at}" if self.facts.is_full(n) else f"t{n}_all")
+        return ir.Name(f"t{n}_{at}" if n in self.rows else f"t{n}_all")
 
     def _values(self, n: int, vectors: int, some: ir.Value | None) -> Iterator[ir.Value]:
         """The right-hand sides of row `n`, one for each vector."""
         row = self.plan.rows[n]
         for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
-            if n in self.edges:
+            if n in self.found:
+                yield ir.Load(self.float, ir.Name(f"from{n}") + "k" + ir.Number(at) * self.lanes, some)
+            elif n in self.edges:
                 before, place = self.edges[n]
-                count = place - "start" - "k" - ir.Number(at) * LANES
+                count = place - "start" - "k" - ir.Number(at) * self.lanes
                 lanes = ir.First(torch.bool, count, flags=True)
                 yield lanes if before else lanes.same(0)
             elif row.op == "load":
-                yield self._load(n, at, args, some)
+                yield self._load(n, at, args, some, vectors > 1)
             elif row.op == "round_to":
                 exact, tame = self.facts.is_exact(row.args[0], row.attr), row.args[0] in self.facts.tame
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
@@ -198,28 +331,30 @@ class LaneLoop:
                 assert kind is not None
                 yield ir.Op("lanes_near" if n in self.facts.near else "lanes", row.op, kind, args)
 
-    def _load(self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None) -> ir.Value:
+    def _load(
+        self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None, several: bool
+    ) -> ir.Value:  # fmt: skip
         start = ir.Name(f"from{n}")
-        if self.pairs and some is None:
-            pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * LANES, paired=True)
+        if self.pairs and several:
+            pairs = ir.Load(torch.bfloat16, start + "k" + ir.Number(at // 2 * 2) * self.lanes, paired=True)
             return ir.Half(pairs, odd=bool(at % 2))
         dtype = self.facts.dtypes[self.plan.rows[n].attr[0]]
         if n in self.backward:
-            lanes = LANES if some is None else ir.Name("length") - "k"
-            return ir.Load(dtype, start - "k" - ir.Number(at) * LANES, back=lanes)
+            lanes = self.lanes if some is None else ir.Name("length") - "k"
+            return ir.Load(dtype, start - "k" - ir.Number(at) * self.lanes, back=lanes)
         mask: ir.Value | None = ir.Mask(args[0]) if n in self.masked else None
         if some is not None:
             mask = some if mask is None else some & mask
-        return ir.Load(dtype, start + "k" + ir.Number(at) * LANES, mask)
+        return ir.Load(dtype, start + "k" + ir.Number(at) * self.lanes, mask)
 
     def _store(
         self, out: Builder, to: ir.Value, dtype: torch.dtype, n: int, vectors: int, some: ir.Value | None
     ) -> None:  # fmt: skip
         exact, tame = self.facts.is_exact(n, dtype), n in self.facts.tame
-        together = 2 if self.pairs and some is None else 1
+        together = 2 if self.pairs and vectors > 1 else 1
         for at in range(0, vectors, together):
             values = tuple(self._name(n, at + k) for k in range(together))
-            out.add(ir.Store(dtype, to + ir.Number(at) * LANES, values, some, exact, tame))
+            out.add(ir.Store(dtype, to + ir.Number(at) * self.lanes, values, some, exact, tame))
 
 
 def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
+from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.prefetches import look_ahead, prefetch_later
 from fuser.cpu.prepared import is_prepared, prepared, tiles
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import SHORT_FLUSH, close_group, count_group, flushing, open_group
+from fuser.cpu.sums import SHORT_FLUSH, close_group, count_group, flush, flushing, open_group
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
 
@@ -46,6 +48,47 @@ def line(
             out.let("i64", v, ir.Name("v0") + "l")
             rows.inner(phase, fold)
     _call_pass(rows, own, phase, bounds, overlaps)
+
+
+def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
+    """A pass in explicit vectors, from its accumulators' first values to the folded ones."""
+    facts, out = rows.facts, rows.out
+    mine, others = flushing(lanes.own), [a for a in lanes.own if not a.flushes]
+    around = [a for a in facts.reduced_axes if a is not facts.vector]
+    turns = ir.Name("turns")
+
+    def moved_on() -> None:
+        if not around:
+            lanes.open_sums(out, mine)
+        lanes.row(rows)
+        if around:
+            out.set(turns, ir.Name("whole") // facts.lanes + 1, "+")
+            out.open(ir.If((turns >= SHORT_FLUSH) | (ir.Name("k") < "length")))
+            out.set(turns, 0)
+        lanes.close_sums(out, mine, bool(around))
+        flush(out, facts, mine, False)
+        if around:
+            out.close()
+
+    lanes.open_sums(out, lanes.own if around else others)
+    if around and mine:
+        out.var("i64", turns.name, 0)
+    for axis in around:
+        out.open(ir.For(axis.sym.name, ir.Number(0), ir.Name(f"n_{axis.sym.name}")))
+    high = f"n_{facts.v}"
+    with tiles(rows, phase, 0, high, True) if facts.streams_of(phase) else nullcontext():
+        low, high = ("w0", "w1") if facts.streams_of(phase) else (0, high)
+        out.let("i64", "start", low)
+        out.let("i64", "length", ir.Name(high) - "start")
+        out.let("i64", facts.v, "start")
+        lanes.emit(rows, moved_on if mine else None)
+    for _ in around:
+        out.close()
+    lanes.close_sums(out, lanes.own if around else others)
+    if around:
+        flush(out, facts, mine, False)
+    for a in others:
+        lanes.fold(out, a)
 
 
 def takes_some_twice(facts: Facts, phase: int) -> bool:
@@ -112,4 +155,4 @@ def _call_tail(
             out.do(routine, *sums, last, lanes, p - last)
 
 
-__all__ = ["line", "takes_some_twice"]
+__all__ = ["in_vectors", "line", "takes_some_twice"]

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from fuser.cpu import columns, lines
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.facts import Facts, size
 from fuser.cpu.frame import closed, each_unit, opened, units_of
+from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
 from fuser.cpu.sums import flush, flushing, open_counter
@@ -175,6 +177,7 @@ class Reducing:
         self.rows, self.facts, self.out = rows, rows.facts, rows.out
         self.accumulators = acc.accumulators(rows.facts)
         self.counts = False  # whether the counter of sums is declared
+        self.folded: set[int] = set()  # passes whose accumulators are folded already
         self.overlaps = False  # whether the last lanes of a row of this pass were taken before in part
 
     def own(self, phase: int) -> list[Accumulator]:
@@ -204,11 +207,34 @@ class Reducing:
         axes = facts.reduced_axes
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
         own = self.own(phase)
-        for a in own:
-            acc.declare(self.out, a, facts.lanes, low)
+        starts = [acc.declare(self.out, a, facts.lanes, low) for a in own]
+        vectors = self._vectors(phase, own) if not bounds else None
+        if vectors is not None:
+            self.folded.add(phase)
+            with self.out.block(ir.Only(vectors.macro)), self.out.block(ir.Plain()):
+                lines.in_vectors(self.rows, vectors, phase)
+        with self.out.block(ir.Otherwise()) if vectors else nullcontext():
+            with self.out.block(ir.Plain()) if vectors and own else nullcontext():
+                self._plain(phase, own, starts, bounds)
+                if vectors is not None:
+                    self._fold(own, low)
+
+    def _vectors(self, phase: int, own: Sequence[Accumulator]) -> LaneLoop | None:
+        """The pass in explicit vectors, if it can be written so."""
+        if not self.facts.is_row:
+            return None
+        found = LaneLoop(self.facts, phase, own)
+        return found if found.fits() else None
+
+    def _plain(self, phase: int, own: Sequence[Accumulator], starts: list[list[ir.Statement]], bounds: Bounds) -> None:
+        """A pass in loops that the compiler vectorises."""
+        facts, axes = self.facts, self.facts.reduced_axes
+        for each in starts:
+            self.out.each(facts.lanes, *each)
         if flushing(own):
-            open_counter(self.out, self.counts)
-            self.counts = True
+            alone = phase in self.folded  # in a block of its own
+            open_counter(self.out, self.counts and not alone)
+            self.counts = self.counts or not alone
         loops = [a for a in axes if a is not facts.vector]
         together = facts.is_column and columns.takes_rows_together(facts, own, phase, loops)
         around = loops[:-1] if together else loops
@@ -219,7 +245,7 @@ class Reducing:
         elif facts.is_column:
             columns.one_row(self.rows, own, phase, loops, self.accumulate)
         else:
-            self.overlaps = bool(described.folds) and lines.takes_some_twice(facts, phase)
+            self.overlaps = bool(facts.passes[phase].folds) and lines.takes_some_twice(facts, phase)
             lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate, self.overlaps)
         for _ in around:
             self.out.close()
@@ -227,10 +253,14 @@ class Reducing:
 
     def fold(self, phase: int, low: ir.Like = 0) -> None:
         """In a row nest, fold the lanes of each accumulator. `low` is where the pass began."""
+        if phase not in self.folded:
+            self._fold(self.own(phase), ir.value(low))
+
+    def _fold(self, own: Sequence[Accumulator], low: ir.Value) -> None:
         facts = self.facts
-        for a in self.own(phase):
+        for a in own:
             if not (facts.is_column or a.flushes):  # flushed ones are folded already
-                acc.fold(self.out, a, facts.lanes, facts.machine.vector_bytes, ir.value(low), self.overlaps)
+                acc.fold(self.out, a, facts.lanes, facts.machine.vector_bytes, low, self.overlaps)
 
 
 def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:

@@ -220,18 +220,18 @@ class Rows:
         """The body of the innermost loops of a pass: rows, row buffers, stores, and `fold` for each reduction."""
         facts, described = self.facts, self.facts.passes[phase]
         first = {n: facts.passes.first(n) for n in facts.kept}
-        with self.found({n: Place(self._kept(n)) for n in facts.kept if first[n] < phase}):
+        with self.found({n: Place(self.kept(n)) for n in facts.kept if first[n] < phase}):
             for n in facts.computed(phase):
                 self.declare(n)
                 if first.get(n) == phase:
-                    self.out.set(self._kept(n), f"t{n}")
+                    self.out.set(self.kept(n), f"t{n}")
         for s in described.stores:
             self.store(s)
         if fold is not None:
             for r in described.folds:
                 fold(r)
 
-    def _kept(self, n: int) -> ir.At:
+    def kept(self, n: int) -> ir.At:
         """The current point in a row buffer."""
         e, facts = expr(0), self.facts
         for a in facts.reduced_axes:

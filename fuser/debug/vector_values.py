@@ -187,6 +187,8 @@ class Values:
     # -- vectors -------------------------------------------------------------------------------------------------------
     def width(self, of: ir.Of) -> int:
         """Lanes of a vector."""
+        if of is torch.float64:
+            return self.lanes // 2
         return self.lanes * 4 // of if isinstance(of, int) else self.lanes
 
     def mask(self, v: ir.Value | None, env: Env, lanes: int) -> torch.Tensor:
@@ -212,7 +214,8 @@ class Values:
         return found
 
     def _mask(self, v: ir.Mask, env: Env) -> Scalar:
-        return self.value(v.flags, env)
+        flags = self.value(v.flags, env)
+        return bool(flags.any()) if v.any else flags
 
     def _half(self, v: ir.Half, env: Env) -> torch.Tensor:
         found: torch.Tensor = self.value(v.pairs, env)[int(v.odd) :: 2]

@@ -31,6 +31,7 @@ typedef u32 lanes_u __attribute__((vector_size(4 * FUSER_LANES)));
 typedef i32 lanes_i __attribute__((vector_size(4 * FUSER_LANES)));
 typedef double lanes_d __attribute__((vector_size(4 * FUSER_LANES)));
 typedef u64 lanes_q __attribute__((vector_size(4 * FUSER_LANES)));
+typedef i64 lanes_l __attribute__((vector_size(4 * FUSER_LANES)));
 typedef float lanes_f2 __attribute__((vector_size(2 * FUSER_LANES)));
 typedef double lanes_d2 __attribute__((vector_size(2 * FUSER_LANES)));
 typedef i16 lanes_w __attribute__((vector_size(4 * FUSER_LANES)));
@@ -121,6 +122,20 @@ FUSER_FN lanes_f fuser_lanes_copysign(lanes_f x, lanes_f y) {
   return (lanes_f)(((lanes_u)x & 0x7fffffffu) | ((lanes_u)y & 0x80000000u));
 }
 FUSER_FN lanes_f fuser_lanes_number(lanes_i x) { return __builtin_convertvector(x, lanes_f); }
+// The same of doubles, of which a vector has half as many.
+FUSER_FN lanes_m fuser_lanes_first_double(i64 n) {
+  return (lanes_m)(((1u << FUSER_LANES / 2) - 1) >> (FUSER_LANES / 2 - (n < FUSER_LANES / 2 ? n : FUSER_LANES / 2)));
+}
+FUSER_FN lanes_l fuser_lanes_before_double(i64 n) {
+  lanes_l own;
+  for (int l = 0; l < FUSER_LANES / 2; ++l) own[l] = l;
+  return own < n;
+}
+FUSER_FN lanes_d fuser_lanes_all(double x) { return x - (lanes_d){}; }
+FUSER_FN lanes_d fuser_lanes_load_double(const double* p) { FUSER_AT(lanes_d, p); return at; }
+FUSER_FN lanes_d fuser_lanes_part_double(const double* p, lanes_m m) { return fuser_lanes_some(p, m); }
+FUSER_FN void fuser_lanes_store_double(double* p, lanes_d x) { __builtin_memcpy(p, &x, sizeof x); }
+FUSER_FN void fuser_lanes_put_double(double* p, lanes_d x, lanes_m m) { fuser_lanes_put(p, x, m); }
 UNLESS_NAN
 FUSER_FN lanes_f fuser_lanes_maximum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a > b ? a : b); }
 FUSER_FN lanes_f fuser_lanes_minimum(lanes_f a, lanes_f b) { return fuser_lanes_unless_nan(a, b, a < b ? a : b); }
@@ -179,6 +194,10 @@ FUSER_FN void fuser_lanes_put(u8* p, lanes_b x, lanes_m m) {
   __builtin_ia32_storedquqi128_mask((char*)p, (lanes_c)x, m);
 }
 FUSER_FN void fuser_lanes_put(float* p, lanes_f x, lanes_m m) { __builtin_ia32_storeups512_mask(p, x, m); }
+FUSER_FN lanes_d fuser_lanes_some(const double* p, lanes_m m) {
+  return __builtin_ia32_loadupd512_mask(p, (lanes_d){}, (u8)m);
+}
+FUSER_FN void fuser_lanes_put(double* p, lanes_d x, lanes_m m) { __builtin_ia32_storeupd512_mask(p, x, (u8)m); }
 """,
         """\
 FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
@@ -204,18 +223,44 @@ FUSER_FN lanes_f fuser_lanes_unless_nan(lanes_f a, lanes_f b, lanes_f y) {
 """,
         """\
 #define FUSER_MASK(c) ((lanes_m)__builtin_ia32_movmskps256((lanes_f)(c)))
+FUSER_FN lanes_i fuser_lanes_flags(lanes_m m) {
+  return ((lanes_i){} + (i32)m & (lanes_i){1, 2, 4, 8, 16, 32, 64, 128}) != 0;
+}
 template <class V, class T> FUSER_FN V fuser_lanes_some_of(const T* p, lanes_m m) {
   V at = {};
   if (m == 255) __builtin_memcpy(&at, p, sizeof at);
   else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) at[l] = p[l];
   return at;
 }
-FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) { return fuser_lanes_some_of<lanes_h>(p, m); }
 FUSER_FN lanes_b fuser_lanes_some(const u8* p, lanes_m m) { return fuser_lanes_some_of<lanes_b>(p, m); }
-FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) { return fuser_lanes_some_of<lanes_f>(p, m); }
+FUSER_FN lanes_f fuser_lanes_some(const float* p, lanes_m m) {
+  return __builtin_ia32_maskloadps256((const lanes_f*)p, fuser_lanes_flags(m));
+}
+FUSER_FN lanes_d fuser_lanes_some(const double* p, lanes_m m) {
+  return __builtin_ia32_maskloadpd256((const lanes_d*)p, ((lanes_l){} + m & (lanes_l){1, 2, 4, 8}) != 0);
+}
+// Most masks are the first lanes: then 4, 2 and 1 elements are moved, as the bits of their number say.
+typedef u64 lanes_q2 __attribute__((vector_size(16)));
+FUSER_FN lanes_h fuser_lanes_some(const u16* p, lanes_m m) {
+  if (m == 255 || m & (m + 1)) return fuser_lanes_some_of<lanes_h>(p, m);
+  u64 four = 0, rest = 0;
+  if (m & 8) { __builtin_memcpy(&four, p, 8); p += 4; }
+  const u32 n = m & 8 ? m >> 4 : m;
+  if (n & 2) {
+    u32 two;
+    __builtin_memcpy(&two, p, 4);
+    rest = n & 4 ? two | (u64)p[2] << 32 : two;
+  } else if (n & 1) rest = *p;
+  return (lanes_h)(m & 8 ? (lanes_q2){four, rest} : (lanes_q2){rest, 0});
+}
 template <class V, class T> FUSER_FN void fuser_lanes_put(T* p, V x, lanes_m m) {
-  if (m == 255) __builtin_memcpy(p, &x, sizeof x);
-  else for (int l = 0; l < FUSER_LANES; ++l) if (m >> l & 1) p[l] = x[l];
+  if (m == 255) { __builtin_memcpy(p, &x, sizeof x); return; }
+  T own[sizeof x / sizeof(T)];
+  __builtin_memcpy(own, &x, sizeof x);
+  const T* from = own;
+  if (m & 8) { __builtin_memcpy(p, from, 4 * sizeof(T)); p += 4; from += 4; m >>= 4; }
+  if (m & 2) { __builtin_memcpy(p, from, 2 * sizeof(T)); p += 2; from += 2; m >>= 2; }
+  if (m & 1) *p = *from;
 }
 """,
         """\

@@ -26,8 +26,9 @@ def by_width(single: str, double: str) -> Callable[[torch.dtype], str | None]:
 
 
 def in_lanes(floats: str | None = None, flags: str | None = None) -> Callable[[torch.dtype], str | None]:
-    """Templates for vectors of float32 and of flags."""
-    return lambda d: {torch.float32: floats, torch.bool: flags}.get(d)
+    """Templates for vectors of float32 and of flags; of float64 where the cell for scalars will do."""
+    doubles = floats if floats == SAME else None
+    return lambda d: {torch.float32: floats, torch.float64: doubles, torch.bool: flags}.get(d)
 
 
 _BOTH = in_lanes(SAME, SAME)

@@ -22,7 +22,7 @@ from fuser.ir.sizes import (
     symbols,
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
-from fuser.ops import REDUCTIONS, SCANS
+from fuser.ops import REDUCTIONS, SCANS, compute_dtype
 from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
@@ -305,14 +305,13 @@ def _short_row(
     """Row length below which lanes run across rows: a short row does not fill a register, and its lanes need folding.
 
     Not so long ones in float64, of which a sum of lanes is more exact than one number after the other. A single extreme
-    is folded in half the time of one with its index, or of one that further passes over the row wait for.
+    is folded sooner than one with its index, or than one that further passes over the row wait for.
     """
     dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
     dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
     alone = len(reductions) == 1 and not REDUCTIONS[reductions[0][0]].index
-    narrowest = min((dtypes[r.attr[0]].itemsize for r in rows if r.op == "load"), default=4)
-    folded = target.dearly_folded // 2 if alone else target.dearly_folded
-    return max(folded if dearly else 16, target.vector_bytes // narrowest)
+    narrowest = min((compute_dtype(dtypes[r.attr[0]]).itemsize for r in rows if r.op == "load"), default=4)
+    return max(target.dearly_folded if dearly and not alone else 16, target.vector_bytes // narrowest)
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:

@@ -238,7 +238,7 @@ def test_long_rows_have_a_kernel_of_their_own(name, monkeypatch):
     monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     fn = {"softmax": lambda x: torch.softmax(x, -1), "amax": lambda x: x.amax(-1), "argmax": lambda x: x.argmax(-1)}
     handle, spec = fuse(fn[name], functional=True)
-    for n in (17, 20, 2, 3, 300, 1000, 64, 17, 9):
+    for n in (12, 10, 2, 3, 300, 1000, 64, 12, 9):
         x = torch.randn(400, n)
         torch.testing.assert_close(handle(x), fn[name](x))
     assert len(spec.store.kernels) == 2, [k.name for k in spec.store.kernels]

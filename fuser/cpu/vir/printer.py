@@ -45,7 +45,7 @@ _TABLES: dict[str, Callable[..., str | None]] = {
 _ARRAYS = ("fuser_zeros",)  # of the generator's helpers
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
 SCANNED = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}  # by helpers of blocks
-_ELEMENTS = {torch.float32: "float", torch.bool: "bool", **LOW}
+_ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bool: "bool", **LOW}
 INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 
 
@@ -164,9 +164,12 @@ class Printer:
 
     def _first(self, v: ir.First) -> str:
         how = "fuser_first" if isinstance(v.of, int) else f"fuser_lanes_{'before' if v.flags else 'first'}"
+        how += "_double" if v.of is torch.float64 else ""
         return self._helper(how, v.count)
 
     def _mask(self, v: ir.Mask) -> str:
+        if v.any:
+            return f"({self._helper('FUSER_MASK', ir.Cast('lanes_i', v.flags))} != 0)"
         return self._helper("FUSER_MASK", v.flags)
 
     def _half(self, v: ir.Half) -> str:
@@ -311,8 +314,8 @@ class Printer:
             names = names[:half]
         while width > 1:
             width //= 2
-            rotated = ", ".join(str((i + width) % lanes) for i in range(lanes))
-            out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {rotated});")
+            partners = ", ".join(str(i ^ width) for i in range(lanes))  # shuffles inside 16 bytes take a cycle
+            out.add(f"{{ const vec b = FUSER_SHUFFLE(indices, a0, {partners});")
             out.add(f"  a0 = {self._joined(s, 'a0', 'b')}; }}")
         out.add(f"{s.array}[0] = a0[0];" if s.total is None else f"{self.value(s.total)} += a0[0];")
         out.close()

@@ -244,9 +244,10 @@ class First(Value):
 
 @dataclass(frozen=True, slots=True)
 class Mask(Value):
-    """The mask of the lanes whose flags are set."""
+    """The mask of the lanes whose flags are set; or whether one is, if `any`."""
 
     flags: Value
+    any: bool = False
 
 
 @dataclass(frozen=True, slots=True)
