@@ -333,7 +333,9 @@ def fuse(
             last_reader[b] = chosen.order
     if not ctx.writes:
         _merge(ctx, kernels, sizes, most_rows, memory)
-    return Fusion(kernels, reasons)
+    kernel_of = {node.name: kernel for kernel in kernels for node in kernel.nodes}
+    apart = [r for r in reasons if kernel_of[r[0]] is not kernel_of[r[1]]]
+    return Fusion(kernels, apart)
 
 
 def _merge(
