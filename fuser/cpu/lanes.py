@@ -39,7 +39,7 @@ LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
 LONG = 512  # elements of a row from which its reductions ask for memory ahead: neighbours of shorter ones are foreseen
-GROUP = 16  # float32 additions in a lane before they go to a float64 total; half as many more end with the row
+GROUP = 16  # float32 additions in a lane before they go to a float64 total, beside those of a row's last vectors
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
@@ -206,7 +206,7 @@ class LaneLoop:
             return
         with out.block(ir.While(k < length)):
             rest = ir.Name("whole") - k
-            out.let("i64", "stop", ir.Select(rest <= step * (GROUP + GROUP // 2), ir.Name("whole"), k + step * GROUP))
+            out.let("i64", "stop", ir.Select(rest <= step * GROUP, ir.Name("whole"), k + step * GROUP))
             flush()
 
     def row(self, rows: Rows) -> None:

@@ -260,7 +260,7 @@ def test_the_next_piece_of_a_row_is_asked_for(plane, asks):
     if machines.find(config.isa).prefetches:
         source = debug_get_fused_kernel_code(graph, [x, y])
         ahead = re.findall(r"__builtin_prefetch\((in\d) \+ \(.*\), 0\)", source)
-        assert (ahead == ["in0", "in1"]) == asks, source
+        assert (set(ahead) == {"in0", "in1"}) == asks, source
 
 
 def test_columns_in_chunks_are_read_by_whole_rows():
