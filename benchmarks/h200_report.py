@@ -183,7 +183,7 @@ WIDTHS, SCANNED_WIDTHS = (3, 10, 20, 50, 100, 200, 300, 1000, 1001), (10, 50, 30
 
 
 def widths() -> Lines:
-    """Rows of 3 to 1001 and of 32768 elements, 64 Mi in all: lengths that 16, only 4, only 2, or neither divides."""
+    """Rows of 3 to 1001 and of 32768 elements, 64 Mi in all: lengths that 16, only 4, only 2, or none divides."""
     ratios: dict[str, list[float]] = {"long scans": [], "the others": []}
     for label, f in WIDTH_FUNCTIONS.items():
         for width in SCANNED_WIDTHS if "cumsum" in label else WIDTHS:

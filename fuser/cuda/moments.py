@@ -44,7 +44,7 @@ class Moments:
 
 
 def alone_behind(plan: KernelPlan) -> Iterator[tuple[int, list[Reduce]]]:
-    """The phases behind which a phase only reduces, each with the reductions of that."""
+    """Each phase whose next one stores nothing along the reduced axes, with the reductions of the next one."""
     reduced = {a.sym for a in plan.reduced_axes}
     for before in range(plan.n_phases - 1):
         totals = [r for r in plan.reductions if r.phase == before + 1]
