@@ -3,18 +3,24 @@
 A problem is a Python file with a class `Model` and two functions: `get_init_inputs` gives its arguments, `get_inputs`
 those of a call. The files are somebody else's: bring a checkout of KernelBench, and run only files that you trust.
 Each is checked against eager; what differs is said beside TorchInductor's distance, since a net in training mode may
-make a rounding as large as its result.
+make a rounding as large as its result. With `--gradients` a call is a forward and a backward pass, and the gradients of
+parameters and inputs are compared, too. With `--workers`, processes compile side by side and are timed one by one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
+import contextlib
+import fcntl
 import functools
 import math
+import multiprocessing
 import pathlib
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,12 +37,27 @@ NEAR = 1e-3  # of the largest element of a result
 
 @dataclass
 class Outcome:
-    """By contestant: milliseconds of a call, seconds of the first one, the distance from eager; why it gave nothing."""
+    """By contestant: milliseconds of a call, seconds of the first one, the distance from eager; why it gave nothing.
+
+    memory: MiB of a GPU's memory that its calls took at most, beside what was there before them.
+    """
 
     steady: dict[str, float]
     first: dict[str, float]
     far: dict[str, float]
     failed: dict[str, str]
+    memory: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of all problems. `lock` is a file that a process holds while it measures."""
+
+    device: str
+    smaller: int
+    backends: tuple[str, ...]
+    gradients: bool = False
+    lock: str = ""
 
 
 class _Smaller(ast.NodeTransformer):
@@ -92,20 +113,24 @@ def distance(got: Any, want: Any) -> float:
     return most
 
 
-def run(path: pathlib.Path, device: str, by: int, backends: tuple[str, ...]) -> Outcome:
-    """One problem by eager and by each backend, without gradients, in the mode that the file leaves its model in."""
-    model, args = load(path, device, by)
+def run(path: pathlib.Path, options: Options) -> Outcome:
+    """One problem by eager and by each backend, in the mode that the file leaves its model in."""
+    model, args = load(path, options.device, options.smaller)
+    if options.gradients:
+        args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    wanted = [t for t in (*args, *model.parameters()) if isinstance(t, torch.Tensor) and t.requires_grad]
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    found = Outcome({}, {}, {}, {})
+    found = Outcome({}, {}, {}, {}, {})
     want: Any = None
-    for name in ("eager", *backends):
+    for name in ("eager", *options.backends):
         torch._dynamo.reset()
         function = model if name == "eager" else torch.compile(model, backend=name, dynamic=False)
         model.load_state_dict(state)  # training changes the statistics of norms
+        call = functools.partial(_call, function, args, wanted if options.gradients else None)
         torch.manual_seed(1)
         start = time.perf_counter()
         try:
-            got = function(*args)
+            got = call()
         except Exception as error:
             if name == "eager":
                 raise  # the file's own fault
@@ -114,14 +139,77 @@ def run(path: pathlib.Path, device: str, by: int, backends: tuple[str, ...]) -> 
         found.first[name] = time.perf_counter() - start
         want = got if name == "eager" else want
         found.far[name] = distance(got, want)
-        found.steady[name] = milliseconds(functools.partial(function, *args), device)
+        del got
+        with _alone(options.lock):
+            if options.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            found.steady[name] = milliseconds(call, options.device)
+            if options.device != "cpu":
+                found.memory[name] = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
     return found
+
+
+def _call(function: Callable[..., Any], args: list[Any], wanted: list[torch.Tensor] | None) -> Any:
+    """The results of a call; with `wanted`, the gradients of these of a sum of the results, too."""
+    if wanted is None:
+        with torch.no_grad():
+            return function(*args)
+    got = function(*args)
+    outs = [t for t in tensors(got) if t.requires_grad]
+    # neither 0 nor 1, as the gradients of norms and softmaxes by a plain sum are 0
+    slopes = [torch.linspace(-1, 2, t.shape[-1] if t.dim() else 1, device=t.device).to(t).expand(t.shape) for t in outs]
+    grads = torch.autograd.grad(outs, wanted, slopes, allow_unused=True)
+    return [t.detach() for t in tensors(got)], [g for g in grads if g is not None]
+
+
+@contextlib.contextmanager
+def _alone(lock: str) -> Iterator[None]:
+    """Where a lock is given, no other process measures."""
+    if not lock:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _outcome(path: pathlib.Path, options: Options) -> Outcome | str:
+    try:
+        return run(path, options)
+    except Exception as error:  # a file from outside may fail in any way: it says why, the others go on
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    finally:
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def _outcomes(
+    paths: list[pathlib.Path], options: Options, workers: int
+) -> Iterator[tuple[pathlib.Path, Outcome | str]]:  # fmt: skip
+    if workers < 2:
+        yield from ((path, _outcome(path, options)) for path in paths)
+        return
+    processes = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, processes) as pool:
+        asked = {pool.submit(_outcome, path, options): path for path in paths}
+        for done in concurrent.futures.as_completed(asked):
+            error = done.exception()
+            yield asked[done], done.result() if error is None else f"{type(error).__name__}: {error}"
 
 
 def _problems(folder: pathlib.Path, only: str) -> Iterator[pathlib.Path]:
     for path in sorted(folder.rglob("*.py")):
         if re.search(only, str(path.relative_to(folder))) and "get_init_inputs" in path.read_text():
             yield path
+
+
+def _cells(found: Outcome) -> Iterator[str]:
+    """What is printed of each contestant."""
+    for n, ms in found.steady.items():
+        memory = f" {found.memory[n]:6.0f} MiB" if n in found.memory else ""
+        yield f"{n} {ms:9.3f} ms {found.first[n]:6.2f} s {found.far[n]:.1e}{memory}"
+    yield from (f"{n} {why}" for n, why in found.failed.items())
 
 
 def main() -> int:
@@ -132,25 +220,25 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smaller", type=int, default=1, help="divide sizes by this")
     parser.add_argument("--backends", default="fuser,inductor")
-    options = parser.parse_args()
-    backends = tuple(options.backends.split(","))
+    parser.add_argument("--gradients", action="store_true", help="forward and backward passes")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    given = parser.parse_args()
+    backends = tuple(given.backends.split(","))
     ratios: dict[str, list[float]] = {}
     wrong = 0
-    for path in _problems(options.folder, options.only):
-        try:
-            with torch.no_grad():
-                found = run(path, options.device, options.smaller, backends)
-        except Exception as error:  # a file from outside may fail in any way: it says why, the others go on
-            print(f"{path.stem:48} {type(error).__name__}: {str(error)[:120]}", flush=True)
-            continue
-        limit = max([NEAR, *(2 * found.far[b] for b in backends[1:] if b in found.far)])
-        off = not found.far.get(backends[0], math.inf) <= limit
-        wrong += off
-        cells = [f"{n} {found.steady[n]:9.3f} ms {found.first[n]:6.2f} s {found.far[n]:.1e}" for n in found.steady]
-        cells += [f"{n} {why}" for n, why in found.failed.items()]
-        print(f"{path.stem:48}", *cells, "NOT EAGER'S RESULT" if off else "", sep="  ", flush=True)
-        for name in found.steady.keys() - {backends[0]} if backends[0] in found.steady else ():
-            ratios.setdefault(name, []).append(found.steady[name] / found.steady[backends[0]])
+    with tempfile.NamedTemporaryFile() as lock:
+        held = lock.name if given.workers > 1 else ""
+        options = Options(given.device, given.smaller, backends, given.gradients, held)
+        for path, found in _outcomes(list(_problems(given.folder, given.only)), options, given.workers):
+            if isinstance(found, str):
+                print(f"{path.stem:48} {found}", flush=True)
+                continue
+            limit = max([NEAR, *(2 * found.far[b] for b in backends[1:] if b in found.far)])
+            off = not found.far.get(backends[0], math.inf) <= limit
+            wrong += off
+            print(f"{path.stem:48}", *_cells(found), "NOT EAGER'S RESULT" if off else "", sep="  ", flush=True)
+            for name in found.steady.keys() - {backends[0]} if backends[0] in found.steady else ():
+                ratios.setdefault(name, []).append(found.steady[name] / found.steady[backends[0]])
     for name, values in ratios.items():
         mean = math.exp(sum(map(math.log, values)) / len(values))
         print(f"{len(values)} problems: {mean:.2f} x the speed of {name}, at least {min(values):.2f}")

@@ -40,7 +40,6 @@ class Machine:
     gathers: reads the words that a vector of indices names.
     half_casts: converts a float16 by an instruction that g++ has as a builtin.
     lanes: which explicit vectors of `ops/lanes_cpp.py` it has; "" is none.
-    row_lanes: whether passes that reduce rows are written in them, too: where that was tested and timed.
     masks: reads and writes some bytes of a whole register, as `cpu/bits.py` does it.
     dots: adds products of bytes to words in one instruction (VNNI).
     past_cache: the instruction of x86-64 that stores a register past the caches; "" is none.
@@ -60,7 +59,6 @@ class Machine:
     gathers: bool = False
     half_casts: bool = False
     lanes: str = ""
-    row_lanes: bool = False
     masks: bool = False
     dots: bool = False
     past_cache: str = ""
@@ -111,7 +109,7 @@ ROWS: tuple[Machine, ...] = (
     ),
     Machine(
         "avx2", _X86, needs=_AVX2_NEEDS, flags=_AVX2_FLAGS,
-        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", row_lanes=True, past_cache="vmovntps",
+        vector_bytes=32, fma=True, gathers=True, half_casts=True, lanes="avx2", past_cache="vmovntps",
         vector_math=(("b", 2), ("c", 4), ("d", 4)),
     ),
     Machine("sse4.2", _X86, needs=_SSE_NEEDS, flags=_SSE_FLAGS, past_cache="movntps"),

@@ -221,7 +221,7 @@ class Reducing:
 
     def _vectors(self, phase: int, own: Sequence[Accumulator]) -> LaneLoop | None:
         """The pass in explicit vectors, if it can be written so."""
-        if not self.facts.is_row or not self.facts.machine.row_lanes:
+        if not self.facts.is_row:
             return None
         found = LaneLoop(self.facts, phase, own)
         return found if found.fits() else None

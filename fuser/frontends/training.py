@@ -13,6 +13,7 @@ from torch import fx
 from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import Compiled, compile_functional
+from fuser.frontends.recompute import told_to_the_cut
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
@@ -96,7 +97,10 @@ class Training:
         if kept < 1:
             _keep_drawn(joint)
         budget = max(kept, _LEAST_KEPT)
-        with functorch_config.patch(ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget):
+        settings = functorch_config.patch(
+            ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget
+        )
+        with settings, told_to_the_cut():
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         for part in (forward, backward):
             for node in part.graph.nodes:

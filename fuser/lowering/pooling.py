@@ -87,18 +87,22 @@ def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
 
 def sliding(
     ctx: LoweringContext, x: TensorBox, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1,
-    ceil: Any = False, by_dims: bool = False,
+    ceil: Any = False, by_dims: bool = False, backward: bool = False,
 ) -> Sliding:  # fmt: skip
     """The windows over the last `n` dims of `x`; how many there are follows eager's `pooling_output_shape`.
 
     `by_dims`: each loop reads them along one dim, so that only their edges count for how large they may be.
+    `backward`: each element reads the windows that it lies in, so that only their overlap counts.
     """
     sizes = _each(kernel, n)
-    if n > ctx.target.window_dims:
-        raise Unsupported(f"windows of {n} dims, which ATen is faster with")
-    if (max(sizes) if by_dims else math.prod(sizes)) > MOST_PLACES:
-        raise Unsupported(f"a window of more than {MOST_PLACES} places")
     steps = _each(stride, n) if stride or stride == 0 else sizes
+    overlap = math.prod(-(-k // s) for k, s in zip(sizes, steps))
+    if n > ctx.target.window_dims and overlap > 1:
+        raise Unsupported(f"windows of {n} dims that overlap, which ATen is faster with")
+    read = overlap if backward else max(sizes) if by_dims else math.prod(sizes)
+    if read > MOST_PLACES:
+        what = "an element in more than" if backward else "a window of more than"
+        raise Unsupported(f"{what} {MOST_PLACES} {'windows' if backward else 'places'}")
     pads, gaps = _each(padding, n), _each(dilation, n, 1)
     size = ctx.size_of(x)[-n:]
     count, inside = [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, floordiv, mod
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.pooling import MOST_PLACES, Sliding, n_dims, places, sliding, window_number
+from fuser.lowering.pooling import Sliding, n_dims, places, sliding, window_number
 from fuser.lowering.registry import EVERY, lower, refuse_in_order
 from fuser.reasons import because
 
@@ -47,8 +46,6 @@ def _gathered(
 ) -> TensorBox:  # fmt: skip
     """For each element of `x` the sum of what it takes from its windows: of (index, window, whether it lies there)."""
     n, dtype = len(w.kernel), result_dtype(ctx)
-    if math.prod(-(-k // s) for k, s in zip(w.kernel, w.stride)) > MOST_PLACES:
-        raise Unsupported(f"an element in more than {MOST_PLACES} windows")
 
     def inner(index: Index) -> Value:
         total: Value | None = None
@@ -68,7 +65,7 @@ def lower_avg_pool_backward(
 ) -> TensorBox:  # fmt: skip
     """Each window's gradient over the number of its places."""
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
-    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil)
+    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, backward=True)
     load = ctx.loader(grad, ctx.size_of(grad), wide)
 
     def taken(index: Index, here: Sequence[Expr], inside: Value) -> Value:
@@ -92,7 +89,7 @@ def lower_max_pool_backward(
     if ctx.target.ordered:
         raise Unsupported(_IN_ORDER)
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
-    w = sliding(ctx, x, n, kernel, stride, padding, dilation, ceil)
+    w = sliding(ctx, x, n, kernel, stride, padding, dilation, ceil, backward=True)
     if any(g != 1 for g in w.dilation):
         raise Unsupported("the gradient of windows with gaps")
     load = ctx.loader(grad, ctx.size_of(grad), wide)

@@ -6,6 +6,7 @@ from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views, numbers_on_device
 from fuser.passes.foreach import split_foreach
+from fuser.passes.kinks import kinks_by_masks
 from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
 from fuser.passes.norms import norms_again
@@ -25,6 +26,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("forget_statistics", forget_statistics),
     Pass("norms_again", norms_again),
     Pass("keep_logits", keep_logits),
+    Pass("kinks_by_masks", kinks_by_masks),
     Pass("convolutions_channels_last", convolutions_channels_last),
     Pass("tensor_cores_channels_last", tensor_cores_channels_last),
 )

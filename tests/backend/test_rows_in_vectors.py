@@ -49,7 +49,7 @@ def test_a_nan_in_any_lane(name, dtype):
         x[n], x[n + 1], x[n + 2, -1] = -torch.inf, torch.inf, -torch.inf
         torch.testing.assert_close(handle(x), EXTREMES[name](x), rtol=0, atol=0, equal_nan=True)
     no_fallback(spec)
-    if machines.find(config.isa).row_lanes:
+    if machines.find(config.isa).lanes:
         assert "#if FUSER_LANES" in spec.store.kernels[-1].source
 
 

@@ -15,7 +15,7 @@ from fuser.errors import Unsupported
 from tests.opinfo import database
 from tests.opinfo.runner import aten_graph, make_sample
 
-SAMPLES = 2
+SAMPLES = 1
 
 
 def graphs():

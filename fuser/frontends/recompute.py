@@ -1,0 +1,84 @@
+"""What torch's cut of a joint graph is told of operators that kernels of the package take with their neighbours.
+
+The cut has a list of operators that are computed again for nothing, beside those that read them, and saves what others
+read. It is TorchInductor's list, which sees `hardswish` or a group norm's gradient only in pieces. Whole ones would
+have all their arguments saved: twice the bytes in a step of a convolution, a group norm and two activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fuser.lowering.registry import VIEWS
+
+# Elementwise, or moved elements: computed again where they are read.
+ELEMENTWISE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_conj_physical _prelu_kernel _prelu_kernel_backward binary_cross_entropy_backward "
+        "binary_cross_entropy_with_logits channel_shuffle constant_pad_nd copy elu_backward expand_copy fill flip floor_divide glu glu_backward "
+        "hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward "
+        "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward mse_loss_backward "
+        "native_channel_shuffle new_full new_ones ones_like permute_copy pixel_shuffle pixel_unshuffle "
+        "reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d replication_pad2d "
+        "replication_pad3d roll select_copy select_scatter slice_copy slice_scatter smooth_l1_loss_backward "
+        "soft_margin_loss_backward softplus_backward softshrink_backward squeeze_copy transpose_copy tril "
+        "unsqueeze_copy view_copy"
+    ).split()
+)
+# Read what is computed in front of them without its being written, and have results that are saved.
+READERS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d _fused_rms_norm _fused_rms_norm_backward _log_softmax "
+        "_log_softmax_backward_data _native_batch_norm_legit _native_batch_norm_legit_functional "
+        "_native_batch_norm_legit_no_training _safe_softmax _softmax _softmax_backward_data all amin aminmax argmin "
+        "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward binary_cross_entropy count_nonzero huber_loss "
+        "linalg_vector_norm logsumexp max_pool2d_with_indices max_pool2d_with_indices_backward mse_loss nansum "
+        "native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm "
+        "native_layer_norm_backward nll_loss_backward nll_loss_forward norm prod smooth_l1_loss soft_margin_loss "
+        "std_mean"
+    ).split()
+)
+_patched = threading.RLock()
+
+
+def _packets(names: Iterable[str]) -> list[Any]:
+    found = (getattr(torch.ops.aten, name.removeprefix("aten."), None) for name in names if name.startswith("aten."))
+    return [packet for packet in found if packet is not None]
+
+
+def _with_own(original: Any) -> Any:
+    """What the list holds, and the package's."""
+    known = original()
+    again, readers = _packets((*ELEMENTWISE, *VIEWS)), _packets(READERS)
+    sets = {
+        "fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": _packets(VIEWS),
+    }  # fmt: skip
+    for name, own in sets.items():
+        sets[name] = getattr(known, name) | dict.fromkeys(own).keys()
+    return dataclasses.replace(known, **sets)
+
+
+@contextlib.contextmanager
+def told_to_the_cut() -> Iterator[None]:
+    """A block in which torch's cut knows the package's operators. Its list has no other way in."""
+    from torch._functorch import partitioners
+
+    with _patched:
+        original = partitioners.get_default_op_list
+        partitioners.get_default_op_list = functools.partial(_with_own, original)
+        try:
+            yield
+        finally:
+            partitioners.get_default_op_list = original
+
+
+__all__ = ["ELEMENTWISE", "READERS", "told_to_the_cut"]
