@@ -15,16 +15,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser.lowering.registry import VIEWS
+from fuser.passes.classify import is_view
+from fuser.passes.norms import after_tangents
 
 # Elementwise, or moved elements: computed again where they are read.
 ELEMENTWISE = frozenset(
     f"aten.{name}"
     for name in (
         "_conj_physical _prelu_kernel _prelu_kernel_backward binary_cross_entropy_backward "
-        "binary_cross_entropy_with_logits channel_shuffle constant_pad_nd copy elu_backward expand_copy fill flip floor_divide glu glu_backward "
-        "hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward "
+        "binary_cross_entropy_with_logits channel_shuffle constant_pad_nd copy elu_backward expand_copy fill flip "
+        "floor_divide glu glu_backward hardshrink_backward hardsigmoid_backward hardswish hardswish_backward "
+        "hardtanh_backward huber_loss_backward "
         "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward mse_loss_backward "
         "native_channel_shuffle new_full new_ones ones_like permute_copy pixel_shuffle pixel_unshuffle "
         "reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d replication_pad2d "
@@ -58,10 +63,9 @@ def _packets(names: Iterable[str]) -> list[Any]:
 def _with_own(original: Any) -> Any:
     """What the list holds, and the package's."""
     known = original()
-    again, readers = _packets((*ELEMENTWISE, *VIEWS)), _packets(READERS)
-    sets = {
-        "fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": _packets(VIEWS),
-    }  # fmt: skip
+    views = _packets(VIEWS)
+    again, readers = [*_packets(ELEMENTWISE), *views], _packets(READERS)
+    sets = {"fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": views}
     for name, own in sets.items():
         sets[name] = getattr(known, name) | dict.fromkeys(own).keys()
     return dataclasses.replace(known, **sets)
@@ -81,4 +85,39 @@ def told_to_the_cut() -> Iterator[None]:
             partitioners.get_default_op_list = original
 
 
-__all__ = ["ELEMENTWISE", "READERS", "told_to_the_cut"]
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default,
+     _aten.convolution_backward.default}
+)  # fmt: skip
+
+
+def keep_for_products(joint: fx.GraphModule) -> None:
+    """Have the cut save a function of a product that a product of the backward reads, where it reads nothing else.
+
+    The product's own result has as many bytes, and from it the function would be computed once more and written.
+    """
+    behind = after_tangents(joint.graph)
+    for node in joint.graph.nodes:
+        if node.target in _PRODUCTS and node not in behind:
+            while len(node.users) == 1 and is_view(next(iter(node.users)).target):
+                (node,) = node.users
+            if len(node.users) != 1:
+                continue
+            (user,) = node.users
+            pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
+            if pointwise and user not in behind and user.all_input_nodes == [node] and _in_product(user, behind):
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _in_product(node: fx.Node, behind: set[fx.Node]) -> bool:
+    """Whether a product of the backward reads a node or a view of it."""
+    known = [node]
+    for n in known:
+        if any(u in behind and u.target in _PRODUCTS for u in n.users):
+            return True
+        known += [u for u in n.users if is_view(u.target) and u not in known]
+    return False
+
+
+__all__ = ["ELEMENTWISE", "READERS", "keep_for_products", "told_to_the_cut"]

@@ -13,7 +13,7 @@ from torch import fx
 from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import Compiled, compile_functional
-from fuser.frontends.recompute import told_to_the_cut
+from fuser.frontends.recompute import keep_for_products, told_to_the_cut
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
@@ -96,6 +96,8 @@ class Training:
         kept = float(self.options.get("memory", config.memory))
         if kept < 1:
             _keep_drawn(joint)
+        else:
+            keep_for_products(joint)
         budget = max(kept, _LEAST_KEPT)
         settings = functorch_config.patch(
             ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 
 from fuser import targets
+from fuser.passes.classify import is_view
 from fuser.passes.hints import same
+from fuser.passes.norms import after_tangents
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -15,12 +20,13 @@ aten = torch.ops.aten
 def kinks_by_masks(module: fx.GraphModule) -> int:
     """The backward of ReLU, leaky ReLU and hardtanh asks for a comparison, which the cut may save in the value's place.
 
-    The comparisons are those of the operators' lowerings, NaN included.
+    The comparisons are those of the operators' lowerings, NaN included. A value that the backward reads for something
+    else stays as it is: it is saved in any case.
     """
-    changed = 0
+    changed, behind = 0, after_tangents(module.graph)
     for node in list(module.graph.nodes):
         spell = _SPELLED.get(node.target)
-        if spell is None or node.kwargs or not _is_plain(node):
+        if spell is None or node.kwargs or not _is_plain(node) or _is_read(node.args[1], behind):
             continue
         write = Writer(node)
         write.instead(spell(write, *node.args))
@@ -28,12 +34,26 @@ def kinks_by_masks(module: fx.GraphModule) -> int:
     return changed
 
 
+def _is_read(value: Any, behind: set[fx.Node]) -> bool:
+    """Whether the backward reads the value, or a view of it, for more than masks."""
+    while is_view(value.target):
+        value = value.args[0]
+    known = [value]
+    for n in known:
+        views = [u for u in n.users if is_view(u.target) and u not in behind]
+        if any(u in behind and u.target not in _SPELLED for u in n.users):
+            return True
+        known += [u for u in views if u not in known]
+    return False
+
+
 def _is_plain(node: fx.Node) -> bool:
     grad, x = node.args[:2]
     if not (isinstance(grad, fx.Node) and isinstance(x, fx.Node)):
         return False
-    a, b, made = grad.meta.get("val"), x.meta.get("val"), node.meta.get("val")
-    if not all(isinstance(v, torch.Tensor) for v in (a, b, made)) or getattr(made, "fake_mode", None) is None:
+    values: list[Any] = [n.meta.get("val") for n in (grad, x, node)]
+    a, b, made = values
+    if not all(isinstance(v, torch.Tensor) for v in values) or getattr(made, "fake_mode", None) is None:
         return False
     numbers = all(isinstance(n, (int, float)) for n in node.args[2:])
     floats = a.dtype is b.dtype is made.dtype and made.dtype.is_floating_point
@@ -62,7 +82,7 @@ def _or_zero(write: Writer, mask: fx.Node, grad: fx.Node, zero_where: bool) -> f
     return write(aten.where.self, mask, *((zero, grad) if zero_where else (grad, zero)))
 
 
-_SPELLED = {
+_SPELLED: dict[Any, Callable[..., fx.Node]] = {
     aten.threshold_backward.default: _threshold,
     aten.leaky_relu_backward.default: _leaky,
     aten.hardtanh_backward.default: _hardtanh,

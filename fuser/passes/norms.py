@@ -25,7 +25,7 @@ def norms_again(module: fx.GraphModule) -> int:
     if config.numerics == "eager":
         return 0
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    behind = _after_tangents(module.graph)
+    behind = after_tangents(module.graph)
     results = set(module.graph.output_node().all_input_nodes)
     changed = 0
     for norm in [n for n in order if n.target is _NORM and not n.kwargs]:
@@ -36,7 +36,7 @@ def norms_again(module: fx.GraphModule) -> int:
     return changed
 
 
-def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
+def after_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of a joint graph that need gradients of results: they run in the backward."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
