@@ -22,7 +22,7 @@ from fuser.cpu.records import Function, Generated
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.printer import SCANNED
-from fuser.ir.sizes import ONE, Expr, coefficient, product
+from fuser.ir.sizes import ONE, Expr, coefficient, minimum, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
 from fuser.scheduler.kernel_plan import Store, address_rows
@@ -78,7 +78,9 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
             block.emit()
         if not stores:
             out.set(ir.Name(f"{facts.name}_p")["u"], "acc")
-    return closed(rows, product(a.size for a in facts.kept_axes) * chunks, suffix=suffix)
+    # Of an empty axis there are no units: what is constant along it would be read, and there is nothing to read.
+    units = product(a.size for a in facts.kept_axes) * chunks * minimum(axis.size, 1)
+    return closed(rows, units, suffix=suffix)
 
 
 def _start(rows: Rows, scan: Scan, element: torch.dtype, joins: bool) -> None:

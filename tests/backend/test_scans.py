@@ -252,3 +252,39 @@ def test_what_runs_backwards_or_stands_still(dtype):
     for part in (x, x[:2, :33].contiguous()):
         compare(handle(part), fn(part), tol={"rtol": 1e-3, "atol": 1e-3})
     no_fallback(spec)
+
+
+WHOLE = {
+    **{name: getattr(torch, name) for name in ("cumsum", "cumprod", "logcumsumexp")},
+    "cummax": lambda x, d: both(torch.cummax(x, d)), "cummin": lambda x, d: both(torch.cummin(x, d)),
+    "sum": torch.sum, "prod": torch.prod, "mean": torch.mean, "var": torch.var, "norm": lambda x, d: x.norm(dim=d),
+    "softmax": torch.softmax, "logsumexp": torch.logsumexp, "all": torch.all, "count": torch.count_nonzero,
+    "cat": lambda x, d: torch.cat([x, x + 1], d), "flip": lambda x, d: x.flip(d) * 2,
+    "roll": lambda x, d: x.roll(1, d) * 2,
+    "pad": lambda x, d: torch.nn.functional.pad(x, (1, 1)) * 2,
+    "added": lambda x, d: x.new_zeros(4, 4).index_put((torch.zeros_like(x, dtype=torch.int64),), x, accumulate=True),
+    "scatter": lambda x, d: x.new_zeros(4, 4).scatter_add(d, torch.zeros_like(x, dtype=torch.int64), x),
+}  # fmt: skip
+
+FLOATS_ONLY = ("mean", "var", "norm", "softmax", "logsumexp", "logcumsumexp", "added", "scatter")
+
+
+@pytest.mark.parametrize("first", [3, 17, 400])
+@pytest.mark.parametrize("name", WHOLE)
+def test_of_an_empty_dim_nothing_is_read(name, first):
+    """Seed 91017164: a kernel made for many elements read one that they all share, where there were none."""
+    y = torch.arange(5.0)  # a result that is not empty, for which the others are looked at, too
+    for dim, dtype in ((0, torch.bool), (0, torch.float32), (1, torch.float32)):
+        if dtype is torch.bool and name in FLOATS_ONLY:
+            continue
+        made = torch.logical_not if dtype is torch.bool else torch.exp
+        fn = lambda x, y: (WHOLE[name](made(x if dim == 0 else x.t()), dim), y * 2)  # noqa: B023, E731
+        shared = torch.ones(3, dtype=dtype).expand(first, 3)
+        nothing = torch.empty(0, dtype=dtype).as_strided((0, 3), (0, 1))  # at address 0
+        handle, _ = fuse(fn, functional=True)
+        for x in (shared, nothing):
+            try:
+                want = fn(x, y)
+            except (RuntimeError, IndexError):
+                continue
+            compare(handle(x, y), want, tol={"rtol": 1e-5, "atol": 1e-6})
