@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fuser import forks
 from fuser.lowering.registry import VIEWS
 from fuser.passes.classify import is_view
 from fuser.passes.norms import after_tangents
@@ -52,7 +52,7 @@ READERS = frozenset(
         "std_mean"
     ).split()
 )
-_patched = threading.RLock()
+_patched = forks.rlock()
 
 
 def _packets(names: Iterable[str]) -> list[Any]:
