@@ -188,7 +188,7 @@ class LaneLoop:
         k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
         if self.phase is None:
             self._whole(rows, self.vectors, length)
-            if self.vectors > 1 and self.facts.along.hint < SHORT:
+            if self.vectors > 1 and self.facts.along.hint < SHORT and len(self.rows) < MANY_ROWS:
                 self._whole(rows, 1, length)
             with out.block(ir.For("k", None, length, self.lanes)):
                 out.let("lanes_m", "some", ir.First(self.float, length - k))
