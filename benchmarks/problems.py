@@ -85,6 +85,11 @@ def load(path: pathlib.Path, device: str, by: int) -> tuple[torch.nn.Module, lis
     return model, list(args)
 
 
+def with_gradients(args: list[Any]) -> list[Any]:
+    """The arguments of a call, of which those in floats need gradients."""
+    return [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
 def milliseconds(call: Call, device: str, times: int = 9) -> float:
     """The median of a few calls."""
     found = []
@@ -117,7 +122,7 @@ def run(path: pathlib.Path, options: Options) -> Outcome:
     """One problem by eager and by each backend, in the mode that the file leaves its model in."""
     model, args = load(path, options.device, options.smaller)
     if options.gradients:
-        args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        args = with_gradients(args)
     wanted = [t for t in (*args, *model.parameters()) if isinstance(t, torch.Tensor) and t.requires_grad]
     state = {k: v.clone() for k, v in model.state_dict().items()}
     found = Outcome({}, {}, {}, {}, {})
@@ -151,16 +156,19 @@ def run(path: pathlib.Path, options: Options) -> Outcome:
 
 
 def _call(function: Callable[..., Any], args: list[Any], wanted: list[torch.Tensor] | None) -> Any:
-    """The results of a call; with `wanted`, the gradients of these of a sum of the results, too."""
+    """The results of a call; with `wanted`, the gradients of a weighted sum of the results for these, too."""
     if wanted is None:
         with torch.no_grad():
             return function(*args)
     got = function(*args)
     outs = [t for t in tensors(got) if t.requires_grad]
-    # neither 0 nor 1, as the gradients of norms and softmaxes by a plain sum are 0
-    slopes = [torch.linspace(-1, 2, t.shape[-1] if t.dim() else 1, device=t.device).to(t).expand(t.shape) for t in outs]
-    grads = torch.autograd.grad(outs, wanted, slopes, allow_unused=True)
+    grads = torch.autograd.grad(outs, wanted, [_slope(t) for t in outs], allow_unused=True)
     return [t.detach() for t in tensors(got)], [g for g in grads if g is not None]
+
+
+def _slope(t: torch.Tensor) -> torch.Tensor:
+    """The weights of a result's elements; all equal, the gradients of norms and softmaxes would be 0."""
+    return torch.linspace(-1, 2, t.shape[-1], device=t.device).to(t).expand(t.shape) if t.dim() else torch.ones_like(t)
 
 
 @contextlib.contextmanager
@@ -185,20 +193,21 @@ def _outcome(path: pathlib.Path, options: Options) -> Outcome | str:
 
 
 def _outcomes(
-    paths: list[pathlib.Path], options: Options, workers: int
+    files: list[pathlib.Path], options: Options, workers: int
 ) -> Iterator[tuple[pathlib.Path, Outcome | str]]:  # fmt: skip
     if workers < 2:
-        yield from ((path, _outcome(path, options)) for path in paths)
+        yield from ((path, _outcome(path, options)) for path in files)
         return
     processes = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, processes) as pool:
-        asked = {pool.submit(_outcome, path, options): path for path in paths}
+        asked = {pool.submit(_outcome, path, options): path for path in files}
         for done in concurrent.futures.as_completed(asked):
             error = done.exception()
             yield asked[done], done.result() if error is None else f"{type(error).__name__}: {error}"
 
 
-def _problems(folder: pathlib.Path, only: str) -> Iterator[pathlib.Path]:
+def paths(folder: pathlib.Path, only: str = "") -> Iterator[pathlib.Path]:
+    """The files of problems in a folder, of which the path matches a regular expression."""
     for path in sorted(folder.rglob("*.py")):
         if re.search(only, str(path.relative_to(folder))) and "get_init_inputs" in path.read_text():
             yield path
@@ -229,7 +238,7 @@ def main() -> int:
     with tempfile.NamedTemporaryFile() as lock:
         held = lock.name if given.workers > 1 else ""
         options = Options(given.device, given.smaller, backends, given.gradients, held)
-        for path, found in _outcomes(list(_problems(given.folder, given.only)), options, given.workers):
+        for path, found in _outcomes(list(paths(given.folder, given.only)), options, given.workers):
             if isinstance(found, str):
                 print(f"{path.stem:48} {found}", flush=True)
                 continue

@@ -59,7 +59,7 @@ class Target:
     scans_alone: whether a scan reads its values from memory rather than compute what other loops need too, and runs
       together with the scan for its places.
     sums_by_dims: whether windows of many elements are summed along one dim after the other.
-    window_dims: dims that the windows of a pooling extend along at most.
+    window_dims: dims that the windows of a pooling extend along at most, if they overlap.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
     joins: whether plans along rows and along columns are looked at as one.
     joins_stored: elements from which a join that a norm of images reads is written to memory first, as the norm reads

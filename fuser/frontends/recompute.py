@@ -19,8 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import forks
 from fuser.lowering.registry import VIEWS
-from fuser.passes.classify import is_view
-from fuser.passes.norms import after_tangents
+from fuser.passes.classify import after_tangents, is_view
 
 # Elementwise, or moved elements: computed again where they are read.
 ELEMENTWISE = frozenset(

@@ -91,7 +91,7 @@ class Training:
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
         keep_results_apart(joint)
-        on_cpu = all(t.device.type == "cpu" for n in joint.graph.nodes for t in tensors_of(n.meta.get("val")))
+        on_cpu = is_on_cpu(joint)
         floats = _floats_as_integers(joint)
         kept = float(self.options.get("memory", config.memory))
         if kept < 1:
@@ -134,6 +134,11 @@ def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
             node.meta["val"] = make(7, source, DimDynamic.DYNAMIC)
             floats[node.name] = value
     return floats
+
+
+def is_on_cpu(module: fx.GraphModule) -> bool:
+    """Whether all tensors of a graph are on the CPU."""
+    return all(t.device.type == "cpu" for n in module.graph.nodes for t in tensors_of(n.meta.get("val")))
 
 
 def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:

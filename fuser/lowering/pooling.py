@@ -101,8 +101,8 @@ def sliding(
         raise Unsupported(f"windows of {n} dims that overlap, which ATen is faster with")
     read = overlap if backward else max(sizes) if by_dims else math.prod(sizes)
     if read > MOST_PLACES:
-        what = "an element in more than" if backward else "a window of more than"
-        raise Unsupported(f"{what} {MOST_PLACES} {'windows' if backward else 'places'}")
+        what = ("an element in", "windows") if backward else ("a window of", "places")
+        raise Unsupported(f"{what[0]} more than {MOST_PLACES} {what[1]}")
     pads, gaps = _each(padding, n), _each(dilation, n, 1)
     size = ctx.size_of(x)[-n:]
     count, inside = [], []

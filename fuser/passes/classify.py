@@ -113,6 +113,16 @@ def is_view(target: Any) -> bool:
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
 
 
+def after_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that need gradients of results: they run in the backward."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def is_write_back(node: fx.Node) -> bool:
     """Whether a node is a copy into an input whose result nobody reads."""
     if node.target is not aten.copy_.default or node.users:

@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from fuser import targets
-from fuser.passes.classify import is_view
+from fuser.passes.classify import after_tangents, is_view
 from fuser.passes.hints import same
-from fuser.passes.norms import after_tangents
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten

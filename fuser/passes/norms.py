@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.classify import after_tangents
 from fuser.passes.hints import same
 from fuser.passes.writing import Writer
 
@@ -34,16 +35,6 @@ def norms_again(module: fx.GraphModule) -> int:
             continue
         changed += _Again(norm, (mean, rstd), order, behind, results).rewrite(out)
     return changed
-
-
-def after_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of a joint graph that need gradients of results: they run in the backward."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or any(a in found for a in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _item(node: fx.Node, at: int) -> fx.Node | None:

@@ -285,8 +285,9 @@ def _wide(w: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "dtype, n, mean",
-    [(torch.bfloat16, 1, 30.0), (torch.bfloat16, 2, 0.0), (torch.float16, 2, 30.0)],
-)
+    [(torch.bfloat16, 1, 30.0), (torch.bfloat16, 2, 0.0), (torch.bfloat16, 5, 30.0), (torch.float16, 1, 8.0),
+     (torch.float16, 2, 30.0)],
+)  # fmt: skip
 def test_gradients_of_norms_of_few_16_bit_floats(dtype, n, mean):
     """What is saved for the backward is computed from the rounded values that the backward reads."""
 

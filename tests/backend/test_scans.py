@@ -262,7 +262,7 @@ WHOLE = {
     "cat": lambda x, d: torch.cat([x, x + 1], d), "flip": lambda x, d: x.flip(d) * 2,
     "roll": lambda x, d: x.roll(1, d) * 2,
     "pad": lambda x, d: torch.nn.functional.pad(x, (1, 1)) * 2,
-    "added": lambda x, d: x.new_zeros(4, 4).index_put((torch.zeros_like(x, dtype=torch.int64),), x, accumulate=True),
+    "added": lambda x, d: x.new_zeros(4).index_put((torch.zeros_like(x, dtype=torch.int64),), x, accumulate=True),
     "scatter": lambda x, d: x.new_zeros(4, 4).scatter_add(d, torch.zeros_like(x, dtype=torch.int64), x),
 }  # fmt: skip
 
@@ -283,8 +283,4 @@ def test_of_an_empty_dim_nothing_is_read(name, first):
         nothing = torch.empty(0, dtype=dtype).as_strided((0, 3), (0, 1))  # at address 0
         handle, _ = fuse(fn, functional=True)
         for x in (shared, nothing):
-            try:
-                want = fn(x, y)
-            except (RuntimeError, IndexError):
-                continue
-            compare(handle(x, y), want, tol={"rtol": 1e-5, "atol": 1e-6})
+            compare(handle(x, y), fn(x, y), tol={"rtol": 1e-5, "atol": 1e-6})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 
 import pytest
@@ -15,7 +16,7 @@ from fuser.errors import Unsupported
 from tests.opinfo import database
 from tests.opinfo.runner import aten_graph, make_sample
 
-SAMPLES = 1
+SAMPLES = 2 if os.environ.get("FUSER_TEST_ALL") else 1
 
 
 def graphs():
