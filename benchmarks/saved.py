@@ -1,4 +1,4 @@
-"""What a training step saves between forward and backward: `python -m benchmarks.saved [--as-on-gpu] [MODEL or FOLDER ...]`.
+"""What a training step saves for its backward: `python -m benchmarks.saved [--as-on-gpu] [MODEL or FOLDER ...]`.
 
 Nothing is compiled or run. The joint graph of each model is cut three times: as TorchInductor traces and cuts it, by
 torch's default rules as the package traces it, and by the package's passes and rules. A folder holds problems in
