@@ -2,13 +2,14 @@
 
 Nothing is compiled or run. The joint graph of each model is cut three times: as TorchInductor traces and cuts it, by
 torch's default rules as the package traces it, and by the package's passes and rules. A folder holds problems in
-KernelBench's form (`benchmarks/problems.py`), whose sizes are divided by 16. Parameters, inputs and numbers are not
-counted; views of one tensor count once.
+KernelBench's form (`benchmarks/problems.py`), whose sizes are divided by 16. Parameters, inputs, results and numbers
+are not counted; views of one tensor count once.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pathlib
 import sys
@@ -19,6 +20,8 @@ import torch
 from torch import fx
 
 from benchmarks import problems, training
+from fuser import targets
+from fuser.cuda import target as cuda_target
 from fuser.frontends import training as frontend
 from fuser.frontends.dynamo import fuser_backend
 
@@ -30,15 +33,22 @@ class _Enough(Exception):
 
 
 def saved_mib(forward: fx.GraphModule, results: int) -> float:
-    """MiB of the tensors that a forward hands to its backward, each memory once."""
+    """MiB of the tensors that a forward hands to its backward alone, each memory once."""
+    handed: Any = forward.graph.output_node().args[0]
+    known = {_memory(node) for node in handed[:results] if isinstance(node, fx.Node)}
     found: dict[fx.Node, int] = {}
-    for node in forward.graph.output_node().args[0][results:]:  # type: ignore[index]
-        while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-            node = node.args[0]
+    for node in map(_memory, handed[results:]):
         value = node.meta["val"]
-        if node.op != "placeholder" and isinstance(value, torch.Tensor):
+        if node.op != "placeholder" and node not in known and isinstance(value, torch.Tensor):
             found[node] = value.numel() * value.element_size()
     return sum(found.values()) / (1 << 20)
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def saved_by(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[float, float, float]:
@@ -99,6 +109,7 @@ def main() -> None:
     if "--as-on-gpu" in asked:  # where nothing that a product of the backward reads is computed again
         asked.remove("--as-on-gpu")
         frontend.is_on_cpu = lambda joint: False
+        targets.keep(dataclasses.replace(cuda_target.TARGET, device_type="cpu"))
     for name, make in _programs(asked or list(training.LOSSES)):
         try:
             rival, default, own = saved_by(*make())

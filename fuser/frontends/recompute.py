@@ -50,13 +50,13 @@ READERS = frozenset(
         "native_layer_norm_backward nll_loss_backward nll_loss_forward norm prod smooth_l1_loss soft_margin_loss "
         "std_mean"
     ).split()
-)
+) | {"fuser.max_pool_offsets", "fuser.max_pool_offsets_backward"}
 _patched = forks.rlock()
 
 
 def _packets(names: Iterable[str]) -> list[Any]:
-    found = (getattr(torch.ops.aten, name.removeprefix("aten."), None) for name in names if name.startswith("aten."))
-    return [packet for packet in found if packet is not None]
+    found = ((getattr(torch.ops, space), name) for space, _, name in (n.partition(".") for n in names))
+    return [packet for packet in (getattr(space, name, None) for space, name in found) if packet is not None]
 
 
 def _with_own(original: Any) -> Any:

@@ -86,27 +86,27 @@ def _each(value: Any, n: int, default: int = 0) -> tuple[int, ...]:
 
 
 def sliding(
-    ctx: LoweringContext, x: TensorBox, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1,
+    ctx: LoweringContext, whole: Sequence[Expr], n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1,
     ceil: Any = False, by_dims: bool = False, backward: bool = False,
 ) -> Sliding:  # fmt: skip
-    """The windows over the last `n` dims of `x`; how many there are follows eager's `pooling_output_shape`.
+    """The windows over the last `n` dims of a tensor of sizes `whole`; their number follows `pooling_output_shape`.
 
     `by_dims`: each loop reads them along one dim, so that only their edges count for how large they may be.
     `backward`: each element reads the windows that it lies in, so that only their overlap counts.
     """
     sizes = _each(kernel, n)
     steps = _each(stride, n) if stride or stride == 0 else sizes
-    overlap = math.prod(-(-k // s) for k, s in zip(sizes, steps))
-    if n > ctx.target.window_dims and overlap > 1:
+    pads, gaps = _each(padding, n), _each(dilation, n, 1)
+    shared = overlap(sizes, steps, gaps if backward else (1,) * n)
+    if n > ctx.target.window_dims and shared > 1:
         raise Unsupported(f"windows of {n} dims that overlap, which ATen is faster with")
-    read = overlap if backward else max(sizes) if by_dims else math.prod(sizes)
+    read = shared if backward else max(sizes) if by_dims else math.prod(sizes)
     if read > MOST_PLACES:
         what = ("an element in", "windows") if backward else ("a window of", "places")
         raise Unsupported(f"{what[0]} more than {MOST_PLACES} {what[1]}")
-    pads, gaps = _each(padding, n), _each(dilation, n, 1)
-    size = ctx.size_of(x)[-n:]
+    size = tuple(whole[-n:])
     count, inside = [], []
-    for s in ctx.size_of(x)[-n - 1 :]:  # only a batch may be empty
+    for s in whole[-n - 1 :]:  # only a batch may be empty
         ctx.assume("lt", 0, s)
     for s, k, step, p, g in zip(size, sizes, steps, pads, gaps):
         room = s + (2 * p - g * (k - 1) - 1)
@@ -123,6 +123,11 @@ def sliding(
         count.append(ctx.canon(number))
         inside.append(fits and p == 0)
     return Sliding(sizes, steps, pads, gaps, size, tuple(count), tuple(inside), bool(ceil))
+
+
+def overlap(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> int:
+    """How many windows an element looks for itself in: those that may hold it; with gaps one for each place."""
+    return math.prod(-(-k // s) if g == 1 else k for k, s, g in zip(kernel, stride, dilation))
 
 
 def n_dims(ctx: LoweringContext) -> int:
@@ -146,7 +151,7 @@ def lower_avg_pool(
     if not dtype.is_floating_point:
         raise Unsupported("an average pool of integers")
     n, wide = n_dims(ctx), compute_dtype(dtype)
-    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
+    w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
     if math.prod(w.kernel) > MOST_PLACES:
         for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
             x = _sums_along(ctx, x, w, d, wide)
@@ -274,9 +279,13 @@ def _uneven_means(ctx: LoweringContext, x: TensorBox, owns: Sequence[int], out: 
 
 
 def _pooled(
-    ctx: LoweringContext, x: TensorBox, w: Sliding, with_place: bool, order: tuple[int, ...] | None
-) -> TensorBox:
-    """The largest element of each window, NaN above all, or the number of its place among those slid over."""
+    ctx: LoweringContext, x: TensorBox, w: Sliding, order: tuple[int, ...] | None,
+    place_dtype: torch.dtype | None = None,
+) -> TensorBox:  # fmt: skip
+    """The largest element of each window, NaN above all, or with a dtype for it the number of its place.
+
+    An int64 counts the places that windows slide over, an int8 those of the window.
+    """
     n = len(w.kernel)
     load, lead = _window_loader(ctx, x, n, x.dtype)
     least = smallest(x.dtype)
@@ -284,26 +293,33 @@ def _pooled(
     def inner(index: Index) -> Value:
         first, at = index[:-n], index[-n:]
         best = ops.constant(least, x.dtype)
-        place = ops.index_expr(window_number(w, [_first_inside(w, d, a) for d, a in enumerate(at)]))
-        for where, inside in w.places(at):
+        steps = [_first_inside(w, d, a) for d, a in enumerate(at)]
+        place = _place(w, at, steps, place_dtype)
+        for step, (where, inside) in zip(itertools.product(*map(range, w.kernel)), w.places(at)):
             value = _read(load, (*first, *where), inside(), least)
-            if with_place:
+            if place_dtype is not None:
                 better = ops.gt(value, best)
                 if x.dtype.is_floating_point:
                     better = ops.logical_or(better, ops.isnan(value))
-                place = ops.where(better, ops.index_expr(window_number(w, where)), place)
+                place = ops.where(better, _place(w, at, [ctx.canon(s) for s in step], place_dtype), place)
             best = ops.maximum(best, value)
-        return place if with_place else best
+        return best if place_dtype is None else place
 
-    dtype = torch.int64 if with_place else x.dtype
-    return ctx.pointwise((*lead, *w.count), dtype, inner, order)
+    return ctx.pointwise((*lead, *w.count), place_dtype or x.dtype, inner, order)
+
+
+def _place(w: Sliding, at: Sequence[Expr], steps: Sequence[Expr], dtype: torch.dtype | None) -> Value:
+    """The number of a place that is so many steps from the first one of window `at`."""
+    if dtype is torch.int8:
+        return number_in_int8(offset_number(w, steps))
+    where = [w.start(d, a) + s * w.dilation[d] for d, (a, s) in enumerate(zip(at, steps))]
+    return ops.index_expr(window_number(w, where))
 
 
 def _first_inside(w: Sliding, d: int, at: Expr) -> Expr:
+    """The step of the first place of a window that lies in the tensor."""
     start, gap = w.start(d, at), w.dilation[d]
-    if w.padding[d] == 0:
-        return start
-    return start + floordiv(maximum(-start, 0) + (gap - 1), maximum(gap, gap)) * gap
+    return ZERO if w.padding[d] == 0 else floordiv(maximum(-start, 0) + (gap - 1), maximum(gap, gap))
 
 
 def window_number(w: Sliding, where: Sequence[Expr]) -> Expr:
@@ -313,14 +329,28 @@ def window_number(w: Sliding, where: Sequence[Expr]) -> Expr:
     return out
 
 
+def number_in_int8(number: Expr) -> Value:
+    """An offset as a value of a kernel."""
+    known = number.as_int()
+    return ops.index_expr(number, torch.int8) if known is None else ops.constant(known, torch.int8)
+
+
+def offset_number(w: Sliding, steps: Sequence[Expr]) -> Expr:
+    """The number of a place among those of its window."""
+    out = ZERO
+    for size, s in zip(w.kernel, steps):
+        out = out * size + s
+    return out
+
+
 @lower("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
 def lower_max_pool(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil: Any = False,
 ) -> TensorBox:  # fmt: skip
     """The largest element of each window."""
-    w = sliding(ctx, x, n_dims(ctx), kernel, stride, padding, dilation, ceil)
-    return _pooled(ctx, x, w, False, ctx.order_of_meta())
+    w = sliding(ctx, ctx.size_of(x), n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    return _pooled(ctx, x, w, ctx.order_of_meta())
 
 
 @lower("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", decisive=EVERY)
@@ -329,8 +359,22 @@ def lower_max_pool_with_indices(
     ceil: Any = False,
 ) -> tuple[TensorBox, TensorBox]:  # fmt: skip
     """The largest element of each window, and where it is."""
-    w = sliding(ctx, x, n_dims(ctx), kernel, stride, padding, dilation, ceil)
-    return _pooled(ctx, x, w, False, ctx.order_of_meta(0)), _pooled(ctx, x, w, True, ctx.order_of_meta(1))
+    w = sliding(ctx, ctx.size_of(x), n_dims(ctx), kernel, stride, padding, dilation, ceil)
+    return _with_places(ctx, x, w, torch.int64)
+
+
+@lower("fuser.max_pool_offsets", decisive=EVERY)
+def lower_max_pool_offsets(
+    ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], ceil: bool,
+) -> tuple[TensorBox, TensorBox]:  # fmt: skip
+    """The largest element of each window, and where in the window it is."""
+    w = sliding(ctx, ctx.size_of(x), len(kernel), kernel, stride, padding, dilation, ceil)
+    return _with_places(ctx, x, w, torch.int8)
+
+
+def _with_places(ctx: LoweringContext, x: TensorBox, w: Sliding, dtype: torch.dtype) -> tuple[TensorBox, TensorBox]:
+    return _pooled(ctx, x, w, ctx.order_of_meta(0)), _pooled(ctx, x, w, ctx.order_of_meta(1), dtype)
 
 
 # -- copies of windows -------------------------------------------------------------------------------------------------
@@ -339,7 +383,7 @@ def lower_im2col(
     ctx: LoweringContext, x: TensorBox, kernel: Sequence[int], dilation: Any, padding: Any, stride: Any
 ) -> TensorBox:
     """Every window as a column."""
-    w = sliding(ctx, x, 2, kernel, stride, padding, dilation)
+    w = sliding(ctx, ctx.size_of(x), 2, kernel, stride, padding, dilation)
     load, lead = _window_loader(ctx, x, 2, x.dtype)
     *batch, channels = lead
     size = (*lead, *(ctx.canon(k) for k in w.kernel), *w.count)
@@ -370,4 +414,7 @@ refuse(
     "aten.max_unpool3d",
 )  # fmt: skip
 
-__all__ = ["Sliding", "n_dims", "places", "sliding", "window_number"]
+__all__ = [
+    "MOST_PLACES", "Sliding", "n_dims", "number_in_int8", "offset_number", "overlap", "places", "sliding",
+    "window_number",
+]  # fmt: skip

@@ -9,53 +9,72 @@ from typing import Any
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import Expr, floordiv, mod
+from fuser.ir.sizes import ZERO, Expr, floordiv, mod
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.pooling import Sliding, n_dims, places, sliding, window_number
+from fuser.lowering.pooling import Sliding, n_dims, number_in_int8, offset_number, places, sliding, window_number
 from fuser.lowering.registry import EVERY, lower, refuse_in_order
 from fuser.reasons import because
 
 
-def _windows(ctx: LoweringContext, w: Sliding, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Value]]:
-    """The windows that the element `at` may lie in, and whether it does."""
-    steps = [-(-k // s) for k, s in zip(w.kernel, w.stride)]
-    moved = [a + p for a, p in zip(at, w.padding)]
-    for step in itertools.product(*map(range, steps)):
-        here = tuple(floordiv(m, ctx.canon(s)) - k for m, s, k in zip(moved, w.stride, step))
+def _windows(
+    ctx: LoweringContext, w: Sliding, at: Sequence[Expr]
+) -> Iterator[tuple[tuple[Expr, ...], tuple[Expr, ...], Value]]:
+    """The windows that the element `at` may lie in, which of each one's places it is, and whether it does."""
+    candidates = [list(_along(ctx, w, d, a)) for d, a in enumerate(at)]
+    for chosen in itertools.product(*candidates):
         inside: Value | None = None
-        for d, (i, k) in enumerate(zip(here, step)):
-            for own in _conditions(ctx, w, d, i, k, moved[d]):
+        for _, _, conditions in chosen:
+            for condition in conditions:
+                own = condition()
                 inside = own if inside is None else ops.logical_and(inside, own)
         assert inside is not None
-        yield here, inside
+        yield tuple(c[0] for c in chosen), tuple(c[1] for c in chosen), inside
 
 
-def _conditions(ctx: LoweringContext, w: Sliding, d: int, window: Expr, step: int, moved: Expr) -> Iterator[Value]:
-    """What must hold for window `window` of dim `d`, `step` before the last one that does not begin behind."""
-    yield ops.lt(ops.index_expr(window), ops.index_expr(w.count[d]))
-    if step:
-        yield ops.ge(ops.index_expr(window), 0)
-    if (step + 1) * w.stride[d] > w.kernel[d]:
-        into = mod(moved, ctx.canon(w.stride[d])) + step * w.stride[d]
-        yield ops.lt(ops.index_expr(into), ops.index_expr(ctx.canon(w.kernel[d])))
+Candidate = tuple[Expr, Expr, list[Callable[[], Value]]]
 
 
-def _gathered(
-    ctx: LoweringContext, x: TensorBox, w: Sliding, taken: Callable[[Index, Sequence[Expr], Value], Value]
-) -> TensorBox:  # fmt: skip
-    """For each element of `x` the sum of what it takes from its windows: of (index, window, whether it lies there)."""
+def _along(ctx: LoweringContext, w: Sliding, d: int, at: Expr) -> Iterator[Candidate]:
+    """Along dim `d`: windows that may hold `at`, which of their places that is, and what must hold for it."""
+    kernel, stride, gap = w.kernel[d], ctx.canon(w.stride[d]), w.dilation[d]
+    moved = at + w.padding[d]
+    for step in range(-(-kernel // w.stride[d]) if gap == 1 else kernel):
+        if gap == 1:  # `step` before the last window that does not begin behind
+            window, place = floordiv(moved, stride) - step, mod(moved, stride) + step * w.stride[d]
+        else:  # the one whose place `step` it is
+            window, place = floordiv(moved - step * gap, stride), ctx.canon(step)
+        conditions = [_holds(ops.lt, window, w.count[d])]
+        if step:
+            conditions.append(_holds(ops.ge, window, ZERO))
+        if gap > 1 and w.stride[d] > 1:
+            conditions.append(_holds(ops.eq, window * w.stride[d], moved - step * gap))
+        if gap == 1 and (step + 1) * w.stride[d] > kernel:
+            conditions.append(_holds(ops.lt, place, ctx.canon(kernel)))
+        yield window, place, conditions
+
+
+def _holds(compare: Callable[[Any, Any], Value], a: Expr, b: Expr) -> Callable[[], Value]:
+    return lambda: compare(ops.index_expr(a), ops.index_expr(b))
+
+
+# Of (an element's index, a window, which of its places the element is, whether it is one).
+Taken = Callable[[Index, Sequence[Expr], Sequence[Expr], Value], Value]
+
+
+def _gathered(ctx: LoweringContext, size: Sequence[Expr], w: Sliding, taken: Taken) -> TensorBox:
+    """For each element of a tensor of these sizes the sum of what it takes from its windows."""
     n, dtype = len(w.kernel), result_dtype(ctx)
 
     def inner(index: Index) -> Value:
         total: Value | None = None
-        for here, inside in _windows(ctx, w, index[-n:]):
-            value = taken(index, here, inside)
+        for here, place, inside in _windows(ctx, w, index[-n:]):
+            value = taken(index, here, place, inside)
             total = value if total is None else ops.add(total, value)
         assert total is not None
         return total
 
-    return ctx.pointwise(ctx.size_of(x), dtype, inner, ctx.order_of_meta())
+    return ctx.pointwise(tuple(size), dtype, inner, ctx.order_of_meta())
 
 
 @lower("aten.avg_pool2d_backward", "aten.avg_pool3d_backward")
@@ -65,14 +84,14 @@ def lower_avg_pool_backward(
 ) -> TensorBox:  # fmt: skip
     """Each window's gradient over the number of its places."""
     n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
-    w = sliding(ctx, x, n, kernel, stride, padding, 1, ceil, backward=True)
+    w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, backward=True)
     load = ctx.loader(grad, ctx.size_of(grad), wide)
 
-    def taken(index: Index, here: Sequence[Expr], inside: Value) -> Value:
+    def taken(index: Index, here: Sequence[Expr], which: Sequence[Expr], inside: Value) -> Value:
         count = places(ctx, w, here, bool(include_pad), divisor, wide)
         return ops.masked(inside, lambda: ops.div(load((*index[:-n], *here)), count), 0)
 
-    return _gathered(ctx, x, w, taken)
+    return _gathered(ctx, ctx.size_of(x), w, taken)
 
 
 _OF_MAXIMA = "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward"
@@ -88,17 +107,36 @@ def lower_max_pool_backward(
     """The gradients of the windows whose largest element it is."""
     if ctx.target.ordered:
         raise Unsupported(_IN_ORDER)
-    n, wide = n_dims(ctx), compute_dtype(result_dtype(ctx))
-    w = sliding(ctx, x, n, kernel, stride, padding, dilation, ceil, backward=True)
+    w = sliding(ctx, ctx.size_of(x), n_dims(ctx), kernel, stride, padding, dilation, ceil, backward=True)
     if any(g != 1 for g in w.dilation):
         raise Unsupported("the gradient of windows with gaps")
-    load = ctx.loader(grad, ctx.size_of(grad), wide)
-    place = ctx.loader(indices, ctx.size_of(indices), indices.dtype)
+    return _of_maxima(ctx, ctx.size_of(x), w, grad, indices, lambda at, _: ops.index_expr(window_number(w, at)))
 
-    def taken(index: Index, here: Sequence[Expr], inside: Value) -> Value:
+
+@lower("fuser.max_pool_offsets_backward", decisive=EVERY)
+def lower_max_pool_offsets_backward(
+    ctx: LoweringContext, grad: TensorBox, offsets: TensorBox, size: Sequence[Any], kernel: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool, channels_last: bool,
+) -> TensorBox:  # fmt: skip
+    """The same from where in its window each largest element is."""
+    whole = tuple(ctx.canon(s) for s in size)
+    w = sliding(ctx, whole, len(kernel), kernel, stride, padding, dilation, ceil, backward=True)
+    return _of_maxima(ctx, whole, w, grad, offsets, lambda _, which: number_in_int8(offset_number(w, which)))
+
+
+def _of_maxima(
+    ctx: LoweringContext, size: Sequence[Expr], w: Sliding, grad: TensorBox, found: TensorBox,
+    number: Callable[[Sequence[Expr], Sequence[Expr]], Value],
+) -> TensorBox:  # fmt: skip
+    """For each element the gradients of the windows in which `found` has its number: of (its index, its place)."""
+    n, wide = len(w.kernel), compute_dtype(result_dtype(ctx))
+    load = ctx.loader(grad, ctx.size_of(grad), wide)
+    place = ctx.loader(found, ctx.size_of(found), found.dtype)
+
+    def taken(index: Index, here: Sequence[Expr], which: Sequence[Expr], inside: Value) -> Value:
         at = (*index[:-n], *here)
         own = ops.masked(inside, lambda: place(at), -1)
-        mine = ops.eq(own, ops.index_expr(window_number(w, index[-n:])))
+        mine = ops.eq(own, number(index[-n:], which))
         return ops.masked(mine, lambda: load(at), 0)
 
-    return _gathered(ctx, x, w, taken)
+    return _gathered(ctx, size, w, taken)

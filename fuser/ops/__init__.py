@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import Unsupported
-from fuser.ops import pointwise, products, random, reductions, scans, special
+from fuser.ops import pointwise, pools, products, random, reductions, scans, special
 from fuser.ops.cells import (
     CPP_TYPEDEFS,
     CPP_TYPES,
@@ -162,6 +162,7 @@ __all__ = [
     "LOW",
     "NO_INDEX",
     "NO_OP",
+    "pools",
     "products",
     "OPS",
     "PRELUDE",

@@ -10,6 +10,7 @@ from fuser.passes.kinks import kinks_by_masks
 from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
 from fuser.passes.norms import norms_again
+from fuser.passes.pools import pools_by_offsets
 from fuser.passes.randomness import functional_random
 from fuser.passes.runner import Pass
 from fuser.passes.statistics import forget_statistics
@@ -26,6 +27,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("forget_statistics", forget_statistics),
     Pass("norms_again", norms_again),
     Pass("keep_logits", keep_logits),
+    Pass("pools_by_offsets", pools_by_offsets),
     Pass("kinks_by_masks", kinks_by_masks),
     Pass("convolutions_channels_last", convolutions_channels_last),
     Pass("tensor_cores_channels_last", tensor_cores_channels_last),

@@ -475,6 +475,24 @@ def largest_gradient(*how: Any) -> tuple[Callable[..., Any], Make]:
     return lambda g, x, i: torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, [1, 1], False, i), make
 
 
+def largest_in_windows(size: tuple[int, ...], kernel: list[int], *more: list[int]) -> tuple[Callable[..., Any], Make]:
+    """A max pool, and its gradient, by offsets in the windows: without the largest element's index in the image."""
+    n = len(kernel)
+
+    def make(inputs: Inputs) -> tuple[Any, ...]:
+        x = with_nan(inputs.normal(*size))
+        x = x.to(memory_format=torch.channels_last) if n == 2 else x
+        values, offsets = torch.ops.fuser.max_pool_offsets(x, kernel, *more, True)
+        return x, inputs.normal(*values.shape), offsets
+
+    def both(x: torch.Tensor, g: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, offsets = torch.ops.fuser.max_pool_offsets(x * 1, kernel, *more, True)
+        grad = torch.ops.fuser.max_pool_offsets_backward(g, o, x.shape, kernel, *more, True, n == 2)
+        return values, offsets, grad
+
+    return both, make
+
+
 def average_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.avg_pool2d_backward(g, x, [3, 2], [2, 2], [1, 0], True, False, None)
 
@@ -494,6 +512,9 @@ POOLS = (
     Case("pool/average/gradient", average_gradient, lambda i: (i.normal(2, 3, 6, 8), i.normal(2, 3, 11, 16))),
     Case("pool/largest/gradient", *largest_gradient([3, 3], [2, 2], [1, 1])),
     Case("pool/largest/apart/gradient", *largest_gradient([2, 2], [3, 2], [0, 0])),
+    Case("pool/offsets", *largest_in_windows((2, 3, 9, 16), [3, 2], [2, 1], [1, 1], [1, 1])),
+    Case("pool/offsets/gaps", *largest_in_windows((2, 3, 9, 16), [3, 4], [2, 1], [1, 2], [2, 3])),
+    Case("pool/offsets/apart", *largest_in_windows((2, 2, 5, 6, 7), [2, 3, 2], [2, 3, 2], [1, 0, 1], [1, 1, 1])),
     Case("exact/quotient", lambda x: (x / 8.0, x.double() / 0.25, x / -2.0),
          lambda i: (signed_pairs(i, torch.float32)[0],)),
 )  # fmt: skip

@@ -38,14 +38,22 @@ def forget(monkeypatch) -> None:
     monkeypatch.setattr(providers, "_products", Decisions("product"))
 
 
-def slow(product, operands):
-    made = operands.x @ operands.weights[0]  # before it is timed: on a busy machine a product may take long
+def waiting(seconds: float):
+    """A provider whose calls take `seconds` and no processor."""
 
-    def call():
-        time.sleep(0.002)
-        return made
+    def made(product, operands):
+        result = operands.x @ operands.weights[0]  # before it is timed: on a busy machine a product may take long
 
-    return call
+        def call():
+            time.sleep(seconds)
+            return result
+
+        return call
+
+    return made
+
+
+slow = waiting(0.002)
 
 
 def quick(product, operands):
@@ -174,13 +182,13 @@ def test_stalled_calls_decide_nothing(monkeypatch):
     """Contestants that wait for others instead of computing: nobody knows which is faster."""
     monkeypatch.setattr(race, "_LEAST_SHARE", 0.6)
     monkeypatch.setattr(race, "_PAUSES", (0.0,))
-    entered(monkeypatch, slow=slow, slower=lambda p, o: lambda: (time.sleep(0.001), quick(p, o)())[1])
+    entered(monkeypatch, slow=waiting(0.03), faster=waiting(0.001))  # far apart: other processes run, too
     assert providers.choose(PRODUCT) == "slow"
     (found,) = fuser.debug.choices()
     assert "waited for processors" in found.reason and not found.times
     forget(monkeypatch)  # and nothing was kept
     monkeypatch.setattr(race, "_LEAST_SHARE", 0.0)
-    assert providers.choose(PRODUCT) == "slower"
+    assert providers.choose(PRODUCT) == "faster"
 
 
 @pytest.mark.parametrize("own", ["quick", "wrong"])

@@ -1,0 +1,83 @@
+"""`fuser::max_pool_offsets`: a max pool that says where in its window the largest element is, a byte for each.
+
+ATen's says where in the image, 8 bytes for each. `backward` is its gradient, which needs no more than the offsets.
+Windows extend along the last `len(kernel)` dims, two or three; an offset counts their places row-major.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_FORWARD = {2: _aten.max_pool2d_with_indices.default, 3: _aten.max_pool3d_with_indices.default}
+_BACKWARD = {2: _aten.max_pool2d_with_indices_backward.default, 3: _aten.max_pool3d_with_indices_backward.default}
+Sizes = Sequence[int]
+
+
+def _forward(
+    x: torch.Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    n = len(kernel)
+    value, index = _FORWARD[n](x, kernel, stride, padding, dilation, ceil_mode)
+    size = x.shape[-n:]
+    offset, behind = torch.zeros_like(index), math.prod(size)
+    for d in range(n):
+        behind //= max(size[d], 1)
+        starts = torch.arange(index.shape[d - n], device=x.device) * stride[d] - padding[d]
+        place = index // max(behind, 1) % max(size[d], 1) - starts.view([-1 if k == d else 1 for k in range(n)])
+        offset = offset * kernel[d] + place // dilation[d]
+    return value, offset.to(torch.int8)
+
+
+def _forward_meta(
+    x: torch.Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    value, index = _FORWARD[len(kernel)](x, kernel, stride, padding, dilation, ceil_mode)
+    return value, torch.empty_like(index, dtype=torch.int8)
+
+
+def _backward(
+    grad: torch.Tensor, offsets: torch.Tensor, size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes,
+    dilation: Sizes, ceil_mode: bool, channels_last: bool,
+) -> torch.Tensor:  # fmt: skip
+    n = len(kernel)
+    index, left = torch.zeros_like(offsets, dtype=torch.int64), offsets.to(torch.int64)
+    behind = 1
+    for d in reversed(range(n)):
+        starts = torch.arange(offsets.shape[d - n], device=grad.device) * stride[d] - padding[d]
+        place = left % kernel[d] * dilation[d] + starts.view([-1 if k == d else 1 for k in range(n)])
+        index, left, behind = index + place * behind, left // kernel[d], behind * size[d - n]
+    x = _like(grad, size, channels_last)
+    return _BACKWARD[n](grad, x, kernel, stride, padding, dilation, ceil_mode, index)  # type: ignore[no-any-return]
+
+
+def _backward_meta(
+    grad: torch.Tensor, offsets: torch.Tensor, size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes,
+    dilation: Sizes, ceil_mode: bool, channels_last: bool,
+) -> torch.Tensor:  # fmt: skip
+    return _like(grad, size, channels_last)
+
+
+def _like(grad: torch.Tensor, size: Sizes, channels_last: bool) -> torch.Tensor:
+    """A tensor of sizes `size`, whose elements say nothing."""
+    order = (torch.channels_last if len(size) == 4 else torch.channels_last_3d) if channels_last else None
+    return torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=order or torch.contiguous_format)
+
+
+LIBRARY: Any = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define(
+    "max_pool_offsets(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, "
+    "bool ceil_mode) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "max_pool_offsets_backward(Tensor grad, Tensor offsets, SymInt[] size, int[] kernel, int[] stride, int[] padding, "
+    "int[] dilation, bool ceil_mode, bool channels_last) -> Tensor"
+)
+LIBRARY.impl("max_pool_offsets", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("max_pool_offsets", _forward_meta, "Meta")
+LIBRARY.impl("max_pool_offsets_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("max_pool_offsets_backward", _backward_meta, "Meta")

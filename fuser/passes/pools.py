@@ -1,0 +1,84 @@
+"""Max pools between forward and backward: offsets in windows are saved, a byte each, where indices take eight."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import targets
+from fuser.lowering.pooling import MOST_PLACES, overlap
+from fuser.passes.hints import is_contiguous
+from fuser.passes.writing import Writer
+
+aten = torch.ops.aten
+_DIMS = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
+_BACKWARD = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3d_with_indices_backward.default}
+
+
+def pools_by_offsets(module: fx.GraphModule) -> int:
+    """Max pools whose indices only their gradients read give offsets, and the gradients read those.
+
+    Where kernels make both: the backward needs the pool's input no more, only its sizes.
+    """
+    changed = 0
+    for pool in [n for n in module.graph.nodes if n.target in _DIMS and not n.kwargs]:
+        windows = _windows(pool)
+        items = {u.args[1]: u for u in pool.users if u.target is operator.getitem}
+        if windows is None or len(items) != len(pool.users) or 1 not in items:
+            continue
+        readers = list(items[1].users)
+        if readers and all(_is_gradient(r, pool, items[1]) for r in readers):
+            _rewrite(pool, items, windows)
+            changed += 1
+    return changed
+
+
+def _windows(pool: fx.Node) -> tuple[Any, ...] | None:
+    """Kernel, stride, padding, dilation and ceil mode, if kernels make the pool and its gradient."""
+    x, kernel, stride, padding, dilation, ceil, *_ = (*pool.args, *_DEFAULTS[len(pool.args) - 2 :])
+    n, value = _DIMS[pool.target], x.meta.get("val")  # type: ignore[union-attr]
+    lists = [list(v) * (n if len(v) == 1 else 1) for v in (kernel, stride or kernel, padding, dilation)]  # type: ignore[arg-type]
+    if not isinstance(value, torch.Tensor) or not all(type(s) is int for v in lists for s in v):
+        return None
+    target = targets.known(value.device.type) if hasattr(value, "fake_mode") else None
+    kernel, stride, _, dilation = lists
+    shared = overlap(kernel, stride, dilation)
+    if target is None or target.ordered or n > target.window_dims and shared > 1:
+        return None
+    return (*lists, bool(ceil)) if math.prod(kernel) <= MOST_PLACES else None
+
+
+_DEFAULTS: Sequence[Any] = ((), (0,), (1,), False)
+
+
+def _is_gradient(node: fx.Node, pool: fx.Node, indices: fx.Node) -> bool:
+    """Whether a node is the gradient of a pool, and reads its indices as such alone."""
+    n = _DIMS[pool.target]
+    if node.target is not _BACKWARD[n] or node.kwargs or len(node.args) != 8 or node.args[7] is not indices:
+        return False
+    value, x = node.meta["val"], pool.args[0].meta["val"]  # type: ignore[union-attr]
+    plain = is_contiguous(value) or value.dim() == n + 2 and is_contiguous(value.movedim(1, -1))
+    return plain and node.args[0] is not indices and value.dtype is x.dtype
+
+
+def _rewrite(pool: fx.Node, items: dict[Any, fx.Node], windows: tuple[Any, ...]) -> None:
+    write = Writer(pool)
+    write.mode = pool.args[0].meta["val"].fake_mode  # type: ignore[union-attr]
+    found = write(torch.ops.fuser.max_pool_offsets.default, pool.args[0], *windows)
+    parts = [write(operator.getitem, found, i) for i in range(2)]
+    if 0 in items:
+        Writer(items[0]).instead(parts[0])
+    for node in list(items[1].users):
+        write, value = Writer(node), node.meta["val"]
+        size = [s if type(s) is int else write(aten.sym_size.int, node.args[1], d) for d, s in enumerate(value.shape)]
+        last = not is_contiguous(value)
+        write.instead(
+            write(torch.ops.fuser.max_pool_offsets_backward.default, node.args[0], parts[1], size, *windows, last)
+        )
+    for node in (items[1], pool):
+        pool.graph.erase_node(node)
