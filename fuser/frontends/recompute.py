@@ -105,7 +105,8 @@ def keep_for_products(joint: fx.GraphModule) -> None:
                 continue
             (user,) = node.users
             pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
-            if pointwise and user not in behind and user.all_input_nodes == [node] and _in_product(user, behind):
+            free = pointwise and user not in behind and "recompute" not in user.meta  # and no policy of the user's
+            if free and user.all_input_nodes == [node] and _in_product(user, behind):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

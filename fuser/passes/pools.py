@@ -75,7 +75,7 @@ def _rewrite(pool: fx.Node, items: dict[Any, fx.Node], windows: tuple[Any, ...])
         Writer(items[0]).instead(parts[0])
     for node in list(items[1].users):
         write, value = Writer(node), node.meta["val"]
-        size = [s if type(s) is int else write(aten.sym_size.int, node.args[1], d) for d, s in enumerate(value.shape)]
+        size = [write.size(node.args[1], d) for d in range(value.dim())]
         last = not is_contiguous(value)
         write.instead(
             write(torch.ops.fuser.max_pool_offsets_backward.default, node.args[0], parts[1], size, *windows, last)

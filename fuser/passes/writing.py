@@ -24,6 +24,11 @@ class Writer:
         node.meta = {**self.at.meta, "val": value}
         return node
 
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """A size of a tensor: a number, or a call that gives a symbol."""
+        known = node.meta["val"].shape[dim]
+        return known if type(known) is int else self(torch.ops.aten.sym_size.int, node, dim)
+
     def instead(self, node: fx.Node) -> None:
         """`node` takes the place of the node before which calls were put."""
         node.meta = {**self.at.meta, **node.meta}

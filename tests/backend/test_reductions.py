@@ -86,8 +86,21 @@ def whole(dtype: torch.dtype, *size: int) -> torch.Tensor:
 def test_every_dtype(dtype):
     few = dtype in (torch.float16, torch.int32, torch.int16, torch.int8)
     functions = {k: ANY[k] for k in (FEW if few else ANY) if dtype is not torch.bool or k not in NOT_OF_BOOLS}
+    if dtype is torch.float32:  # one sum of 777 numbers is as far off as chance has it: see the next test
+        del functions["sum"]
     slack = 8 if dtype is torch.float64 else 2
     check_all(count(functions), list(functions.values()), whole(dtype, 3, 7, 37), slack=slack, floor=True)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.sum(), lambda x: x.mean(), lambda x: x.norm()], ids=["sum", "mean", "norm"])
+def test_whole_sums_are_as_exact_as_eagers(f):
+    """Root mean squares of the errors of 400 draws: of one draw eager's may be 0."""
+    handle = handle_of(graph_of([f], 1))
+    draws = [whole(torch.float32, 3, 7, 37) for _ in range(400)]
+    exact = torch.stack([f(x.double()) for x in draws])
+    own, eager = (torch.stack(r).double() for r in zip(*((handle(x)[0], f(x)) for x in draws)))
+    errors = [(r - exact).square().mean().sqrt().item() for r in (own, eager)]
+    assert 0 < errors[0] <= 1.2 * errors[1], errors
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
