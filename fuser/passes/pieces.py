@@ -77,7 +77,8 @@ def _write_out(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -
         statistics.append(own)
     shaped, weight, bias = spell(write, norm, *statistics)
     value = _wide(write, norm.args[0])
-    for target, each in zip((aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor), (*shaped, weight, bias)):
+    steps = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
+    for target, each in zip(steps, (*shaped, weight, bias)):
         if each is not None:
             value = write(target, value, _wide(write, each))
     made = items[0].meta["val"].dtype
@@ -150,6 +151,7 @@ _PIECES: dict[Any, tuple[Callable[..., Spelled], tuple[int, ...]]] = {
     aten.native_layer_norm.default: (_layer, (1, 2)),
     aten._fused_rms_norm.default: (_rms, (1,)),
     aten._native_batch_norm_legit_functional.default: (_batch, (1, 2)),
+    aten._native_batch_norm_legit.no_stats: (_batch, (1, 2)),
     aten.native_group_norm.default: (_group, (1, 2)),
 }
 

@@ -40,9 +40,10 @@ def pools_by_offsets(module: fx.GraphModule) -> int:
 
 def _windows(pool: fx.Node) -> tuple[Any, ...] | None:
     """Kernel, stride, padding, dilation and ceil mode, if kernels make the pool and its gradient."""
-    x, kernel, stride, padding, dilation, ceil, *_ = (*pool.args, *_DEFAULTS[len(pool.args) - 2 :])
-    n, value = _DIMS[pool.target], x.meta.get("val")  # type: ignore[union-attr]
-    lists = [list(v) * (n if len(v) == 1 else 1) for v in (kernel, stride or kernel, padding, dilation)]  # type: ignore[arg-type]
+    given: list[Any] = [*pool.args, *_DEFAULTS[len(pool.args) - 2 :]]
+    x, kernel, stride, padding, dilation, ceil = given
+    n, value = _DIMS[pool.target], x.meta.get("val")  # type: ignore[index]
+    lists = [list(v) * (n if len(v) == 1 else 1) for v in (kernel, stride or kernel, padding, dilation)]
     if not isinstance(value, torch.Tensor) or not all(type(s) is int for v in lists for s in v):
         return None
     target = targets.known(value.device.type) if hasattr(value, "fake_mode") else None
@@ -58,7 +59,7 @@ _DEFAULTS: Sequence[Any] = ((), (0,), (1,), False)
 
 def _is_gradient(node: fx.Node, pool: fx.Node, indices: fx.Node) -> bool:
     """Whether a node is the gradient of a pool, and reads its indices as such alone."""
-    n = _DIMS[pool.target]
+    n = _DIMS[pool.target]  # type: ignore[index]
     if node.target is not _BACKWARD[n] or node.kwargs or len(node.args) != 8 or node.args[7] is not indices:
         return False
     value, x = node.meta["val"], pool.args[0].meta["val"]  # type: ignore[union-attr]
@@ -75,7 +76,8 @@ def _rewrite(pool: fx.Node, items: dict[Any, fx.Node], windows: tuple[Any, ...])
         Writer(items[0]).instead(parts[0])
     for node in list(items[1].users):
         write, value = Writer(node), node.meta["val"]
-        size = [write.size(node.args[1], d) for d in range(value.dim())]
+        x: Any = node.args[1]
+        size = [write.size(x, d) for d in range(value.dim())]
         last = not is_contiguous(value)
         write.instead(
             write(torch.ops.fuser.max_pool_offsets_backward.default, node.args[0], parts[1], size, *windows, last)

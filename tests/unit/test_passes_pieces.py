@@ -1,0 +1,125 @@
+"""Norms in training: their results are computed again from what they read, with the bits that the forward saw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fuser import config
+from fuser.frontends.dynamo import compilations, fuser_backend
+from tests.unit.test_training_memory import saved_elements
+
+pytestmark = pytest.mark.usefixtures("clean")
+SIZE, STATISTICS = 64 * 128, 64 * 16  # of what a product gives, and of the largest mean here
+
+
+def parameters(*size):
+    torch.manual_seed(1)
+    return [torch.randn(size).add(0.5).requires_grad_(), torch.randn(size).requires_grad_()]
+
+
+LAST, EIGHT, WIDE = parameters(128), parameters(8), parameters(128)
+NORMS = {
+    "layer": (lambda x: F.layer_norm(x, (128,), *LAST), LAST),
+    "layer without weights": (lambda x: F.layer_norm(x, (128,)), []),
+    "layer of two dims": (
+        lambda x: F.layer_norm(x.view(64, 2, 64), (2, 64), LAST[0].view(2, 64)).view(64, 128), LAST[:1],
+    ),
+    "group": (lambda x: F.group_norm(x.view(64, 8, 4, 4), 4, *EIGHT).view(64, 128), EIGHT),
+    "group of channels": (lambda x: F.group_norm(x.view(64, 128), 16, *WIDE), WIDE),
+    "group, channels last": (
+        lambda x: F.group_norm(x.view(64, 4, 4, 8).permute(0, 3, 1, 2), 4, *EIGHT).permute(0, 2, 3, 1).reshape(64, 128),
+        EIGHT,
+    ),
+    "instance": (lambda x: F.instance_norm(x.view(64, 8, 16)).view(64, 128), []),
+    "batch": (lambda x: F.batch_norm(x, None, None, *WIDE, training=True), WIDE),
+    "batch of images": (lambda x: F.batch_norm(x.view(64, 8, 4, 4), None, None, *EIGHT, True).view(64, 128), EIGHT),
+}  # fmt: skip
+
+
+def changed(name="norms_in_pieces"):
+    return sum(p.changed for c in compilations() for p in c.passes if p.name == name)
+
+
+def gradients(f, own):
+    value = f()
+    return [value, *torch.autograd.grad(value.square().sum(), own)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_behind_a_product_a_norm_and_what_follows_are_computed_again(name, dynamic):
+    norm, own = NORMS[name]
+    x, w, v = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True), torch.randn(64, 128)
+
+    def f():
+        return (F.hardswish(norm(F.linear(x, w)) * v) * v).sum()
+
+    want = gradients(f, [w, *own])
+    loss = torch.compile(f, backend=fuser_backend, dynamic=dynamic)
+    torch.testing.assert_close(gradients(loss, [w, *own]), want, rtol=1e-3, atol=1e-3)
+    assert saved_elements(loss, [x, w, v, *own]) <= SIZE + 2 * STATISTICS < saved_elements(f, [x, w, v, *own])
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_backward_sees_the_bits_of_the_forward(name):
+    """The gradient of an extreme goes to the elements that equal it: where none does, it is lost."""
+    norm, own = NORMS[name]
+    x, w = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True)
+
+    def f():
+        y = norm(F.linear(x, w))
+        return y / y.abs().amax(1, keepdim=True)
+
+    want = gradients(f, [w, *own])
+    loss = torch.compile(f, backend=fuser_backend)
+    torch.testing.assert_close(gradients(loss, [w, *own]), want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_result_stays():
+    norm, own = NORMS["layer"]
+    x, w = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True)
+
+    def f():
+        y = norm(F.linear(x, w))
+        return y, F.silu(y).sum()
+
+    y, total = torch.compile(f, backend=fuser_backend)()
+    want, sum_ = f()
+    torch.testing.assert_close((y, total), (want, sum_), rtol=1e-4, atol=1e-4)
+    grads = [torch.autograd.grad(a.square().sum() + b, [w, *own]) for a, b in ((y, total), (want, sum_))]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_product_of_the_backward_reads_is_saved():
+    norm, own = NORMS["layer"]
+    x, w, v = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True), torch.randn(16, 128, requires_grad=True)
+
+    def f():
+        return F.linear(norm(F.linear(x, w)), v).sum()
+
+    loss = torch.compile(f, backend=fuser_backend)
+    torch.testing.assert_close(gradients(loss, [w, v, *own]), gradients(f, [w, v, *own]), rtol=1e-3, atol=1e-3)
+    assert changed() == 1 and 2 * SIZE <= saved_elements(loss, [x, w, v, *own])
+
+
+def test_the_users_checkpoints_stay():
+    norm, own = NORMS["layer"]
+    x, w, v = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True), torch.randn(16, 128, requires_grad=True)
+
+    def f():
+        return checkpoint(lambda: F.linear(norm(F.linear(x, w)), v), use_reentrant=False).sum()
+
+    loss = torch.compile(f, backend=fuser_backend)
+    torch.testing.assert_close(gradients(loss, [w, v, *own]), gradients(f, [w, v, *own]), rtol=1e-3, atol=1e-3)
+    assert saved_elements(loss, [x, w, v, *own]) < SIZE
+
+
+def test_not_where_every_rounding_is_eagers():
+    norm, own = NORMS["layer"]
+    x, w = torch.randn(64, 32), torch.randn(128, 32, requires_grad=True)
+    with config.override(numerics="eager"):
+        gradients(torch.compile(lambda: F.silu(norm(F.linear(x, w))), backend=fuser_backend), [w, *own])
+    assert changed() == 0
