@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import config, targets
 from fuser.passes.classify import LIBRARY, after_tangents, is_view, op_name
+from fuser.passes.hints import is_contiguous, same
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -62,6 +63,7 @@ def _is_plain(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
     floats = all(s.meta["val"].dtype is torch.float32 for s in statistics) and x.dtype in _FLOATS
     known = targets.known(x.device.type) is not None and getattr(out, "fake_mode", None) is not None
     numbers = norm.target is not aten.native_group_norm.default or type(x.shape[1]) is int
+    numbers = numbers and (is_contiguous(out) or same(out.stride(), x.stride()))
     return known and floats and numbers and out.dtype is x.dtype and len(statistics) == len(_PIECES[norm.target][1])
 
 
@@ -81,9 +83,11 @@ def _write_out(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -
     for target, each in zip(steps, (*shaped, weight, bias)):
         if each is not None:
             value = write(target, value, _wide(write, each))
-    made = items[0].meta["val"].dtype
-    if value.meta["val"].dtype is not made:
-        value = write(torch.ops.prims.convert_element_type.default, value, made)
+    made = items[0].meta["val"]
+    if value.meta["val"].dtype is not made.dtype:
+        value = write(torch.ops.prims.convert_element_type.default, value, made.dtype)
+    if not same(value.meta["val"].stride(), made.stride()):
+        value = write(aten.clone.default, value, memory_format=torch.contiguous_format)
     value.meta[_WHOLE] = norm.name
     write.instead(value)
     if "recompute" not in value.meta and _in_library(value, behind):

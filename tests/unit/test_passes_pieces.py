@@ -27,6 +27,7 @@ NORMS = {
     "layer of two dims": (
         lambda x: F.layer_norm(x.view(64, 2, 64), (2, 64), LAST[0].view(2, 64)).view(64, 128), LAST[:1],
     ),
+    "layer of columns": (lambda x: F.layer_norm(x.view(64, 16, 8).transpose(1, 2), (16,)).reshape(64, 128), []),
     "group": (lambda x: F.group_norm(x.view(64, 8, 4, 4), 4, *EIGHT).view(64, 128), EIGHT),
     "group of channels": (lambda x: F.group_norm(x.view(64, 128), 16, *WIDE), WIDE),
     "group, channels last": (
