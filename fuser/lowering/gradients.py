@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, product
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.losses import MEAN
 from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels
@@ -117,12 +118,12 @@ def lower_batch_norm_backward(
     mean, rstd = (saved_mean, saved_rstd) if train else (running_mean, None)
     if not train and running_var is not None:
         rstd = inverse_root(ctx, running_var, eps, compute_dtype(running_var.dtype))
-    load_mean, load_rstd = over_channels(ctx, mean, wide), over_channels(ctx, rstd, wide)
+    load_mean, load_rstd = over_channels(ctx, mean, size[1], wide), over_channels(ctx, rstd, size[1], wide)
     if load_mean is None or load_rstd is None:
         raise Unsupported("the gradient of batch norm without statistics")
     g, load = ctx.loader(grad, size, wide), ctx.loader(x, size, wide)
     unit = normalised(load, load_mean, load_rstd)
-    factor = times(load_rstd, over_channels(ctx, weight, wide))
+    factor = times(load_rstd, over_channels(ctx, weight, size[1], wide))
     # A sum of g * weight is the sum of g by weight: two sums give all gradients. Their errors are the same in every
     # element of a channel, and add up in the gradient of a bias before: in float64, as in eager's kernel on the CPU.
     summed = torch.float64 if x.dtype is torch.float32 and ctx.target.wide_sums else wide
@@ -154,8 +155,9 @@ def lower_group_norm_backward(
     size, wide = ctx.size_of(x), compute_dtype(x.dtype)
     each = ctx.specialise(size[1]) // groups
     rest = list(range(2, len(size)))
-    own = ctx.size_of(mean)
-
+    own = (size[0], ctx.canon(groups))
+    for t in (mean, rstd):
+        demands.has_size(ctx, t, own, "a statistic of groups")
     order = ctx.order_of_meta(0) if mask[0] else None
 
     def of_group(load: Loader) -> Loader:
@@ -164,7 +166,8 @@ def lower_group_norm_backward(
         return lambda i: load((i[0], i[1] // each))
 
     load_mean, load_rstd = (of_group(ctx.loader(t, own, wide)) for t in (mean, rstd))
-    g, load, load_weight = ctx.loader(grad, size, wide), ctx.loader(x, size, wide), over_channels(ctx, weight, wide)
+    g, load = ctx.loader(grad, size, wide), ctx.loader(x, size, wide)
+    load_weight = over_channels(ctx, weight, size[1], wide)
     unit = normalised(load, load_mean, load_rstd)
     sums = [channel_sums(ctx, x, rest, value, wide) for value in (g, times(g, unit))]
     loads = [ctx.loader(t, size[:2], wide) for t in sums]

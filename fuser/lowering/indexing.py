@@ -241,8 +241,12 @@ def lower_masked_index(
     load, holds = ctx.loader(x, ctx.size_of(x), x.dtype), ctx.loader(mask, size, torch.bool)
     other = cast_loader(ctx, fill, size, x.dtype)
 
+    ahead = len(size) - len(how.size)
+    kept = [d if ctx.is_equal(how.size[d], size[ahead + d]) else None for d in range(len(how.size))]
+
     def inner(index: Index) -> Value:
-        return ops.masked(holds(index), lambda: load(how.at(index)), other(index))
+        own = tuple(ZERO if d is None else index[ahead + d] for d in kept)
+        return ops.masked(holds(index), lambda: load(how.at(own)), other(index))
 
     return ctx.pointwise(size, x.dtype, inner, ctx.order_of_meta())
 

@@ -22,7 +22,17 @@ from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.shapes import copies_overlap
-from fuser.lowering.views import Int, Ints, place_in, slice_range, transpose_box, unsqueeze_box, with_dim, wrap_dim
+from fuser.lowering.views import (
+    Int,
+    Ints,
+    diagonal_size,
+    place_in,
+    slice_range,
+    transpose_box,
+    unsqueeze_box,
+    with_dim,
+    wrap_dim,
+)
 from fuser.reasons import because
 
 Load = Callable[[Index], Value]
@@ -282,6 +292,8 @@ def _pad_edges(ctx: LoweringContext, x: TensorBox, pad: Ints, mode: str) -> Tens
     """By pieces along the dim of neighbours in memory, where loops need them; in others the place is computed."""
     dtype = x.dtype
     out = list(ctx.size_of(x))
+    for s in out[-len(pad) // 2 - 1 :]:  # only a batch may be empty
+        ctx.assume("lt", 0, s)
     load: Load = ctx.loader(x, out, dtype)
     order = ctx.order_of_meta()
     innermost = len(out) - 1 if order is None else order[-1]
@@ -535,8 +547,8 @@ def lower_diagonal_scatter(
     size = ctx.size_of(x)
     a, b = wrap_dim(dim1, len(size)), wrap_dim(dim2, len(size))
     rest = [d for d in range(len(size)) if d not in (a, b)]
-    own = ctx.size_of(src)
-    _same_size(ctx, src, (*(size[d] for d in rest), own[-1]))
+    own = (*(size[d] for d in rest), diagonal_size(ctx, size[a], size[b], offset))
+    _same_size(ctx, src, own)
     load, new = ctx.loader(x, size, x.dtype), cast_loader(ctx, src, own, x.dtype)
 
     def inner(index: Index) -> Value:

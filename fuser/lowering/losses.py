@@ -11,6 +11,7 @@ import torch
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr, product
+from fuser.lowering import demands
 from fuser.lowering.activations import log_sigmoid
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import elementwise, ensured, result_dtype
@@ -128,6 +129,7 @@ def lower_bce_with_logits(
     pos_weight: TensorBox | None = None, reduction: int = MEAN,
 ) -> TensorBox:  # fmt: skip
     """(1 - y) * x - (1 + (pos_weight - 1) * y) * log(sigmoid(x))"""
+    demands.has_size(ctx, y, ctx.size_of(x), "a target")
 
     def body(a: Value, b: Value, *rest: Value) -> Value:
         more = list(rest)
@@ -200,9 +202,9 @@ class ClassLoss:
         self.x_size = ctx.size_of(x)
         self.dim = min(1, len(self.x_size) - 1)
         self.classes = self.x_size[self.dim]
-        self.size = ctx.broadcast_sizes(
-            [tuple(s for d, s in enumerate(self.x_size) if d != self.dim), ctx.size_of(target)]
-        )
+        self.size = tuple(s for d, s in enumerate(self.x_size) if d != self.dim)
+        demands.has_size(ctx, target, self.size, "a target")
+        demands.has_size(ctx, weight, (self.classes,), "a weight of classes")
         self.load_target = ctx.loader(target, self.size, torch.int64)
         self.load_weight = None if weight is None else ctx.loader(weight, ctx.size_of(weight), wide)
         self.ignore = ignore
@@ -378,6 +380,8 @@ def _by_probabilities(
 ) -> TensorBox:  # fmt: skip
     """Cross entropy with a target probability for each class."""
     size, wide = ctx.size_of(x), parts.wide
+    demands.has_size(ctx, target, size, "target probabilities")
+    demands.has_size(ctx, weight, (size[parts.dim],), "a weight of classes")
     load_target = ctx.loader(target, size, wide)
     load_weight = None if weight is None else ctx.loader(weight, ctx.size_of(weight), wide)
 

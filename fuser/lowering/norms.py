@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand, memory_order
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import Element, divided, moments, reduce
@@ -77,6 +78,8 @@ def lower_softmax_backward(
     dtype = result_dtype(ctx)
     wide = compute_dtype(grad.dtype)
     size = ctx.size_of(grad)
+    demands.has_size(ctx, out, size, "the result of a softmax")
+    demands.same_dtypes(grad, out)
     log = ctx.op == "aten._log_softmax_backward_data"
     g, y = ctx.loader(grad, size, wide), ctx.loader(out, size, wide)
     total = reduce(ctx, "sum", grad, dim, True, wide, lambda v, i: v if log else ops.mul(v, y(i)))
@@ -149,6 +152,7 @@ def layer_norm(
 ) -> Statistics:  # fmt: skip
     """The normalised tensor, the mean and 1 / sqrt(var + eps) over the last dims; both with dims kept."""
     size, wide = _known_last(ctx, x, shape), compute_dtype(dtype)
+    demands.parameters_of_norm(x, weight, bias)
     var, mean = moments(ctx, x, list(range(len(size) - len(shape), len(size))), wide)
     rstd = inverse_root(ctx, var, eps, wide)
     load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (mean, rstd))
@@ -215,10 +219,11 @@ def lower_fused_rms_norm(
 
 
 # -- batch norm, instance norm -----------------------------------------------------------------------------------------
-def over_channels(ctx: LoweringContext, t: TensorBox | None, wide: torch.dtype) -> Loader | None:
+def over_channels(ctx: LoweringContext, t: TensorBox | None, channels: Expr, wide: torch.dtype) -> Loader | None:
     """A loader of a tensor with an element for each channel (dim 1)."""
     if t is None:
         return None
+    demands.has_size(ctx, t, (channels,), "a parameter or statistic of channels")
     load = ctx.loader(t, ctx.size_of(t), wide)
     return lambda i: load((i[1],))
 
@@ -236,9 +241,9 @@ def batch_norm(
     if mean is None or var is None:
         raise Unsupported("batch_norm without statistics outside of training")
     rstd = inverse_root(ctx, var, eps, wide)
-    load_mean, load_rstd = over_channels(ctx, mean, wide), over_channels(ctx, rstd, wide)
+    demands.parameters_of_norm(x, weight, bias)
+    load_mean, load_rstd, w, b = (over_channels(ctx, t, size[1], wide) for t in (mean, rstd, weight, bias))
     assert load_mean is not None and load_rstd is not None
-    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
     return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order), mean, rstd, var
 
 
@@ -310,7 +315,9 @@ def lower_batch_norm_functional(
     )
     n = product(s for d, s in enumerate(ctx.size_of(x)) if d != 1)
     ctx.assume("lt", ONE, n)
-    own = ctx.size_of(mean)
+    own = (ctx.size_of(x)[1],)
+    for t in (mean, var):
+        demands.has_size(ctx, t, own, "a running statistic")
 
     def moved(old: TensorBox, new: TensorBox, unbiased: bool, at: int) -> TensorBox:
         load_old, load_new, load_m = (ctx.loader(t, own, wide) for t in (old, new, momentum))
@@ -343,7 +350,9 @@ def lower_instance_norm(
     own_var, own_mean = moments(ctx, x, list(range(2, len(size))), wide)
     rstd = inverse_root(ctx, own_var, eps, wide)
     load_mean, load_rstd = (ctx.loader(t, size, wide) for t in (own_mean, rstd))
-    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    ctx.assume("lt", ONE, product(size[2:]))  # torch.nn.functional refuses one element
+    demands.parameters_of_norm(x, weight, bias)
+    w, b = (over_channels(ctx, t, size[1], wide) for t in (weight, bias))
     return scaled(ctx, x, load_mean, load_rstd, w, b, dtype, order)
 
 
@@ -355,7 +364,8 @@ def group_norm(
     """Normalised over each group of channels of each sample; mean and rstd of size (samples, groups, 1, …)."""
     size, wide = ctx.size_of(x), compute_dtype(dtype)
     each = ctx.specialise(size[1]) // groups
-    w, b = (over_channels(ctx, t, wide) for t in (weight, bias))
+    demands.parameters_of_norm(x, weight, bias)
+    w, b = (over_channels(ctx, t, size[1], wide) for t in (weight, bias))
     if lies_by_channel(ctx, order, each):
         return _by_channels(ctx, x, groups, each, w, b, eps, dtype, order)
     shape = (size[0], *(ctx.canon(s) for s in (groups, each)), *size[2:])
@@ -475,6 +485,9 @@ def lower_native_group_norm(
     groups: int, eps: Operand,
 ) -> Statistics:  # fmt: skip
     """The same with mean and rstd of size (samples, groups)."""
+    own = ctx.size_of(x)
+    for a, b in zip((own[0], own[1], product(own[2:])), (n, c, hw)):
+        ctx.assume("eq", a, ctx.canon(b))
     out, mean, rstd = group_norm(ctx, x, groups, weight, bias, eps, ctx.meta[0].dtype, ctx.order_of_meta(0))
     size = (ctx.size_of(x)[0], ctx.canon(groups))
     return out, in_dtype(ctx, mean, ctx.meta[1].dtype, size), in_dtype(ctx, rstd, ctx.meta[2].dtype, size)

@@ -12,6 +12,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand, Scalar
 from fuser.lowering.registry import DECISIVE, EVERY, LOWERINGS, lower, refuse
 from fuser.ops import OPS
@@ -116,6 +117,8 @@ def _unary(name: str) -> Callable[..., TensorBox]:
         dtype = result_dtype(ctx)
         if dtype in OPS[name].inexact:
             raise Unsupported("eager's own values in float64 are accurate to 1e-6 only, and kernels' differ")
+        if dtype is torch.bool and OPS[name].keeps_integers or name == "frac" and not dtype.is_floating_point:
+            raise demands.refused(f"{name} of {dtype}: eager has none")
         if (OPS[name].keeps_integers and not dtype.is_floating_point) or (name == "sign" and dtype is torch.bool):
             return elementwise(ctx, [x], lambda v: v)
         return elementwise(ctx, [x], lambda v: ops.call(name, v))
@@ -127,6 +130,8 @@ def _binary(name: str) -> Callable[..., TensorBox]:
     def fn(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBox:
         if result_dtype(ctx) is torch.bool and name in OF_BOOLS:
             return elementwise(ctx, [a, b], lambda x, y: ops.call(OF_BOOLS[name], x, y), cast=True)
+        if name == "heaviside":
+            demands.same_dtypes(*(t for t in (a, b) if isinstance(t, TensorBox)))
         if name in ("fmax", "fmin") and result_dtype(ctx) is torch.bfloat16:
             a, b = b, a  # which of two zeros comes out
         return elementwise(ctx, [a, b], lambda x, y: ops.call(name, x, y), cast=True)
@@ -269,7 +274,10 @@ def lower_floor_divide(ctx: LoweringContext, a: Operand, b: Operand) -> TensorBo
 @lower("aten.round", decisive=EVERY)
 def lower_round(ctx: LoweringContext, x: Operand, decimals: int = 0) -> TensorBox:
     """To the nearest integer, halves to even; or to a number of decimals."""
-    if not result_dtype(ctx).is_floating_point:
+    dtype = result_dtype(ctx)
+    if dtype is torch.bool or decimals and not dtype.is_floating_point:
+        raise demands.refused(f"round of {dtype}, to {decimals} decimals")
+    if not dtype.is_floating_point:
         return elementwise(ctx, [x], lambda v: v)
     if decimals == 0:
         return elementwise(ctx, [x], lambda v: ops.round(v))

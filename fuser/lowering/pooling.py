@@ -152,6 +152,9 @@ def lower_avg_pool(
         raise Unsupported("an average pool of integers")
     n, wide = n_dims(ctx), compute_dtype(dtype)
     w = sliding(ctx, ctx.size_of(x), n, kernel, stride, padding, 1, ceil, by_dims=ctx.target.sums_by_dims)
+    if n == 3:  # eager refuses windows larger than the tensor, padded or not
+        for k, s in zip(w.kernel, w.size):
+            ctx.assume("le", k, s)
     if math.prod(w.kernel) > MOST_PLACES:
         for d in reversed(range(1, n)):  # sums along one dim after the other; the first is left
             x = _sums_along(ctx, x, w, d, wide)

@@ -12,6 +12,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, product
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Scalar
 from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
 from fuser.lowering.registry import EVERY, lower, refuse
@@ -230,6 +231,8 @@ def index_of(
 @lower("aten.argmax", "aten.argmin", decisive=EVERY)
 def lower_argmax(ctx: LoweringContext, x: TensorBox, dim: int | None = None, keepdim: bool = False) -> TensorBox:
     """Index of the largest or smallest element."""
+    if x.dtype is torch.bool:
+        raise demands.refused("the index of an extreme of bools")
     need_elements(ctx, x, dim)
     return index_of(ctx, ctx.op.removeprefix("aten."), x, dim, keepdim)
 

@@ -14,7 +14,8 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
-from fuser.ir.sizes import ONE, ZERO, Expr
+from fuser.ir.sizes import ZERO, Expr
+from fuser.lowering import demands
 from fuser.lowering.atomics import Target, target, why_not_atomic
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.indexing import Indexed, index_tensor, place
@@ -42,8 +43,7 @@ class Spread:
     """How scatter(x, dim, index) goes through its index and writes into `x`."""
 
     def __init__(self, ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox) -> None:
-        self.own = ctx.size_of(x) or (ONE,)
-        self.scalar = not x.size
+        self.own = ctx.size_of(x)
         self.dim = wrap_dim(dim, len(self.own))
         self.flat = index if index.size else unsqueeze_box(ctx, index_tensor(index), 0)
         self.size = ctx.size_of(index_tensor(self.flat))
@@ -57,7 +57,7 @@ class Spread:
     def at(self, index: Index) -> tuple[Expr, ...]:
         """Where the element of the index at `index` sends its value, inside an `inner_fn`."""
         to = place(self.load(index), self.own[self.dim], wraps=False)
-        return () if self.scalar else (*index[: self.dim], to, *index[self.dim + 1 :])
+        return (*index[: self.dim], to, *index[self.dim + 1 :])
 
     def source(self, ctx: LoweringContext, src: Operand, dtype: torch.dtype) -> Callable[[Index], Value]:
         """A loader of what is written: the first part of a tensor, or a number."""
@@ -77,6 +77,8 @@ def scattered(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, src: Operand, combine: str, fresh: bool = False
 ) -> TensorBox:  # fmt: skip
     """`src` written into `x`; if `fresh`, what `x` has at the places written to does not count."""
+    if not x.size:  # a row of one element
+        return reshape_box(ctx, scattered(ctx, unsqueeze_box(ctx, x, 0), dim, index, src, combine, fresh), [])
     how = Spread(ctx, x, dim, index)
     load = how.source(ctx, src, x.dtype)
     out = target(ctx, x, combine)
@@ -147,6 +149,7 @@ def lower_index_add(
     ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox, alpha: Operand = 1
 ) -> TensorBox:  # fmt: skip
     """alpha * source added at the places `index` of `dim`."""
+    demands.same_dtypes(x, source)
     size, d = ctx.size_of(source), wrap_dim(dim, len(x.size))
     load, factor = cast_loader(ctx, source, size, x.dtype), cast_loader(ctx, alpha, (), x.dtype)
     plain = isinstance(alpha, int) and alpha == 1
@@ -160,6 +163,7 @@ def lower_index_add(
 @lower("aten.index_copy")
 def lower_index_copy(ctx: LoweringContext, x: TensorBox, dim: int, index: TensorBox, source: TensorBox) -> TensorBox:
     """`source` at the places `index` of `dim`."""
+    demands.same_dtypes(x, source)
     size = ctx.size_of(source)
     load = cast_loader(ctx, source, size, x.dtype)
     return along(ctx, x, wrap_dim(dim, len(x.size)), index, load, "", False, size)
@@ -171,6 +175,7 @@ def lower_index_reduce(
     include_self: bool = True,
 ) -> TensorBox:  # fmt: skip
     """`source` combined with what is at the places `index` of `dim`."""
+    demands.same_dtypes(x, source)
     size, how = ctx.size_of(source), combined(reduce)
     load = cast_loader(ctx, source, size, x.dtype)
     start = None if include_self else REDUCTIONS[how].identity(x.dtype)
@@ -190,6 +195,7 @@ def lower_index_put(
     ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], values: TensorBox, accumulate: Any = False
 ) -> TensorBox:
     """`values` at x[indices]; in place of what is there, or added to it. Under one mask it is a choice."""
+    demands.same_dtypes(x, values)
     mask = indices[0] if len(indices) == 1 else None
     if isinstance(mask, TensorBox) and mask.dtype is torch.bool and len(mask.size) <= len(x.size):
         return _put_where(ctx, x, mask, values, accumulate)
@@ -237,6 +243,7 @@ def lower_put(
     ctx: LoweringContext, x: TensorBox, index: TensorBox, source: TensorBox, accumulate: Any = False
 ) -> TensorBox:
     """`source` at the elements of `x` with these numbers, in row-major order."""
+    demands.same_dtypes(x, source)
     count, size = ctx.numel(x), ctx.size_of(index_tensor(index, (torch.int64,)))
     flat = reshape_box(ctx, x, [count])
     load = cast_loader(ctx, reshape_box(ctx, source, size), size, x.dtype)

@@ -448,12 +448,7 @@ def lower_diagonal(ctx: LoweringContext, x: TensorBox, offset: int = 0, dim1: in
     own = ctx.size_of(x)
     a, b = wrap_dim(dim1, len(own)), wrap_dim(dim2, len(own))
     skip_a, skip_b = max(-offset, 0), max(offset, 0)
-    count = smaller(ctx, own[a] - skip_a, own[b] - skip_b)
-    if ctx.hint(count) <= 0:
-        ctx.assume("le", count, 0)
-        count = ZERO
-    else:
-        ctx.assume("le", 0, count)
+    count = diagonal_size(ctx, own[a], own[b], offset)
     rest = [d for d in range(len(own)) if d not in (a, b)]
 
     def reindex(index: Index) -> Index:
@@ -464,6 +459,16 @@ def lower_diagonal(ctx: LoweringContext, x: TensorBox, offset: int = 0, dim1: in
         return tuple(full)
 
     return x.viewed((*(own[d] for d in rest), count), reindex)
+
+
+def diagonal_size(ctx: LoweringContext, rows: Expr, columns: Expr, offset: int) -> Expr:
+    """How many places (i, i + offset) a matrix has."""
+    count = smaller(ctx, rows - max(-offset, 0), columns - max(offset, 0))
+    if ctx.hint(count) <= 0:
+        ctx.assume("le", count, 0)
+        return ZERO
+    ctx.assume("le", 0, count)
+    return count
 
 
 def smaller(ctx: LoweringContext, a: Expr, b: Expr) -> Expr:

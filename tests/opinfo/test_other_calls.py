@@ -1,0 +1,69 @@
+"""Handles called with tensors that they were not registered for: a share of the operators; `make opinfo` has all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fuser
+from tests.opinfo import database, other_calls, runner
+
+SHARE = 24
+OPERATORS = database.operators()
+X = torch.randn(4, 6)
+# What had been taken, and read behind the end of a tensor.
+REFUSED = {
+    "group norm": (lambda x, w: torch.nn.functional.group_norm(x, 2, w), (X, torch.ones(6)), (X, torch.ones(5))),
+    "cross entropy": (
+        lambda x, t, w: torch.nn.functional.cross_entropy(x, t, w),
+        (X, torch.tensor([0, 1, 2, 5]), torch.ones(6)), (X, torch.tensor([0, 1, 2, 5]), torch.ones(3)),
+    ),
+    "diagonal": (torch.diagonal_scatter, (X, torch.ones(4)), (X, torch.ones(3))),
+    "scatter without dims": (
+        lambda x, i, s: torch.scatter_add(x, 0, i, s), (torch.tensor(1.0), torch.tensor(0), torch.tensor(2.0)),
+        (torch.tensor(1.0), torch.tensor(7), torch.tensor(2.0)),
+    ),
+    "softmax's gradient": (
+        lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float32), (X, X), (X, X[:, :1].clone()),
+    ),
+    "logits": (torch.nn.functional.binary_cross_entropy_with_logits, (X, X.sigmoid()), (X, X[:1].sigmoid())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses_is_refused(name):
+    function, good, bad = REFUSED[name]
+    names = [f"x{i}" for i in range(len(good))]
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(function, tuple(map(graph.placeholder, names))))
+    key = fuser.register_fusion(torch.fx.GraphModule(torch.nn.Module(), graph))
+    (got,) = fuser.run_fusion(key, list(good))
+    torch.testing.assert_close(got, function(*good))
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        function(*bad)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        fuser.run_fusion(key, list(bad))
+
+
+def test_indices_that_broadcast_below_a_mask():
+    x, mask = torch.randn(5, 5), torch.rand(10, 10) > 0.3
+    rows, columns = torch.randint(0, 5, (10, 1)), torch.randint(0, 5, (1, 1))
+    graph = torch.fx.symbolic_trace(lambda x, m, i, j: torch.ops.aten._unsafe_masked_index(x, m, [i, j], 0.0))
+    (got,) = fuser.run_fusion(fuser.register_fusion(graph), [x, mask, rows, columns])
+    assert torch.equal(got, torch.where(mask, x[rows, columns], 0.0))
+
+
+@pytest.mark.parametrize("op", OPERATORS[::SHARE], ids=database.full_name)
+def test_as_eager_does(op):
+    dtypes = database.dtypes_of(op)
+    if not dtypes:
+        pytest.skip("no dtype that is run")
+    dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
+    torch.manual_seed(0)
+    samples = list(itertools.islice(op.sample_inputs("cpu", dtype), 8))[-1:]
+    for sample in samples:
+        made = runner.make_sample(op.op, sample, database.undefined(op, sample))
+        outcome = other_calls.run(database.full_name(op), made)
+        assert outcome.status != runner.WRONG, outcome.reason
