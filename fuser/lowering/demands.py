@@ -32,6 +32,12 @@ def has_size(ctx: LoweringContext, t: TensorBox | None, size: Sequence[Expr | in
         raise refused(f"{what} of size {tuple(own)}, where {tuple(size)} is expected")
 
 
+def is_vector(index: object) -> None:
+    """Unsupported if an index has more than one dim."""
+    if isinstance(index, TensorBox) and len(index.size) > 1:
+        raise refused(f"an index of {len(index.size)} dims, where one is expected")
+
+
 def same_dtypes(*tensors: TensorBox | None) -> None:
     """Unsupported unless all tensors that there are have one dtype."""
     found = {t.dtype for t in tensors if t is not None}

@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.registry import lower
@@ -91,6 +92,7 @@ def lower_index_select(ctx: LoweringContext, x: TensorBox, dim: int, index: Tens
     if scalar:
         x, own = unsqueeze_box(ctx, x, 0), (ONE,)
     d = wrap_dim(dim, len(own))
+    demands.is_vector(index)
     flat = reshape_box(ctx, index_tensor(index), [ctx.numel(index)])
     count = ctx.numel(flat)
     where = ctx.loader(flat, (count,), torch.int64)
@@ -183,11 +185,11 @@ def lower_take_along_dim(
 class Indexed:
     """How `x[indices]` reads `x`: the size of the result, and the index into `x` of each of its elements."""
 
-    def __init__(self, ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], checked: bool = True) -> None:
+    def __init__(self, ctx: LoweringContext, x: TensorBox, indices: Sequence[Any], clamps: bool = False) -> None:
         own = ctx.size_of(x)
         if len(indices) > len(own):
             raise Unsupported(f"{len(indices)} indices for {len(own)} dims")
-        self.own, self.checked = own, checked
+        self.own, self.clamps = own, clamps
         self.dims = [d for d, i in enumerate(indices) if i is not None]
         tensors = [index_tensor(indices[d]) for d in self.dims]
         self.common = ctx.broadcast_sizes([ctx.size_of(t) for t in tensors])
@@ -208,8 +210,15 @@ class Indexed:
         for d, i in zip(self.rest, (*index[: self.first], *index[self.first + n :])):
             full[d] = i
         for d, load in zip(self.dims, self.loads):
-            full[d] = place(load(among), self.own[d], checked=self.checked)
+            full[d] = self._along(load(among), self.own[d])
         return tuple(full)
+
+
+    def _along(self, value: Value, size: Expr) -> Expr:
+        if self.clamps:  # what is out of range is read at the edge
+            last = ops.index_expr(size - 1)
+            value = ops.maximum(ops.minimum(value, last), ops.index_expr(-size))
+        return place(value, size, checked=not self.clamps)
 
 
 @lower("aten.index", "aten._unsafe_index")
@@ -235,8 +244,8 @@ def lower_index(ctx: LoweringContext, x: TensorBox, indices: Sequence[Any]) -> T
 def lower_masked_index(
     ctx: LoweringContext, x: TensorBox, mask: TensorBox, indices: Sequence[Any], fill: Operand
 ) -> TensorBox:
-    """x[indices] where mask, else `fill`; places where it does not hold may be out of range."""
-    how = Indexed(ctx, x, indices, checked=False)
+    """x[indices], which are clamped, where mask, else `fill`."""
+    how = Indexed(ctx, x, indices, clamps=True)
     size = ctx.broadcast_sizes([how.size, ctx.size_of(mask)])
     load, holds = ctx.loader(x, ctx.size_of(x), x.dtype), ctx.loader(mask, size, torch.bool)
     other = cast_loader(ctx, fill, size, x.dtype)

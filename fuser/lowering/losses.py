@@ -57,6 +57,8 @@ def lower_mse_loss(ctx: LoweringContext, x: TensorBox, y: TensorBox, reduction: 
 @lower("aten.l1_loss")
 def lower_l1_loss(ctx: LoweringContext, x: TensorBox, y: TensorBox, reduction: int = MEAN) -> TensorBox:
     """|x - y|"""
+    if torch.bool in (x.dtype, y.dtype):
+        raise demands.refused("a difference of bools")
     return loss(ctx, [x, y], _gap, reduction)
 
 

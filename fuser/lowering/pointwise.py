@@ -471,6 +471,8 @@ def _trigamma(x: Value) -> Value:
 @lower("aten.mvlgamma")
 def lower_mvlgamma(ctx: LoweringContext, x: TensorBox, p: int) -> TensorBox:
     """log of the multivariate gamma function: a sum of p log gammas"""
+    if x.dtype is torch.bool:
+        raise demands.refused("mvlgamma of bools")
 
     def body(v: Value) -> Value:
         total = ops.lgamma(ops.add(v, 0.5 - p / 2))

@@ -118,6 +118,7 @@ def along(
     wraps: bool, size: Sequence[Expr] | None = None, start: float | None = None,
 ) -> TensorBox:  # fmt: skip
     """`value(i)` for each i of `size` (or of `x` with the index in `dim`), at index[i[dim]] along `dim`."""
+    demands.is_vector(index)
     own = ctx.size_of(x)
     if not own:
         if size:

@@ -170,6 +170,8 @@ def lower_rrelu(
 @lower("aten.native_dropout_backward")
 def lower_native_dropout_backward(ctx: LoweringContext, grad: TensorBox, mask: TensorBox, scale: Operand) -> TensorBox:
     """grad * mask * scale"""
+    if mask.dtype not in (torch.bool, grad.dtype):  # eager promotes, torch's shape function does not
+        raise Unsupported(f"a dropout's mask of {mask.dtype} for a gradient of {grad.dtype}")
     return elementwise(ctx, [grad, mask, scale], lambda g, m, s: ops.mul(g, ops.mul(m, s)))
 
 

@@ -23,8 +23,9 @@ INDICES = (-1, -1000, 1_000_000)
 # Eager crashes with such arguments, or its result is whatever was in memory, or depends on an order that is not there.
 UNTRIED = (
     "lu_unpack _segment_reduce linalg.ldl_solve batch_norm native_batch_norm _native_batch_norm_legit embedding_bag "
-    "_batch_norm_with_update nanmedian max_pool2d_with_indices_backward multi_margin_loss multilabel_margin_loss searchsorted "
-    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_ bmm.triton_optimized"
+    "_batch_norm_with_update nanmedian max_pool2d_with_indices_backward multi_margin_loss multilabel_margin_loss "
+    "searchsorted bucketize histogramdd empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ "
+    "resize_as_ bmm.triton_optimized"
 ).split()
 # What eager says where it has no kernel for a dtype or for strides: a result is welcome.
 NO_KERNEL = ("not implemented for", "is_contiguous(memory_format)")
@@ -60,7 +61,8 @@ def _problem(module: torch.fx.GraphModule, key: int, tensors: Sequence[torch.Ten
     want, error = _tried(lambda: compare.leaves(torch.fx.Interpreter(module).run(*own)))
     if error is not None:
         says = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return None if failed is not None or any(w in str(error) for w in NO_KERNEL) else f"a result, where eager raises {says!r}"
+        fits = failed is not None or any(words in str(error) for words in NO_KERNEL)
+        return None if fits else f"a result, where eager raises {says!r}"
     if failed is not None:
         return f"raises {type(failed).__name__}: {str(failed).splitlines()[:1]}"
 
