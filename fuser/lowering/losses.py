@@ -206,6 +206,9 @@ class ClassLoss:
         self.classes = self.x_size[self.dim]
         self.size = tuple(s for d, s in enumerate(self.x_size) if d != self.dim)
         demands.has_size(ctx, target, self.size, "a target")
+        demands.same_dtypes(x, weight)
+        if target.dtype not in (torch.int64, torch.uint8):
+            raise demands.refused(f"classes of {target.dtype}")
         demands.has_size(ctx, weight, (self.classes,), "a weight of classes")
         self.load_target = ctx.loader(target, self.size, torch.int64)
         self.load_weight = None if weight is None else ctx.loader(weight, ctx.size_of(weight), wide)
