@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from fuser.cpu import accumulators as acc
-from fuser.cpu import columns, lines
+from fuser.cpu import batches, columns, lines
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.facts import Facts, size
-from fuser.cpu.frame import closed, each_unit, opened, units_of
+from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
@@ -128,17 +128,50 @@ def whole(facts: Facts) -> Function:
     facts = decided(facts)
     facts = replace(facts, kept=kept_rows(facts))
     rows = opened(facts)
-    scratch = row_buffers(rows)
     digits, units = units_of(facts)
+    if batches.pays(facts):
+        rows.constants()
+        return closed(rows, units, scratch=_in_batches(rows, digits))
+    scratch = row_buffers(rows)
     rows.constants()
     with each_unit(rows, digits):
         reducing = Reducing(rows)
         for phase in range(len(facts.passes)):
-            reducing.run(phase)
-            reducing.fold(phase)
-            results(rows, phase, reducing.total)
-            rows.after(phase)
+            _pass(rows, reducing, phase)
     return closed(rows, units, scratch=scratch)
+
+
+def _pass(rows: Rows, reducing: Reducing, phase: int) -> None:
+    """A pass over a unit, and what follows from it."""
+    reducing.run(phase)
+    reducing.fold(phase)
+    results(rows, phase, reducing.total)
+    rows.after(phase)
+
+
+def _in_batches(rows: Rows, digits: Digits) -> Expr:
+    """The passes over batches of rows; returns the bytes of their row buffers."""
+    facts, length = rows.facts, product(a.size for a in rows.facts.reduced_axes)
+    row = size(length * 8 + 64)
+    whole = (length + batches.BYTES // batches.bytes_of(facts)) * 8 + 64 * (batches.ROWS + 1)
+
+    def buffers() -> None:
+        for k, n in enumerate(facts.kept):
+            at = ir.Number(k) * ((size(whole) + 63) // 64 * 64) + batches.R * (row // 64 * 64)
+            kind = CPP_TYPES[facts.plan.rows[n].dtype]
+            rows.out.add(ir.Pointer(kind, f"kept{k}", ir.Name("scratch") + at, False))
+
+    batch, reducing = batches.Batch(rows, digits, buffers), Reducing(rows)
+    with batch.each():
+        for phase, described in enumerate(facts.passes):
+            ops = [facts.plan.rows[n].op for n in described.before if n not in rows.made]
+            if phase and not {*ops} <= {"const", "pair"}:
+                with batch.over(simd=True):
+                    rows.outside(described.before)
+            with batch.over():
+                reducing.counts = False
+                _pass(rows, reducing, phase)
+    return expr(len(facts.kept)) * (whole + 64)
 
 
 def row_buffers(rows: Rows) -> Expr:

@@ -321,6 +321,8 @@ def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, fl
 def lower_var(ctx: LoweringContext, x: TensorBox, *args: Any, **kwargs: Any) -> Any:
     """Variance or its root, with the mean where asked for."""
     dims, correction, keepdim = _correction(args, kwargs)
+    if correction < 0:  # the variance of no elements is NaN, whatever it is divided by
+        need_elements(ctx, x, dims)
     pair = isinstance(ctx.meta, (tuple, list))
     wide = compute_dtype(ctx.meta[0].dtype if pair else ctx.meta.dtype)
     if x.dtype is torch.float32 and ctx.target.wide_sums:  # in float64, as in eager's kernel there

@@ -301,3 +301,12 @@ def test_the_mean_of_one_element_is_itself(name):
     torch.testing.assert_close(handle(x), x[0], rtol=0, atol=0, equal_nan=True)
     more = torch.randn(3, 5)
     torch.testing.assert_close(handle(more), more.mean(0))
+
+
+def test_the_variance_of_nothing_is_nan():
+    handle = handle_of(graph_of([lambda x: torch.var(x, 1, correction=-5), lambda x: x.std(correction=-2)], 1))
+    for n in (6, 0, 3):
+        x = torch.randn(4, n)
+        want = torch.var(x, 1, correction=-5), x.std(correction=-2)
+        for got, expected in zip(handle(x), want, strict=True):
+            torch.testing.assert_close(got, expected, equal_nan=True)

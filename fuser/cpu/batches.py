@@ -1,0 +1,112 @@
+"""Row nests of several passes in batches: each pass goes over the rows of a batch before the next pass begins.
+
+A short row is a chain of operations that wait for each other: its fold, what follows from that, the next pass. Rows of
+a batch do not wait for each other, and what each row has one value of is computed in vectors. A batch stays in cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fuser.cpu.facts import Facts
+from fuser.cpu.frame import Digits
+from fuser.cpu.rows import Rows
+from fuser.cpu.vir import nodes as ir
+from fuser.ops import LOW
+
+ROWS = 16  # of a batch at most
+BYTES = 1 << 14  # that the rows of a batch read and write at most: they stay in the first cache
+FIRST, FITS, HELD, R = ir.Name("first"), ir.Name("fits"), ir.Name("held"), ir.Name("r")
+
+
+def pays(facts: Facts) -> bool:
+    """Whether a kernel's rows go in batches: those whose passes wait for two folds, or are of 16-bit floats.
+
+    Of other floats only short ones: the passes over longer rows wait for memory, which batches ask for in bursts.
+    """
+    if not facts.is_row or facts.passes.loops < 2 or facts.plan.split or facts.checked or not facts.kept_axes:
+        return False
+    folding = sum(bool(p.folds) for p in facts.passes)
+    length = functools.reduce(lambda n, a: n * a.hint, facts.reduced_axes, 1)
+    low = any(dtype in LOW for _, dtype in facts.plan.buffers)
+    return (folding > 1 or low) and length * bytes_of(facts) * (2 if low else 8) < BYTES
+
+
+def bytes_of(facts: Facts) -> int:
+    """Bytes that a point of a row reads, writes and keeps."""
+    loads = {r.attr for n, r in enumerate(facts.plan.rows) if r.op == "load" and facts.is_full(n)}
+    stored = [s.buffer for s in facts.plan.stores if s in facts.passes.full_stores]
+    kept = sum(facts.plan.rows[n].dtype.itemsize for n in facts.kept)
+    return max(1, kept + sum(facts.dtypes[b].itemsize for b in (*(buffer for buffer, _ in loads), *stored)))
+
+
+class Batch:
+    """The batches of one function: variables of a row, and arrays for what a pass leaves to later ones."""
+
+    def __init__(self, rows: Rows, digits: Digits, buffers: Callable[[], None]) -> None:
+        """`buffers` declares the row buffers of row `r`."""
+        self.rows, self.out, self.digits, self.buffers = rows, rows.out, digits, buffers
+        self.known: list[int] = []  # rows of the plan with a value for each row of a batch
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        """The loop over batches, of one row each where rows are long."""
+        out = self.out
+        length = functools.reduce(ir.Value.__mul__, (ir.Name(f"n_{a.sym.name}") for a in self.rows.facts.reduced_axes))
+        out.let("i64", "fits", ir.Number(BYTES) // (length * bytes_of(self.rows.facts) + 1))
+        out.let("i64", "batch", ir.Select(FITS < 1, ir.Number(1), ir.least(FITS, ROWS)))
+        with out.block(ir.For("first", ir.Name("begin"), ir.Name("end"), ir.Name("batch"))):
+            out.let("i64", "held", ir.least(FIRST + "batch", "end") - FIRST)
+            if len(self.digits) > 1:
+                self._number()
+            yield
+
+    def _number(self) -> None:
+        """Arrays of the digits of each row's number."""
+        for name, _ in self.digits:
+            self.out.scratch("i64", f"{name}s", ROWS)
+        with self.out.block(ir.For("r", ir.Number(0), HELD)):
+            self.out.var("i64", "rest", FIRST + R)
+            for at, (name, size) in reversed(list(enumerate(self.digits))):
+                self.out.set(ir.Name(f"{name}s")[R], ir.Name("rest") % size if at else "rest")
+                if at:
+                    self.out.set("rest", ir.Name("rest") // size)
+
+    @contextmanager
+    def over(self, simd: bool = False) -> Iterator[None]:
+        """A loop over the rows of a batch; what it declares of each row is found by later loops."""
+        rows, out, made = self.rows, self.out, set(self.rows.made)
+        spot = len(out.statements)
+        with out.block(rows.simd("r", 0, HELD) if simd else ir.For("r", ir.Number(0), HELD)):
+            out.let("i64", "u", FIRST + R)
+            for name, _ in self.digits:
+                out.let("i64", name, ir.Name(f"{name}s")[R] if len(self.digits) > 1 else ir.Name("u"))
+            for n in self.known:
+                out.let(rows.facts.kind(n), f"t{n}", self._held(n))
+            if not simd:
+                self.buffers()
+            yield
+            fresh = [n for n in sorted(rows.made - made) if self._is_needed(n)]
+            for n in fresh:
+                out.set(self._held(n), f"t{n}")
+        self.known += fresh
+        out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, False) for n in fresh]
+
+    @staticmethod
+    def _held(n: int) -> ir.At:
+        return ir.Name(f"t{n}s")[R]
+
+    def _is_needed(self, n: int) -> bool:
+        """Whether a row of the plan is a variable that something reads which is not computed yet."""
+        facts, made = self.rows.facts, self.rows.made
+        if facts.plan.rows[n].op in ("const", "pair"):
+            return False
+        deps = facts.passes.deps
+        if any(n in deps[m] for m in range(len(facts.plan.rows)) if m not in made):
+            return True
+        return any(n in (s.row, facts.unrounded(s)) for s in facts.plan.stores)
+
+
+__all__ = ["BYTES", "ROWS", "Batch", "bytes_of", "pays"]
