@@ -7,14 +7,18 @@ a batch do not wait for each other, and what each row has one value of is comput
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import Digits
+from fuser.cpu.lanes import COSTLY
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ops import LOW
+from fuser.scheduler.nodes import row_cost
 
 ROWS = 16  # of a batch at most
 BYTES = 1 << 14  # that the rows of a batch read and write at most: they stay in the first cache
@@ -54,7 +58,8 @@ class Batch:
     def each(self) -> Iterator[None]:
         """The loop over batches, of one row each where rows are long."""
         out = self.out
-        length = functools.reduce(ir.Value.__mul__, (ir.Name(f"n_{a.sym.name}") for a in self.rows.facts.reduced_axes))
+        sizes: list[ir.Value] = [ir.Name(f"n_{a.sym.name}") for a in self.rows.facts.reduced_axes]
+        length = functools.reduce(ir.Value.__mul__, sizes)
         out.let("i64", "fits", ir.Number(BYTES) // (length * bytes_of(self.rows.facts) + 1))
         out.let("i64", "batch", ir.Select(FITS < 1, ir.Number(1), ir.least(FITS, ROWS)))
         with out.block(ir.For("first", ir.Name("begin"), ir.Name("end"), ir.Name("batch"))):
@@ -93,6 +98,16 @@ class Batch:
                 out.set(self._held(n), f"t{n}")
         self.known += fresh
         out.statements[spot:spot] = [ir.Scratch(rows.facts.kind(n), f"t{n}s", (ROWS,), 0, False) for n in fresh]
+
+    def takes_apart(self, before: Sequence[int]) -> bool:
+        """Whether what comes before a pass is computed in vectors: it has something, and nothing from a library.
+
+        A library's function for vectors differs from its scalar one in the last bits: where a row is would show.
+        """
+        rows = [self.rows.plan.rows[n] for n in before if n not in self.rows.made]
+        rows = [r for r in rows if r.op not in ("const", "pair")]
+        own = [r.traits.inline and r.dtype is not torch.float64 or row_cost(r) < COSTLY for r in rows]
+        return bool(own) and all(own)
 
     @staticmethod
     def _held(n: int) -> ir.At:

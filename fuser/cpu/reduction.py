@@ -164,8 +164,7 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
     batch, reducing = batches.Batch(rows, digits, buffers), Reducing(rows)
     with batch.each():
         for phase, described in enumerate(facts.passes):
-            ops = [facts.plan.rows[n].op for n in described.before if n not in rows.made]
-            if phase and not {*ops} <= {"const", "pair"}:
+            if phase and batch.takes_apart(described.before):
                 with batch.over(simd=True):
                     rows.outside(described.before)
             with batch.over():
