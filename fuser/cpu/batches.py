@@ -22,6 +22,7 @@ from fuser.scheduler.nodes import row_cost
 
 ROWS = 16  # of a batch at most
 BYTES = 1 << 14  # that the rows of a batch read and write at most: they stay in the first cache
+_NO_VARIABLES = ("const", "pair")
 FIRST, FITS, HELD, R = ir.Name("first"), ir.Name("fits"), ir.Name("held"), ir.Name("r")
 
 
@@ -93,7 +94,7 @@ class Batch:
             if not simd:
                 self.buffers()
             yield
-            fresh = [n for n in sorted(rows.made - made) if self._is_needed(n)]
+            fresh = [n for n in sorted(rows.made - made) if rows.plan.rows[n].op not in _NO_VARIABLES]
             for n in fresh:
                 out.set(self._held(n), f"t{n}")
         self.known += fresh
@@ -105,23 +106,13 @@ class Batch:
         A library's function for vectors differs from its scalar one in the last bits: where a row is would show.
         """
         rows = [self.rows.plan.rows[n] for n in before if n not in self.rows.made]
-        rows = [r for r in rows if r.op not in ("const", "pair")]
+        rows = [r for r in rows if r.op not in _NO_VARIABLES]
         own = [r.traits.inline and r.dtype is not torch.float64 or row_cost(r) < COSTLY for r in rows]
         return bool(own) and all(own)
 
     @staticmethod
     def _held(n: int) -> ir.At:
         return ir.Name(f"t{n}s")[R]
-
-    def _is_needed(self, n: int) -> bool:
-        """Whether a row of the plan is a variable that something reads which is not computed yet."""
-        facts, made = self.rows.facts, self.rows.made
-        if facts.plan.rows[n].op in ("const", "pair"):
-            return False
-        deps = facts.passes.deps
-        if any(n in deps[m] for m in range(len(facts.plan.rows)) if m not in made):
-            return True
-        return any(n in (s.row, facts.unrounded(s)) for s in facts.plan.stores)
 
 
 __all__ = ["BYTES", "ROWS", "Batch", "bytes_of", "pays"]
