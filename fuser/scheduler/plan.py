@@ -108,7 +108,7 @@ def build_plan(
     across = next((a for a in axes if a.sym == vector and not a.reduced), None)
     along = _choose_vector(axes, rows, stores, 0) if across is not None and short else None
     for a in axes:
-        most = short if a.hint < short else LONG_ROW
+        most = short - 1 if a.hint < short else LONG_ROW
         if a.reduced and a.sym == along and a.hint <= most:
             ctx.assume("le", a.size, most)  # rows give way because they are short: longer ones have another kernel
     if vector is not None:
