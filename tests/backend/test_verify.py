@@ -19,6 +19,7 @@ from fuser import config, debug, fusion_handle, register_fusion, trials
 from fuser.cpu import fused_kernel
 from fuser.kernel_cache import REGISTRY
 from fuser.verify import difference
+from tests import forked
 
 
 def register(fn) -> int:
@@ -28,7 +29,7 @@ def register(fn) -> int:
 def run_script(path: str) -> subprocess.CompletedProcess[str]:
     root = str(pathlib.Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": root}
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+    return forked.run([path], env=env)
 
 
 def breaking(monkeypatch, find: str, replace: str) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from fuser import ops
 from fuser.errors import Unsupported
+from tests import forked
 from tests.unit import ops_reference
 from tests.unit.ops_kernels import COMPILER, Kernel, Library
 
@@ -289,5 +288,5 @@ def test_helpers_of_rare_functions_are_loaded_when_they_are_needed() -> None:
         "text = ops.cpp_cell('j0', torch.float32, 'a')\nassert len(loaded()) == 4, loaded()\n"
         "assert 'fuser_j0_f32(float x) {' in ops.prelude_for(ops.helpers_in(text), machines.here())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run(["-c", code])
     assert done.returncode == 0, done.stderr
