@@ -8,6 +8,7 @@ that starts from nothing.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -104,6 +105,10 @@ class _Server:
         self.process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
 
+    def close(self) -> None:
+        self.connection.close()
+        self.process.wait(10)
+
     def number(self) -> int:
         said = self.connection.recv(8)
         assert said, "the process that forks has ended"
@@ -118,7 +123,9 @@ class _Server:
 
 @functools.cache
 def _server(modules: tuple[str, ...]) -> _Server:
-    return _Server(modules)
+    made = _Server(modules)
+    atexit.register(made.close)
+    return made
 
 
 def _ask(

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import threading
 import warnings
 
@@ -194,4 +193,4 @@ def test_verify_says_what_it_expects(calls):
 def test_verify_from_the_environment():
     code = "import fuser; assert fuser.config.verify == 4; fuser.config.set(verify=0)"
     env = {**os.environ, "FUSER_VERIFY": "first_4", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
-    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
+    assert forked.run(["-c", code], env).returncode == 0

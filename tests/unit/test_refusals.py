@@ -66,7 +66,7 @@ def test_a_second_process_lowers_nothing(tmp_path):
     said = []
     for _ in range(2):
         command = ["-c", _SCRIPT, *SPLIT]
-        done = forked.run(command, env=env, timeout=300)
+        done = forked.run(command, env=env, timeout=300, dynamo=True)
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout))
     (cold, counts, fallbacks), (warm, found, fallen) = said
