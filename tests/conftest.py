@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before `fuser.config` is imported, which reads it. A folder for each pytest process: a test that counts compilations
@@ -68,6 +69,24 @@ def small_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How g++ optimises this test's kernels: as for users, or not at all, which takes half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilers, "level", compilers.OPTIMISED if is_optimised(request.node) else "-O0")
+        yield
+
+
+def is_optimised(item: pytest.Item) -> bool:
+    """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Of a test in
+    tests/backend that has parameters, neighbours take turns: each test has kernels that are optimised, and more that
+    differ from them in one parameter."""
+    if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
+        return True
+    parameters = item.callspec.indices.values() if hasattr(item, "callspec") else ()
+    return item.path.parent.name != "unit" and (item.path.parent.name != "backend" or sum(parameters) % 2 == 0)
+
+
+@pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """The same seeds and thread count for each test, whatever ran before it."""
     random.seed(0)
@@ -75,6 +94,22 @@ def same_start() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     yield
+
+
+@pytest.fixture(autouse=True)
+def sources_stay() -> Iterator[None]:
+    """A source file is looked at once in a test, whether it has changed. Python does so for each file of a stack, and
+    torch keeps the stack of each operator that it traces: 90,000 looks in one test."""
+    seen: set[str] = set()
+
+    def look(filename: str | None = None, look: Callable[[str | None], None] = linecache.checkcache) -> None:
+        if filename is None or filename not in seen:
+            seen.update([filename] if filename else [])
+            look(filename)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linecache, "checkcache", look)
+        yield
 
 
 @pytest.fixture(autouse=True)
