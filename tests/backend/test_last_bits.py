@@ -5,6 +5,7 @@ backward that computes the chain again, in a checkpoint's region. Values are few
 """
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -146,8 +147,10 @@ def judge(names: Any, got: Any, inputs: list[torch.Tensor], program: Callable[..
         assert mine <= 2 * its + 2 * torch.finfo(x.dtype).eps * exact.abs().max(), (name, mine, its)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", LOW)
+ALL = bool(os.environ.get("FUSER_TEST_ALL"))
+
+
+@pytest.mark.parametrize("dtype, device", itertools.product(LOW, ("cpu", "cuda")) if ALL else zip(LOW, ("cpu", "cuda")))
 def test_gradients_of_decisions(dtype, device):
     """As scheduled for both devices, with the backward as the partitioner cuts it."""
     turn = LOW.index(dtype) + (device == "cuda")
