@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from tests import compilers  # noqa: E402
 
 THREADS = 2
+FEW_FILES = 20  # of so many each test is given out by itself
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
 
 
@@ -56,8 +57,17 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         seed_torch()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Keep files of many small tests together, and skip what needs a GPU where there is none.
+
+    Neighbours have kernels in common, which two workers would both compile. The tests of other folders, some of which
+    take long, are given out one by one when files have been, so that the workers end together.
+    """
+    if len({item.path for item in items}) > FEW_FILES:
+        for item in items:
+            if item.path.parent.name in ("backend", "null", "unit") and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
