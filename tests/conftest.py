@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before `fuser.config` is imported, which reads it. A folder for each pytest process: a test that counts compilations
@@ -32,7 +33,13 @@ import torch  # noqa: E402
 from tests import compilers  # noqa: E402
 
 THREADS = 2
+FEW_FILES = 20  # of so many each test is given out by itself
 AT_MOST = 20.0  # seconds that a test waits for what earlier ones left in the background
+
+
+def seed_torch() -> None:
+    """`torch.manual_seed(0)`, which without a GPU writes the stack down three times, for devices still to come."""
+    torch.manual_seed(0) if torch.cuda.is_available() else torch.default_generator.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,11 +54,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """The same seeds for what a test module draws while it is imported, too."""
     if isinstance(collector, pytest.Module):
-        torch.manual_seed(0)
+        seed_torch()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Keep files of many small tests together, and skip what needs a GPU where there is none.
+
+    Neighbours have kernels in common, which two workers would both compile. The tests of other folders, some of which
+    take long, are given out one by one when files have been, so that the workers end together.
+    """
+    if len({item.path for item in items}) > FEW_FILES:
+        for item in items:
+            if item.path.parent.name in ("backend", "null", "unit") and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -68,13 +84,47 @@ def small_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How g++ optimises this test's kernels: as for users, or not at all, which takes half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilers, "level", compilers.OPTIMISED if is_optimised(request.node) else "-O0")
+        yield
+
+
+def is_optimised(item: pytest.Item) -> bool:
+    """Whether kernels are compiled as for users. In tests/unit other things than kernels are tested. Of a test in
+    tests/backend that has parameters, neighbours take turns: each test has kernels that are optimised, and more that
+    differ from them in one parameter."""
+    if os.environ.get("FUSER_TEST_ALL") or item.get_closest_marker("optimised") is not None:
+        return True
+    parameters = item.callspec.indices.values() if hasattr(item, "callspec") else ()
+    return item.path.parent.name != "unit" and (item.path.parent.name != "backend" or sum(parameters) % 2 == 0)
+
+
+@pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """The same seeds and thread count for each test, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch()
     torch.set_num_threads(THREADS)
     yield
+
+
+@pytest.fixture(autouse=True)
+def sources_stay() -> Iterator[None]:
+    """A source file is looked at once in a test, whether it has changed. Python does so for each file of a stack, and
+    torch keeps the stack of each operator that it traces: 90,000 looks in one test."""
+    seen: set[str] = set()
+
+    def look(filename: str | None = None, look: Callable[[str | None], None] = linecache.checkcache) -> None:
+        if filename is None or filename not in seen:
+            seen.update([filename] if filename else [])
+            look(filename)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linecache, "checkcache", look)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +155,7 @@ def clean() -> Iterator[None]:
 
     torch._dynamo.reset()
     forget_compilations()
-    torch.manual_seed(0)
+    seed_torch()
     yield
     torch._dynamo.reset()
 

@@ -11,13 +11,12 @@ import os
 import pathlib
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fuser.runtime import files
+from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOBODY = 65534
@@ -263,7 +262,7 @@ def use(caches: Sequence[tuple[pathlib.Path, pathlib.Path | str]]) -> list[dict[
     """What a new process found in each cache and prebuilt folder; None if it crashed or hung."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FUSER_CHECK_IR": "0"}
     asked = json.dumps([(str(cache), str(folder)) for cache, folder in caches])
-    done = subprocess.run([sys.executable, "-c", _USE, asked], env=env, capture_output=True, text=True)
+    done = forked.run(["-c", _USE, asked], env=env)
     assert done.returncode == 0, done.stderr
     out: list[dict[str, Any] | None] = []
     last = None

@@ -21,6 +21,7 @@ from tests import compilers
 from tests.backend.fused import check
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.optimised
 FUNCTIONS = (torch.sin, torch.tanh, torch.exp, torch.sigmoid, F.gelu, torch.log1p, lambda x: x / (1 + x.abs()))
 
 

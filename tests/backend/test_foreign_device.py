@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -13,11 +11,12 @@ from fuser import targets
 from fuser.compiler import CpuBackend
 from fuser.errors import BackendError
 from fuser.targets import Target
+from tests import forked
 
 
 def test_groups_run_on_a_device_from_outside():
     program = pathlib.Path(__file__).with_name("foreign_programs.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    done = forked.run([str(program)], timeout=300)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ backward that computes the chain again, in a checkpoint's region. Values are few
 """
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from fuser.lowering.decisive import deciding
 from fuser.lowering.registry import LOWERINGS
 from tests.backend.planned import compiled
 
+ALL = bool(os.environ.get("FUSER_TEST_ALL"))
 LOW = (torch.bfloat16, torch.float16)
 CHAINS: dict[str, Callable[[Any], Any]] = {
     "scaled": lambda x: x * 1.7,
@@ -82,11 +84,14 @@ def leaves(value: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", LOW)
 def test_decisions_are_eagers_to_the_bit(dtype, chain):
     """Over one kernel; and over several, as another consumer needs the chain in memory."""
-    inputs = values(dtype, 2 * len(DECISIONS))
+    decisions = [*DECISIONS.values()]
+    turn = (LOW.index(dtype) + [*CHAINS].index(chain)) % 2  # of the several kernels, half of the decisions in turns
+    decisions += decisions if ALL else decisions[turn::2]
+    inputs = values(dtype, len(decisions))
 
     def every(*inputs):
         out = []
-        for n, decide in enumerate([*DECISIONS.values()] * 2):
+        for n, decide in enumerate(decisions):
             y = CHAINS[chain](inputs[n])
             out += [*leaves(decide(y)), *([y.t().contiguous()] if n >= len(DECISIONS) else [])]
         return out
@@ -146,8 +151,7 @@ def judge(names: Any, got: Any, inputs: list[torch.Tensor], program: Callable[..
         assert mine <= 2 * its + 2 * torch.finfo(x.dtype).eps * exact.abs().max(), (name, mine, its)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype, device", itertools.product(LOW, ("cpu", "cuda")) if ALL else zip(LOW, ("cpu", "cuda")))
 def test_gradients_of_decisions(dtype, device):
     """As scheduled for both devices, with the backward as the partitioner cuts it."""
     turn = LOW.index(dtype) + (device == "cuda")

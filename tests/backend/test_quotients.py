@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fuser import compiler, config, machines, pipeline
 from fuser.canonical import canonicalize
 from fuser.cpu import toolchain
 from fuser.cpu.quotients import factors
+from tests import forked
 from tests.backend.fused import fuse, no_fallback
 
 CONSTANTS = (3.0, 6.0, -255.0, 0.9, 0.1, 11.313708, 1e-3, 1 / 3, 1.9999999, 8.0)
@@ -105,5 +105,5 @@ for dtype, channels, width in itertools.product((torch.uint8, torch.bfloat16, to
 
 
 def test_interleaved_channels_are_read_by_blocks_up_to_their_end():
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    done = forked.run(["-c", GUARDED])
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import threading
 import warnings
 
@@ -19,6 +18,7 @@ from fuser import config, debug, fusion_handle, register_fusion, trials
 from fuser.cpu import fused_kernel
 from fuser.kernel_cache import REGISTRY
 from fuser.verify import difference
+from tests import forked
 
 
 def register(fn) -> int:
@@ -28,7 +28,7 @@ def register(fn) -> int:
 def run_script(path: str) -> subprocess.CompletedProcess[str]:
     root = str(pathlib.Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": root}
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+    return forked.run([path], env=env)
 
 
 def breaking(monkeypatch, find: str, replace: str) -> None:
@@ -193,4 +193,4 @@ def test_verify_says_what_it_expects(calls):
 def test_verify_from_the_environment():
     code = "import fuser; assert fuser.config.verify == 4; fuser.config.set(verify=0)"
     env = {**os.environ, "FUSER_VERIFY": "first_4", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
-    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
+    assert forked.run(["-c", code], env).returncode == 0

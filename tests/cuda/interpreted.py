@@ -21,7 +21,7 @@ from matmul_cases import MATMULS, MatmulCase
 from memory_orders import order_case
 from reduction_chains import chain_case, chain_problem, pair_case
 from triton.language.extra import libdevice
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import ReduceOps, ScanOps, TensorHandle
 
 from benchmarks import checks
 from fuser.cuda import batch, fused_kernel, tiles, toolchain, tuning
@@ -57,6 +57,43 @@ def stand_in(name: str) -> Any:
 
 for _name in NUMPY:
     setattr(libdevice, _name, stand_in(_name))
+
+
+def combined(op: Any, first: list[Any], second: list[Any], kinds: list[Any]) -> list[Any]:
+    """A combining function's results for arrays of elements."""
+    tensors = [op.to_tensor(x, kind) for values in (first, second) for x, kind in zip(values, kinds, strict=True)]
+    found = op.combine_fn.fn(*tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    values = [x.handle.data if isinstance(x, tl.core.tensor) else x for x in found]
+    return [np.broadcast_to(x, y.shape).astype(y.dtype) for x, y in zip(values, first, strict=True)]
+
+
+def reduced(self: Any, given: Any) -> list[Any]:
+    """A reduction by neighbours, half of the elements at once: the interpreter's own takes one after the other."""
+    given, axis = self.unravel(given, self.axis)
+    kinds, shape = [x.dtype for x in given], given[0].handle.data.shape
+    values = [np.moveaxis(x.handle.data, axis, 0) for x in given]
+    while len(values[0]) > 1:
+        values = combined(self, [x[::2] for x in values], [x[1::2] for x in values], kinds)
+    values = [x[0] for x in values]
+    if self.keep_dims:
+        kept = shape[:axis] + (1,) + shape[axis + 1 :] if self.axis is not None else (1,) * len(shape)
+        values = [x.reshape(kept) for x in values]
+    return [self.to_tensor(x, kind) for x, kind in zip(values, kinds, strict=True)]
+
+
+def scanned(self: Any, given: Any) -> list[Any]:
+    """A scan of all rows at once."""
+    kinds = [x.dtype for x in given]
+    values = [np.moveaxis(x.handle.data.copy(), self.axis, 0) for x in given]
+    for n in range(1, len(values[0])):
+        found = combined(self, [x[n - 1 : n] for x in values], [x[n : n + 1] for x in values], kinds)
+        for x, y in zip(values, found, strict=True):
+            x[n : n + 1] = y
+    return [self.to_tensor(np.moveaxis(x, 0, self.axis), kind) for x, kind in zip(values, kinds, strict=True)]
+
+
+ReduceOps.generic_reduce, ScanOps.generic_scan = reduced, scanned
 
 
 def bind(source: fused_kernel.Source, args: tuple[Any, ...]) -> tuple[Any, Any, list[Any], list[Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from fuser.cuda.driver import Entry
 from fuser.kernel_spec import is_aligned
 from fuser.runtime import files, prebuilt
 from fuser.runtime.counting import COUNTS
+from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -235,8 +234,7 @@ def test_a_warm_process_imports_neither_lowering_nor_triton(tmp_path: pathlib.Pa
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
     said = []
     for _ in range(2):
-        command = [sys.executable, "-c", _PROCESS]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        done = forked.run(["-c", _PROCESS], env, timeout=120)
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout))
     assert said[0][1] == 1 and "fuser.lowering" in said[0][2]
@@ -288,7 +286,7 @@ for _ in range(2):  # as in two processes: the second has but what the first lef
 def test_a_model_that_finds_its_kernels_needs_no_triton(tmp_path: pathlib.Path) -> None:
     """Dynamo imports it, if it is there; nothing of this package asks for it."""
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
-    done = subprocess.run([sys.executable, "-c", _MODEL], env=env, capture_output=True, text=True, timeout=120)
+    done = forked.run(["-c", _MODEL], env, timeout=120)
     assert done.returncode == 0, done.stderr
     cold, warm = map(json.loads, done.stdout.splitlines())
     groups = len(cold[0])
@@ -308,5 +306,5 @@ torch.testing.assert_close(handle(x, y), torch.softmax(torch.relu(x * y + 1) - y
 print(handle.hits, fuser.stats()["lowerings"], "triton" in sys.modules)
 """
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": PATHS}
-    done = [subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True) for _ in range(2)]
+    done = [forked.run(["-c", script], env) for _ in range(2)]
     assert done[0].stdout.startswith("1 1") and done[1].stdout == "1 0 False\n", [d.stderr for d in done]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fuser
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +44,7 @@ def test_torch_finds_the_backend_without_an_import(distribution):
         "import sys, torch._dynamo; assert 'fuser' not in sys.modules;"
         "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('fuser').__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run(["-c", code], dynamo=True)
     assert done.stdout.strip() == "fuser_backend", done.stderr
 
 

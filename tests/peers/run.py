@@ -40,6 +40,7 @@ DRAWS = 32
 SIZES = {"dynamic": (FIRST, SECOND), "few": (1, 0)}
 MODES = ("inference", "training", "dynamic", "few", "registered")
 Function = Callable[..., Any]
+_REFUSALS = (RuntimeError, NotImplementedError, ValueError, IndexError, ZeroDivisionError)  # of eager
 
 
 def _compiled(function: Function, dynamic: bool) -> Function:
@@ -112,23 +113,35 @@ def is_torchs_own(peer: Peer, dtype: torch.dtype, mode: str) -> bool:
     return False
 
 
-def check(peer: Peer, dtype: torch.dtype, mode: str) -> str | None:
+def registered(peer: Peer, dtype: torch.dtype) -> tuple[Function, Callable[[], Any]]:
+    """The program behind a handle, and a call of it; ValueError where eager has it not."""
+    inputs = peer.make_inputs(FIRST, dtype)
+    program = _on_device(peer.function)
+    try:
+        _results(peer, program, inputs, "registered")
+    except _REFUSALS as error:
+        raise ValueError(f"eager: {error}") from error
+    fused = _on_device(_registered(program, inputs))
+    return fused, lambda: _results(peer, fused, inputs, "registered")
+
+
+def check(peer: Peer, dtype: torch.dtype, mode: str, fused: Function | None = None) -> str | None:
     """None for a program that is right on a route, else what is wrong; ValueError where eager has it not.
 
-    With "dynamic" sizes each call is made twice, and has equal bits; "few" has sizes of one and of none.
+    With "dynamic" sizes each call is made twice, and has equal bits; "few" has sizes of one and of none. `fused`: what
+    `registered` gave.
     """
-    fused: Function | None = None
     program = _on_device(peer.function)
     for n in SIZES.get(mode, (FIRST,)):
         inputs = peer.make_inputs(n, dtype)
         try:
             want = _results(peer, program, inputs, mode)
-        except (RuntimeError, NotImplementedError, ValueError, IndexError, ZeroDivisionError) as error:
+        except _REFUSALS as error:
             raise ValueError(f"eager: {error}") from error
         exact = _exact(peer, program, inputs, mode)
         if fused is None:
-            registered = mode == "registered"
-            fused = _registered(program, inputs) if registered else _compiled(peer.function, mode == "dynamic")
+            alone = mode == "registered"
+            fused = _registered(program, inputs) if alone else _compiled(peer.function, mode == "dynamic")
             fused = _on_device(fused)
         got = _results(peer, fused, inputs, mode)
         if len(got) != len(want):
@@ -199,4 +212,4 @@ def checks_of(peer: Peer) -> list[tuple[str, str]]:
     return [(d, m) for d in dtypes for m in MODES if m != "training" or peer.grad]
 
 
-__all__ = ["DTYPES", "MODES", "PEERS", "check", "checks_of", "is_torchs_own"]
+__all__ = ["DTYPES", "MODES", "PEERS", "check", "checks_of", "is_torchs_own", "registered"]

@@ -22,6 +22,7 @@ from fuser.contests import trial as contest
 from fuser.debug import explaining, reporting
 from fuser.errors import CompileError, ConfigError, Unsupported
 from fuser.runtime import background, files, launcher, workers
+from tests import forked
 from tests.unit import stub_launcher
 
 needs_compiler = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -308,8 +309,8 @@ def test_cold_processes_compile_each_kernel_once(tmp_path, mode):
     compiler_path.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec g++ "$@"\n')
     compiler_path.chmod(0o755)
     env = os.environ | {"CXX": str(compiler_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", _COLD, str(cache), mode]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    command = ["-c", _COLD, str(cache), mode]
+    done = forked.run(command, env=env, timeout=SECONDS)
     assert done.returncode == 0 and json.loads(done.stdout) == [0] * 3, done.stderr
     kernels = [line for line in log.read_text().splitlines() if "probe" not in line and "launcher" not in line]
     assert len(kernels) == 2, kernels
@@ -450,7 +451,7 @@ _WAYS = ("ends", "forks") if os.environ.get("FUSER_TEST_ALL") == "1" else ()
 @pytest.mark.parametrize("way", ["lives on", "is killed", *_WAYS])
 def test_the_other_process_ends_with_this_one(tmp_path, way):
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", _LEFT, way], env=env, capture_output=True, text=True, timeout=SECONDS)
+    done = forked.run(["-c", _LEFT, way], env=env, timeout=SECONDS)
     assert done.returncode == (-9 if way == "is killed" else 0), done.stderr
     until = time.monotonic() + 20
     while _runs(int(done.stdout)):

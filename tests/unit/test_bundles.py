@@ -21,6 +21,7 @@ from fuser import __main__ as command
 from fuser import bundles, cache, config, notices, plans
 from fuser.runtime import archive, eviction, files, machine, prebuilt
 from fuser.runtime.archive import ArchiveError
+from tests import forked
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -54,9 +55,7 @@ print(json.dumps([stats["compiles"], stats["restored"], stats["hits"], heavy, na
 def use(user: int = 0, **environment: str) -> list[Any]:
     """[kernels made, kernels found, hits, whether lowering was imported, whether the launcher is native, warnings]."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "FUSER_CHECK_IR": "0", "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", _USE, str(user)], env=env, capture_output=True, text=True, timeout=240, cwd="/"
-    )  # fmt: skip
+    done = forked.run(["-c", _USE, str(user)], env=env, timeout=240, cwd="/")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +15,7 @@ from fuser import can_fuse_on_cpu, config, notices
 from fuser.cpu import toolchain
 from fuser.errors import CompileError
 from fuser.runtime import files, native_build
+from tests import forked
 
 pytestmark = pytest.mark.skipif(not can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -47,8 +47,8 @@ for cache in caches:
 def use(*caches: pathlib.Path) -> list[list[int] | None]:
     """For each cache what a new process found; None if it ended otherwise."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", _USE, json.dumps([list(map(str, caches)), SOURCES])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    command = ["-c", _USE, json.dumps([list(map(str, caches)), SOURCES])]
+    done = forked.run(command, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

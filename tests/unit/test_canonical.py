@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from fuser.canonical import canonicalize, interpret
 from fuser.canonical.aliases import ALIASES
 from fuser.errors import GraphError
 from fuser.fallback import Fallback
+from tests import forked
 from tests.unit.canonical_cases import DIFFERENT, MEANING, SAME, X, Y
 
 
@@ -102,7 +101,7 @@ for _, fn in MEANING.values():
 
 def test_another_process_gives_the_same_hashes():
     here = [canonicalize(trace(fn)).graph.hash for _, fn in MEANING.values()]
-    done = subprocess.run([sys.executable, "-c", _PRINT_TEXTS], capture_output=True, text=True, check=True)
+    done = forked.run(["-c", _PRINT_TEXTS], check=True)
     assert done.stdout.split() == here
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import fuser
 from fuser import config, executor, interface
 from fuser.cpu import toolchain
 from fuser.runtime import launcher, python_launcher
+from tests import forked
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
@@ -154,9 +153,7 @@ print([os.waitpid(p, 0)[1] for p in pids], torch.allclose(handle(inputs[0]), exp
 @pytest.mark.parametrize("warm", [0, 1], ids=["one thread before", "OpenMP before"])
 def test_forked_children_run_and_compile(tmp_path, warm):
     env = {**os.environ, "FUSER_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS.format(warm=warm)], capture_output=True, text=True, env=env, timeout=300
-    )
+    done = forked.run(["-c", _FORKS.format(warm=warm)], env=env, timeout=300)
     assert done.stdout.split("\n")[0] == "[0, 0, 0] True", done.stdout + done.stderr
 
 
@@ -183,7 +180,7 @@ print(kept >= 1 << 24, pool.stats()["idle_bytes"], pool.stats()["used_bytes"])
 
 
 def test_memory_of_an_idle_pool_is_returned(tmp_path):
-    done = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, timeout=300)
+    done = forked.run(["-c", _MEMORY], timeout=300)
     assert done.stdout.split() == ["True", "0", "0"], done.stdout + done.stderr
 
 
@@ -256,7 +253,7 @@ def test_a_compiler_of_no_use_means_eager_one_warning_and_a_reason(tmp_path, nam
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
     env = {**os.environ, "CXX": str(path), "FUSER_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", _BROKEN], capture_output=True, text=True, env=env, timeout=300)
+    done = forked.run(["-c", _BROKEN], env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     counts, warning, fallbacks = done.stdout.splitlines()
     assert counts == "1 0" and says in warning and says in fallbacks and fallbacks.endswith(": 2}")

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 import fuser
 from fuser import cache, config
 from fuser.cpu import toolchain
-from tests import damage
+from tests import damage, forked
 from tests.damage import CASES, Case
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -109,8 +108,8 @@ def test_a_damaged_launcher_is_rebuilt(tmp_path: pathlib.Path) -> None:
 
     def run(*caches: pathlib.Path) -> list[list[object] | None]:
         env = {**os.environ, "PYTHONPATH": str(damage.ROOT)}
-        command = [sys.executable, "-c", _BUILD, str(source), *map(str, caches)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+        command = ["-c", _BUILD, str(source), *map(str, caches)]
+        done = forked.run(command, env=env, timeout=500)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 

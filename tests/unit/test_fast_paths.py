@@ -31,9 +31,10 @@ def layer(activation="gelu", norm_first=False, dtype=torch.float32):
     return made.eval().to(dtype)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(
+    "activation, norm_first, dynamic",
+    [("relu", False, True), ("relu", True, False), ("gelu", False, False), ("gelu", True, True)],
+)  # each two of them in every combination
 def test_a_layer_is_taken_apart_and_as_exact_as_eager(activation, norm_first, dynamic):
     model = layer(activation, norm_first)
     fused = torch.compile(model, backend=fuser_backend, dynamic=dynamic)

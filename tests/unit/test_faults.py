@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import fuser
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 LEAST = 40
@@ -22,8 +21,7 @@ STEP = 1 if os.environ.get("FUSER_TEST_ALL") else 3  # CI runs every third row
 @pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler to do wrong")
 def test_no_fault_of_a_machine_is_more_than_a_fallback(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "FUSER_CACHE_DIR": "", "FUSER_SLOWEST": "0"}
-    command = [sys.executable, str(ROOT / "tests/unit/faults.py"), str(tmp_path), "every", str(STEP)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = forked.run([str(ROOT / "tests/unit/faults.py"), str(tmp_path), "every", str(STEP)], env, timeout=600)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) >= LEAST // STEP and len({row["name"] for row in found}) == len(found)

@@ -7,14 +7,13 @@ import importlib
 import os
 import pathlib
 import pkgutil
-import subprocess
-import sys
 import threading
 
 import pytest
 
 import fuser
 from fuser import forks
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 PRIMITIVES = tuple(type(make()) for make in (threading.Lock, threading.RLock, threading.Condition, threading.Event))
@@ -156,7 +155,7 @@ print("status", os.waitstatus_to_exitcode(status))
 @pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 def test_a_child_forked_at_the_worst_moment_does_everything(tmp_path):
     env = {**os.environ, "FUSER_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", WORST], capture_output=True, text=True, env=env, timeout=240)
+    done = forked.run(["-c", WORST], env=env, timeout=240)
     assert done.stdout == "status 7\n", done.stdout + done.stderr
 
 
@@ -194,7 +193,7 @@ print("status", os.waitstatus_to_exitcode(status))
 def test_a_child_forked_during_a_probe_and_a_build_does_both_itself():
     """And its exit leaves the folders in which its parent is at work."""
     env = {**os.environ, "FUSER_CACHE_DIR": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PROBES], capture_output=True, text=True, env=env, timeout=240)
+    done = forked.run(["-c", PROBES], env=env, timeout=240)
     assert done.stdout == "status 7\n", done.stdout + done.stderr
 
 
@@ -217,7 +216,7 @@ if not child:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), load())
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-c", script], env=env, timeout=60)
     assert done.stdout == "7 7\n", done.stderr
 
 
@@ -247,5 +246,5 @@ thread.join()
 print(code, int(gc.isenabled()))
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-c", script], env=env, timeout=60)
     assert done.stdout == f"{int(enabled)} {int(enabled)}\n", done.stderr

@@ -4,8 +4,6 @@ import collections
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import fx
 import fuser
 from fuser.errors import GraphError
 from fuser.executor import restored
+from tests import forked
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -84,7 +83,7 @@ def test_another_process_gets_the_handle(tmp_path):
         "f = torch.compile(lambda x, y: words(x, y) + 1, fullgraph=True, backend='eager')\n"
         "close(f(x, y), wanted[2] + 1)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "handles")], check=True, timeout=120)
+    forked.run(["-c", script, str(tmp_path / "handles")], timeout=120, check=True)
 
 
 def test_what_cannot_be_pickled_says_so():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
@@ -35,10 +35,8 @@ def test_the_steps_of_a_page(page, tmp_path, fresh_cache_dir):
             (tmp_path / name).write_text(body, encoding="utf-8")
             continue
         command, _, shown = body.partition("\n")
-        done = subprocess.run(
-            [sys.executable, *command.split()[2:]], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-            env=os.environ | {"PYTHONPATH": path},
-        )  # fmt: skip
+        env = os.environ | {"PYTHONPATH": path}
+        done = forked.run(command.split()[2:], env, tmp_path, timeout=120, dynamo=True)
         assert (done.returncode, done.stdout.strip()) == (0, shown.strip()), done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from fuser.frontends.dynamo import fuser_backend
 from fuser.lowering.corrections import corrected
 from fuser.lowering.graph import run_meta
 from fuser.lowering.known_shapes import known_meta
+from tests import forked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
@@ -123,7 +123,7 @@ print(f(torch.tensor([-2.0, 3.0])).tolist())
 
 def test_a_first_kernel_imports_neither_dynamo_nor_sympy() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    out = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
+    out = forked.run(["-c", SCRIPT], env=env, timeout=300)
     assert out.stdout.splitlines() == ["[]", "[]", "[2.0, 3.0]"], out.stderr[-2000:]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import subprocess
 import sys
 import time
 
@@ -15,6 +14,7 @@ import torch
 import fuser
 from fuser import config, logs, progress
 from fuser.errors import ConfigError
+from tests import forked
 
 PROGRAM = """
 import torch, fuser
@@ -26,7 +26,7 @@ for n in range(2):
 
 def said(**environment):
     kept = {k: v for k, v in os.environ.items() if k not in ("TORCH_LOGS", "FUSER_LOG")}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**kept, **environment}, capture_output=True, text=True)
+    done = forked.run(["-c", PROGRAM], env={**kept, **environment})
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from fuser import notices
 from fuser.errors import CompileError
 from fuser.runtime import compilers
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -40,8 +39,8 @@ def run(code: str, *options: str, **environment: str | None) -> list[str]:
     for name, value in environment.items():
         env.pop(name, None)
         env.update({name: value} if value is not None else {})
-    command = [sys.executable, *options, "-c", COMMON + textwrap.dedent(code)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    command = [*options, "-c", COMMON + textwrap.dedent(code)]
+    done = forked.run(command, env=env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return [*done.stdout.splitlines(), *done.stderr.splitlines()]
 

@@ -6,8 +6,6 @@ import os
 import pathlib
 import shlex
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import fuser
 from fuser import config
 from fuser.cpu import toolchain
 from fuser.runtime import files
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -70,7 +69,7 @@ torch.testing.assert_close(handle(x), torch.tanh(x) * 2)
 print(fuser.num_compiled_kernels())
 """
     env = os.environ | {"FUSER_CACHE_DIR": str(cache), "CXX": str(compiler), "FUSER_STRICT": "0"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = forked.run(["-c", script], cwd=ROOT, env=env)
     assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr
     assert done.stderr.count("the quota of") == 1
     assert not list(cache.rglob("*.so"))
@@ -88,7 +87,7 @@ assert fuser.num_compiled_kernels() == 1
 os.kill(os.getpid(), signal.SIGKILL)
 """
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = forked.run(["-c", script], cwd=ROOT, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "temporary").iterdir())
 
@@ -102,5 +101,5 @@ print(config.cache_dir, config.prebuilt_cache)
 """
     env = os.environ | {"FUSER_CACHE_DIR": "kept", "FUSER_PREBUILT_CACHE": f"one{os.pathsep}/two",
                         "PYTHONPATH": str(ROOT)}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = forked.run(["-c", script], cwd=tmp_path, env=env)
     assert done.stdout.split() == [f"{tmp_path}/kept", f"{tmp_path}/one{os.pathsep}/two"], done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import warnings
 
@@ -19,6 +18,7 @@ import fuser
 from fuser import compiler, config, interface, kernel_cache, notices, pipeline, plans
 from fuser.cpu import toolchain
 from fuser.runtime import files
+from tests import forked
 from tests.unit.test_cache_files import DAMAGE, TRUST, TRUST_CASES
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -108,7 +108,7 @@ def test_a_warm_process_imports_no_compiler_and_asks_none(tmp_path):
     cold = _WARM.replace("process.run = None", "")
     said = []
     for script in (cold, _WARM):
-        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+        done = forked.run(["-c", script], env=env, timeout=120)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert "fuser.lowering" in said[0] and said[1] == "1 [] 1\n"

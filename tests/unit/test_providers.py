@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,6 +15,7 @@ from fuser.contests.deciding import Decisions
 from fuser.contests.race import Contestant
 from fuser.passes import providers
 from fuser.passes.providers import ATEN, Product, Provider
+from tests import forked
 
 needs_onednn = pytest.mark.skipif(providers.linear_op() is None, reason="this torch has no oneDNN")
 PRODUCT = Product(96, 320, 448, torch.float32)
@@ -106,7 +104,7 @@ def test_the_choice_is_kept_for_other_processes(monkeypatch, fresh_cache_dir):
             "print(p.choose(p.Product(96, 320, 448, torch.float32)))",
         )
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    done = forked.run(["-c", script])
     assert done.stdout.split() == ["quick"], done.stderr
 
 

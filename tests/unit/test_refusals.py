@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +16,7 @@ from fuser import bundles, compiler, config, interface, kernel_cache, pipeline, 
 from fuser.lowering.survey import Survey
 from fuser.runtime import archive, prebuilt, remote
 from fuser.runtime.counting import COUNTS
-from tests import redis_servers
+from tests import forked, redis_servers
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -66,8 +65,8 @@ def test_a_second_process_lowers_nothing(tmp_path):
     env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
     said = []
     for _ in range(2):
-        command = [sys.executable, "-c", _SCRIPT, *SPLIT]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        command = ["-c", _SCRIPT, *SPLIT]
+        done = forked.run(command, env=env, timeout=300, dynamo=True)
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout))
     (cold, counts, fallbacks), (warm, found, fallen) = said

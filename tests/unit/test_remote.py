@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from fuser.cpu import toolchain
 from fuser.debug import doctor
 from fuser.runtime import redis_client, remote
 from fuser.runtime.counting import COUNTS
-from tests import redis_servers
+from tests import forked, redis_servers
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
@@ -139,7 +138,7 @@ def test_a_process_that_ends_writes_before(tmp_path):
             "FUSER_CACHE_DIR": str(tmp_path), "FUSER_REMOTE_CACHE": server.address, "FUSER_REMOTE_CACHE_KEY": KEY,
             "PYTHONPATH": str(ROOT), "FUSER_CHECK_IR": "0", "FUSER_REMOTE_CACHE_SECONDS": "2",
         }  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+        done = forked.run(["-c", code], env=env, timeout=120)
         assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["1"], "")
         assert {b".so", b".plan"} <= {k[k.rfind(b".") :] for k in server.data}
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import pathlib
 import re
-import subprocess
 import sys
 import time
 import zlib
@@ -20,7 +19,7 @@ from torch import nn
 import fuser
 from fuser.debug import watching
 from fuser.debug.explanation import Explanation, Group
-from tests import browser
+from tests import browser, forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 GROUPS = 300
@@ -65,8 +64,8 @@ def script(tmp_path_factory):
 def written(script):
     """The page of a script that makes steps, and its process."""
     found = script.with_name("page.html")
-    command = [sys.executable, "-m", "fuser", "report", str(script), "6", "3", "-o", str(found)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    command = ["-m", "fuser", "report", str(script), "6", "3", "-o", str(found)]
+    ended = forked.run(command, timeout=300, cwd=ROOT, dynamo=True)
     return found, ended
 
 
@@ -97,8 +96,8 @@ def test_a_script_is_run_and_its_steps_are_timed(written):
 def test_a_script_with_one_call_has_its_kernels_called_by_themselves(script):
     """In a process of its own."""
     found = script.with_name("one.html")
-    command = [sys.executable, "-m", "fuser", "report", str(script), "1", "0", "-o", str(found)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    command = ["-m", "fuser", "report", str(script), "1", "0", "-o", str(found)]
+    ended = forked.run(command, timeout=300, cwd=ROOT, dynamo=True)
     assert ended.returncode == 0, ended.stderr
     data = packed(found.read_text())
     assert data["profile"]["replayed"] and data["roof"]["kernels"]

@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+from tests import forked
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 COMMON = """
@@ -24,8 +26,8 @@ native_build.FLAGS = ("-O0", *native_build.FLAGS[1:])  # nor is how fast it runs
 def run(code: str, cache: pathlib.Path | str, **environment: str) -> list[str]:
     """The lines that `code` prints in a fresh process."""
     env = os.environ | {"FUSER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, "-c", COMMON + textwrap.dedent(code)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    command = ["-c", COMMON + textwrap.dedent(code)]
+    done = forked.run(command, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.testing._internal.subclasses import WrapperSubclass
 
 import fuser
 from fuser.frontends import dynamo
+from tests import forked
 
 FACTS = """
 import contextlib, torch
@@ -30,7 +29,7 @@ print(*(table[k] is None for k in ("impl_requires_grad", "c10_library", "empty_s
 
 
 def facts(context: str) -> str:
-    done = subprocess.run([sys.executable, "-c", FACTS % context], capture_output=True, text=True)
+    done = forked.run(["-c", FACTS % context])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -150,11 +150,15 @@ def test_no_more_than_the_limit_is_held(pool):
 
 
 def test_nothing_is_held_without_calls(pool):
-    with config.override(pool_idle_seconds=0.05):
+    before = config.pool_idle_seconds
+    config.set(pool_idle_seconds=0.05)  # for the process: another thread looks
+    try:
         make(pool)
         deadline = time.monotonic() + 120
         while pool.stats()["held"] and time.monotonic() < deadline:
             time.sleep(0.02)
+    finally:
+        config.set(pool_idle_seconds=before)
     assert pool.stats()["held"] == 0
 
 

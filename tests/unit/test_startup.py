@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests import forked
+
 SCRIPT = """
 import gc, sys
 {before}
@@ -34,7 +36,10 @@ print(dead())
 def test_the_collector_is_left_as_it_was(before: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = SCRIPT.format(before=before)
-    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    if before:  # forked processes have frozen objects
+        out = forked.run(["-c", script], env)
+    else:
+        out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
     first, second = out.stdout.splitlines() or [out.stderr[-2000:], ""]
     same, result = first.split(" ", 1)
     assert same == "True" and result == "[0.0, 6.0]" and second == "None"
