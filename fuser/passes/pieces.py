@@ -23,6 +23,7 @@ from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
 _WHOLE = "norm_in_pieces"  # in the meta of a result that was written out: the name of its norm
+_FAR = 64  # nodes behind a norm that are looked at: with more of them the backward reads some
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,11 +45,13 @@ def _is_read(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> 
     """Whether the backward reads the norm's input and, through elementwise work or directly, its result."""
     if 0 not in items or not any(u in behind for u in norm.args[0].users):  # type: ignore[union-attr]
         return False
-    known = [items[0]]
-    for n in known:
-        if any(u in behind for u in n.users):
+    found, seen = [items[0]], {items[0]}
+    for node in found:
+        if len(found) > _FAR or any(u in behind for u in node.users):
             return True
-        known += [u for u in n.users if u not in known and (is_view(u.target) or _is_pointwise(u))]
+        more = [u for u in node.users if u not in seen and (is_view(u.target) or _is_pointwise(u))]
+        found += more
+        seen.update(more)
     return False
 
 
