@@ -94,14 +94,18 @@ end(run, *prepare(*fork()))
 """
 
 
+def _read(env: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The variables that what is imported may have read."""
+    return frozenset((name, value) for name, value in env.items() if not name.startswith(OWN))
+
+
 class _Server:
     """A process that has imported `modules` and forks one at a time."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
-        self.variables = dict(os.environ)
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules]
-        env = {k: v for k, v in self.variables.items() if k != "PYTHONPATH"}
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self.process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
 
@@ -114,15 +118,10 @@ class _Server:
         assert said, "the process that forks has ended"
         return int.from_bytes(said, sys.byteorder, signed=True)
 
-    def can(self, env: Mapping[str, str]) -> bool:
-        """Whether a fork may have these variables: nothing that was imported has read one that differs."""
-        return all(
-            name.startswith(OWN) or env.get(name) == self.variables.get(name) for name in {*env, *self.variables}
-        )
-
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> _Server:
+def _server(modules: tuple[str, ...], variables: frozenset[tuple[str, str]]) -> _Server:
+    """For `variables` as they are now: a library that is imported meanwhile may set some for its processes."""
     made = _Server(modules)
     atexit.register(made.close)
     return made
@@ -172,13 +171,13 @@ def run(
     imported Dynamo, too."""
     env = os.environ if env is None else env
     cwd = os.getcwd() if cwd is None else str(cwd)
-    server = _server(("torch._dynamo",) if dynamo else ("torch",))
     asked = command if command[0] in ("-c", "-m") else ["", *command]
-    if command[0][:1] == "-" and asked is not command or not server.can(env):
+    if command[0][:1] == "-" and asked is not command or _read(env) != _read(os.environ):
         command = [sys.executable, *command]
         return subprocess.run(
             command, capture_output=True, text=True, env=dict(env), cwd=cwd, timeout=timeout, check=check
         )  # fmt: skip
+    server = _server(("torch._dynamo",) if dynamo else ("torch",), _read(os.environ))
     code, out, err = _ask(server, asked, env, cwd, timeout)
     done = subprocess.CompletedProcess([sys.executable, *command], code, out.decode(), err.decode())
     if check:
