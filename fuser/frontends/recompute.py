@@ -59,11 +59,15 @@ def _packets(names: Iterable[str]) -> list[Any]:
     return [packet for packet in (getattr(space, name, None) for space, name in found) if packet is not None]
 
 
-def _with_own(original: Any) -> Any:
-    """What the list holds, and the package's."""
+def _with_own(original: Any, joint: fx.GraphModule) -> Any:
+    """What the list holds, the package's, and elementwise operators of a graph.
+
+    Of these torch's list has those that the process had met when it was first asked for.
+    """
     known = original()
     views = _packets(VIEWS)
-    again, readers = [*_packets(ELEMENTWISE), *views], _packets(READERS)
+    met = {n.target.overloadpacket for n in joint.graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())}
+    again, readers = [*_packets(ELEMENTWISE), *met, *views], _packets(READERS)
     sets = {"fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": views}
     for name, own in sets.items():
         sets[name] = getattr(known, name) | dict.fromkeys(own).keys()
@@ -71,13 +75,13 @@ def _with_own(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def told_to_the_cut() -> Iterator[None]:
-    """A block in which torch's cut knows the package's operators. Its list has no other way in."""
+def told_to_the_cut(joint: fx.GraphModule) -> Iterator[None]:
+    """A block in which torch's cut knows the operators of the package and of a graph. Its list has no other way in."""
     from torch._functorch import partitioners
 
     with _patched:
         original = partitioners.get_default_op_list
-        partitioners.get_default_op_list = functools.partial(_with_own, original)
+        partitioners.get_default_op_list = functools.partial(_with_own, original, joint)
         try:
             yield
         finally:

@@ -103,7 +103,7 @@ class Training:
         settings = functorch_config.patch(
             ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget
         )
-        with settings, told_to_the_cut():
+        with settings, told_to_the_cut(joint):
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         for part in (forward, backward):
             for node in part.graph.nodes:
