@@ -112,6 +112,19 @@ def same_start() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def same_settings() -> Iterator[None]:
+    """No test leaves a setting to later ones."""
+    from fuser import config
+
+    before = config.snapshot()
+    yield
+    left = {name: value for name, value in config.snapshot().items() if value != before[name]}
+    for name in left:
+        config.set(**{name: before[name]})
+    assert not left, f"settings that the test left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
 def sources_stay() -> Iterator[None]:
     """A source file is looked at once in a test, whether it has changed. Python does so for each file of a stack, and
     torch keeps the stack of each operator that it traces: 90,000 looks in one test."""
