@@ -11,6 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, expr
+from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.registry import lower
@@ -183,6 +184,7 @@ def lower_threshold_backward(ctx: LoweringContext, grad: Operand, x: Operand, th
 @lower("aten.prelu", "aten._prelu_kernel")
 def lower_prelu(ctx: LoweringContext, x: TensorBox, weight: TensorBox) -> TensorBox:
     """x, times the weight of its channel where it is not positive"""
+    demands.same_dtypes(x, weight)
     size, own = ctx.size_of(x), ctx.size_of(weight)
     if ctx.op == "aten.prelu" and len(own) == 1 and len(size) > 1:
         # The channels are dim 1; one weight serves all.

@@ -96,6 +96,8 @@ def lower_huber_loss(
 @lower("aten.soft_margin_loss")
 def lower_soft_margin_loss(ctx: LoweringContext, x: TensorBox, y: TensorBox, reduction: int = MEAN) -> TensorBox:
     """log(1 + exp(-y * x))"""
+    demands.has_size(ctx, y, ctx.size_of(x), "a target")
+    demands.same_dtypes(x, y)
     return loss(ctx, [x, y], lambda a, b: ops.log1p(ops.exp(ops.mul(ops.neg(b), a))), reduction)
 
 
@@ -114,6 +116,9 @@ def lower_binary_cross_entropy(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, weight: TensorBox | None = None, reduction: int = MEAN
 ) -> TensorBox:
     """-(y * log(x) + (1 - y) * log(1 - x)), logarithms no less than -100; eager raises for x outside [0, 1]"""
+    for t in (y, weight):
+        demands.has_size(ctx, t, ctx.size_of(x), "a target or weight")
+    demands.same_dtypes(x, y, weight)
 
     def body(a: Value, b: Value, *w: Value) -> Value:
         a = ensured(a, ops.logical_and(ops.ge(a, 0.0), ops.le(a, 1.0)))

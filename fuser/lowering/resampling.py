@@ -53,6 +53,8 @@ def _sizes(
 )  # fmt: skip
 def lower_nearest(ctx: LoweringContext, x: TensorBox, out: Any, *scales: float | None) -> TensorBox:
     """The element nearest to each place (or before it, if not "exact")."""
+    for s in ctx.size_of(x)[1:]:  # only a batch may be empty
+        ctx.assume("lt", 0, s)
     own, sizes, factors = _sizes(ctx, x, out, scales)
     n, lead = len(own), ctx.size_of(x)[: -len(own)]
     exact = "exact" in ctx.op
