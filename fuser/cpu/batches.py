@@ -1,7 +1,7 @@
 """Row nests of several passes in batches: each pass goes over the rows of a batch before the next pass begins.
 
-A short row is a chain of operations that wait for each other: its fold, what follows from that, the next pass. Rows of
-a batch do not wait for each other, and what each row has one value of is computed in vectors. A batch stays in cache.
+In a short row each operation waits for the one before: the fold, scalars that follow from it, the next pass. Rows of a
+batch are independent, so they overlap, and their scalars are computed in vectors. A batch stays in cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser.ops import LOW
 from fuser.scheduler.nodes import row_cost
 
 ROWS = 16  # of a batch at most
-BYTES = 1 << 14  # that the rows of a batch read and write at most: they stay in the first cache
+BYTES = 1 << 14  # that the rows of a batch read and write at most: half of a first-level cache of 32 KiB
 _NO_VARIABLES = ("const", "pair")
 FIRST, FITS, HELD, R = ir.Name("first"), ir.Name("fits"), ir.Name("held"), ir.Name("r")
 

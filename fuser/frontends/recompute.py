@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import forks
 from fuser.lowering.registry import VIEWS
-from fuser.passes.classify import after_tangents, is_view
+from fuser.passes.classify import after_tangents, is_pointwise, is_read, is_view
 
 # Elementwise, or moved elements: computed again where they are read.
 ELEMENTWISE = frozenset(
@@ -66,7 +66,7 @@ def _with_own(original: Any, joint: fx.GraphModule) -> Any:
     """
     known = original()
     views = _packets(VIEWS)
-    met = {n.target.overloadpacket for n in joint.graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())}
+    met = {n.target.overloadpacket for n in joint.graph.nodes if is_pointwise(n.target)}
     again, readers = [*_packets(ELEMENTWISE), *met, *views], _packets(READERS)
     sets = {"fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": views}
     for name, own in sets.items():
@@ -108,20 +108,11 @@ def keep_for_products(joint: fx.GraphModule) -> None:
             if len(node.users) != 1:
                 continue
             (user,) = node.users
-            pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
-            free = pointwise and user not in behind and "recompute" not in user.meta  # and no policy of the user's
-            if free and user.all_input_nodes == [node] and _in_product(user, behind):
+            free = user not in behind and "recompute" not in user.meta  # which would be a policy of the user's
+            if not (free and is_pointwise(user.target) and user.all_input_nodes == [node]):
+                continue
+            if is_read(user, lambda u: u in behind and u.target in _PRODUCTS):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _in_product(node: fx.Node, behind: set[fx.Node]) -> bool:
-    """Whether a product of the backward reads a node or a view of it."""
-    known = [node]
-    for n in known:
-        if any(u in behind and u.target in _PRODUCTS for u in n.users):
-            return True
-        known += [u for u in n.users if is_view(u.target) and u not in known]
-    return False
 
 
 __all__ = ["ELEMENTWISE", "READERS", "keep_for_products", "told_to_the_cut"]

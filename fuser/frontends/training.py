@@ -17,7 +17,7 @@ from fuser.frontends.recompute import keep_for_products, told_to_the_cut
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
-from fuser.passes.pieces import norms_whole
+from fuser.passes.norm_results import recompose_norms
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
@@ -110,7 +110,7 @@ class Training:
                 if node.name in floats and node.op == "placeholder":
                     node.meta["val"] = floats[node.name]
         round_both(forward, backward)
-        norms_whole(forward)
+        recompose_norms(forward)
         return forward, backward
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -111,6 +111,21 @@ def is_view(target: Any) -> bool:
         return False
     infos = [r.alias_info for r in target._schema.returns]
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
+
+
+def is_pointwise(target: Any) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether `target` is an elementwise operator, as its tag says."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def is_read(node: fx.Node, by: Callable[[fx.Node], bool]) -> bool:
+    """Whether `by` holds for a reader of a node or of a view of it."""
+    found = [node]
+    for n in found:
+        if any(map(by, n.users)):
+            return True
+        found += [u for u in n.users if is_view(u.target) and u not in found]
+    return False
 
 
 def after_tangents(graph: fx.Graph) -> set[fx.Node]:

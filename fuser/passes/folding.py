@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from fuser.passes.classify import tensors_of
+from fuser.passes.classify import is_pointwise, tensors_of
 from fuser.passes.cleanup import reaches_output, same_static_shape
 from fuser.passes.hints import same
 
@@ -193,8 +193,7 @@ def _lifted_number(module: fx.GraphModule, node: fx.Node) -> Any:
 def _device_of_elements(node: fx.Node) -> torch.device | None:
     """Where an operator on elements runs."""
     value = node.meta.get("val")
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return value.device if pointwise and isinstance(value, torch.Tensor) else None
+    return value.device if is_pointwise(node.target) and isinstance(value, torch.Tensor) else None
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from fuser.passes.foreach import split_foreach
 from fuser.passes.kinks import kinks_by_masks
 from fuser.passes.losses import keep_logits
 from fuser.passes.matmuls import add_to_addmm, addmm_to_add
+from fuser.passes.norm_results import decompose_norms
 from fuser.passes.norms import norms_again
-from fuser.passes.pieces import norms_in_pieces
 from fuser.passes.pools import pools_by_offsets
 from fuser.passes.randomness import functional_random
 from fuser.passes.runner import Pass
@@ -32,5 +32,5 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("kinks_by_masks", kinks_by_masks),
     Pass("convolutions_channels_last", convolutions_channels_last),
     Pass("tensor_cores_channels_last", tensor_cores_channels_last),
-    Pass("norms_in_pieces", norms_in_pieces),
+    Pass("decompose_norms", decompose_norms),
 )

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fuser.errors import Unsupported
-from fuser.passes.classify import Kind, classify, is_view, is_write_back, tensors_of
+from fuser.passes.classify import Kind, classify, is_pointwise, is_view, is_write_back, tensors_of
 
 aten = torch.ops.aten
 _ANY_STRIDES = ("aten", "prims", "mkldnn")
@@ -195,9 +195,7 @@ def _signature(value: Any) -> Any:
 
 def _is_simple(target: Any) -> bool:
     """Views and elementwise operators, whose shape functions know nothing of devices and kernels."""
-    if target is aten.clone.default or is_view(target):
-        return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return target is aten.clone.default or is_view(target) or is_pointwise(target)
 
 
 def _is_particular(node: fx.Node) -> bool:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from fuser import config
-from fuser.passes.classify import after_tangents
+from fuser.passes.classify import after_tangents, draws, is_pointwise
 from fuser.passes.hints import same
+from fuser.passes.norm_results import batch_operands, normalised
 from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
@@ -104,22 +105,10 @@ class _Again:
                 args = fx.node.map_arg(value.args, lambda a: self._copy(a, write))
                 found = _marked(write(value.target, *args, **value.kwargs))
             else:
-                found = self._spelled(write)
+                operands = batch_operands(write, self.norm, *self.statistics)
+                found = normalised(write, self.norm.args[0], operands, _marked)
             self.copies[value] = found
         return found
-
-    def _spelled(self, write: Writer) -> fx.Node:
-        """(x - mean) * rstd * weight + bias"""
-        value: fx.Node = self.norm.args[0]  # type: ignore[assignment]
-        size = [1, -1, *[1] * (value.meta["val"].dim() - 2)]
-        steps = zip(
-            (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor),
-            (*self.statistics, *self.norm.args[1:3]),
-        )
-        for target, each in steps:
-            if each is not None:
-                value = _marked(write(target, value, write(aten.view.default, each, size)))
-        return value
 
 
 def _marked(node: fx.Node) -> fx.Node:
@@ -136,9 +125,7 @@ def _origin(node: fx.Node) -> fx.Node:
 def _is_activation(node: fx.Node) -> bool:
     """Whether a call is elementwise in its one tensor, draws nothing, and gives what it was given in size and dtype."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return False
-    if len(node.all_input_nodes) != 1 or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if not is_pointwise(target) or len(node.all_input_nodes) != 1 or draws(target) or target._schema.is_mutable:
         return False
     given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return isinstance(value, torch.Tensor) and same(value.shape, given.shape) and value.dtype is given.dtype

@@ -40,7 +40,7 @@ NORMS = {
 }  # fmt: skip
 
 
-def changed(name="norms_in_pieces"):
+def changed(name="decompose_norms"):
     return sum(p.changed for c in compilations() for p in c.passes if p.name == name)
 
 

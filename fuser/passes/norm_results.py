@@ -1,0 +1,178 @@
+"""Norms in training: their results are decomposed before the cut between forward and backward, and recomposed after it.
+
+A norm's backward reads the norm's input. With the norm as one operator, the cut would save its result, too, whenever an
+activation's gradient reads that. So the joint graph computes the result from the input and the statistics, which the
+backward can do again. Lowerings of norms have the same operations in the same order: the bits are the forward's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fuser import config, targets
+from fuser.passes.classify import LIBRARY, after_tangents, is_pointwise, is_read, is_view, op_name
+from fuser.passes.hints import is_contiguous, same
+from fuser.passes.writing import Writer
+
+aten = torch.ops.aten
+_NORM = "decomposed_norm"  # in the meta of a result that was decomposed: the name of its norm
+_MOST_READERS = 64  # readers of a norm's result that are looked at; of more than that the backward reads some
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def decompose_norms(module: fx.GraphModule) -> int:
+    """Compute a norm's result from its statistics and its input by single operators, where the backward reads it."""
+    behind = after_tangents(module.graph)
+    if config.numerics == "eager" or not behind:
+        return 0
+    changed = 0
+    for norm in [n for n in module.graph.nodes if n.target in _SPELLED and not n.kwargs and n not in behind]:
+        items = {u.args[1]: u for u in norm.users if u.target is operator.getitem}
+        if len(items) == len(norm.users) and _needed(norm, items, behind) and _is_plain(norm, items):
+            _decompose(norm, items, behind)
+            changed += 1
+    return changed
+
+
+def _needed(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> bool:
+    """Whether the backward reads the norm's input and, through elementwise work or directly, its result."""
+    if 0 not in items or not any(u in behind for u in norm.args[0].users):  # type: ignore[union-attr]
+        return False
+    found, seen = [items[0]], {items[0]}
+    for node in found:
+        if len(found) > _MOST_READERS or any(u in behind for u in node.users):
+            return True
+        more = [u for u in node.users if u not in seen and (is_view(u.target) or is_pointwise(u.target))]
+        found += more
+        seen.update(more)
+    return False
+
+
+def _is_plain(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
+    """Whether kernels compute a norm from float32 statistics as it is decomposed here."""
+    x, out = norm.args[0].meta["val"], items[0].meta["val"]  # type: ignore[union-attr]
+    statistics = [items[i].meta["val"] if i in items else None for i in _SPELLED[norm.target][1]]
+    if any(s is None or s.dtype is not torch.float32 for s in statistics):
+        return False
+    if norm.target is aten.native_group_norm.default and type(x.shape[1]) is not int:
+        return False
+    ordered = is_contiguous(out) or same(out.stride(), x.stride())
+    known = targets.known(x.device.type) is not None and getattr(out, "fake_mode", None) is not None
+    return known and ordered and x.dtype in _FLOATS and out.dtype is x.dtype
+
+
+def _decompose(norm: fx.Node, items: dict[Any, fx.Node], behind: set[fx.Node]) -> None:
+    spell, numbers = _SPELLED[norm.target]
+    write = Writer(items[0])
+    statistics = []
+    for i in numbers:  # in front of what reads them here
+        own = write(operator.getitem, norm, i)
+        own.meta = dict(items[i].meta)
+        items[i].replace_all_uses_with(own)
+        norm.graph.erase_node(items[i])
+        statistics.append(own)
+    value = normalised(write, norm.args[0], spell(write, norm, *statistics))
+    made = items[0].meta["val"]
+    if value.meta["val"].dtype is not made.dtype:
+        value = write(torch.ops.prims.convert_element_type.default, value, made.dtype)
+    if not same(value.meta["val"].stride(), made.stride()):
+        value = write(aten.clone.default, value, memory_format=torch.contiguous_format)
+    value.meta[_NORM] = norm.name
+    write.instead(value)
+    # What a library's call in the backward reads is written to memory anyway. A policy of the user's stays.
+    if "recompute" not in value.meta and is_read(value, lambda u: u in behind and op_name(u.target) in _CALLS):
+        value.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+_CALLS = frozenset({*LIBRARY, "aten.convolution_backward"})
+
+
+def normalised(
+    write: Writer, x: Any, operands: Sequence[Any], noted: Callable[[fx.Node], fx.Node] = lambda node: node
+) -> fx.Node:  # fmt: skip
+    """(x - mean) * rstd * weight + bias in float32, without those of the four that are None. `noted` sees each step."""
+    value = _wide(write, x)
+    steps = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
+    for target, each in zip(steps, operands, strict=True):
+        if each is not None:
+            value = noted(write(target, value, _wide(write, each)))
+    return value
+
+
+def _wide(write: Writer, node: Any) -> fx.Node:
+    if node.meta["val"].dtype is torch.float32:
+        return node  # type: ignore[no-any-return]
+    return write(torch.ops.prims.convert_element_type.default, node, torch.float32)
+
+
+def _layer(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequence[Any]:
+    return mean, rstd, norm.args[2], norm.args[3]
+
+
+def _rms(write: Writer, norm: fx.Node, rstd: fx.Node) -> Sequence[Any]:
+    return None, rstd, norm.args[2], None
+
+
+def batch_operands(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequence[Any]:
+    """The operands of a batch norm's result, in its dims."""
+    return [_of_channels(write, norm, t) for t in (mean, rstd, *norm.args[1:3])]
+
+
+def _group(write: Writer, norm: fx.Node, mean: fx.Node, rstd: fx.Node) -> Sequence[Any]:
+    x: fx.Node = norm.args[0]  # type: ignore[assignment]
+    value, groups = x.meta["val"], norm.args[6]
+    samples, channels = write.size(x, 0), value.shape[1]
+
+    def of_each(t: fx.Node) -> fx.Node:
+        """(samples, groups) to (samples, channels, 1, …)"""
+        parts = write(aten.expand.default, write(aten.unsqueeze.default, t, 2), [samples, groups, channels // groups])
+        parts = write(aten.clone.default, parts, memory_format=torch.contiguous_format)
+        return write(aten.view.default, parts, [samples, channels, *[1] * (value.dim() - 2)])
+
+    return of_each(mean), of_each(rstd), *(_of_channels(write, norm, t) for t in norm.args[1:3])
+
+
+def _of_channels(write: Writer, norm: fx.Node, t: Any) -> Any:
+    rank = norm.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return None if t is None else write(aten.view.default, t, [1, -1, *[1] * (rank - 2)])
+
+
+# The operands of each norm's result, and which of its other results are the statistics among them.
+_SPELLED: dict[Any, tuple[Callable[..., Sequence[Any]], tuple[int, ...]]] = {
+    aten.native_layer_norm.default: (_layer, (1, 2)),
+    aten._fused_rms_norm.default: (_rms, (1,)),
+    aten._native_batch_norm_legit_functional.default: (batch_operands, (1, 2)),
+    aten._native_batch_norm_legit.no_stats: (batch_operands, (1, 2)),
+    aten.native_group_norm.default: (_group, (1, 2)),
+}
+
+
+def recompose_norms(forward: fx.GraphModule) -> None:
+    """Give a forward, behind the cut, the results of the norms that were decomposed for it."""
+    graph = forward.graph
+    names = {n.name: n for n in graph.nodes}
+    for value in [n for n in graph.nodes if _NORM in n.meta]:
+        norm = names.get(value.meta.pop(_NORM))
+        if norm is None:
+            continue
+        with graph.inserting_after(norm):
+            out = graph.call_function(operator.getitem, (norm, 0))
+        out.meta = dict(value.meta)
+        value.replace_all_uses_with(out)
+        _erase(graph, value)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """A node that nobody reads, and what only it read."""
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n.op == "call_function" and not n.users and not n._erased:
+            todo += n.all_input_nodes
+            graph.erase_node(n)
