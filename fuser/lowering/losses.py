@@ -209,6 +209,7 @@ class ClassLoss:
         self.x_size = ctx.size_of(x)
         self.dim = min(1, len(self.x_size) - 1)
         self.classes = self.x_size[self.dim]
+        ctx.assume("lt", 0, self.classes)  # a class is looked up under a mask: of none there would be no address
         self.size = tuple(s for d, s in enumerate(self.x_size) if d != self.dim)
         demands.has_size(ctx, target, self.size, "a target")
         demands.same_dtypes(x, weight)

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fuser
 from tests.opinfo import database, other_calls, runner
@@ -22,9 +23,9 @@ OPERATORS = database.operators()
 X = torch.randn(4, 6)
 # What had been taken, and read behind the end of a tensor.
 REFUSED = {
-    "group norm": (lambda x, w: torch.nn.functional.group_norm(x, 2, w), (X, torch.ones(6)), (X, torch.ones(5))),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (X, torch.ones(6)), (X, torch.ones(5))),
     "cross entropy": (
-        lambda x, t, w: torch.nn.functional.cross_entropy(x, t, w),
+        lambda x, t, w: F.cross_entropy(x, t, w),
         (X, torch.tensor([0, 1, 2, 5]), torch.ones(6)), (X, torch.tensor([0, 1, 2, 5]), torch.ones(3)),
     ),
     "diagonal": (torch.diagonal_scatter, (X, torch.ones(4)), (X, torch.ones(3))),
@@ -35,7 +36,7 @@ REFUSED = {
     "softmax's gradient": (
         lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float32), (X, X), (X, X[:, :1].clone()),
     ),
-    "logits": (torch.nn.functional.binary_cross_entropy_with_logits, (X, X.sigmoid()), (X, X[:1].sigmoid())),
+    "logits": (F.binary_cross_entropy_with_logits, (X, X.sigmoid()), (X, X[:1].sigmoid())),
 }  # fmt: skip
 
 
@@ -52,6 +53,38 @@ def test_what_eager_refuses_is_refused(name):
         function(*bad)
     with pytest.raises((RuntimeError, IndexError, ValueError)):
         fuser.run_fusion(key, list(bad))
+
+
+ROWS = torch.tensor([0, 1, 2, 0])
+LOOKUPS = {
+    "index": lambda x: x[:, ROWS], "index_select": lambda x: x.index_select(1, ROWS), "take": lambda x: x.take(ROWS),
+    "gather": lambda x: x.gather(1, ROWS.view(4, 1)), "embedding": lambda x: F.embedding(ROWS, x.t()),
+    "padded embedding": lambda x: F.embedding(ROWS, x.t(), padding_idx=0),
+    "take_along_dim": lambda x: torch.take_along_dim(x, ROWS.view(4, 1), 1),
+    "nll_loss": lambda x: F.nll_loss(x, ROWS), "cross_entropy": lambda x: F.cross_entropy(x, ROWS),
+    "cross_entropy, each": lambda x: F.cross_entropy(x, ROWS, reduction="none", label_smoothing=0.1),
+    "gradient": lambda x: torch.ops.aten.nll_loss_backward(ROWS[0] + 1.0, x, ROWS, None, 1, -100, ROWS[1] * 4.0),
+    "masked": lambda x: torch.ops.aten._unsafe_masked_index(x, ROWS.view(4, 1) >= 0, [None, ROWS.view(4, 1)], 0.0),
+    "index_add": lambda x: x.index_add(1, ROWS, x.new_ones(4, 4)),
+    "scatter": lambda x: x.scatter(1, ROWS.view(4, 1), 1.0),
+    "index_put": lambda x: x.index_put((ROWS, ROWS), x.new_ones(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_along_an_empty_dim_are_eagers(name):
+    """A kernel made for many elements has no address for a lookup among none."""
+    key = fuser.register_fusion(torch.fx.symbolic_trace(lambda x: LOOKUPS[name](x * 2)))
+    full, empty = torch.randn(4, 6), torch.empty(0).as_strided((4, 0), (0, 1))
+    (got,) = fuser.run_fusion(key, [full])
+    torch.testing.assert_close(got, LOOKUPS[name](full * 2))
+    try:
+        want = LOOKUPS[name](empty * 2)
+    except (RuntimeError, IndexError):
+        with pytest.raises((RuntimeError, IndexError)):
+            fuser.run_fusion(key, [empty])
+    else:
+        assert fuser.run_fusion(key, [empty])[0].shape == want.shape
 
 
 def test_indices_that_broadcast_below_a_mask():
