@@ -83,6 +83,8 @@ def lower_huber_loss(
     ctx: LoweringContext, x: TensorBox, y: TensorBox, reduction: int = MEAN, delta: Any = 1.0
 ) -> TensorBox:
     """d * d / 2 for d = |x - y| up to delta, else delta * (d - delta / 2)"""
+    if not x.dtype.is_floating_point:
+        raise demands.refused(f"a Huber loss of {x.dtype}")
 
     def body(a: Value, b: Value, k: Value) -> Value:
         d = _gap(a, b)

@@ -369,6 +369,8 @@ def vector_norm(ctx: LoweringContext, x: TensorBox, order: float, dims: Dims, ke
         return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.abs(v))
     if order == 2:
         return reduce_to_result(ctx, "sum", x, dims, keepdim, lambda v, _: ops.mul(v, v), finish=lambda v: ops.sqrt(v))
+    if order < 0:  # such a norm has no identity
+        need_elements(ctx, x, dims)
     return reduce_to_result(
         ctx, "sum", x, dims, keepdim, lambda v, _: ops.pow(ops.abs(v), float(order)),
         finish=lambda v: ops.pow(v, 1.0 / order),
@@ -402,6 +404,8 @@ def lower_norm(
 @lower("aten.dist")
 def lower_dist(ctx: LoweringContext, a: TensorBox, b: TensorBox, order: Any = 2) -> TensorBox:
     """Norm of the difference."""
+    if torch.bool in (a.dtype, b.dtype):
+        raise demands.refused("a difference of bools")
     dtype = result_dtype(ctx)
     gap = elementwise(ctx, [a, b], lambda x, y: ops.sub(x, y), dtype, ordered=False)
     return vector_norm(ctx, gap, _order(order), None, False)
