@@ -115,4 +115,37 @@ def keep_for_products(joint: fx.GraphModule) -> None:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-__all__ = ["ELEMENTWISE", "READERS", "keep_for_products", "told_to_the_cut"]
+def written_inputs(joint: fx.GraphModule) -> frozenset[str]:
+    """The names of the inputs that a joint graph writes, or that its caller writes from the graph's results.
+
+    To be asked before passes run: of the second kind AOTAutograd has cloned what needs gradients, on no line of the
+    user's.
+    """
+    found = set()
+    for node in joint.graph.nodes:
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node) or first.op != "placeholder":
+            continue
+        own_clone = node.target is _aten.clone.default and not node.meta.get("stack_trace")
+        if own_clone or node.target is _aten.copy_.default:
+            found.add(first.name)
+    return frozenset(found)
+
+
+def keep_from_written(joint: fx.GraphModule, written: frozenset[str]) -> None:
+    """Have the cut save what is computed straight from an input that is written.
+
+    When the backward runs, that input holds what was written, and nothing can be computed from it again.
+    """
+    behind = after_tangents(joint.graph)
+    told = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in written]
+    while told:
+        for user in told.pop().users:
+            if user in behind or user.op == "output" or user.target is _aten.copy_.default:
+                continue
+            if is_view(user.target) or user.target is _aten.clone.default:
+                told.append(user)
+            user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+__all__ = ["ELEMENTWISE", "READERS", "keep_for_products", "keep_from_written", "told_to_the_cut", "written_inputs"]

@@ -13,7 +13,7 @@ from torch import fx
 from fuser import config
 from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import Compiled, compile_functional
-from fuser.frontends.recompute import keep_for_products, told_to_the_cut
+from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
@@ -89,11 +89,13 @@ class Training:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         self.cut, self.random = True, any(draws(n) for n in all_nodes(joint))
+        written = written_inputs(joint)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
         keep_results_apart(joint)
         on_cpu = is_on_cpu(joint)
         floats = _floats_as_integers(joint)
+        keep_from_written(joint, written)
         kept = float(self.options.get("memory", config.memory))
         if kept < 1:
             _keep_drawn(joint)
