@@ -211,7 +211,8 @@ def _value_problems(case: Case, got: Observation, want: Observation) -> list[str
 def _at_nan(case: Case, got: Observation, want: Observation) -> list[torch.Tensor | None]:
     """The gradients, with eager's where one of the two is NaN or nothing and the input is NaN.
 
-    Also where one is NaN, if a function with a kink met NaN on the way.
+    If a function with a kink met NaN on the way, also where one of the two or the input is NaN: the input may have
+    other gradients beside that function's.
 
     Such functions compare, and which comparison a NaN fails differs between eager's vectors and what is left over
     beside them.
@@ -220,9 +221,11 @@ def _at_nan(case: Case, got: Observation, want: Observation) -> list[torch.Tenso
     made, kinked = list(got.gradients), functools.cache(lambda: _kink_meets_nan(case))
     for n, (x, a, b) in enumerate(zip(leaves, got.gradients, want.gradients)):
         if a is not None and b is not None and a.shape == b.shape == x.shape and a.dtype == b.dtype:
-            either = a.isnan() ^ b.isnan() | x.isnan() & ((a == 0) | (b == 0))
-            if (either & ~x.isnan()).any() and not kinked():
-                either &= x.isnan()
+            one = a.isnan() ^ b.isnan()
+            either = x.isnan() & (one | (a == 0) | (b == 0))
+            at_nan = one | x.isnan() & (a != b)
+            if (at_nan & ~either).any() and kinked():
+                either = at_nan
             made[n] = torch.where(either, b, a) if either.any() else a
     return made
 
