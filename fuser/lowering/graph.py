@@ -193,7 +193,7 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
     elif dense is not None:
         strides = strides_of(symbols, dense)
     else:
-        strides = tuple(_stride(ctx, number, d, size[d], stride[d]) for d in range(len(size)))
+        strides = tuple(_stride(ctx, number, d, symbols[d], size[d], stride[d]) for d in range(len(size)))
         _assume_order(ctx, strides, stride)
     box = ctx.input_tensor(number, t.dtype, symbols, strides)
     meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
@@ -207,8 +207,10 @@ def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequen
         ctx.assume("lt" if example[a] < example[b] else "eq", strides[a], strides[b])
 
 
-def _stride(ctx: LoweringContext, number: int, d: int, size: int, stride: int) -> Expr:
+def _stride(ctx: LoweringContext, number: int, d: int, symbol: Expr, size: int, stride: int) -> Expr:
     if size > 1 and stride in (0, 1):
+        if stride == 0:
+            ctx.assume("lt", 0, symbol)  # what is read once for the whole dim has to be there
         return expr(stride)
     return ctx.new_symbol(f"x{number}_s{d}", stride, STRIDE)
 

@@ -7,8 +7,10 @@ A node is one loop nest of one buffer. Its loop variables are its own; facts are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import field
+
+import torch
 
 from fuser.ir.loop_body import LoopBody, Row, map_exprs, prune_with, row_exprs
 from fuser.ir.nodes import Buffer, Loops, Reduction, Scan, Scatter
@@ -112,14 +114,20 @@ def row_cost(row: Row) -> int:
     return spec.cost if spec is not None else 1
 
 
-def make_nodes(ctx: LoweringContext, buffers: list[Buffer]) -> list[Node]:
-    """Nodes of `buffers`, in order, normalised."""
+def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Container[str] = ()) -> list[Node]:
+    """Nodes of `buffers`, in order, normalised.
+
+    Nothing is read of buffers that are `empty`, without elements at every call: they may have no address. What stands
+    in place of an element, 0, nobody uses.
+    """
     out: list[Node] = []
     for buffer in buffers:
         buffer.size = tuple(ctx.canon(s) for s in buffer.size)
         buffer.stride = tuple(ctx.canon(s) for s in buffer.stride)
         for n, loops in enumerate(buffer.loops):
             node = _make_node(ctx, buffer, loops, n)
+            node.rows = [_nothing(r.dtype) if r.op == "load" and r.attr[0] in empty else r for r in node.rows]
+            node.update_reads()
             node.position = len(out)
             out.append(node)
     return out
@@ -161,8 +169,13 @@ def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Loops, n: int) -> No
         ordered=ordered,
     )
     normalise(node)
-    node.update_reads()
     return node
+
+
+def _nothing(dtype: torch.dtype) -> Row:
+    """A zero of a dtype, as `ops.constant` writes it."""
+    kind = float if dtype.is_floating_point else bool if dtype is torch.bool else int
+    return Row("const", (), dtype, repr(kind(0)))
 
 
 def normalise(node: Node) -> None:

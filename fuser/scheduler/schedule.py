@@ -10,7 +10,7 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import is_checked
 from fuser.ir.nodes import Buffer
-from fuser.ir.sizes import Expr
+from fuser.ir.sizes import ZERO, Expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.fusion import Fusion, Memory, fuse
@@ -47,7 +47,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     live = _live_buffers(ctx.buffers, roots)
     if any(_is_checking(b) for b in ctx.buffers if b not in live):
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
-    nodes = make_nodes(ctx, live)
+    nodes = make_nodes(ctx, live, _empty(lowered))
     if ctx.target.unrolls:
         unroll_short(nodes)
     inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work)
@@ -84,6 +84,13 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
     buffers = tuple(b for b in ctx.buffers if b.name in needed)
     return Schedule(tuple(plans), buffers, tuple(fusion.reasons), joined)
+
+
+def _empty(lowered: Lowered) -> set[str]:
+    """The inputs and buffers that have no elements at every call."""
+    sizes = {b.name: b.size for b in lowered.ctx.buffers}
+    sizes |= {f"in{n}": r.size for n, r in enumerate(lowered.inputs) if isinstance(r, TensorInput)}
+    return {name for name, size in sizes.items() if any(lowered.ctx.canon(s) == ZERO for s in size)}
 
 
 def _add_inputs(

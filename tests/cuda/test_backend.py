@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from cuda_cases import CASES, Case, reduced_into
 
 import fuser
@@ -192,3 +195,44 @@ def test_an_output_that_is_not_there_is_left_to_eager() -> None:
     case = Case("", lambda x: x.chunk(3)[2] * 2, lambda i: (i.normal(2),))
     with pytest.raises(Unsupported, match="there are 2 results, and none at 2"):
         case.source(case.fake_args())
+
+
+EMPTY = {
+    "logsumexp": lambda x, y, z: (x.logsumexp(0), x.repeat_interleave(2, 0).atan()),
+    "sum": lambda x, y, z: (x.sum(0), x * 2, y + 1),
+    "prod": lambda x, y, z: (x.prod(0) + y, x.exp().amin(1)),
+    "pad": lambda x, y, z: F.pad(x, (0, 0, 1, 2), value=0.5) * 2,
+    "cat": lambda x, y, z: torch.cat([x, y[None], x]) * 2,
+    "wide": lambda x, y, z: ((x + y).sum(0), (x * y).relu(), y.softmax(0)),
+    "halves": lambda x, y, z: (x[: x.shape[0] // 2].sum(0), x.repeat(2, 1).cumsum(0)),
+    "known": lambda x, y, z: (x.logsumexp((0,)), z.softmax(1), torch.repeat_interleave(x, 2, dim=-2).atan()),
+    "norm": lambda x, y, z: (F.layer_norm(x, x.shape[1:], y), y * 2),
+}
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_tensor_without_elements_is_read_under_a_mask(name, expanded, width):
+    """Its address may be 0, which a load that no mask covers would read."""
+
+    def make(i):
+        x = i.normal(1, width).expand(0, width) if expanded else i.normal(2, width)[:0]
+        return x, i.normal(width), i.normal(8, 3).permute(1, 0)
+
+    case = Case(name, EMPTY[name], make)
+    for load in re.findall(r"tl\.load\((in0\b.*)\)", case.source(case.fake_args()).text):
+        assert re.search(r", (m|t\d)", load), load
+
+
+def test_a_kernel_for_repeated_elements_takes_no_tensor_without_any():
+    """It reads each once, whatever the size of the dim along which they repeat, and there may be none to read."""
+    call = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(lambda x: (x.sum(0), x.exp().amax(1)))))
+    x = torch.randn(1, 8)
+    call(x.expand(4, 8))
+    made = fuser.num_compiled_kernels()
+    call(x.expand(6, 8))
+    assert fuser.num_compiled_kernels() == made
+    total, most = call(x.expand(0, 8))
+    assert torch.equal(total, torch.zeros(8)) and most.shape == (0,)
+    assert fuser.num_compiled_kernels() > made
