@@ -64,9 +64,15 @@ class LaneLoop:
 
     macro = "FUSER_LANES"  # is not 0 where there are such vectors
 
-    def __init__(self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = ()) -> None:
-        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest."""
+    def __init__(
+        self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = (), filled: bool = False
+    ) -> None:
+        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest.
+
+        `filled`: many values are chosen by conditions that hold for the whole loop, or up to an edge.
+        """
         self.facts, self.plan, self.phase, self.own = facts, facts.plan, phase, own
+        self.filled = filled
         self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
         self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
         self.stored = [facts.unrounded(s) for s in self.full]
@@ -103,7 +109,8 @@ class LaneLoop:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        if not (self._is_plain_pass() if self.phase is not None else self.heavy or self._is_ragged()):
+        pays = self.heavy or self.filled or self._is_ragged()
+        if not (self._is_plain_pass() if self.phase is not None else pays):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
 

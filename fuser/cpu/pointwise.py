@@ -21,7 +21,7 @@ from fuser.cpu.prepared import is_prepared, tiles
 from fuser.cpu.records import Function
 from fuser.cpu.rounds import going_round, table_length
 from fuser.cpu.rows import Place, Rows
-from fuser.cpu.segments import Segments, each_segment, find_segments
+from fuser.cpu.segments import Segments, each_segment, find_segments, has_fills, stays_whole
 from fuser.cpu.tiles import fill_tiles, in_tiles, transposed
 from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS
 from fuser.cpu.vir import nodes as ir
@@ -56,13 +56,16 @@ def chosen(facts: Facts) -> Choice:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
     if segments is not None:
-        facts = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
+        cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
+        if stays_whole(cut, segments) and (lanes := LaneLoop(facts, filled=True)).fits():
+            return Choice(facts, None, lanes)
+        facts = cut
     else:
         facts = replace(facts, hoisted=_hoisted(facts, inner))
     moved = moved_rows(facts.plan)
     floats = [n for n, r in enumerate(facts.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
     if not facts.hoisted and any(facts.is_full(n) and n not in moved for n in floats):
-        lanes = LaneLoop(facts)
+        lanes = LaneLoop(facts, filled=has_fills(facts))
         if lanes.fits():
             return Choice(facts, segments, lanes)
     facts = replace(facts, moved=moved)

@@ -22,6 +22,11 @@ from fuser.ops import OPS
 SHORTEST = 8  # elements of a vector axis that is worth it
 SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
 MOST_CUTS = 6
+# Values other than 0 that loads have where a condition of a segment does not hold. g++ writes a loop for each of a few
+# such conditions; of more it vectorises none. A load under a mask costs less than what a short segment begins with.
+MANY_FILLS, FEW_FILLS = 4, 2
+MANY_LOADS = 4
+SHORT_OF_FILLS, SHORT_OF_LOADS = 160, 80  # elements of a vector axis that stays whole then
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
 _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -134,6 +139,28 @@ def _bound(facts: Facts, n: int) -> ir.Value:
     return ir.Select(bound < low, low, ir.Select(bound > high, high, bound))
 
 
+def has_fills(facts: Facts) -> bool:
+    """Whether so many values depend on conditions outside of the loop that explicit vectors are faster."""
+    found = {r.args[0] for n, r in enumerate(facts.plan.rows) if _fills(facts, n, r)}
+    return len(found) >= (FEW_FILLS if facts.machine.masks else MANY_FILLS)
+
+
+def _fills(facts: Facts, n: int, row: Row) -> bool:
+    if row.op != "where" or not facts.is_full(n) or (row.args[0] not in facts.constant and facts.is_full(row.args[0])):
+        return False
+    values = [facts.plan.rows[a] for a in row.args[1:]]
+    return any(v.op == "const" and float(v.attr if v.attr not in ("True", "False") else v.attr == "True") for v in values)
+
+
+def stays_whole(facts: Facts, segments: Segments) -> bool:
+    """Whether the loop is rather written in one piece, with masks for what segments would keep apart."""
+    if facts.vector is None or segments.conditions:
+        return False
+    if has_fills(facts):
+        return facts.vector.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)
+    return facts.machine.masks and len(segments.loads) >= MANY_LOADS and facts.vector.hint < SHORT_OF_LOADS
+
+
 @contextmanager
 def each_segment(rows: Rows, segments: Segments, low: str, high: str) -> Iterator[None]:
     """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
@@ -148,4 +175,4 @@ def each_segment(rows: Rows, segments: Segments, low: str, high: str) -> Iterato
         yield
 
 
-__all__ = ["Segments", "each_segment", "find_edge", "find_edges", "find_segments"]
+__all__ = ["Segments", "each_segment", "find_edge", "find_edges", "find_segments", "has_fills", "stays_whole"]

@@ -64,6 +64,12 @@ def gradients(dy, x, w, h):
     return dx, (dy * y).sum(0), dy.sum(0), (h * dy).sum(-1), (h * dy).sum(0)
 
 
+def windows(p, h):
+    largest = F.max_pool2d(p, 3, 1, 1) * 2, F.max_pool2d(p, (1, 5), 1, (0, 2)) + 1, F.max_pool2d(h, 3, 1, 1) * 2
+    moved = F.pad(p, (1, 1, 1, 1))[:, :, 1:-1, 2:] + F.pad(p, (1, 1, 1, 1))[:, :, 1:-1, :-2] - 2 * p
+    return *largest, F.avg_pool2d(p, 3, 1, 1), F.avg_pool2d(h, 3, 1, 1, False, False), moved
+
+
 def integers(i8, i32, i64, n32, n64):
     whole = i32 // n32, i32 % n32, torch.div(i64, n64, rounding_mode="trunc"), torch.remainder(i64, n64)
     return *whole, i64 // 7, i8 // 3, torch.fmod(i32, n32), torch.gcd(i32, n32), i64 >> 3
@@ -84,5 +90,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scans": (scans, (_X, _I64)),
     "indexing": (indexing, (_X, _U8, _H, _AT, torch.randint(0, 45, (20, 131), generator=_g))),
     "layouts": (layouts, (_X, _H, _D, _U8)),
+    "windows": (windows, (_X[:, :126].reshape(3, 5, 18, 21), _H[:, :126].reshape(3, 5, 18, 21))),
     "integers": (integers, (_I8, _I32, _I64, _N32, _N32.long() * -3)),
 }

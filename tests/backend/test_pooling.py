@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fuser
+from fuser import machines
 from tests.backend.fused import check, check_falls_back, compare, fuse, no_fallback, values
 
 aten = torch.ops.aten
@@ -71,6 +72,47 @@ def test_long_rows(width):
     )
     for pool in pools:
         check(pool, x, tol=CLOSE)
+
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("first", [5, 33, 150, 400])
+def test_rows_that_are_read_around_each_element(first, dtype):
+    """Short rows are one piece under masks, longer ones are cut where windows begin and end to be inside; a kernel made
+    for one width takes all."""
+    fns = {
+        "max": lambda x: (F.max_pool2d(x, 3, 1, 1) * 2, F.max_pool2d(x, 5, 1, 2) + 1, F.max_pool2d(x, (1, 3), 1, (0, 1)) - 1),
+        "peaks": lambda x: x * (F.max_pool2d(x, 3, 1, 1) == x) + first,
+        "avg": lambda x: (F.avg_pool2d(x, 3, 1, 1), F.avg_pool2d(x, (1, 5), 1, (0, 2)) * 2),
+        "filled": lambda x: F.pad(x, (1, 2, 1, 0), value=-1.5).sigmoid(),
+        "moved": lambda x: F.pad(x, (1, 1))[..., 2:] + F.pad(x, (1, 1))[..., :-2] - 2 * x,
+    }  # fmt: skip
+    close = CLOSE if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    for fn in fns.values():
+        handle, spec = fuse(fn)
+        for width in (first, 1, 16, 17, 64, 79, 161, 300, 1030):
+            if width == 1 and fn is fns["moved"]:
+                continue  # of no element
+            x = values(2, 2, 4, width, dtype=FLOATS[dtype])
+            x[0, 0, 0, 0], x[1, 0, -1, -1] = float("nan"), float("nan")
+            if width > 1:
+                x[1, 1, 1, : width // 2] = -float("inf")
+            compare(handle(x), fn(x), tol=close)
+        no_fallback(spec)
+
+
+@pytest.mark.parametrize("width", [20, 100, 500])
+def test_windows_are_read_in_vectors(width):
+    """g++ writes no vectors where many values are chosen by conditions that hold along the loop: 17 times the time."""
+    if not machines.here().lanes:
+        pytest.skip("no explicit vectors here")
+    for fn in (lambda x: F.max_pool2d(x, 3, 1, 1) * 3, lambda x: F.max_pool2d(x, 5, 1, 2) - x):
+        handle, spec = fuse(fn)
+        handle(values(2, 2, 20, width))
+        (kernel,) = spec.store.kernels
+        assert "FUSER_LANES" in kernel.source
 
 
 def test_special_values():
