@@ -7,14 +7,15 @@ row to the last, where g++ would load and store them around the tail.
 The instructions are those of `ops/lanes_cpp.py`.
 The loop computes several independent vectors at a time, then single ones, the last under a mask. Masked loads read only
 the lanes of their mask. A comparison of the index along the vector axis becomes a mask: all lanes before the index at
-which it changes, or all from there on.
+which it changes, or all from there on. Where these comparisons hold for a whole vector, as inside of a window's edges,
+the loop has none.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 
@@ -38,9 +39,11 @@ COSTLY = 9  # operations of a function that is worth vectors by itself
 LANES = ir.Name("FUSER_LANES")  # elements of a vector
 SHORT = 256  # elements of a row, of which what fills no vector takes much of the time of g++'s loops
 SHORTEST = 4  # elements of a row: fewer fill no vector
+ALONE = 64  # elements of a row inside of its edges for each vector of several at a time
 LONG = 512  # elements of a row from which its reductions ask for memory ahead: neighbours of shorter ones are foreseen
 GROUP = 16  # float32 additions in a lane before they go to a float64 total, beside those of a row's last vectors
 DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
+SECOND = (torch.float32, *LOW)  # of which they read every second element
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
 
@@ -76,7 +79,7 @@ class LaneLoop:
         self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
         self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
         self.stored = [facts.unrounded(s) for s in self.full]
-        self.edges = find_edges(facts) if phase is None else {}
+        self.edges = find_edges(facts, 2) if phase is None else {}
         roots = [*self.stored, *(a.reduce.row for a in own)]
         inside = facts.passes.closure(roots, {*self.edges, *self.found})
         along = None if phase is None or facts.vector is None else facts.vector.sym
@@ -92,8 +95,13 @@ class LaneLoop:
         self.float, self.lanes = (torch.float64, LANES // 2) if wide else (torch.float32, LANES)
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
+        self.inside = self._inside() if any(n in self.edges for n in self.rows) else frozenset[int]()
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
-        self.pairs = used == {torch.bfloat16} and not self.in_order and not facts.kept  # whose lanes are not
+        steps = {n: s for n in self.loads if (s := facts.step(self.plan.rows[n].attr[1][0])) is not None}
+        twos = [n for n, s in steps.items() if s == expr(2)]
+        self.second = {n for n in twos if facts.dtypes[self.plan.rows[n].attr[0]] in SECOND}
+        plain = not (self.in_order or self.second or facts.kept)
+        self.pairs = used == {torch.bfloat16} and plain  # whose lanes are not in order
         lone = self.masked or self.backward or self.dtypes == {torch.bfloat16}
         halves = torch.float16 in self.dtypes or (torch.bfloat16 in self.dtypes and lone)
         self.heavy = halves or any(map(self._rounds, self.rows)) or self._is_costly()
@@ -101,6 +109,15 @@ class LaneLoop:
         if own:
             self.vectors = max(1, facts.lanes * self.float.itemsize // facts.machine.vector_bytes)
             self.pairs = self.pairs and self.vectors % 2 == 0
+
+    def _inside(self) -> frozenset[int]:
+        """The conditions that hold where all edges do."""
+        found: set[int] = set()
+        for n in self.rows:
+            row = self.plan.rows[n]
+            if n in self.edges or (row.op == "logical_and" and all(a in found for a in row.args)):
+                found.add(n)
+        return frozenset(found)
 
     def fits(self) -> bool:
         """Whether vectors pay, and there is one for every row, load and store."""
@@ -164,7 +181,7 @@ class LaneLoop:
             buffer, (address,) = row.attr
             if n in self.facts.guarded or self.facts.dtypes[buffer] not in (*DTYPES, self.float):
                 return False
-            return self.facts.step(address) == ONE or (n in self.backward and not row.args)
+            return self.facts.step(address) == ONE or n in self.second or (n in self.backward and not row.args)
         if row.op == "round_to":
             return row.attr in LOW
         return (row.op == "to_dtype" and self.types is TYPES) or self._cell_dtype(row) is not None
@@ -193,6 +210,9 @@ class LaneLoop:
             out.let(self.types[dtype], f"t{n}_all", ir.Splat(dtype, rows.ref(n)))
         out.var("i64", "k", 0)
         k, length, step = ir.Name("k"), ir.Name("length"), ir.Number(self.vectors) * self.lanes
+        if self.phase is None and self.inside and not (self.heavy and self.facts.along.hint < 2 * ALONE):
+            self._around(out, length)
+            return
         if self.phase is None:
             self._whole(rows, self.vectors, length)
             if self.vectors > 1 and self.facts.along.hint < SHORT and len(self.rows) < MANY_ROWS:
@@ -215,6 +235,31 @@ class LaneLoop:
             rest = ir.Name("whole") - k
             out.let("i64", "stop", ir.Select(rest <= step * GROUP, ir.Name("whole"), k + step * GROUP))
             flush()
+
+    def _around(self, out: Builder, length: ir.Value) -> None:
+        """Vectors inside of all edges as long as there are any; before and behind, one at a time under masks."""
+        vectors = min(self.vectors, max(1, self.facts.along.hint // ALONE))
+        low: ir.Value = ir.Number(0)
+        high = length
+        for n in (n for n in self.rows if n in self.edges):
+            before, place = self.edges[n]
+            at: ir.Value = ir.Name(f"edge{n}")
+            out.let("i64", f"edge{n}", place - "start")
+            if before:
+                high = ir.Select(at < high, at, high)
+            else:
+                low = ir.Select(at > low, at, low)
+        out.let("i64", "low", low)
+        out.let("i64", "high", high)
+        k = ir.Name("k")
+        with out.block(ir.While(k < length)):
+            inside = ir.For("k", None, ir.Name("high"), ir.Number(vectors) * self.lanes, whole=True)
+            with out.block(ir.If(ir.Name("low") <= k)), out.block(inside):
+                self._body(out, vectors, None, self.inside)
+            with out.block(ir.If(k < length)):
+                out.let("lanes_m", "some", ir.First(self.float, length - k))
+                self._body(out, 1, ir.Name("some"))
+                out.set(k, k + self.lanes)
 
     def row(self, rows: Rows) -> None:
         """Vectors up to `stop`; at the last one what is left of a row, too."""
@@ -258,10 +303,10 @@ class LaneLoop:
     def _write(self, rows: Rows, k: int, s: Store) -> Stream:
         return Stream(f"into{k}", self.facts.dtypes[s.buffer], rows.target(s))
 
-    def _body(self, out: Builder, vectors: int, some: ir.Value | None) -> None:
-        """All rows and stores of as many vectors; of one, if `some` names its lanes."""
+    def _body(self, out: Builder, vectors: int, some: ir.Value | None, true: Container[int] = ()) -> None:
+        """All rows and stores of as many vectors; of one, if `some` names its lanes. Conditions in `true` hold."""
         for n in self.rows:
-            for at, v in enumerate(self._values(n, vectors, some)):
+            for at, v in enumerate(self._values(n, vectors, some, true)):
                 out.let(self.types[self.plan.rows[n].dtype], f"t{n}_{at}", v)
         for k, (s, n) in enumerate(zip(self.full, self.stored, strict=True)):
             self._store(out, ir.Name(f"into{k}") + "k", self.facts.dtypes[s.buffer], n, vectors, some)
@@ -314,20 +359,23 @@ class LaneLoop:
     def _name(self, n: int, at: int) -> ir.Value:
         return ir.Name(f"t{n}_{at}" if n in self.rows else f"t{n}_all")
 
-    def _values(self, n: int, vectors: int, some: ir.Value | None) -> Iterator[ir.Value]:
+    def _values(self, n: int, vectors: int, some: ir.Value | None, true: Container[int] = ()) -> Iterator[ir.Value]:
         """The right-hand sides of row `n`, one for each vector."""
         row = self.plan.rows[n]
         for at in range(vectors):
             args = tuple(self._name(a, at) for a in row.args)
             if n in self.found:
                 yield ir.Load(self.float, ir.Name(f"from{n}") + "k" + ir.Number(at) * self.lanes, some)
+            elif n in true:
+                yield ir.Splat(torch.bool, ir.Number(1, torch.bool))
             elif n in self.edges:
                 before, place = self.edges[n]
                 count = place - "start" - "k" - ir.Number(at) * self.lanes
                 lanes = ir.First(torch.bool, count, flags=True)
                 yield lanes if before else lanes.same(0)
             elif row.op == "load":
-                yield self._load(n, at, args, some, vectors > 1)
+                held = n in self.masked and row.args[0] not in true
+                yield self._load(n, at, args[0] if held else None, some, vectors > 1)
             elif row.op == "round_to":
                 exact, tame = self.facts.is_exact(row.args[0], row.attr), row.args[0] in self.facts.tame
                 yield args[0] if exact else ir.Round(row.attr, args[0], tame, vector=True)
@@ -339,7 +387,7 @@ class LaneLoop:
                 yield ir.Op("lanes_near" if n in self.facts.near else "lanes", row.op, kind, args)
 
     def _load(
-        self, n: int, at: int, args: tuple[ir.Value, ...], some: ir.Value | None, several: bool
+        self, n: int, at: int, held: ir.Value | None, some: ir.Value | None, several: bool
     ) -> ir.Value:  # fmt: skip
         start = ir.Name(f"from{n}")
         if self.pairs and several:
@@ -349,9 +397,12 @@ class LaneLoop:
         if n in self.backward:
             lanes = self.lanes if some is None else ir.Name("length") - "k"
             return ir.Load(dtype, start - "k" - ir.Number(at) * self.lanes, back=lanes)
-        mask: ir.Value | None = ir.Mask(args[0]) if n in self.masked else None
+        mask: ir.Value | None = None if held is None else ir.Mask(held)
         if some is not None:
             mask = some if mask is None else some & mask
+        if n in self.second:
+            place = start + ir.Number(2) * ir.Name("k") + ir.Number(2 * at) * self.lanes
+            return ir.Load(dtype, place, mask, step=2)
         return ir.Load(dtype, start + "k" + ir.Number(at) * self.lanes, mask)
 
     def _store(

@@ -55,11 +55,10 @@ def chosen(facts: Facts) -> Choice:
     if facts.checked:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
+    if stays_whole(facts, segments) and (lanes := LaneLoop(facts, filled=True)).fits():
+        return Choice(facts, None, lanes)
     if segments is not None:
-        cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
-        if stays_whole(cut, segments) and (lanes := LaneLoop(facts, filled=True)).fits():
-            return Choice(facts, None, lanes)
-        facts = cut
+        facts = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
     else:
         facts = replace(facts, hoisted=_hoisted(facts, inner))
     moved = moved_rows(facts.plan)

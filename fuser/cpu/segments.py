@@ -7,7 +7,7 @@ Windows of pools do so with steps: g++ vectorises a load of every second element
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from fuser.cpu.facts import Facts, size
@@ -58,10 +58,7 @@ def find_segments(facts: Facts) -> Segments | None:
         return None
     edges = find_edges(facts, most)
     cuts = dict.fromkeys(place for _, place in edges.values())
-    rows: list[int] = []
-    for n, row in enumerate(facts.plan.rows):
-        if n in edges or (facts.is_full(n) and _is_constant(facts, row, rows)):
-            rows.append(n)
+    rows = _constant_rows(facts, edges)
     outside = (n for n in range(len(facts.plan.rows)) if not (facts.is_full(n) or facts.is_lane(n)))
     known = {*rows, *(outside if most > 1 else ())}
     loads = [n for n, row in enumerate(facts.plan.rows) if _reads_a_part(facts, row, known, most)]
@@ -73,6 +70,15 @@ def find_segments(facts: Facts) -> Segments | None:
         {n: Place(_part(facts, n), stored=True) for n in loads},
         tuple(ir.Name(f"t{n}") for n in conditions if facts.plan.rows[n].op != "const"),
     )  # fmt: skip
+
+
+def _constant_rows(facts: Facts, edges: Container[int]) -> list[int]:
+    """The rows of the loop that are constant between edges."""
+    rows: list[int] = []
+    for n, row in enumerate(facts.plan.rows):
+        if n in edges or (facts.is_full(n) and _is_constant(facts, row, rows)):
+            rows.append(n)
+    return rows
 
 
 def _is_constant(facts: Facts, row: Row, rows: Sequence[int]) -> bool:
@@ -140,25 +146,32 @@ def _bound(facts: Facts, n: int) -> ir.Value:
 
 
 def has_fills(facts: Facts) -> bool:
-    """Whether so many values depend on conditions outside of the loop that explicit vectors are faster."""
-    found = {r.args[0] for n, r in enumerate(facts.plan.rows) if _fills(facts, n, r)}
+    """Whether so many values depend on conditions outside of the loop, or up to an edge, that explicit vectors are
+    faster."""
+    held = {*_constant_rows(facts, find_edges(facts, MOST_STEP))}
+    found = {r.args[0] for n, r in enumerate(facts.plan.rows) if facts.is_full(n) and _fills(facts, r, held)}
     return len(found) >= (FEW_FILLS if facts.machine.masks else MANY_FILLS)
 
 
-def _fills(facts: Facts, n: int, row: Row) -> bool:
-    if row.op != "where" or not facts.is_full(n) or (row.args[0] not in facts.constant and facts.is_full(row.args[0])):
+def _fills(facts: Facts, row: Row, held: Set[int]) -> bool:
+    if row.op != "where" or (row.args[0] not in held and facts.is_full(row.args[0])):
         return False
     values = [facts.plan.rows[a] for a in row.args[1:]]
-    return any(v.op == "const" and float(v.attr if v.attr not in ("True", "False") else v.attr == "True") for v in values)
+    return any(v.op == "const" and v.attr not in ("0.0", "-0.0", "0", "False") for v in values)
 
 
-def stays_whole(facts: Facts, segments: Segments) -> bool:
+def stays_whole(facts: Facts, segments: Segments | None) -> bool:
     """Whether the loop is rather written in one piece, with masks for what segments would keep apart."""
-    if facts.vector is None or segments.conditions:
+    if facts.vector is None:
         return False
+    masked = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and r.args and facts.is_full(n)]
+    steps = any(_step(facts, r.attr[1][0]) > 1 for r in masked)
     if has_fills(facts):
-        return facts.vector.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)
-    return facts.machine.masks and len(segments.loads) >= MANY_LOADS and facts.vector.hint < SHORT_OF_LOADS
+        return steps or segments is not None and facts.vector.hint < (
+            SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS
+        )
+    whole = segments is not None and not steps and facts.machine.masks and len(masked) >= MANY_LOADS
+    return whole and facts.vector.hint < SHORT_OF_LOADS
 
 
 @contextmanager

@@ -201,7 +201,7 @@ class Values:
         place, mask = self.value(v.address, env), self.mask(v.mask, env, lanes)
         if v.back is not None:
             mask = torch.arange(lanes) < self.value(v.back, env)
-        step = 1 if v.back is None else -1
+        step = v.step if v.back is None else -1
         found = [place.moved(step * n).read() if mask[n] else 0 for n in range(lanes)]
         if isinstance(v.of, int):
             return torch.tensor(found, dtype=torch.int32).to(torch.int16 if v.of == 2 else torch.int8)

@@ -334,6 +334,61 @@ FUSER_FN void fuser_piece_to_half(u16* to, const float* from, i64 count) {
 """,
 }
 
+# Every second element: of two vectors, the second of which begins so that nothing behind the last one is read. Of a
+# mask's bits the lower half stands for lanes that the first one has.
+_SECOND = """\
+#if FUSER_LANES
+#if defined(__BMI2__)
+#define FUSER_SPREAD(m) __builtin_ia32_pdep_si(m, 0x5555)
+#else
+FUSER_FN u32 fuser_spread(u32 m) {
+  m = (m | m << 4) & 0x0f0f, m = (m | m << 2) & 0x3333;
+  return (m | m << 1) & 0x5555;
+}
+#define FUSER_SPREAD(m) fuser_spread(m)
+#endif
+template <class V, class I> FUSER_FN V fuser_lanes_second(V low, V high) {
+  I from;
+  for (int l = 0; l < FUSER_LANES; ++l) from[l] = l < FUSER_LANES / 2 ? 2 * l : 2 * l + 1;
+  return __builtin_shuffle(low, high, from);
+}
+#endif
+"""
+_LOADS_SECOND = {
+    "fuser_lanes_each_second_NAME": """\
+#if FUSER_LANES
+FUSER_FN lanes_f fuser_lanes_each_second_NAME(const T* p) {
+  FUSER_AT(VECTOR, p);
+  VECTOR high;
+  __builtin_memcpy(&high, p + (FUSER_LANES - 1), sizeof high);
+  return fuser_lanes_from_NAME(fuser_lanes_second<VECTOR, INDEX>(at, high));
+}
+#endif
+""",
+    "fuser_lanes_part_of_second_NAME": """\
+#if FUSER_LANES
+FUSER_FN lanes_f fuser_lanes_part_of_second_NAME(const T* p, lanes_m m) {
+  const VECTOR low = fuser_lanes_some(p, (lanes_m)FUSER_SPREAD(m & ((1 << FUSER_LANES / 2) - 1)));
+  const lanes_m rest = (lanes_m)(FUSER_SPREAD(m >> FUSER_LANES / 2) << 1);
+  return fuser_lanes_from_NAME(fuser_lanes_second<VECTOR, INDEX>(low, fuser_lanes_some(p + (FUSER_LANES - 1), rest)));
+}
+#endif
+""",
+}
+
+
+def _loads_second() -> dict[str, str]:
+    """These loads of each type of elements."""
+    found = {}
+    for kind, vector, element, index in (
+        ("float", "lanes_f", "float", "lanes_i"), ("half", "lanes_h", "u16", "lanes_h"),
+        ("bfloat16", "lanes_h", "u16", "lanes_h"),
+    ):  # fmt: skip
+        for name, text in _LOADS_SECOND.items():
+            text = text.replace("const T*", f"const {element}*").replace("NAME", kind).replace("INDEX", index)
+            found[name.replace("NAME", kind)] = text.replace("VECTOR", vector)
+    return found
+
 
 def _piece(text: str, machine: Machine) -> str:
     """A piece's function: without such vectors the part for others alone."""
@@ -344,8 +399,9 @@ def _piece(text: str, machine: Machine) -> str:
 
 
 HELPERS: dict[str, str | Callable[[Machine], str]] = {
-    "FUSER_LANES": _lanes, **{name: partial(_piece, text) for name, text in _PIECES.items()}
-}
+    "FUSER_LANES": _lanes, **{name: partial(_piece, text) for name, text in _PIECES.items()},
+    "fuser_lanes_second": _SECOND, **_loads_second(),
+}  # fmt: skip
 
 # Elementary functions that have a form for vectors: the text of the one for scalars, with other types.
 FUNCTIONS = tuple(row.name for row in special.ROWS if row.inline)

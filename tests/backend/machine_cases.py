@@ -64,10 +64,11 @@ def gradients(dy, x, w, h):
     return dx, (dy * y).sum(0), dy.sum(0), (h * dy).sum(-1), (h * dy).sum(0)
 
 
-def windows(p, h):
+def windows(p, h, b):
     largest = F.max_pool2d(p, 3, 1, 1) * 2, F.max_pool2d(p, (1, 5), 1, (0, 2)) + 1, F.max_pool2d(h, 3, 1, 1) * 2
     moved = F.pad(p, (1, 1, 1, 1))[:, :, 1:-1, 2:] + F.pad(p, (1, 1, 1, 1))[:, :, 1:-1, :-2] - 2 * p
-    return *largest, F.avg_pool2d(p, 3, 1, 1), F.avg_pool2d(h, 3, 1, 1, False, False), moved
+    second = F.max_pool2d(p, 3, 2, 1) * 2, F.max_pool2d(h, 3, 2, 1) * 2, F.max_pool2d(b, 3, 2, 1) * 2
+    return *largest, *second, F.avg_pool2d(p, 3, 1, 1), F.avg_pool2d(h, 3, 1, 1, False, False), moved
 
 
 def integers(i8, i32, i64, n32, n64):
@@ -90,6 +91,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scans": (scans, (_X, _I64)),
     "indexing": (indexing, (_X, _U8, _H, _AT, torch.randint(0, 45, (20, 131), generator=_g))),
     "layouts": (layouts, (_X, _H, _D, _U8)),
-    "windows": (windows, (_X[:, :126].reshape(3, 5, 18, 21), _H[:, :126].reshape(3, 5, 18, 21))),
+    "windows": (windows, (_X[:, :126].reshape(3, 5, 18, 21), _H[:, :126].reshape(3, 5, 18, 21), _B[:, :126].reshape(3, 5, 18, 21))),
     "integers": (integers, (_I8, _I32, _I64, _N32, _N32.long() * -3)),
 }

@@ -83,7 +83,10 @@ def test_rows_that_are_read_around_each_element(first, dtype):
     """Short rows are one piece under masks, longer ones are cut where windows begin and end to be inside; a kernel made
     for one width takes all."""
     fns = {
-        "max": lambda x: (F.max_pool2d(x, 3, 1, 1) * 2, F.max_pool2d(x, 5, 1, 2) + 1, F.max_pool2d(x, (1, 3), 1, (0, 1)) - 1),
+        "max": lambda x: (F.max_pool2d(x, 3, 1, 1) * 2, F.max_pool2d(x, 5, 1, 2) + 1),
+        "max along rows": lambda x: F.max_pool2d(x, (1, 3), 1, (0, 1)) - 1,
+        "second": lambda x: (F.max_pool2d(x, 3, 2, 1) * 2, F.max_pool2d(x, (2, 1), 2) + 1),
+        "second along rows": lambda x: F.max_pool2d(x, (1, 3), 2, (0, 1)) - 1,
         "peaks": lambda x: x * (F.max_pool2d(x, 3, 1, 1) == x) + first,
         "avg": lambda x: (F.avg_pool2d(x, 3, 1, 1), F.avg_pool2d(x, (1, 5), 1, (0, 2)) * 2),
         "filled": lambda x: F.pad(x, (1, 2, 1, 0), value=-1.5).sigmoid(),
@@ -108,7 +111,10 @@ def test_windows_are_read_in_vectors(width):
     """g++ writes no vectors where many values are chosen by conditions that hold along the loop: 17 times the time."""
     if not machines.here().lanes:
         pytest.skip("no explicit vectors here")
-    for fn in (lambda x: F.max_pool2d(x, 3, 1, 1) * 3, lambda x: F.max_pool2d(x, 5, 1, 2) - x):
+    for fn in (
+        lambda x: F.max_pool2d(x, 3, 1, 1) * 3, lambda x: F.max_pool2d(x, 5, 1, 2) - x,
+        lambda x: F.max_pool2d(x * 2, 3, 2, 1),
+    ):  # fmt: skip
         handle, spec = fuse(fn)
         handle(values(2, 2, 20, width))
         (kernel,) = spec.store.kernels

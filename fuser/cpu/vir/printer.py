@@ -160,6 +160,7 @@ class Printer:
             return self._helper("fuser_lanes_load_pairs", v.address)
         more = v.back if v.back is not None else v.mask
         how = "back" if v.back is not None else "load" if v.mask is None or isinstance(v.of, int) else "part"
+        how = how if v.step == 1 else {"load": "each_second", "part": "part_of_second"}[how]
         return self._helper(_spelled(how, v.of), v.address, *(() if more is None else (more,)))
 
     def _first(self, v: ir.First) -> str:

@@ -224,6 +224,7 @@ class Load(Value):
     """The elements of memory from `address` on, as a vector. Where `mask` does not hold, nothing is read: zeros.
 
     `back`: the elements from `address` backwards, so many or all that lanes hold. `paired`: two bfloat16 in a lane.
+    `step`: how far apart the elements are, 1 or 2.
     """
 
     of: Of
@@ -231,6 +232,7 @@ class Load(Value):
     mask: Value | None = None
     back: Value | None = None
     paired: bool = False
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
