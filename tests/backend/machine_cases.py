@@ -91,6 +91,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scans": (scans, (_X, _I64)),
     "indexing": (indexing, (_X, _U8, _H, _AT, torch.randint(0, 45, (20, 131), generator=_g))),
     "layouts": (layouts, (_X, _H, _D, _U8)),
-    "windows": (windows, (_X[:, :126].reshape(3, 5, 18, 21), _H[:, :126].reshape(3, 5, 18, 21), _B[:, :126].reshape(3, 5, 18, 21))),
+    "windows": (windows, tuple(t[:, :126].reshape(3, 5, 18, 21) for t in (_X, _H, _B))),
     "integers": (integers, (_I8, _I32, _I64, _N32, _N32.long() * -3)),
 }
