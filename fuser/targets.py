@@ -51,7 +51,7 @@ class Target:
     split_units, split_work, lane_block: a reduction to fewer units than this, of at least so much work, is cut into
       chunks; along the vector axis `lane_block` results are a unit. A target whose code generator cuts by itself has 0.
     few_rows, long_row: a kernel does not go on with the result of a reduction of fewer and longer rows than this. Of
-      columns of `column_bytes` that `cached` does not hold, there are as few up to twice as many.
+      columns of `column_bytes` that `cached` does not hold, there are as few up to four times as many.
     rows_at_once, cached: a kernel works on so many rows at a time. It does not go on with results of long rows either,
       if these have more than `cached` elements together: they would be read from memory twice (0: not asked).
     moments: whether one reading of a row gives its sum and its squared distances from what depends on that sum.

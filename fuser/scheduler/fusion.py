@@ -223,7 +223,7 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool
     columns, itemsize = _columns(kernel, memory)
     if columns is not None and columns not in kernel.reduced:
         n, block = sizes[columns], target.columns(itemsize)
-        few = 2 * few if target.column_bytes and rows * row > target.cached else few
+        few = 4 * few if target.column_bytes and rows * row > target.cached else few
         rows, row = rows // max(n, 1) * -(-n // block), row * min(n, block)
     elif row >= target.long_row and min(rows, target.rows_at_once) * row > target.cached:
         return True

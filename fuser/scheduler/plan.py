@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, map_exprs, renumber, renumber_expr, row_exprs
+from fuser.ir.loop_body import (
+    Recorder,
+    Row,
+    compute_dtype,
+    indirect_rows,
+    map_exprs,
+    renumber,
+    renumber_expr,
+    row_exprs,
+)
 from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import (
     INDIRECT,
@@ -64,11 +73,11 @@ class _Builder:
             number[n] = self.out.add_row(Row(row.op, args, row.dtype, row.attr)).row
         result = number[node.result]
         if node.is_reduction:
-            self.reductions.append((node.kind, result, node.buffer.dtype))
-            from fuser.ir.loop_body import compute_dtype
-
+            wanted = (node.kind, result, node.buffer.dtype)  # a mean and a variance add up the same rows
+            if wanted not in self.reductions:
+                self.reductions.append(wanted)
             dtype = compute_dtype(node.buffer.dtype)
-            result = self.out.add_row(Row("reduced", (), dtype, len(self.reductions) - 1)).row
+            result = self.out.add_row(Row("reduced", (), dtype, self.reductions.index(wanted))).row
         if node.identity_store:
             self.values[node.buffer.name] = result
         if is_stored(node.buffer.name):

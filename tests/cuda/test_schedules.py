@@ -77,7 +77,7 @@ def test_few_long_columns_are_split_like_rows():
 @pytest.mark.parametrize(
     "dtype, rows, columns, kernels",
     [(torch.bfloat16, 4096, 1024, 2), (torch.float32, 4096, 1024, 1), (torch.float32, 1 << 16, 1000, 2),
-     (torch.float32, 1 << 16, 4096, 1)],
+     (torch.float32, 1 << 16, 4096, 1), (torch.bfloat16, 1 << 16, 4096, 2)],
 )  # fmt: skip
 def test_columns_that_few_programs_would_read_are_split(dtype, rows, columns, kernels):
     """A program takes columns of 128 bytes. What the cache holds is read again by as few as 32 of them."""
