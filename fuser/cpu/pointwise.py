@@ -37,11 +37,15 @@ BLOCK = 4096  # elements of the vector axis in one unit of a pointwise nest
 
 @dataclass(frozen=True)
 class Choice:
-    """How the innermost loop is written: its segments, and its explicit vectors if any, beside the plain loop."""
+    """How the innermost loop is written: its segments, and its explicit vectors if any, beside the plain loop.
+
+    `plain`: how the plain loop is written where vectors go over all in one piece, and it goes over segments.
+    """
 
     facts: Facts
     segments: Segments | None = None
     vectors: LaneLoop | BitsLoop | None = None
+    plain: Choice | None = None
 
 
 def chosen(facts: Facts) -> Choice:
@@ -55,10 +59,15 @@ def chosen(facts: Facts) -> Choice:
     if facts.checked:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
-    if stays_whole(facts, segments) and (lanes := LaneLoop(facts, filled=True)).fits():
-        return Choice(facts, None, lanes)
+    whole = LaneLoop(facts, filled=True) if stays_whole(facts, segments) else None
+    plain = None
     if segments is not None:
-        facts = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
+        cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
+        plain = Choice(cut, segments)
+    if whole is not None and whole.fits():
+        return Choice(facts, None, whole, plain)
+    if plain is not None:
+        facts = plain.facts
     else:
         facts = replace(facts, hoisted=_hoisted(facts, inner))
     moved = moved_rows(facts.plan)
@@ -202,6 +211,10 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
             out.let("i64", rows.facts.v, "start")
             vectors.emit(rows)
     with out.block(ir.Otherwise()) if vectors is not None else nullcontext():
+        if choice.plain is not None:
+            with rows.of(choice.plain.facts):
+                _segment_loop(rows, choice.plain, low, high)
+            return
         held = choice.segments.conditions if choice.segments is not None else parts.conditions(rows.facts, 0)
         if held:  # g++ vectorises loads with steps where conditions are no matter, and makes no jumps of them
             tests: list[ir.Value] = [*held]

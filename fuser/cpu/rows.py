@@ -60,6 +60,14 @@ class Rows:
         yield
         self.places, self.results = before
 
+    @contextmanager
+    def of(self, facts: Facts) -> Iterator[None]:
+        """Inside, rows are written by `facts`, which differ in what is constant in a segment."""
+        before = self.facts, self.made
+        self.facts, self.made = facts, self.made | facts.constant
+        yield
+        self.facts, self.made = before
+
     # -- values --------------------------------------------------------------------------------------------------------
     def ref(self, n: int) -> ir.Value:
         """A row's value where it is used."""

@@ -8,16 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fuser.ir.loop_body import (
-    Recorder,
-    Row,
-    compute_dtype,
-    indirect_rows,
-    map_exprs,
-    renumber,
-    renumber_expr,
-    row_exprs,
-)
+from fuser.ir.loop_body import Recorder, Row, indirect_rows, map_exprs, renumber, renumber_expr, row_exprs
 from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import (
     INDIRECT,

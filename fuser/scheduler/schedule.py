@@ -13,6 +13,7 @@ from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import ZERO, Expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
+from fuser.scheduler.arrange import arrange
 from fuser.scheduler.fusion import Fusion, Memory, fuse
 from fuser.scheduler.inline import inline_cheap
 from fuser.scheduler.kernel_plan import KernelPlan
@@ -52,6 +53,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         unroll_short(nodes)
     inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work)
     nodes = _live_nodes(nodes, roots)
+    arrange(ctx, nodes, roots, _input_strides(lowered))
     strides = {b.name: b.stride for b in ctx.buffers}
     dtypes = {b.name: b.dtype for b in ctx.buffers}
     sizes: dict[str, tuple[int, int]] = {}
@@ -84,6 +86,11 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
     buffers = tuple(b for b in ctx.buffers if b.name in needed)
     return Schedule(tuple(plans), buffers, tuple(fusion.reasons), joined)
+
+
+def _input_strides(lowered: Lowered) -> dict[str, tuple[Expr, ...]]:
+    found = ((f"in{n}", r) for n, r in enumerate(lowered.inputs))
+    return {name: tuple(map(lowered.ctx.canon, r.stride)) for name, r in found if isinstance(r, TensorInput)}
 
 
 def _empty(lowered: Lowered) -> set[str]:

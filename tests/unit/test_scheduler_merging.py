@@ -82,6 +82,27 @@ def test_a_sum_that_two_results_need_is_added_up_once(dim: int) -> None:
         assert len([r for p in two.plans for r in p.reductions]) == 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_read_again_and_again_lies_as_its_readers_go(device: str) -> None:
+    """A bias of each head, looked up once for all windows, has its heads outermost."""
+
+    def scores(x: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        bias = table[index.view(-1)].view(49, 49, 3).permute(2, 0, 1)
+        return torch.softmax(x + bias, -1)
+
+    shapes = (torch.empty(64, 3, 49, 49), torch.empty(169, 3), torch.empty(49, 49, dtype=torch.int64))
+    graph = fuse(scores)[1].graph
+    found = schedule(
+        lower_graph(graph, [on_device(t, device) for t in shapes], config.numerics), config.max_body_rows
+    )
+    if device == "cpu":
+        assert len(found.plans) == 2 and any(b.order == (1, 0) for b in found.buffers), found.buffers
+    g = torch.Generator().manual_seed(0)
+    x, table = torch.randn(64, 3, 49, 49, generator=g), torch.randn(169, 3, generator=g)
+    index = torch.randint(0, 169, (49, 49), generator=g)
+    check(scores, x, table, index, tol={"rtol": 2e-6, "atol": 2e-6})
+
+
 def test_a_small_tensor_in_common_makes_no_one_kernel() -> None:
     x, w = (64, 512), (512,)
     args = [on_device(torch.empty(s), "cuda") for s in (x, x, w)]

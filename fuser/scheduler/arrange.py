@@ -1,0 +1,89 @@
+"""The memory order of intermediate results that loops read again and again: that of their readers.
+
+A table of biases, looked up for each pair of places, has its heads side by side. Scores of all windows read it row by
+row, so that each of their loads would be one of every so many elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from fuser.ir.nodes import Buffer, Pointwise, strides_of
+from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, symbols
+from fuser.lowering.context import LoweringContext
+from fuser.scheduler.nodes import Node
+
+AGAIN = 4  # readings of each element that make it worth to write the buffer in another order than it is made in
+
+
+def arrange(
+    ctx: LoweringContext, nodes: list[Node], fixed: Collection[str], strides: Mapping[str, tuple[Expr, ...]]
+) -> None:  # fmt: skip
+    """Have the dims of such buffers lie in the order in which readers go over memory; `fixed` ones keep theirs."""
+    made = {n.buffer.name: n.buffer for n in nodes}
+    readers: dict[str, list[Node]] = {}
+    for node in nodes:
+        for name in node.reads:
+            readers.setdefault(name, []).append(node)
+    for name, buffer in made.items():
+        if name in fixed or not _is_free(buffer):
+            continue
+        points = math.prod(max(ctx.hint(s), 1) for s in buffer.size)
+        wanted = {_order_of(ctx, node, buffer, strides) for node in readers.get(name, ())}
+        least = min((_points(ctx, node) for node in readers.get(name, ())), default=0)
+        if len(wanted) != 1 or least < AGAIN * points:
+            continue
+        (order,) = wanted
+        if order is not None and order != (buffer.order or tuple(range(len(buffer.size)))):
+            buffer.order, buffer.stride = order, strides_of(buffer.size, order)
+
+
+def _is_free(buffer: Buffer) -> bool:
+    """Whether one loop without an order of its own makes a buffer of several dims."""
+    plain = len(buffer.loops) == 1 and isinstance(buffer.loops[0], Pointwise) and not buffer.table
+    return plain and len(buffer.size) > 1
+
+
+def _points(ctx: LoweringContext, node: Node) -> int:
+    return math.prod(max(ctx.hint(size), 1) for _, size in node.domain)
+
+
+def _order_of(
+    ctx: LoweringContext, node: Node, buffer: Buffer, strides: Mapping[str, tuple[Expr, ...]]
+) -> tuple[int, ...] | None:  # fmt: skip
+    """The buffer's dims as a reader's loops go over them, from outermost to innermost; None if that cannot be told."""
+    if node.ordered is not None or node.contracts:
+        return None
+    steps = _steps(ctx, node, strides)
+    found: set[tuple[int, ...]] = set()
+    for row in node.rows:
+        if row.op != "load" or row.attr[0] != buffer.name:
+            continue
+        nearest = []
+        for e in row.attr[1]:
+            used = symbols(e)
+            if any(v not in steps for v in used):
+                return None  # a place that a row computes
+            nearest.append(min((steps[v] for v in used), default=math.inf))
+        found.add(tuple(sorted(range(len(nearest)), key=lambda d: -nearest[d])))
+    return found.pop() if len(found) == 1 else None
+
+
+def _steps(ctx: LoweringContext, node: Node, strides: Mapping[str, tuple[Expr, ...]]) -> dict[Sym, float]:
+    """How far each loop moves in the tensor that the node reads along most loops; by their order if there is none."""
+    out = {v: float(len(node.domain) - n) for n, (v, _) in enumerate(node.domain)}
+    best = 1
+    for row in node.rows:
+        if row.op != "load" or row.attr[0] not in strides or not row.attr[0].startswith("in"):
+            continue
+        address = sum((i * s for i, s in zip(row.attr[1], strides[row.attr[0]])), ZERO)
+        moved = {v: c for v, _ in node.domain if (c := coefficient(address, v)) is not None and c != ZERO}
+        if len(moved) > best:
+            best = len(moved)
+            out |= {v: float(abs(ctx.hint(c))) for v, c in moved.items()}
+            out |= {v: math.inf for v, _ in node.domain if v not in moved}
+    return out
+
+
+__all__ = ["arrange"]
