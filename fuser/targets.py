@@ -61,6 +61,8 @@ class Target:
     sums_by_dims: whether windows of many elements are summed along one dim after the other.
     window_dims: dims that the windows of a pooling extend along at most, if they overlap.
     unrolls: whether a reduction over a few points that lie apart is written out as arithmetic.
+    apart: whether what each row or column has one value of, such as a deviation, is computed by the kernel of its
+      reduction where another kernel reads it, and not by that one for every element.
     joins: whether plans along rows and along columns are looked at as one.
     joins_stored: elements from which a join that a norm of images reads is written to memory first, as the norm reads
       it again (0: none is).
@@ -105,6 +107,7 @@ class Target:
     recompute_cost: int = 8
     write_worth: int = 2
     table_work: int = 0
+    apart: bool = False
     product_rows: int = 0
 
     def columns(self, itemsize: int) -> int:

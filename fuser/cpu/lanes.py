@@ -67,15 +67,9 @@ class LaneLoop:
 
     macro = "FUSER_LANES"  # is not 0 where there are such vectors
 
-    def __init__(
-        self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = (), filled: bool = False
-    ) -> None:
-        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest.
-
-        `filled`: many values are chosen by conditions that hold for the whole loop, or up to an edge.
-        """
+    def __init__(self, facts: Facts, phase: int | None = None, own: Sequence[Accumulator] = ()) -> None:
+        """`phase`: the pass of a row nest, `own` its accumulators; without it, the loop of a pointwise nest."""
         self.facts, self.plan, self.phase, self.own = facts, facts.plan, phase, own
-        self.filled = filled
         self.found: set[int] = set() if phase is None else {n for n in facts.kept if facts.passes.first(n) < phase}
         self.full = [s for s in self.plan.stores if s in facts.passes.full_stores and phase in (None, s.phase)]
         self.stored = [facts.unrounded(s) for s in self.full]
@@ -95,7 +89,7 @@ class LaneLoop:
         self.float, self.lanes = (torch.float64, LANES // 2) if wide else (torch.float32, LANES)
         self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
         self.dtypes = used
-        self.inside = self._inside() if any(n in self.edges for n in self.rows) else frozenset[int]()
+        self.inside = _inside(self.plan.rows, self.rows, self.edges)
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
         steps = {n: s for n in self.loads if (s := facts.step(self.plan.rows[n].attr[1][0])) is not None}
         twos = [n for n, s in steps.items() if s == expr(2)]
@@ -110,23 +104,17 @@ class LaneLoop:
             self.vectors = max(1, facts.lanes * self.float.itemsize // facts.machine.vector_bytes)
             self.pairs = self.pairs and self.vectors % 2 == 0
 
-    def _inside(self) -> frozenset[int]:
-        """The conditions that hold where all edges do."""
-        found: set[int] = set()
-        for n in self.rows:
-            row = self.plan.rows[n]
-            if n in self.edges or (row.op == "logical_and" and all(a in found for a in row.args)):
-                found.add(n)
-        return frozenset(found)
+    def fits(self, filled: bool = False) -> bool:
+        """Whether vectors pay, and there is one for every row, load and store.
 
-    def fits(self) -> bool:
-        """Whether vectors pay, and there is one for every row, load and store."""
+        `filled`: many values are chosen by conditions that hold for the whole loop, or up to an edge.
+        """
         facts = self.facts
         if not facts.machine.lanes or facts.vector is None or facts.vector.hint < SHORTEST:
             return False
         if facts.checks_inside or facts.staged or facts.hoisted:
             return False
-        pays = self.heavy or self.filled or self._is_ragged()
+        pays = self.heavy or filled or self._is_ragged()
         if not (self._is_plain_pass() if self.phase is not None else pays):
             return False
         return all(map(self._store_fits, self.full, self.stored)) and all(map(self._row_fits, self.rows))
@@ -413,6 +401,15 @@ class LaneLoop:
         for at in range(0, vectors, together):
             values = tuple(self._name(n, at + k) for k in range(together))
             out.add(ir.Store(dtype, to + ir.Number(at) * self.lanes, values, some, exact, tame))
+
+
+def _inside(rows: Sequence[Row], within: Sequence[int], edges: Container[int]) -> frozenset[int]:
+    """The conditions among the rows `within` that hold where all edges do; none without edges."""
+    found: set[int] = set()
+    for n in within:
+        if n in edges or (rows[n].op == "logical_and" and all(a in found for a in rows[n].args)):
+            found.add(n)
+    return frozenset(found)
 
 
 def _convert(source: torch.dtype, target: torch.dtype, value: ir.Value) -> ir.Value:

@@ -59,12 +59,12 @@ def chosen(facts: Facts) -> Choice:
     if facts.checked:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
-    whole = LaneLoop(facts, filled=True) if stays_whole(facts, segments) else None
+    whole = LaneLoop(facts) if stays_whole(facts, segments) else None
     plain = None
     if segments is not None:
         cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
         plain = Choice(cut, segments)
-    if whole is not None and whole.fits():
+    if whole is not None and whole.fits(filled=True):
         return Choice(facts, None, whole, plain)
     if plain is not None:
         facts = plain.facts
@@ -73,8 +73,8 @@ def chosen(facts: Facts) -> Choice:
     moved = moved_rows(facts.plan)
     floats = [n for n, r in enumerate(facts.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
     if not facts.hoisted and any(facts.is_full(n) and n not in moved for n in floats):
-        lanes = LaneLoop(facts, filled=has_fills(facts))
-        if lanes.fits():
+        lanes = LaneLoop(facts)
+        if lanes.fits(has_fills(facts)):
             return Choice(facts, segments, lanes)
     facts = replace(facts, moved=moved)
     if facts.tiled is None and segments is None and not facts.hoisted:

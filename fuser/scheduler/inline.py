@@ -37,6 +37,7 @@ from fuser.scheduler.nodes import Node, normalise, row_cost
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
 AGAIN = 8  # readings of an element that is looked up, from which it is looked up once and kept in memory
+MANY, FEW_OPERATIONS = 64, 4  # readings of a value of reductions and its operations, from which it lies in memory
 DEEP = 48  # operations that chains may cost for each element they make, beside those of the first time
 REPEATS = 4  # times at most that an element counts which a reader computes along a loop of its own
 COSTLY = 64  # what an element may cost that a scatter or scan computes itself
@@ -51,6 +52,8 @@ class Producers:
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
     shared: Collection[str] = ()  # buffers that loops read which no scan can join
+    apart: bool = False  # whether what each row or column has one value of is computed with the reduction before it
+    reductions: Collection[str] = ()  # the buffers that these make
     table_work: int = 0  # operations to spare from which what comes from indices alone lies in memory; 0: it never does
     evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
@@ -86,15 +89,17 @@ def inline_cheap(
     stored: Collection[str] = (),
     scans_share: bool = False,
     table_work: int = 0,
+    apart: bool = False,
 ) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
 
     `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
-    `table_work`: as in `Target`.
+    `table_work`, `apart`: as in `Target`.
     """
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
-    producers = Producers(makers, hint, stored, shared, table_work)
+    reductions = {n.buffer.name for n in nodes if n.is_reduction}
+    producers = Producers(makers, hint, stored, shared, apart, reductions, table_work)
     producers = replace(producers, evaluations=_evaluations(nodes, producers))
     for node in nodes:
         if node.contracts:
@@ -159,8 +164,26 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     hoisted = hoisted and (innermost in read or innermost is None or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
+    if producers.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
+        return False
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
+
+
+def _is_of_reductions(producers: Producers, producer: Node, reader: Node) -> bool:
+    """Whether what reductions leave is computed on by itself, in the kernel of one, and read for many elements each."""
+    if producers.points(reader) < MANY * producers.points(producer) or producer.cost() < FEW_OPERATIONS:
+        return False
+    seen, pending = set[str](), [*producer.reads]
+    while pending:
+        name = pending.pop()
+        if name in seen or name in producers.reductions:
+            continue
+        if name not in producers.by_buffer or not producers.by_buffer[name].reads:
+            return False
+        seen.add(name)
+        pending += producers.by_buffer[name].reads
+    return bool(producer.reads)
 
 
 def _is_table(producers: Producers, producer: Node, reader: Node) -> bool:

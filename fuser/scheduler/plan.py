@@ -64,11 +64,9 @@ class _Builder:
             number[n] = self.out.add_row(Row(row.op, args, row.dtype, row.attr)).row
         result = number[node.result]
         if node.is_reduction:
-            wanted = (node.kind, result, node.buffer.dtype)  # a mean and a variance add up the same rows
-            if wanted not in self.reductions:
-                self.reductions.append(wanted)
+            self.reductions.append((node.kind, result, node.buffer.dtype))
             dtype = compute_dtype(node.buffer.dtype)
-            result = self.out.add_row(Row("reduced", (), dtype, self.reductions.index(wanted))).row
+            result = self.out.add_row(Row("reduced", (), dtype, len(self.reductions) - 1)).row
         if node.identity_store:
             self.values[node.buffer.name] = result
         if is_stored(node.buffer.name):

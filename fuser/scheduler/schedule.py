@@ -51,7 +51,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     nodes = make_nodes(ctx, live, _empty(lowered))
     if ctx.target.unrolls:
         unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work)
+    inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work, ctx.target.apart)
     nodes = _live_nodes(nodes, roots)
     arrange(ctx, nodes, roots, _input_strides(lowered))
     strides = {b.name: b.stride for b in ctx.buffers}

@@ -73,15 +73,6 @@ def test_its_results_are_right(name: str) -> None:
     check(fn, torch.randn(shape), torch.randn(shape), tol={"rtol": 2e-5, "atol": 2e-5}, kernels=1)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_sum_that_two_results_need_is_added_up_once(dim: int) -> None:
-    one = scheduled(lambda x, y: (x - x.mean(dim, keepdim=True)) / x.std(dim, keepdim=True), ROWS, "cuda")
-    assert [r.kind for p in one.plans for r in p.reductions] == ["sum", "sum"]  # the second one of squares
-    for device in ("cpu", "cuda"):
-        two = scheduled(lambda x, y: x.mean(dim) + x.sum(dim) * 2 + torch.relu(x).mean(dim), ROWS, device)
-        assert len([r for p in two.plans for r in p.reductions]) == 2
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_read_again_and_again_lies_as_its_readers_go(device: str) -> None:
     """A bias of each head, looked up once for all windows, has its heads outermost."""
