@@ -26,7 +26,7 @@ MOST_CUTS = 6
 # such conditions; of more it vectorises none. A load under a mask costs less than what a short segment begins with.
 MANY_FILLS, FEW_FILLS = 4, 2
 MANY_LOADS = 4
-SHORT_OF_FILLS, SHORT_OF_LOADS = 160, 80  # elements of a vector axis that stays whole then
+SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis that stays whole then
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
 _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -166,12 +166,11 @@ def stays_whole(facts: Facts, segments: Segments | None) -> bool:
         return False
     masked = [r for n, r in enumerate(facts.plan.rows) if r.op == "load" and r.args and facts.is_full(n)]
     steps = any(_step(facts, r.attr[1][0]) > 1 for r in masked)
+    if segments is None or steps:
+        return False
     if has_fills(facts):
-        return steps or segments is not None and facts.vector.hint < (
-            SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS
-        )
-    whole = segments is not None and not steps and facts.machine.masks and len(masked) >= MANY_LOADS
-    return whole and facts.vector.hint < SHORT_OF_LOADS
+        return facts.vector.hint < (SHORT_OF_FILLS if facts.machine.masks else SHORT_OF_LOADS)
+    return facts.machine.masks and len(masked) >= MANY_LOADS and facts.vector.hint < SHORT_OF_LOADS
 
 
 @contextmanager

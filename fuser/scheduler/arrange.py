@@ -75,7 +75,7 @@ def _steps(ctx: LoweringContext, node: Node, strides: Mapping[str, tuple[Expr, .
     out = {v: float(len(node.domain) - n) for n, (v, _) in enumerate(node.domain)}
     best = 1
     for row in node.rows:
-        if row.op != "load" or row.attr[0] not in strides or not row.attr[0].startswith("in"):
+        if row.op != "load" or row.attr[0] not in strides:
             continue
         address = sum((i * s for i, s in zip(row.attr[1], strides[row.attr[0]])), ZERO)
         moved = {v: c for v, _ in node.domain if (c := coefficient(address, v)) is not None and c != ZERO}
