@@ -51,12 +51,19 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for isin in (torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten.isin.Tensor_Scalar):
         if isin in table:
             table[isin] = functools.partial(_row_major, table[isin])
+    rrelu = torch.ops.aten.rrelu_with_noise_functional.default
+    table[rrelu] = functools.partial(_rrelu, rrelu)
     return {**table, **fast_paths.TABLE, **FROM_OUTSIDE}
 
 
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `general` gives, row-major as eager's kernel gives it."""
     return general(*args, **kwargs).contiguous()
+
+
+def _rrelu(functional: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a row-major tensor: eager's kernel gives one for each, the functional operator one like its argument."""
+    return NotImplemented if x.is_contiguous() else functional(x.contiguous(), *args, **kwargs)
 
 
 def _unfold_backward(

@@ -183,3 +183,18 @@ def test_values_of_nodes_are_those_before_later_changes_of_sizes():
     x = torch.arange(12).view(3, 4)
     (got,) = fuser_backend(torch.fx.symbolic_trace(fn), [x.clone()])(x.clone())
     assert torch.equal(got, fn(x.clone())[0]) and last_compilation().route != "eager"
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_reads_a_drawn_slope_row_by_row_is_no_error(gradients):
+    """Eager's `rrelu` gives a row-major result for each argument, its functional form one like the argument."""
+
+    def f(x):
+        return F.rrelu(x * 1.0, 0.3, 0.3, training=True).flatten(1) * 2
+
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_(gradients)
+    want, got = f(x), torch.compile(f, backend="fuser")(x)
+    torch.testing.assert_close(got, want)
+    assert got.stride() == want.stride()
+    if gradients:
+        assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), x) for y in (want, got))))
