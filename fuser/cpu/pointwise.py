@@ -59,7 +59,8 @@ def chosen(facts: Facts) -> Choice:
     if facts.checked:
         return Choice(replace(facts, hoisted=_hoisted(facts, inner)))
     segments = find_segments(facts) if facts.tiled is None else None
-    whole = LaneLoop(facts) if stays_whole(facts, segments) else None
+    filled = has_fills(facts)
+    whole = LaneLoop(facts) if stays_whole(facts, segments, filled) else None
     plain = None
     if segments is not None:
         cut = replace(facts, constant=frozenset(segments.rows), parts=frozenset(segments.loads))
@@ -74,7 +75,7 @@ def chosen(facts: Facts) -> Choice:
     floats = [n for n, r in enumerate(facts.plan.rows) if r.dtype is torch.float32 and r.op != "const"]
     if not facts.hoisted and any(facts.is_full(n) and n not in moved for n in floats):
         lanes = LaneLoop(facts)
-        if lanes.fits(has_fills(facts)):
+        if lanes.fits(filled):
             return Choice(facts, segments, lanes)
     facts = replace(facts, moved=moved)
     if facts.tiled is None and segments is None and not facts.hoisted:

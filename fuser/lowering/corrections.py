@@ -310,7 +310,7 @@ _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_
 _CONTIGUOUS = (
     "_log_softmax _log_softmax_backward_data _softmax_backward_data glu_backward masked_fill grid_sampler_2d "
     "native_layer_norm_backward nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward nll_loss_nd one_hot tril triu "
-    "diag_embed isin poisson rrelu rrelu_with_noise rrelu_with_noise_functional renorm"
+    "diag_embed isin poisson rrelu rrelu_with_noise renorm"
 )
 _SUGGESTED = (
     "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle reflection_pad2d reflection_pad3d "

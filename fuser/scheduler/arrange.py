@@ -14,7 +14,7 @@ from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import Node
 
-AGAIN = 4  # readings of each element that make it worth to write the buffer in another order than it is made in
+AGAIN = 4  # readings of each element from which the order of the readers counts, not that of who makes it
 
 
 def arrange(
@@ -30,11 +30,11 @@ def arrange(
         if name in fixed or not _is_free(buffer):
             continue
         points = math.prod(max(ctx.hint(s), 1) for s in buffer.size)
-        wanted = {_order_of(ctx, node, buffer, strides) for node in readers.get(name, ())}
-        least = min((_points(ctx, node) for node in readers.get(name, ())), default=0)
-        if len(wanted) != 1 or least < AGAIN * points:
+        own = readers.get(name, [])
+        if any(_points(ctx, node) < AGAIN * points for node in own):
             continue
-        (order,) = wanted
+        wanted = {_order_of(ctx, node, buffer, strides) for node in own}
+        order = wanted.pop() if len(wanted) == 1 else None
         if order is not None and order != (buffer.order or tuple(range(len(buffer.size)))):
             buffer.order, buffer.stride = order, strides_of(buffer.size, order)
 

@@ -37,7 +37,8 @@ from fuser.scheduler.nodes import Node, normalise, row_cost
 CHEAP = 8  # operations a recomputed element may cost
 FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
 AGAIN = 8  # readings of an element that is looked up, from which it is looked up once and kept in memory
-MANY, FEW_OPERATIONS = 64, 4  # readings of a value of reductions and its operations, from which it lies in memory
+# A value that follows from reductions by at least FEW_OPERATIONS is stored if at least MANY elements read it.
+MANY, FEW_OPERATIONS = 64, 4
 DEEP = 48  # operations that chains may cost for each element they make, beside those of the first time
 REPEATS = 4  # times at most that an element counts which a reader computes along a loop of its own
 COSTLY = 64  # what an element may cost that a scatter or scan computes itself

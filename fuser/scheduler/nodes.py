@@ -7,7 +7,7 @@ A node is one loop nest of one buffer. Its loop variables are its own; facts are
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 
 import torch
@@ -114,7 +114,7 @@ def row_cost(row: Row) -> int:
     return spec.cost if spec is not None else 1
 
 
-def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Container[str] = ()) -> list[Node]:
+def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Collection[str] = ()) -> list[Node]:
     """Nodes of `buffers`, in order, normalised.
 
     Nothing is read of buffers that are `empty`, without elements at every call: they may have no address. What stands
@@ -126,8 +126,9 @@ def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Container[str
         buffer.stride = tuple(ctx.canon(s) for s in buffer.stride)
         for n, loops in enumerate(buffer.loops):
             node = _make_node(ctx, buffer, loops, n)
-            node.rows = [_nothing(r.dtype) if r.op == "load" and r.attr[0] in empty else r for r in node.rows]
-            node.update_reads()
+            if not node.reads.isdisjoint(empty):
+                node.rows = [_nothing(r.dtype) if r.op == "load" and r.attr[0] in empty else r for r in node.rows]
+                node.update_reads()
             node.position = len(out)
             out.append(node)
     return out
@@ -169,6 +170,7 @@ def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Loops, n: int) -> No
         ordered=ordered,
     )
     normalise(node)
+    node.update_reads()
     return node
 
 

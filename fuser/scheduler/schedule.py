@@ -53,16 +53,18 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         unroll_short(nodes)
     inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work, ctx.target.apart)
     nodes = _live_nodes(nodes, roots)
-    arrange(ctx, nodes, roots, _input_strides(lowered))
-    strides = {b.name: b.stride for b in ctx.buffers}
-    dtypes = {b.name: b.dtype for b in ctx.buffers}
+    strides: dict[str, tuple[Expr, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     sizes: dict[str, tuple[int, int]] = {}
+    _add_inputs(lowered, strides, dtypes, sizes)
+    arrange(ctx, nodes, roots, strides)
+    strides |= {b.name: b.stride for b in ctx.buffers}
+    dtypes |= {b.name: b.dtype for b in ctx.buffers}
     for b in ctx.buffers:
         n = 1
         for s in b.size:
             n *= ctx.hint(s)
         sizes[b.name] = (n * b.dtype.itemsize, n)
-    _add_inputs(lowered, strides, dtypes, sizes)
     memory = Memory(strides, dtypes)
     fusion = fuse(ctx, nodes, sizes, most_rows, memory)
     if not ctx.writes:  # no input changes meanwhile
@@ -86,11 +88,6 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
         raise Unsupported(f"outputs {sorted(missing)} are computed by no kernel")
     buffers = tuple(b for b in ctx.buffers if b.name in needed)
     return Schedule(tuple(plans), buffers, tuple(fusion.reasons), joined)
-
-
-def _input_strides(lowered: Lowered) -> dict[str, tuple[Expr, ...]]:
-    found = ((f"in{n}", r) for n, r in enumerate(lowered.inputs))
-    return {name: tuple(map(lowered.ctx.canon, r.stride)) for name, r in found if isinstance(r, TensorInput)}
 
 
 def _empty(lowered: Lowered) -> set[str]:
