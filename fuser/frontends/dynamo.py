@@ -26,7 +26,7 @@ from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
-from fuser.frontends.overlaps import Watched, overlap_of_examples
+from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.thin import thin
 from fuser.frontends.views_of_inputs import view_written_inputs
@@ -189,6 +189,8 @@ class _GraphCompiler:
 
     def compile(self) -> Function:
         give_values(self.gm, self.example_inputs)
+        if writes_through(self.gm.graph):
+            return _run_eager(self.gm, THROUGH, self.options)
         self.passes = run_stage("pre_grad", self.gm)
         if any(record.changed for record in self.passes):
             self.gm.recompile()

@@ -3,6 +3,9 @@
 AOTAutograd makes a graph functional for the memory of its example inputs and looks at no later call's; and what it
 makes of examples that overlap is often wrong. So it is looked at here, in every call of a graph that writes inputs:
 first ranges of bytes, which is quick, and for ranges that overlap whether any element is in both.
+
+Writes through `expand` and `unfold` are found before the graph is made functional: in the functional form a repeated
+element gets the sum of what is written to it, and one between windows gets 0.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from fuser.passes.calls import value_of, writes
 from fuser.reasons import because
 
+THROUGH = because("not_traced", "it writes through expand or unfold, whose writes are not traced right")
 REASON = because("not_traced", "an input that is written overlaps another one in memory")
 Function = Callable[..., Any]
 Span = tuple[int, int, int]  # first byte, one past the last, number of the tensor
 
+_REPEATING = frozenset("expand expand_as broadcast_to broadcast_tensors unfold".split())
 _log = logging.getLogger(__name__)
 _said = False
 
@@ -65,6 +72,25 @@ class Watched:
         if self.sizes:
             self.known = addresses
         return True
+
+
+def writes_through(graph: fx.Graph) -> bool:
+    """Whether a node of dynamo's graph may write to repeated elements, or through a view by windows."""
+    if not any(str(getattr(n.target, "__name__", n.target)) in _REPEATING for n in graph.nodes):
+        return False
+    return any(writes(node) and any(map(_is_through, node.all_input_nodes[:1])) for node in graph.nodes)
+
+
+def _is_through(node: fx.Node | None) -> bool:
+    """Whether a tensor, or one that it is a view of, has elements in several places or is seen by windows."""
+    while node is not None:
+        value = value_of(node)
+        if value is not None and any(isinstance(s, int) and s == 0 for s in value.stride()):
+            return True
+        if getattr(node.target, "__name__", node.target) == "unfold":
+            return True
+        node = node.all_input_nodes[0] if node.all_input_nodes else None
+    return False
 
 
 def overlap_of_examples(examples: Sequence[Any], written: frozenset[int] | None) -> bool:

@@ -2,25 +2,31 @@
 
 AOTAutograd gives the caller a view of the input itself. It reads sizes, strides and the offset of that view from the
 traced graph's result, which is a view of the input's new content: a tensor of its own that may be laid out otherwise.
-Where sizes are symbolic and the views cannot be replayed, the caller would get the wrong elements. So the result
-becomes a view of the input, whose layout it then has. Its content is not read.
+Where sizes are symbolic AOTAutograd does not replay the views, and the caller would get the wrong elements. So the
+views are replayed in the graph: the result becomes a view of the input, whose layout it then has. Its content is not
+read.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.passes.classify import is_view
-from fuser.passes.hints import same
+
+class CannotBeViewed(Exception):
+    """A result that AOTAutograd would make another view of an input than eager does."""
 
 
 def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
     """Make results that are views of a written input's new content views of the input; how many there are.
 
     `module` is AOTAutograd's graph of a forward, while it is compiled, with the tokens of effects or without.
+    Raises `CannotBeViewed` for a result of another dtype than the input's: without a replay AOTAutograd takes its
+    strides for those of the input's dtype.
     """
     meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     if meta is None:
@@ -35,47 +41,76 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
         return 0  # inputs are tensor subclasses, of several tensors each, or come with states of random numbers
     changed = 0
     for at, info in enumerate(meta.output_info, first):
-        if info.output_type.name != "alias_of_input" or not meta.input_info[info.base_idx].mutates_data:
+        views = getattr(info.view_meta_sequence, "sequence", ())
+        if info.output_type.name != "alias_of_input" or not any(v.has_symbolic_inputs for v in views):
             continue
-        seen = _seen_through(graph, results[at], placeholders[info.base_idx])
-        if seen is not None:
-            results[at], changed = seen, changed + 1
+        source = placeholders[info.base_idx]
+        if results[at].meta["val"].dtype is not source.meta["val"].dtype:
+            raise CannotBeViewed("a result is a view of an input by another dtype, of symbolic sizes")
+        if meta.input_info[info.base_idx].mutates_data:
+            results[at] = _replayed(graph, source, views)
+            changed += 1
     if changed:
         output.args = (tuple(results),)
         module.recompile()
     return changed
 
 
-def _seen_through(graph: fx.Graph, result: Any, source: fx.Node) -> fx.Node | None:
-    """The views that make `result`, of `source` instead; None if they are its already, or do not fit."""
-    views: list[fx.Node] = []
-    node = result
-    while isinstance(node, fx.Node) and is_view(node.target):
-        views.append(node)
-        node = node.args[0]
-    if not views or node is source or not isinstance(node, fx.Node) or not _have_equal_sizes(node, source):
-        return None
+def _replayed(graph: fx.Graph, source: fx.Node, views: Any) -> fx.Node:
+    """The node of `source` seen through AOTAutograd's `views`, added before the graph's output."""
     value = source.meta["val"]
-    values = []
-    for view in reversed(views):
-        rest: Any = fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
-        try:
-            with value.fake_mode:
-                value = view.target(value, *rest, **view.kwargs)  # type: ignore[operator]
-        except Exception:
-            return None
-        values.append(value)
-    made = source
-    with graph.inserting_before(graph.output_node()):
-        for view, value in zip(reversed(views), values, strict=True):
-            made = graph.call_function(view.target, (made, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
-            made.meta = {**view.meta, "val": value}
-    return made
+    with graph.inserting_before(graph.output_node()), value.fake_mode, _Recording(graph, source) as recording:
+        seen = torch._C._functionalization.apply_view_meta_sequence(value, views)
+    node: fx.Node = recording.nodes[id(seen)]
+    return node
 
 
-def _have_equal_sizes(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the values of two nodes have the same sizes and dtype by spelling, which adds no guard."""
-    one, two = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or not hasattr(two, "fake_mode"):
-        return False
-    return one.dtype is two.dtype and same(one.shape, two.shape)
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operator called on values of a graph's nodes becomes a node of the graph, where it now inserts."""
+
+    def __init__(self, graph: fx.Graph, source: fx.Node) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = graph
+        self.nodes = {id(source.meta["val"]): source}
+        self.kept: list[Any] = []  # as long as an id stands for a value
+
+    def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = target(*args, **(kwargs or {}))
+        node = self._add(target, fx.node.map_aggregate(args, self._spelled), found, dict(kwargs or {}))
+        for at, value in enumerate(found) if isinstance(found, (list, tuple)) else ():
+            self._add(operator.getitem, (node, at), value)
+        return found
+
+    def _add(self, target: Any, args: Any, value: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta["val"] = value
+        self.nodes[id(value)] = node
+        self.kept.append(value)
+        return node
+
+    def _spelled(self, value: Any) -> Any:
+        """An operator's argument as the graph spells it."""
+        if isinstance(value, torch.Tensor):
+            return self.nodes[id(value)]
+        return _size(self.graph, value) if isinstance(value, torch.SymInt) else value
+
+
+def _size(graph: fx.Graph, value: torch.SymInt) -> fx.Node | int:
+    """A symbolic size as a node: one that the graph has already, or arithmetic on its symbols."""
+    from torch.utils._sympy.interp import sympy_interp  # sympy: not before a kernel's compiler is warm
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    expression = value.node.expr
+    if expression.is_number:
+        return int(expression)
+    known: dict[Any, fx.Proxy] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            known.setdefault(node.meta["val"].node.expr, fx.Proxy(node))
+    if expression not in known:
+        before = set(graph.nodes)
+        known[expression] = sympy_interp(PythonReferenceAnalysis, known, expression)
+        for node in graph.nodes:
+            if node not in before:
+                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    return known[expression].node
