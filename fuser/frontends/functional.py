@@ -61,7 +61,7 @@ class Compiled:
         """A function of a list of inputs, which it empties, to a tuple; of the inputs where the graph runs by ATen."""
         if self.program is None:
             return self.module.forward
-        return self.program.boxed if _has_custom_ops(self.module) else _past_first_check(self.program.boxed)
+        return _past_first_check(self.program.boxed, not _has_custom_ops(self.module))
 
     @property
     def written(self) -> frozenset[int]:
@@ -171,12 +171,13 @@ def _has_custom_ops(module: fx.GraphModule) -> bool:
     return any(isinstance(t, torch._ops.OpOverload) and t.namespace not in _BUILTIN for t in targets)
 
 
-def _past_first_check(function: Function) -> Function:
-    """A boxed function whose first call leaves the mode under which AOTAutograd looks for misdeclared custom operators.
+def _past_first_check(function: Function, leaves: bool) -> Function:
+    """A boxed function. If it `leaves`, its first call leaves AOTAutograd's search for misdeclared custom operators.
 
-    Under any mode ATen has to run, and there is no custom operator here.
+    That is a mode, and under any mode ATen has to run. The function is one of Python: AOTAutograd looks for an
+    attribute, and wrappers around a native function do not have it.
     """
-    seen = False
+    seen = not leaves
 
     def call(inputs: list[Any]) -> Any:
         nonlocal seen

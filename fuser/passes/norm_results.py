@@ -60,6 +60,9 @@ def _is_plain(norm: fx.Node, items: dict[Any, fx.Node]) -> bool:
     statistics = [items[i].meta["val"] if i in items else None for i in _SPELLED[norm.target][1]]
     if any(s is None or s.dtype is not torch.float32 for s in statistics):
         return False
+    names = [a.name for a in norm.target._schema.arguments]  # type: ignore[union-attr]
+    if "training" in names and norm.args[names.index("training")] is not True:
+        return False  # its statistics are empty
     if norm.target is aten.native_group_norm.default and type(x.shape[1]) is not int:
         return False
     ordered = is_contiguous(out) or same(out.stride(), x.stride())

@@ -124,3 +124,17 @@ def test_not_where_every_rounding_is_eagers():
     with config.override(numerics="eager"):
         gradients(torch.compile(lambda: F.silu(norm(F.linear(x, w))), backend=fuser_backend), [w, *own])
     assert changed() == 0
+
+
+def test_an_operator_that_uses_given_statistics_stays():
+    """ATen's own, called by hand: it has no statistics of its own, so there is nothing to compute the result from."""
+    weight, bias, mean, var = torch.rand(4, 8)
+
+    def program(x):
+        found = torch.ops.aten._native_batch_norm_legit.default(x * 2, weight, bias, mean, var, False, 0.1, 1e-5)
+        return found[0].sigmoid() * x
+
+    x = torch.randn(6, 8, 5, requires_grad=True)
+    torch._dynamo.reset()
+    got, want = (gradients(lambda: f(x), [x]) for f in (torch.compile(program, backend=fuser_backend), program))
+    torch.testing.assert_close(got, want)
