@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo strides fuzz exactness peers zoo told spellings scripts nnsmith vision stress lint types imports pages site bench report-page clean
+.PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings scripts nnsmith vision stress lint types imports pages site bench report-page clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make modes, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make vision, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -43,6 +43,9 @@ cubins: $(VENV)/.has-test
 
 opinfo: $(VENV)/.has-test
 	$(BIN)/python -m tests.opinfo --workers $(JOBS) --write docs/operators.md $(ARGS)
+
+modes: $(VENV)/.has-test
+	for m in dynamic dynamic+grad+layouts grad+autocast inference+dynamic+layouts; do $(BIN)/python -m tests.opinfo.modes $$m $(ARGS) || exit 1; done
 
 strides: $(VENV)/.has-test
 	FUSER_STRIDES=full $(BIN)/python -m pytest -q tests/unit/test_strides.py tests/unit/test_strides_everywhere.py $(ARGS)
