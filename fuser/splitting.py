@@ -21,12 +21,21 @@ from fuser.canonical.graph import ROUNDED, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.fallback import Fallback
 from fuser.lazy_dataclasses import dataclass
+from fuser.lowering.graph import COPIES_IF_NEEDED
 from fuser.reasons import because
 from fuser.refusals import Refusals
 
 _PYTHON = ("call.", "method.", "attribute.")  # canonical calls that only Python can make
 _SINGLE = (Kind.TENSOR, Kind.INPUT, Kind.NUMBER)  # kinds of values that a group takes
 _CROSSING = (*_SINGLE, Kind.ANY)  # and that it may turn out to take
+# Calls that give a tensor other sizes or strides; and that may give their very argument, which then has them, too.
+_RESIZING = frozenset(
+    "aten.as_strided_ aten.resize_ aten.resize_as_ aten.set_ aten.squeeze_ aten.swapaxes_ aten.swapdims_ aten.t_ "
+    "aten.transpose_ aten.unsqueeze_".split()
+)
+_SAME = COPIES_IF_NEEDED.union(
+    "aten.type_as aten.atleast_1d aten.atleast_2d aten.atleast_3d aten.broadcast_tensors".split()
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class _Rows:
         self.fusible: set[int] = set()
         self.reasons: dict[int, str] = {}  # why the others are left to ATen
         self.readers: dict[int, list[int]] = {i: [] for i in self.rows}
+        self.resizes = any(n.op in _RESIZING for n in registered.graph.nodes)
         for each in registered.rows:
             self._add(each)
         self._drop_bundles()
@@ -192,6 +202,8 @@ class _Rows:
         for node in self.nodes[row.index]:
             if node.index in self.found.refused:
                 return self.found.refused[node.index]
+            if self.resizes and node.op in _SAME:
+                return because("writes", "its result may be its argument, and the group changes a tensor's sizes")
         if row.index in self.registered.impure:
             return because("random", "it writes into a tensor, draws random numbers or runs Python")
         for i in self.refs(row):

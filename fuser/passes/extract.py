@@ -133,6 +133,8 @@ def _own_views(grouping: Grouping, needs: _Needs) -> dict[fx.Node, fx.Node]:
         if source not in own or len(readers) != 1 or _reads_across(grouping, source):
             continue
         (view,) = readers
+        if view.all_input_nodes != [source]:
+            continue  # it reads sizes, which the group would need, too
         if view in needs.outside and op_name(view.target) in _REGROUPINGS and _is_new_and_dense(view, source):
             if not any(_group_through(grouping, u) for u in view.users):
                 found[view] = source

@@ -233,3 +233,19 @@ def test_places_beyond_32_bits(far):
     assert torch.equal(fusion_handle(key)(far, where), far[where] + 1) and kernel_spec(key).store.kernels
 
 
+
+
+@pytest.mark.parametrize("last", (torch.flatten, torch.ravel, lambda y: y.view(3, 2, 3), lambda y: y * 2))
+def test_gradients_where_the_trace_fixes_sizes(last):
+    """The graphs have symbols that stand for numbers: a kernel that gives a view by such sizes takes no sizes for it."""
+
+    def program(x):
+        y = x.flatten(0, 1).unflatten(0, (3, 6))
+        t = torch.linspace(-1, 1, y.numel()).view(y.shape).sigmoid()
+        return F.binary_cross_entropy_with_logits(last(y), last(t))
+
+    x = torch.randn(3, 6, requires_grad=True)
+    torch._dynamo.reset()
+    (got,) = torch.autograd.grad(torch.compile(program, backend="fuser", dynamic=True)(x), x)
+    (want,) = torch.autograd.grad(program(x), x)
+    torch.testing.assert_close(got, want)
