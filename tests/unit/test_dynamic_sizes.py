@@ -237,7 +237,7 @@ def test_places_beyond_32_bits(far):
 
 @pytest.mark.parametrize("last", (torch.flatten, torch.ravel, lambda y: y.view(3, 2, 3), lambda y: y * 2))
 def test_gradients_where_the_trace_fixes_sizes(last):
-    """The graphs have symbols that stand for numbers: a kernel that gives a view by such sizes takes no sizes for it."""
+    """Symbols of the graphs stand for numbers: a kernel that gives a view by such sizes takes no sizes for it."""
 
     def program(x):
         y = x.flatten(0, 1).unflatten(0, (3, 6))
