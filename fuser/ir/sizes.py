@@ -269,13 +269,17 @@ def substitute(e: Expr, mapping: Mapping[Sym, Expr]) -> Expr:
         return mapping.get(alone, e)
     if not e.terms or not any(s in mapping for s in symbols(e)):
         return e
-    out = ZERO
+    out: dict[tuple[Atom, ...], int] = {}
     for m, c in e.terms:
+        if all(isinstance(a, Sym) and a not in mapping for a in m):
+            out[m] = out.get(m, 0) + c
+            continue
         term = expr(c)
         for a in m:
             term = term * _substitute_atom(a, mapping)
-        out = out + term
-    return out
+        for product, factor in term.terms:
+            out[product] = out.get(product, 0) + factor
+    return Expr(out)
 
 
 def _substitute_atom(a: Atom, mapping: Mapping[Sym, Expr]) -> Expr:

@@ -37,6 +37,7 @@ from fuser.reasons import because
 
 Load = Callable[[Index], Value]
 MOST_CHOICES = 4  # pieces between which a reader may choose
+MOST_SIZES = 64  # tensors of other sizes have kernels of their own, each of which costs the compiler 0.1 s
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def joined(
         apart |= math.prod(map(ctx.hint, size)) >= ctx.target.joins_stored
     if len(pieces) == 1 or (ctx.n_readers and len(pieces) <= MOST_CHOICES and not apart):
         return ctx.pointwise(size, dtype, chosen(pieces, dim), ctx.order_of_meta())
+    if len({own[dim] for own in sizes}) > MOST_SIZES:
+        raise Unsupported(f"more than {MOST_SIZES} tensors of different sizes to be joined")
     out = ctx.empty(size, dtype, ctx.order_of_meta())
     start = ZERO
     for p, own in zip(pieces, sizes):

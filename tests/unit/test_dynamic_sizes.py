@@ -249,3 +249,18 @@ def test_gradients_where_the_trace_fixes_sizes(last):
     (got,) = torch.autograd.grad(torch.compile(program, backend="fuser", dynamic=True)(x), x)
     (want,) = torch.autograd.grad(program(x), x)
     torch.testing.assert_close(got, want)
+
+
+def test_joins_of_many_sizes():
+    """Each size would have a kernel of its own: of many, ATen joins the tensors, and what follows is fused."""
+    for n, why in ((40, None), (300, "more than 64 tensors of different sizes to be joined")):
+        graph = torch.fx.Graph()
+        parts = [graph.placeholder(f"x{i}") for i in range(n)]
+        joined = graph.call_function(torch.cat, (parts,))
+        graph.output(graph.call_function(torch.mul, (graph.call_function(torch.sin, (joined,)), 2)))
+        key = register_fusion(graph)
+        given = [torch.randn(i + 2) for i in range(n)]
+        torch.testing.assert_close(fusion_handle(key)(*given), torch.cat(given).sin() * 2)
+        store = kernel_spec(key).store
+        assert list(store.fallbacks) == ([] if why is None else [why])
+        assert (why is None) != bool(store.splits)
