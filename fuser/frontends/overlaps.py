@@ -83,12 +83,18 @@ def writes_through(graph: fx.Graph) -> bool:
 
 def _is_through(node: fx.Node | None) -> bool:
     """Whether a tensor, or one that it is a view of, has elements in several places or is seen by windows."""
+    memory = None
     while node is not None:
         value = value_of(node)
-        if value is not None and any(isinstance(s, int) and s == 0 for s in value.stride()):
-            return True
-        if getattr(node.target, "__name__", node.target) == "unfold":
-            return True
+        if value is not None:
+            own = value.untyped_storage()._cdata
+            if memory not in (None, own):
+                return False  # a tensor of its own was computed from this one
+            memory = own
+            if any(isinstance(s, int) and s == 0 for s in value.stride()):
+                return True
+            if getattr(node.target, "__name__", node.target) == "unfold":
+                return True
         node = node.all_input_nodes[0] if node.all_input_nodes else None
     return False
 

@@ -130,6 +130,14 @@ def test_writes_through_repeated_elements_and_windows(write, dynamic):
     assert check(program, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("read", (
+    lambda x: x.expand(2, *x.shape) * 2, lambda x: x.unfold(1, 2, 2).sum(-1), lambda x: x[:1].expand(4, 8).clone(),
+))  # fmt: skip
+def test_what_is_computed_from_repeated_elements_may_be_written(read):
+    assert check(lambda x: (read(x).add_(1),))
+    assert last_compilation().route != "eager"
+
+
 def test_gradients_through_views_of_a_written_input():
     def program(x):
         half = x.shape[1] // 2
