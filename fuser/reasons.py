@@ -125,7 +125,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "from_numbers",
-        "its group is computed from numbers alone and would be a kernel without inputs",
+        "it makes a tensor from numbers alone, and nothing that could be in a kernel with it reads the tensor",
         "nothing",
     ),
     Reason(

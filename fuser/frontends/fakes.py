@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from fuser.lowering.corrections import corrected, is_corrected
@@ -197,6 +198,33 @@ def follow_dynamo(backend: Callable[..., Any]) -> None:
             correct(self.tracing_context.fake_mode)
 
     OutputGraph.__init__ = init  # type: ignore[method-assign]
+    _keep_writes(OutputGraph, backend)
+
+
+def _keep_writes(output_graph: Any, backend: Callable[..., Any]) -> None:
+    """Keep writes into inputs of float64 without dims in the graphs that Dynamo captures for `backend`.
+
+    Dynamo drops inputs whose value became a constant. It takes a write whose result nobody uses for such an input,
+    since its fake tensor is the input's.
+    """
+    plain = getattr(output_graph, "remove_tensorify_specialized_graphargs", None)
+    if plain is None:
+        return
+
+    @functools.wraps(plain)
+    def remove(self: Any) -> None:
+        hidden = []
+        if _innermost(self.compiler_fn) is backend:
+            hidden = [(n, n.meta.pop("example_value")) for n in self.graph.nodes if _looks_like_an_input(n)]
+        plain(self)
+        for node, value in hidden:
+            node.meta["example_value"] = value
+
+    output_graph.remove_tensorify_specialized_graphargs = remove
+
+
+def _looks_like_an_input(node: fx.Node) -> bool:
+    return node.op != "placeholder" and getattr(node.meta.get("example_value"), "item_memo", None) is not None
 
 
 def _innermost(function: Any) -> Any:

@@ -68,8 +68,9 @@ class UnfusedOp:
 class CompiledGraph:
     """One graph of `torch.compile`.
 
-    `route` is "direct" (the program is called as is), "wrapped" (inside AOTAutograd's runtime wrapper) or "eager" (not
-    compiled: `reason` says why). `seconds` leaves out tracing. `stage` is "inference", "forward" or "backward".
+    `route` is "direct" (the program is called as is, or dynamo's graph where nothing is fused), "wrapped" (inside
+    AOTAutograd's runtime wrapper) or "eager" (not compiled: `reason` says why). `seconds` leaves out tracing. `stage`
+    is "inference", "forward" or "backward".
     `by_eager` counts later calls that ran by eager nevertheless, by reason. `compile_id` is Dynamo's name of the
     compilation, such as "0/1": frame 0, compiled for the second time. `flows` are the values that pass between groups
     ("group 0") and operators on ATen (their nodes' names): from, to, and bytes.

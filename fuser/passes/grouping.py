@@ -314,22 +314,11 @@ def _between(units: _Units, u: int) -> str:
     return f"{what} needs the first and is needed by the second"
 
 
-def _made_of_numbers(units: _Units) -> set[fx.Node]:
-    """Nodes computed from numbers alone: no input or attribute of the graph, and nothing drawn, is behind them."""
-    found: set[fx.Node] = set()
-    for node, verdict in units.verdicts.items():
-        if verdict.kind in (Kind.INPUT, Kind.OUTPUT) or draws(node.target):
-            continue
-        if all(a in found for a in node.all_input_nodes if tensors_of(a.meta.get("val"))):
-            found.add(node)
-    return found
-
-
-def _is_worth_it(units: _Units, members: list[int], from_numbers: set[fx.Node]) -> str | None:
+def _why_dissolved(heads: list[fx.Node]) -> str | None:
     """Why a group is dissolved; None for one that is kept."""
-    if all(units.heads[u] in from_numbers for u in members):
-        return because("from_numbers", "it is computed from numbers alone, without a tensor")
-    return None
+    if len(heads) > 1 or draws(heads[0].target) or any(tensors_of(a.meta.get("val")) for a in heads[0].all_input_nodes):
+        return None
+    return because("from_numbers", "it makes a tensor from numbers alone")
 
 
 def group_nodes(graph: fx.Graph) -> Grouping:
@@ -347,9 +336,8 @@ def group_nodes(graph: fx.Graph) -> Grouping:
         if fusible:
             members.setdefault(sets.find(u), []).append(u)
     result = Grouping([], kinds, reasons)
-    from_numbers = _made_of_numbers(units)
     for found in members.values():
-        _keep_or_dissolve(units, found, from_numbers, result)
+        _keep_or_dissolve([units.heads[u] for u in found], result)
     for node in graph.nodes:
         group = result.group_of.get(units.heads[units.index[node]]) if node in units.index else None
         if group is not None:
@@ -362,10 +350,9 @@ def group_nodes(graph: fx.Graph) -> Grouping:
     return result
 
 
-def _keep_or_dissolve(units: _Units, found: list[int], from_numbers: set[fx.Node], result: Grouping) -> None:
-    reason = _is_worth_it(units, found, from_numbers)
-    for u in found:
-        head = units.heads[u]
+def _keep_or_dissolve(heads: list[fx.Node], result: Grouping) -> None:
+    reason = _why_dissolved(heads)
+    for head in heads:
         if reason is None:
             result.group_of[head] = len(result.groups)
         else:

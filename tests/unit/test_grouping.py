@@ -147,10 +147,11 @@ def test_a_tried_lowering_is_remembered_by_what_symbolic_sizes_are(monkeypatch):
     assert len(classify._tried) == 2
 
 
-def test_numbers_alone_are_not_a_group():
-    _, grouping, plan = plan_of(lambda x: (x.mm(x), torch.arange(8) * 2), X)
-    assert not plan.groups
-    assert "numbers alone" in grouping.reasons["mul"]
+def test_one_operator_on_numbers_alone_is_not_a_group():
+    _, grouping, plan = plan_of(lambda x: (x.mm(x), torch.eye(8), torch.arange(8) * 2), X)
+    (group,) = plan.groups
+    assert group.ops == ("aten.arange", "aten.mul")
+    assert "numbers alone" in grouping.reasons["eye"]
 
 
 def test_dead_code_is_dropped():
