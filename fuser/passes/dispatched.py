@@ -3,7 +3,8 @@
 No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
 composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
 ATen's kernels, and circular pads chains of masked writes; here the first stay whole, and the second become joins. A
-dropout that drops nothing would become a copy, where eager returns its input.
+dropout that drops nothing would become a copy, where eager returns its input. Classes as vectors would have the strides
+of their numbers, where eager's are row-major.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def _replace() -> None:
         _stand(plain, {})
         _stand(vec, {key: _Resized(vec, plain, own) for key, own in _own(vec).items()})
     _stand(aten._pad_circular.default, {COMPOSITE: _joined})
+    _stand(aten.one_hot.default, {COMPOSITE: _one_hot})
     _stand(aten.dropout.default, {key: _Dropped(own) for key, own in _own(aten.dropout.default).items()})
 
 
@@ -111,6 +113,12 @@ class _Dropped:
 
     def __call__(self, x: torch.Tensor, p: float, train: bool) -> Any:
         return self.own(x, p, train) if train and p != 0 else x
+
+
+def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Row-major, as eager scatters into zeros; traced, torch compares, which keeps the strides of what is compared."""
+    made: torch.Tensor = aten.one_hot.default._op_dk(COMPOSITE, index.contiguous(), num_classes)
+    return made
 
 
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:

@@ -237,3 +237,12 @@ def test_a_dropout_that_drops_is_drawn(clean):
     f = torch.compile(lambda x: F.dropout(x, 0.5), backend=fuser_backend)
     x = torch.ones(1000)
     assert 300 < (f(x) == 0).sum() < 700 and not torch.equal(f(x), f(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_classes_as_vectors_are_row_major(clean, dynamic):
+    index = torch.randint(0, 5, (4, 3)).t()
+    fn = lambda t: (F.one_hot(t, 5), F.one_hot(t[:, ::2], 6).float())  # noqa: E731
+    compiled = torch.compile(fn, backend=fuser_backend, dynamic=dynamic)
+    for got, want in zip(compiled(index), fn(index), strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()
