@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from fuser.frontends.containers import flattened, takes_containers
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
-from fuser.frontends.functional import Compiled, compile_functional, written_inputs
+from fuser.frontends.functional import compile_functional, written_inputs
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
@@ -50,7 +49,6 @@ _RECORDED_MODES = ("reduce-overhead", "max-autotune")
 _RACING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 Function = Callable[..., Any]
 _SUBCLASS = "an input or output is a tensor subclass"
-_OF_VIEWS = ("merge_views", "split_to_slices")  # passes that save no operator of ATen
 
 CpuBackend.warm_up()  # this module is imported when somebody compiles; Dynamo is imported and traces meanwhile
 import_at_rest("torch._dynamo")
@@ -203,6 +201,8 @@ class _GraphCompiler:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
         if self.direct is not None:
             return self.direct
+        if steps.gains_nothing:
+            return self.gm.forward
         written = self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
             return _run_eager(self.gm, OVERLAP, self.options)
@@ -283,7 +283,7 @@ class _GraphCompiler:
         mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
-        if wrapper_reason is not None and self._gains_nothing(compiled):
+        if wrapper_reason is not None and compiled.gains_nothing(self.options) and not self.recorded:
             self.direct, wrapper_reason = self.gm.forward, None
         elif compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function
@@ -294,15 +294,6 @@ class _GraphCompiler:
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
         return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
-
-    def _gains_nothing(self, compiled: Compiled) -> bool:
-        """Whether dynamo's graph does by itself what the program does, without AOTAutograd's wrapper."""
-        frozen = self.options.get("freeze", config.freeze)
-        if compiled.program is None or compiled.plan.groups or self.recorded or frozen:
-            return False
-        targets = {n.target for n in compiled.plan.outside if n.op == "call_function"} - {operator.getitem}
-        plain = all(isinstance(t, torch._ops.OpOverload) and t.namespace == "aten" for t in targets)
-        return plain and all(record.name in _OF_VIEWS for record in compiled.passes if record.changed)
 
     def _why_wrapped(self, module: fx.GraphModule, gradients: bool = False) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing.

@@ -6,6 +6,7 @@ What AOTAutograd hands over, be it a graph for inference, a forward or a backwar
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
+_OF_VIEWS = ("merge_views", "split_to_slices")  # passes that save no operator of ATen
 _BUILTIN = ("aten", "prims", "mkldnn", "onednn", "fuser", "c10d", "_c10d_functional")
 
 
@@ -86,6 +88,14 @@ class Compiled:
             return None
         (handle,) = self.handles.values()
         return handle
+
+    def gains_nothing(self, options: dict[str, Any]) -> bool:
+        """Whether dynamo's graph, as it is, does what the program does: operators of ATen that no pass improved."""
+        if self.program is None or self.plan.groups or options.get("freeze", config.freeze):
+            return False
+        targets = {n.target for n in self.plan.outside if n.op == "call_function"} - {operator.getitem}
+        plain = all(isinstance(t, torch._ops.OpOverload) and t.namespace == "aten" for t in targets)
+        return plain and all(record.name in _OF_VIEWS for record in self.passes if record.changed)
 
     def remember(
         self, route: str, reason: str, options: dict[str, Any], stage: str = "inference",

@@ -17,6 +17,7 @@ from fuser.frontends.recompute import keep_for_products, keep_from_written, told
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart
+from fuser.passes.grouping import group_nodes
 from fuser.passes.norm_results import recompose_norms
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
@@ -50,6 +51,8 @@ class Training:
         self.cut = False  # whether there is a forward and a backward
         self.random = False  # whether they draw random numbers
         self.compiled: dict[str, Compiled] = {}  # by stage
+        self.gains_nothing = False  # whether dynamo's graph does the same, with a backward of eager's
+        self._backward: fx.GraphModule | None = None  # before its passes
 
     def compiler_of(self, stage: str) -> Any:
         """AOTAutograd's compiler for the "forward" or the "backward"."""
@@ -61,7 +64,9 @@ class Training:
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
             self.compiled[stage] = compiled
             by_eager = self.by_eager if stage == "forward" else None
-            compiled.remember("wrapped", "gradients are needed", self.options, stage, by_eager)
+            self.gains_nothing = stage == "forward" and self._is_bare(compiled)
+            route = ("direct", "") if self.gains_nothing else ("wrapped", "gradients are needed")
+            compiled.remember(*route, self.options, stage, by_eager)
             boxed = compiled.boxed
             if self.recorded:
                 boxed = compiled.recorded(stage, self.forward)
@@ -69,6 +74,12 @@ class Training:
             return self.under_options(stage, boxed)
 
         return compile_stage if stage == "forward" else _hidden(compile_stage)
+
+    def _is_bare(self, forward: Compiled) -> bool:
+        """Whether nothing of the forward is fused, and nothing of the backward would be."""
+        if self.recorded or self._backward is None or not forward.gains_nothing(self.options):
+            return False
+        return not group_nodes(self._backward.graph).groups
 
     def under_options(self, stage: str, function: Function) -> Function:
         """The function of a compiled stage under the settings that its kernels are compiled and run with."""
@@ -113,6 +124,7 @@ class Training:
                     node.meta["val"] = floats[node.name]
         round_both(forward, backward)
         recompose_norms(forward)
+        self._backward = backward
         return forward, backward
 
 

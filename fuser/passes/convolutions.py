@@ -34,6 +34,7 @@ _MOST_COPIED = 0.25  # of the bytes that convolutions read and write
 # Of the convolutions' time. What contests do not see is for channels-last: in the usual order oneDNN copies images into
 # fresh memory.
 _LEAST_GAIN = 0.02
+_CALL = 2e-6  # seconds of a kernel that copies nearly nothing
 
 
 def _is_plain_conv(node: fx.Node) -> bool:
@@ -216,4 +217,5 @@ def _is_worth_it(plan: _Plan, walk: Relayout, most: float) -> bool:
     """Whether the copies in between cost less than the convolutions gain."""
     if plan.saved is None:
         return walk.copied <= most
-    return plan.saved - walk.copied * conv_forms.seconds_a_byte() > _LEAST_GAIN * plan.before
+    copies = walk.copied * conv_forms.seconds_a_byte() + walk.calls * _CALL
+    return plan.saved - copies > _LEAST_GAIN * plan.before

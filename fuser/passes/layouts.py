@@ -65,13 +65,14 @@ def _strides(value: Any) -> list[Any]:
 class Relayout:
     """One walk over a graph in order. `copied` counts the bytes of the copies that were put in between.
 
-    `stored`: a copy of what a kernel computes counts nothing, since the kernel stores it in that order.
+    `calls` counts those that are kernels of their own: a copy of what a kernel computes is stored by that kernel.
+    `stored`: such copies count no bytes either.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, stored: bool = False) -> None:
         self.graph, self.mode, self.stored = graph, mode, stored
         self.before: dict[fx.Node, Any] = {}  # values of nodes that have changed, as they were
-        self.copied = 0
+        self.copied = self.calls = 0
         self._copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
         self._known: dict[Any, Any] = {}
 
@@ -107,7 +108,9 @@ class Relayout:
         if found is None:
             found = self._copies[node, form] = self.call(aten.clone.default, node, memory_format=form)
             source = node.args[0] if node.target is operator.getitem else node
-            if not (self.stored and classify(source).kind is Kind.COMPUTE):  # type: ignore[arg-type]
+            alone = classify(source).kind is not Kind.COMPUTE  # type: ignore[arg-type]
+            self.calls += alone
+            if alone or not self.stored:
                 self.copied += value.numel() * value.element_size()
         return found
 

@@ -84,6 +84,13 @@ def test_copies_have_to_pay(monkeypatch, copies, changed):
     assert check(MODELS["single"](), torch.randn(2, 16, 24, 24)) == changed
 
 
+@pytest.mark.parametrize("saved, changed", [(3e-6, 0), (3e-5, 1)])
+def test_a_copy_costs_a_call(monkeypatch, saved, changed):
+    """Small convolutions: two copies of nearly nothing are two kernels."""
+    taking(monkeypatch, 4e-5, {LAST: 4e-5 - saved, LINEAR: 9.0, PACKED: 9.0})
+    assert check(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 16, 16)) == changed
+
+
 def test_a_model_in_channels_last_is_compared_with_itself(monkeypatch):
     """Nothing is gained there: what the program runs now is the channels-last form."""
     taking(monkeypatch, 2.0, FAST_LAST)

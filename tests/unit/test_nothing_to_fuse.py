@@ -64,3 +64,33 @@ def test_dynamo_s_graph_runs():
     torch.compile(lambda m: parts(m), backend="fuser")(torch.randn(2, 4, 4))
     record = dynamo.last_compilation()
     assert record.route == "direct" and not record.groups
+
+
+MODULES = {
+    "convolution": lambda: (torch.nn.Conv2d(3, 4, 1), torch.randn(2, 3, 8, 8)),
+    "embedding": lambda: (torch.nn.Embedding(16, 8), torch.arange(6)),
+    "product": lambda: (torch.nn.Linear(16, 8, bias=False), torch.randn(2, 16)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_training(name):
+    """A step's gradients, twice through one graph, too."""
+    module, x = MODULES[name]()
+    compiled = torch.compile(lambda x: module(x), backend="fuser")
+    found = []
+    for f in (compiled, module):
+        module.zero_grad()
+        for _ in range(2):
+            result = f(x)
+            result.sum().backward(retain_graph=True)
+            result.pow(2).sum().backward()
+        found.append((result.detach(), module.weight.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_a_step_of_one_convolution_is_dynamo_s():
+    module, x = MODULES["convolution"]()
+    torch.compile(lambda x: module(x), backend="fuser")(x).sum().backward()
+    record = dynamo.last_compilation()
+    assert (record.route, record.stage, record.groups) == ("direct", "forward", ())
