@@ -216,14 +216,15 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
             with rows.of(choice.plain.facts):
                 _segment_loop(rows, choice.plain, low, high)
             return
-        held = choice.segments.conditions if choice.segments is not None else parts.conditions(rows.facts, 0)
-        if held:  # g++ vectorises loads with steps where conditions are no matter, and makes no jumps of them
-            tests: list[ir.Value] = [*held]
+        every = dict.fromkeys(parts.conditions(rows.facts, 0), True)
+        usual = choice.segments.usual if choice.segments is not None else every
+        if usual:  # g++ vectorises a loop whose conditions are no matter, and makes no jumps of them
+            tests = [c if holds else c.same(0) for c, holds in usual.items()]
             with out.block(ir.If(functools.reduce(ir.Value.__and__, tests))):
-                for c in held:
-                    out.let("bool", c.name, ir.Number(True, torch.bool))
+                for c, holds in usual.items():
+                    out.let("bool", c.name, ir.Number(holds, torch.bool))
                 _plain_loop(rows, low, high)
-        with out.block(ir.Else()) if held else nullcontext():
+        with out.block(ir.Else()) if usual else nullcontext():
             _plain_loop(rows, low, high)
 
 

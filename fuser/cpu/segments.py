@@ -7,15 +7,18 @@ Windows of pools do so with steps: g++ vectorises a load of every second element
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterator, Sequence, Set
 from contextlib import contextmanager
+
+import torch
 
 from fuser.cpu.facts import Facts, size
 from fuser.cpu.parts import LONGEST, open_part
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import ZERO, Expr, expr
+from fuser.ir.sizes import ZERO, Expr, evaluate, expr, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import OPS
 
@@ -26,9 +29,14 @@ MOST_CUTS = 6
 # such conditions; of more it vectorises none. A load under a mask costs less than what a short segment begins with.
 MANY_FILLS, FEW_FILLS = 4, 2
 MANY_LOADS = 4
+MANY_CONDITIONS = 4  # of values and loads, from which a loop is written without them, too
 SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis that stays whole then
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
+_PYTHON = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "logical_not": operator.not_,
+    "logical_and": lambda a, b: a and b, "logical_or": lambda a, b: a or b,
+}  # fmt: skip
 _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -36,7 +44,8 @@ _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 class Segments:
     """Rows that are constant in a segment, in order; the indices between segments; loads under such conditions.
 
-    places: where the loop finds these loads. conditions: those of loads with steps; none where all are neighbours.
+    places: where the loop finds these loads. usual: conditions, and what they are in most of the loop. The loop is
+    written for these once more: g++ vectorises no loads with steps under conditions, and no loop with many conditions.
     """
 
     rows: tuple[int, ...]
@@ -44,7 +53,7 @@ class Segments:
     loads: tuple[int, ...]
     longest: int
     places: dict[int, Place]
-    conditions: tuple[ir.Name, ...]
+    usual: dict[ir.Name, bool]
 
 
 def find_segments(facts: Facts) -> Segments | None:
@@ -64,12 +73,41 @@ def find_segments(facts: Facts) -> Segments | None:
     loads = [n for n, row in enumerate(facts.plan.rows) if _reads_a_part(facts, row, known, most)]
     if not loads or len(cuts) > MOST_CUTS:
         return None
-    conditions = dict.fromkeys(facts.plan.rows[n].args[0] for n in loads if most > 1)
+    stepping = {facts.plan.rows[n].args[0]: True for n in loads if most > 1}
+    usual = stepping or _usual(facts, rows)
     return Segments(
         tuple(rows), tuple(cuts), tuple(loads), LONGEST // most,
         {n: Place(_part(facts, n), stored=True) for n in loads},
-        tuple(ir.Name(f"t{n}") for n in conditions if facts.plan.rows[n].op != "const"),
+        {ir.Name(f"t{n}"): holds for n, holds in usual.items() if facts.plan.rows[n].op != "const"},
     )  # fmt: skip
+
+
+def _usual(facts: Facts, constant: Sequence[int]) -> dict[int, bool]:
+    """The conditions among the rows that are `constant` in a segment, if they are many, as in the middle of the loop.
+
+    The sizes are those of the example; what depends on others is left out.
+    """
+    rows = facts.plan.rows
+    deciding = {r.args[0] for n, r in enumerate(rows) if r.op in ("load", "where") and r.args and facts.is_full(n)}
+    known = _in_the_middle(facts)
+    usual = {n: bool(known[n]) for n in constant if n in deciding and n in known}
+    return usual if len(usual) >= MANY_CONDITIONS else {}
+
+
+def _in_the_middle(facts: Facts) -> dict[int, int]:
+    """What indices, and comparisons of them, are in the middle of all loops, in the sizes of the example."""
+    places = {a.sym: a.hint // 2 for a in facts.plan.axes}
+    places |= {s: a.hint for a in facts.plan.axes if (s := a.size.as_symbol()) is not None}
+    known: dict[int, int] = {}
+    for n, row in enumerate(facts.plan.rows):
+        args = [known.get(a) for a in row.args]
+        if row.op == "index" and symbols(row.attr) <= places.keys():
+            known[n] = evaluate(row.attr, places)
+        elif row.op == "const" and row.dtype is torch.int64:
+            known[n] = int(row.attr)
+        elif row.op in _PYTHON and None not in args:
+            known[n] = int(_PYTHON[row.op](*args))
+    return known
 
 
 def _constant_rows(facts: Facts, edges: Container[int]) -> list[int]:

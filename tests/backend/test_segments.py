@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser import register_fusion
+from fuser import debug_get_fused_kernel_code, register_fusion
 from fuser.kernel_cache import REGISTRY
 
 CASES: dict[str, Any] = {
@@ -22,6 +23,17 @@ CASES: dict[str, Any] = {
     "backwards": lambda x, y: (x.flip(-1) + y, x.flip(-1) > 30),
     "joined rows, reduced": lambda x, y: (torch.cat((x, y), 0).amax(-1), torch.cat((x, y), 0).amax(0)),
     "a mask returned": lambda x, y: (F.pad(x, (4, 0)) + 1, F.pad(x, (4, 0)) > 0),
+}
+
+
+def beside(x: torch.Tensor, mode: str) -> torch.Tensor:
+    """Each element with its neighbours in a row that goes on behind its ends."""
+    row = F.pad(x.float(), (2, 2), mode=mode)
+    return (row[..., :-4] - 2 * row[..., 1:-3] + 3 * row[..., 3:-1] + row[..., 4:]).to(x.dtype)
+
+
+CASES |= {
+    f"beside, {mode}": lambda x, y, mode=mode: beside(x, mode) + y for mode in ("reflect", "replicate", "circular")
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 
@@ -65,3 +77,13 @@ def test_conditions_on_rows_beside_conditions_on_steps(dtype: torch.dtype):
         (got,) = flat([registered.handle(x, y)])
         assert torch.equal(got, padded(x, y)), (rows, columns)
     assert registered.spec.store.kernels and not registered.spec.store.fallbacks
+
+
+def test_many_conditions_are_written_once_more_without():
+    """As they are in the middle of a row."""
+    found = []
+    for name in ("beside, reflect", "joined"):
+        x, y = torch.randn(2, 3, 600)
+        graph = make_fx(CASES[name])(x, y)
+        found.append("= false;" in debug_get_fused_kernel_code(graph, [x, y]))
+    assert found == [True, False]
