@@ -25,6 +25,7 @@ from fuser.ops import OPS
 SHORTEST = 8  # elements of a vector axis that is worth it
 SHORTEST_OF_STEPS, MOST_STEP = 16, 4  # the same where loads under conditions take steps; and how far these may go
 MOST_CUTS = 6
+MOST_CUTS_AROUND = 24  # of a loop with many values chosen by conditions; g++ vectorises loads under masks without cuts
 # Values other than 0 that loads have where a condition of a segment does not hold. g++ writes a loop for each of a few
 # such conditions; of more it vectorises none. A load under a mask costs less than what a short segment begins with.
 MANY_FILLS, FEW_FILLS = 4, 2
@@ -71,15 +72,24 @@ def find_segments(facts: Facts) -> Segments | None:
     outside = (n for n in range(len(facts.plan.rows)) if not (facts.is_full(n) or facts.is_lane(n)))
     known = {*rows, *(outside if most > 1 else ())}
     loads = [n for n, row in enumerate(facts.plan.rows) if _reads_a_part(facts, row, known, most)]
-    if not loads or len(cuts) > MOST_CUTS:
-        return None
     stepping = {facts.plan.rows[n].args[0]: True for n in loads if most > 1}
     usual = stepping or _usual(facts, rows)
+    around = not stepping and len(_choosing(facts) & usual.keys()) >= MANY_CONDITIONS
+    around = around and facts.vector.hint >= 2 * len(cuts)
+    if not loads or len(cuts) > (MOST_CUTS_AROUND if around else MOST_CUTS):
+        return None
     return Segments(
         tuple(rows), tuple(cuts), tuple(loads), LONGEST // most,
         {n: Place(_part(facts, n), stored=True) for n in loads},
         {ir.Name(f"t{n}"): holds for n, holds in usual.items() if facts.plan.rows[n].op != "const"},
     )  # fmt: skip
+
+
+def _choosing(facts: Facts) -> set[int]:
+    """The conditions in the loop that choose between two values of which neither is a constant."""
+    rows = facts.plan.rows
+    found = [r for n, r in enumerate(rows) if r.op == "where" and facts.is_full(n)]
+    return {r.args[0] for r in found if all(rows[a].op != "const" for a in r.args[1:])}
 
 
 def _usual(facts: Facts, constant: Sequence[int]) -> dict[int, bool]:

@@ -84,6 +84,6 @@ def test_many_conditions_are_written_once_more_without():
     found = []
     for name in ("beside, reflect", "joined"):
         x, y = torch.randn(2, 3, 600)
-        graph = make_fx(CASES[name])(x, y)
+        graph = make_fx(lambda *tensors, f=CASES[name]: f(*tensors))(x, y)
         found.append("= false;" in debug_get_fused_kernel_code(graph, [x, y]))
     assert found == [True, False]
