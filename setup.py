@@ -70,6 +70,9 @@ TEST = ["pytest>=8,<9.2", "pytest-xdist>=3", "expecttest", REDIS, SPANS, TRITON]
 NNSMITH = ["nnsmith", "z3-solver"]
 # Rivals on the CPU that the benchmarks run where they are installed; zentorch needs a release for torch's version.
 RIVALS = ["openvino>=2025", "onnxruntime>=1.20", "onnx>=1.17", "zentorch; platform_machine == 'x86_64'"]
+PACKAGES = [
+    "kornia", "torchmetrics", "torchvision", "torch_geometric", "monai", "vit-pytorch", "x-transformers", "scipy",
+]  # fmt: skip
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=1,<2", "matplotlib>=3.8"]
 BENCH = ["rich>=13", "matplotlib>=3.8"]
 
@@ -100,6 +103,7 @@ setup(
         "rivals": RIVALS,
         "zoo": ["transformers>=5", "timm>=1", "diffusers>=0.30"],
         "vision": ["torchvision"],
+        "packages": PACKAGES,
         "dev": ["ruff", "mypy", "codespell", *TEST],
     },
     entry_points={"torch_dynamo_backends": ["fuser = fuser.frontends.dynamo:fuser_backend"]},

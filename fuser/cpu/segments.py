@@ -8,8 +8,9 @@ Windows of pools do so with steps: g++ vectorises a load of every second element
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ MANY_CONDITIONS = 4  # of values and loads, from which a loop is written without
 SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis that stays whole then
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
-_PYTHON = {
+_PYTHON: dict[str, Callable[..., Any]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "logical_not": operator.not_,
     "logical_and": lambda a, b: a and b, "logical_or": lambda a, b: a or b,
 }  # fmt: skip
