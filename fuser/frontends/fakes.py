@@ -4,6 +4,8 @@ Dynamo and AOTAutograd trace on fake tensors, whose strides decide which views a
 torch's shape functions promise other strides than eager's kernels keep, a trace raises where eager works, or its views
 fail when it runs. The fake tensor modes that trace for this backend therefore give each result the strides of
 `lowering/corrections.py`. Other backends' modes are as they were.
+
+Dynamo's own graphs are corrected in one thing, too: what it takes for an input because its fake tensor is one.
 """
 
 from __future__ import annotations
