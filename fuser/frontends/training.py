@@ -77,9 +77,10 @@ class Training:
 
     def _is_bare(self, forward: Compiled) -> bool:
         """Whether nothing of the forward is fused, and nothing of the backward would be."""
-        if self.recorded or self._backward is None or not forward.gains_nothing(self.options):
+        backward, self._backward = self._backward, None
+        if self.recorded or backward is None or not forward.gains_nothing(self.options):
             return False
-        return not group_nodes(self._backward.graph).groups
+        return not group_nodes(backward.graph).groups
 
     def under_options(self, stage: str, function: Function) -> Function:
         """The function of a compiled stage under the settings that its kernels are compiled and run with."""
