@@ -63,9 +63,10 @@ class Training:
             with config.override(**self.options):
                 compiled = compile_functional(gm, earlier=self.passes if stage == "forward" else ())
             self.compiled[stage] = compiled
-            by_eager = self.by_eager if stage == "forward" else None
-            self.gains_nothing = stage == "forward" and self._is_bare(compiled)
-            route = ("direct", "") if self.gains_nothing else ("wrapped", "gradients are needed")
+            by_eager, route = None, ("wrapped", "gradients are needed")
+            if stage == "forward":
+                by_eager, self.gains_nothing = self.by_eager, self._is_bare(compiled)
+                route = ("direct", "") if self.gains_nothing else route
             compiled.remember(*route, self.options, stage, by_eager)
             boxed = compiled.boxed
             if self.recorded:
