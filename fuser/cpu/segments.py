@@ -35,9 +35,9 @@ MANY_CONDITIONS = 4  # of values and loads, from which a loop is written without
 SHORT_OF_FILLS, SHORT_OF_LOADS = 80, 40  # elements of a vector axis that stays whole then
 FARTHEST = 1 << 60
 _AFTER = {"<": 0, ">=": 0, "<=": 1, ">": 1}  # where a comparison with an index on the left changes, after its bound
-_PYTHON: dict[str, Callable[..., Any]] = {
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "logical_not": operator.not_,
-    "logical_and": lambda a, b: a and b, "logical_or": lambda a, b: a or b,
+_PYTHON: dict[str, Callable[..., Any]] = {  # of signs
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "&": operator.and_, "|": operator.or_,
+    "!": operator.not_,
 }  # fmt: skip
 _SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
@@ -116,8 +116,8 @@ def _in_the_middle(facts: Facts) -> dict[int, int]:
             known[n] = evaluate(row.attr, places)
         elif row.op == "const" and row.dtype is torch.int64:
             known[n] = int(row.attr)
-        elif row.op in _PYTHON and None not in args:
-            known[n] = int(_PYTHON[row.op](*args))
+        elif row.traits.sign in _PYTHON and None not in args:
+            known[n] = int(_PYTHON[row.traits.sign](*args))
     return known
 
 
