@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),
+    ("attention",),
     ("passes",),
     ("frontends",),
     ("aot",),

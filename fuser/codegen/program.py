@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,14 @@ def entry_name(number: int, name: str, comment: str) -> str:
     It ends in the first digits of the group's hash, which `debug.explain` shows; `comment` is the group's graph.
     """
     return f"k{number}_{name}_{hashlib.sha256(comment.encode()).hexdigest()[:4]}"
+
+
+class Named(Protocol):
+    """A buffer, as far as a launch program refers to it."""
+
+    @property
+    def name(self) -> str:
+        """The buffer's name."""
 
 
 @dataclass
@@ -142,8 +151,8 @@ class ProgramBuilder:
         """One launch."""
         return Step(entry, self.code(units), self.code(work), self.code(scratch), gpu)
 
-    def finish(self, steps: Sequence[Step], buffers: Sequence[Buffer], single: bool) -> LaunchProgram:
-        """The complete program."""
+    def finish(self, steps: Sequence[Step], buffers: Iterable[Named], single: bool) -> LaunchProgram:
+        """The complete program; `buffers` are those added, in order."""
         at = {b.name: i for i, b in enumerate(buffers)}
         outputs = tuple((kind, at[name] if kind == "buffer" else name) for kind, name in self.lowered.outputs)
         return LaunchProgram(

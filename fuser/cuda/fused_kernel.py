@@ -20,7 +20,7 @@ from fuser.cuda.binary import usage
 from fuser.cuda.text import Param
 from fuser.errors import CompileError
 from fuser.ir.sizes import ONE, Expr, expr, product
-from fuser.kernel_spec import GpuLaunch, LaunchProgram
+from fuser.kernel_spec import GpuLaunch, LaunchProgram, Step
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
 from fuser.lowering.graph import Lowered, TensorInput
@@ -87,12 +87,7 @@ def generate(
     builder = ProgramBuilder(lowered)
     builder.bind_inputs()
     builder.add_buffers(plan.buffers)
-    spans = _spans(lowered, plan)
-    wide = any(ctx.hint(e) >= INT32 for e in spans)
-    if not wide:
-        for e in spans:
-            if e.as_int() is None:
-                builder.guard("lt", e, expr(INT32))
+    wide = is_wide(builder, [(b.size, b.stride) for b in plan.buffers])
     context = codegen.Context(ctx.hint, lambda b: b not in unaligned, wide, _is_rough(lowered), variant=variant)
     functions: list[codegen.Function] = []
     owners: list[int] = []
@@ -106,8 +101,7 @@ def generate(
     used = {p.value for f in functions for p in f.params if p.kind == "pointer" and p.divisor > 1}
     builder.align({str(b) for b in used})
     text = codegen.source_text(functions, comment)
-    launches = [GpuLaunch(0, 0, tuple(_argument(builder, p) for p in f.params)) for f in functions]
-    steps = [builder.step(f.name, f.units, f.work, expr(0), g) for f, g in zip(functions, launches)]
+    steps = launches(builder, functions)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"\W+", "_", f"{plan.plans[0].name if plan.plans else 'empty'}_{digest}")
     program = builder.finish(steps, plan.buffers, single)
@@ -153,11 +147,24 @@ def _is_rough(lowered: Lowered) -> bool:
     return lowered.ctx.numerics == "fast" and bool(floats) and all(d.itemsize == 2 for d in floats)
 
 
-def _spans(lowered: Lowered, plan: Schedule) -> list[Expr]:
+def is_wide(builder: ProgramBuilder, made: Sequence[tuple[Sequence[Expr], Sequence[Expr]]]) -> bool:
+    """Whether addresses need 64 bits, for the inputs and the sizes and strides `made`; guards the answer."""
+    spans = _spans(builder.lowered, made)
+    if any(builder.ctx.hint(e) >= INT32 for e in spans):
+        return True
+    for e in spans:
+        if e.as_int() is None:
+            builder.guard("lt", e, expr(INT32))
+    return False
+
+
+def _spans(lowered: Lowered, made: Sequence[tuple[Sequence[Expr], Sequence[Expr]]]) -> list[Expr]:
     """Bounds of the addresses of all memory, in elements, each once."""
     ctx: LoweringContext = lowered.ctx
-    tensors = [(r.size, r.stride) for r in lowered.inputs if isinstance(r, TensorInput)]
-    tensors += [(b.size, b.stride) for b in plan.buffers]
+    tensors: list[tuple[Sequence[Expr], Sequence[Expr]]] = [
+        (r.size, r.stride) for r in lowered.inputs if isinstance(r, TensorInput)
+    ]
+    tensors += made
     out: dict[Expr, None] = {}
     for size, stride in tensors:
         sizes = [ctx.canon(s) for s in size]
@@ -169,6 +176,12 @@ def _spans(lowered: Lowered, plan: Schedule) -> list[Expr]:
                 span = span + n * s
             out[span] = None
     return list(out)
+
+
+def launches(builder: ProgramBuilder, functions: Sequence[codegen.Function]) -> list[Step]:
+    """A step for each function, in order."""
+    gpu = [GpuLaunch(0, 0, tuple(_argument(builder, p) for p in f.params)) for f in functions]
+    return [builder.step(f.name, f.units, f.work, expr(0), g) for f, g in zip(functions, gpu)]
 
 
 def _argument(builder: ProgramBuilder, p: Param) -> tuple[str, object]:

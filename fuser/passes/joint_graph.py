@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.convolutions import convolutions_channels_last
+from fuser.passes.flex_attention import drop_single_blocks
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views, numbers_on_device
 from fuser.passes.foreach import split_foreach
 from fuser.passes.kinks import kinks_by_masks
@@ -19,6 +20,7 @@ from fuser.passes.statistics import forget_statistics
 JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
     Pass("split_foreach", split_foreach),
+    Pass("drop_single_blocks", drop_single_blocks),
     Pass("numbers_on_device", numbers_on_device),
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),

@@ -6,6 +6,7 @@ from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.conv_bias import bias_behind_convolution
 from fuser.passes.cublas import fold_into_cublas
+from fuser.passes.flex_attention import serve_flex_attention
 from fuser.passes.folding import join_pieces
 from fuser.passes.freezing import pack_weights
 from fuser.passes.frozen_values import fold_frozen
@@ -23,6 +24,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("merge_equal", merge_equal),
     Pass("fold_frozen", fold_frozen),
     Pass("norms_apart", norms_apart),
+    Pass("serve_flex_attention", serve_flex_attention),
     Pass("large_products", large_products),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),

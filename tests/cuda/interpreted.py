@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from attention_cases import ATTENTION, AttentionCase
 from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits, special_rows
 from matmul_cases import MATMULS, MatmulCase
 from memory_orders import order_case
@@ -169,8 +170,10 @@ def tuned_problem(source: fused_kernel.Source, args: tuple[Any, ...]) -> str | N
     return None
 
 
-def check(case: Case) -> str | None:
+def check(case: Case | AttentionCase) -> str | None:
     """None, or what is wrong with a case's kernels."""
+    if isinstance(case, AttentionCase):
+        return case.problem(run_source)
     args = case.args("cpu")
     source = case.source(case.fake_args())
     if isinstance(case, MatmulCase):
@@ -301,8 +304,10 @@ SHORT: dict[str, tuple[Any, Any]] = {
 }
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str) -> Case | AttentionCase:
     """The case of a name; `chain/7` is the seventh chain of reductions."""
+    if name in ATTENTION:
+        return ATTENTION[name]
     kind, _, number = name.partition("/")
     case = RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
     return dataclasses.replace(case, make=SHORT[name][1]) if name in SHORT else case

@@ -1,0 +1,1 @@
+"""Attention with a score modification and a block mask: `torch.nn.attention.flex_attention`."""

@@ -1,0 +1,160 @@
+"""Attention with a score modification on the CPU: some rows of queries at once, so that their scores stay in cache.
+
+For each chunk of rows a library multiplies queries by keys, one fused kernel modifies, masks and normalises the scores,
+and a library multiplies by the values. Keys that no row of the chunk attends to, by the block mask, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import interface
+from fuser.attention.blocks import Blocks, block_map, key_ranges
+from fuser.attention.scores import Mods, write_scores
+
+aten = torch.ops.aten
+SCORES = 1 << 20  # bytes of the scores of a chunk, about: what a core's cache holds beside keys and values
+LEAST_ROWS = 64  # of a chunk; a product of fewer rows is slow
+_SMALL = 1 << 31  # numbers that int32 holds
+_LN2 = math.log(2)
+
+
+class ByRows:
+    """`(q, k, v, blocks, buffers of mod and mask)` → (result, log2 of the sum of exponentials or None).
+
+    q is [B, H, M, D], k [B or 1, Hk, N, D], v [B or 1, Hk, N, E], where Hk divides H.
+    """
+
+    def __init__(self, mods: Mods, sums: bool) -> None:
+        self.mods, self.sums = mods, sums
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self._indices: tuple[Any, tuple[torch.Tensor, ...]] = (None, ())
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        batch, heads, rows, _ = q.shape
+        groups, columns, width = k.shape[1], k.shape[2], v.shape[3]
+        working = torch.float64 if q.dtype is torch.float64 else torch.float32
+        out = empty_like_order((batch, heads, rows, width), q)
+        sums = q.new_empty((batch, heads, rows), dtype=torch.float32) if self.sums else None
+        if not out.numel():
+            return out, sums
+        mapped = block_map(blocks) if blocks.partial is not None and not self.mods.masks else None
+        handle = self._handle(buffers, working, q.dtype, mapped is not None)
+        keys = k.to(working).expand(batch, -1, -1, -1)
+        values = v.to(q.dtype).expand(batch, -1, -1, -1)
+        b, h, m, n = self._index(batch, heads, rows, columns)
+        for first, last, low, high in chunks(blocks, batch * heads, rows, columns):
+            size = last - first
+            if low >= high:
+                out[:, :, first:last] = 0
+                if sums is not None:
+                    sums[:, :, first:last] = -math.inf
+                continue
+            part = q[:, :, first:last].to(working).reshape(batch * groups, -1, q.shape[3])
+            some = keys[:, :, low:high].reshape(batch * groups, high - low, -1)
+            scores = torch.bmm(part, some.transpose(1, 2)).view(batch, heads, size, high - low)
+            here = (m[:, :, first:last], n[:, :, :, low:high])
+            kept = () if mapped is None else (_spread(mapped, blocks, first, low, high),)
+            found = handle(*buffers, scores, b, h, *here, *kept)
+            weights = found[0].view(batch * groups, -1, high - low)
+            product = torch.bmm(weights, values[:, :, low:high].reshape(batch * groups, high - low, width))
+            out[:, :, first:last] = product.view(batch, heads, size, width)
+            if sums is not None:
+                sums[:, :, first:last] = found[1]
+        return out, sums
+
+    def _index(self, *sizes: int) -> tuple[torch.Tensor, ...]:
+        known, found = self._indices
+        if known != sizes:
+            dtype = torch.int32 if sizes[2] * sizes[3] < _SMALL else torch.int64
+            found = tuple(
+                torch.arange(size, dtype=dtype, device="cpu").view([-1 if d == at else 1 for d in range(4)])
+                for at, size in enumerate(sizes)
+            )
+            self._indices = sizes, found
+        return found
+
+    def _handle(
+        self, buffers: Sequence[Any], working: torch.dtype, dtype: torch.dtype, mapped: bool
+    ) -> Callable[..., Any]:  # fmt: skip
+        key = (working, dtype, mapped)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = _softmax(self.mods, len(buffers), working, dtype, mapped, self.sums)
+        return found
+
+
+def _softmax(
+    mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, mapped: bool, sums: bool
+) -> Callable[..., Any]:  # fmt: skip
+    """The handle of the kernel between the two products."""
+    scores = write_scores(mods, buffers, working)
+    graph, masked = scores.graph, scores.masked
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return graph.call_function(target, args, kwargs)
+
+    if mapped:
+        with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+            kept = graph.placeholder("kept")
+        masked = call(aten.where.ScalarOther, kept, masked, -math.inf)
+    highest = call(aten.amax.default, masked, [-1], True)
+    nothing = call(aten.eq.Scalar, highest, -math.inf)  # no key is attended to: all weights are 0
+    base = call(aten.where.ScalarSelf, nothing, 0.0, highest)
+    power = call(aten.exp.default, call(aten.sub.Tensor, masked, base))
+    total = call(aten.sum.dim_IntList, power, [-1], True)
+    divisor = call(aten.where.ScalarSelf, nothing, 1.0, total)
+    results = [call(aten._to_copy.default, call(aten.div.Tensor, power, divisor), dtype=dtype)]
+    if sums:
+        log = call(aten.div.Tensor, call(aten.add.Tensor, call(aten.log.default, total), highest), _LN2)
+        results.append(call(aten._to_copy.default, call(aten.squeeze.dim, log, -1), dtype=torch.float32))
+    graph.output(tuple(results))
+    return interface.register_handle(graph, functional=True)[1]
+
+
+def chunks(blocks: Blocks, matrices: int, rows: int, columns: int) -> list[tuple[int, int, int, int]]:
+    """(first row, end, first key, end) of each chunk of rows of `matrices` matrices of scores."""
+    most = max(LEAST_ROWS, SCORES // (4 * matrices * max(columns, 1)))
+    if blocks.partial is None:
+        return [(r, min(r + most, rows), 0, columns) for r in range(0, rows, most)]
+    size, width = blocks.query_size, blocks.key_size
+    out = []
+    for number, (low, high) in enumerate(key_ranges(blocks)):
+        end = min((number + 1) * size, rows)
+        for first in range(number * size, end, min(most, size)):
+            out.append((first, min(first + most, end), min(low * width, columns), min(high * width, columns)))
+    return out
+
+
+def _spread(mapped: torch.Tensor, blocks: Blocks, row: int, low: int, high: int) -> torch.Tensor:
+    """Which keys from `low` to `high` the chunk that begins at `row` attends to: bool, [batch, heads, 1, keys]."""
+    whole = mapped[:, :, row // blocks.query_size, low // blocks.key_size :].unsqueeze(2)
+    return whole.repeat_interleave(blocks.key_size, -1)[..., : high - low].contiguous()
+
+
+def empty_like_order(size: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A new tensor of `size` whose dims are in memory in the order of those of `like`, the last one dense."""
+    strides = ordered_strides(size, like.stride())
+    return torch.empty_strided(size, strides, dtype=like.dtype, device=like.device)
+
+
+def ordered_strides(size: Sequence[int], like: Sequence[int]) -> list[int]:
+    """Dense strides in the order of the strides `like`; where the last dim would not be dense, it comes first."""
+    order = sorted(range(len(size)), key=lambda d: (like[d], -d))
+    found = _strides(size, order)
+    last = len(size) - 1
+    return found if found[-1] == 1 else _strides(size, [last, *(d for d in order if d != last)])
+
+
+def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
+    strides, step = [0] * len(size), 1
+    for d in order:
+        strides[d] = step
+        step *= size[d]
+    return strides

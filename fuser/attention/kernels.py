@@ -1,0 +1,150 @@
+"""Attention with a score modification on CUDA: one kernel forward, two backward, made for each class of arguments.
+
+Handles are shared by all calls with equal graphs, so that the layers of a model compile once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from torch import fx
+
+from fuser import config, forks, interface
+from fuser.attention.blocks import Blocks
+from fuser.attention.scores import Mods, write_scores
+from fuser.canonical.build import canonicalize
+from fuser.canonical.graph import CanonicalGraph
+from fuser.cuda import attention_source, fused_kernel
+from fuser.cuda.attention_source import Asked
+from fuser.errors import CompileError, Unsupported
+from fuser.runtime import launcher
+
+aten = torch.ops.aten
+_MOST_VARIANTS = 16  # kernels of one handle, for sizes that divide otherwise
+_MOST_HANDLES = 256
+_KEYS = ("keys_count", "keys", "full_keys_count", "full_keys")
+_QUERIES = ("queries_count", "queries", "full_queries_count", "full_queries")
+_WIDE = 1 << 31
+_handles: LRUCache[Any, Callable[..., Any]] = LRUCache(_MOST_HANDLES)
+_lock = forks.lock()
+_LN2 = math.log(2)
+
+
+class Kernels:
+    """The kernels of one attention. Unsupported or CompileError where there are none for the arguments."""
+
+    def __init__(self, mods: Mods, sums: bool) -> None:
+        self.mods, self.sums = mods, sums
+        self._graphs: dict[tuple[str, ...], CanonicalGraph] = {}
+        self._delta: Callable[..., Any] | None = None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """The result, and the logarithms to base 2 of the sums of exponentials where they were asked for."""
+        names, lists, block = _listed(_KEYS, blocks.partial, blocks.full, blocks)
+        found = self._run(("q", "k", "v", *names), block, (q, k, v, *lists, *buffers), buffers)
+        return found[0], found[1] if self.sums else None
+
+    def backward(
+        self, given: Sequence[torch.Tensor], out: torch.Tensor, sums: torch.Tensor, grad: torch.Tensor | None,
+        grad_sums: torch.Tensor | None, blocks: Blocks, buffers: Sequence[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The gradients of `given` queries, keys and values."""
+        q, k, v = given
+        grad = torch.zeros_like(out) if grad is None else grad
+        delta = self._deltas(out, grad)
+        if grad_sums is not None:
+            delta = delta - grad_sums / _LN2
+        names, lists, block = _listed(_KEYS, blocks.partial, blocks.full, blocks)
+        if block is not None:
+            if blocks.partial_q is None:
+                raise Unsupported("a block mask without lists of queries")
+            more, other, _ = _listed(_QUERIES, blocks.partial_q, blocks.full_q, blocks)
+            names, lists = (*names, *more), (*lists, *other)
+        others = ("q", "k", "v", "grad", "sums", "delta", *names)
+        found = self._run(others, block, (q, k, v, grad, sums, delta, *lists, *buffers), buffers)
+        return found[0], found[1], found[2]
+
+    def _deltas(self, out: torch.Tensor, grad: torch.Tensor) -> Any:
+        if self._delta is None:
+            graph = fx.Graph()
+            a, b = graph.placeholder("out"), graph.placeholder("grad")
+            wide = [graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float32}) for x in (a, b)]
+            both = graph.call_function(aten.mul.Tensor, tuple(wide))
+            graph.output(graph.call_function(aten.sum.dim_IntList, (both, [-1])))
+            self._delta = interface.register_handle(graph, functional=True)[1]
+        return self._delta(out, grad)
+
+    def _run(
+        self, others: tuple[str, ...], block: tuple[int, int] | None, args: tuple[Any, ...], buffers: Sequence[Any]
+    ) -> Any:  # fmt: skip
+        graph = self._graphs.get(others)
+        if graph is None:
+            graph = self._graphs[others] = _graph(self.mods, len(buffers), others)
+        wide = args[0].shape[2] * args[1].shape[2] >= _WIDE
+        gradient = self.mods.joint is not None
+        asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, _precision(), wide)
+        key = graph.hash, asked, args[0].device.index, *config.key()
+        handle = _handles.get(key)
+        if handle is None:
+            with _lock:
+                handle = _handles.get(key) or _handles.setdefault(key, _handle(graph, asked))
+        return handle(*args)
+
+
+def _listed(
+    names: Sequence[str], partial: Any, full: Any, blocks: Blocks
+) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]:  # fmt: skip
+    """The names and tensors of lists, and the size of a block; nothing where one block is everything."""
+    if partial is None:
+        return (), (), None
+    size = blocks.query_size, blocks.key_size
+    return (tuple(names), (*partial, *full), size) if full is not None else (tuple(names[:2]), tuple(partial), size)
+
+
+def _graph(mods: Mods, buffers: int, others: tuple[str, ...]) -> CanonicalGraph:
+    scores = write_scores(mods, buffers, torch.float32, others)
+    scores.add_up()
+    found = canonicalize(scores.graph, True)
+    if found.blocked or found.bound:
+        raise Unsupported(found.blocked[0] if found.blocked else "a score modification holds a constant tensor")
+    return found.graph
+
+
+def _precision() -> str:
+    """How float32 products are multiplied, as torch's settings say."""
+    try:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    except RuntimeError:  # set by torch's old names and by its new ones
+        return "ieee"
+
+
+def _handle(graph: CanonicalGraph, asked: Asked) -> Callable[..., Any]:
+    """A launcher's handle; arguments that no kernel takes yet get one."""
+    made: list[str] = []
+    settings = config.snapshot()
+    lock = forks.lock()
+
+    def slow(args: tuple[Any, ...], status: int) -> Any:
+        if status or not config.enabled:
+            raise Unsupported("a kernel for attention is switched off or reported a problem")
+        if torch.cuda.is_current_stream_capturing() or len(made) >= _MOST_VARIANTS:
+            raise Unsupported("no kernel for attention takes these arguments, and none can be made now")
+        with lock, config.override(**settings), torch.cuda.device(args[0].device):
+            source = attention_source.make_source(graph, asked, args, config.numerics)
+            form = f"{source.name} {source.program}"
+            if form in made:
+                raise CompileError(f"kernel {source.name} does not take the arguments that it was made for")
+            made.append(form)
+            kernel = fused_kernel.compile_source(source)
+            handle.add_kernel(kernel.program, kernel.library)
+        return handle(*args)
+
+    handle: Any = launcher.make_handle(slow)
+    found: Callable[..., Any] = handle
+    return found

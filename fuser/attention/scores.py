@@ -1,0 +1,228 @@
+"""What a user's `score_mod` and `mask_mod` do to one score, as a graph over all scores of a tile.
+
+Both are traced for one score: graphs of numbers (tensors without dims) that index captured tensors. Here every number
+becomes a tensor of four dims, batch, head, query and key, of which those that it does not depend on have one element.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.errors import Unsupported
+from fuser.lazy_dataclasses import dataclass
+
+aten = torch.ops.aten
+DIMS = 4  # batch, head, query, key
+# Functions that make a number: the number, or which argument it is.
+_MADE = {"new_ones": 1, "ones": 1, "new_zeros": 0, "zeros": 0}
+_FILLED = {"full": 1, "new_full": 2, "scalar_tensor": 0}
+_SAME = ("alias", "detach", "lift_fresh", "lift_fresh_copy", "clone", "view", "expand", "reshape")
+_TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
+
+
+@dataclass(frozen=True)
+class Mods:
+    """The graphs of one attention: `mod(score, b, h, q, k, *buffers)` and `mask(b, h, q, k, *buffers)`.
+
+    `joint(score, b, h, q, k, gradient, *buffers)` gives the gradient of the score first; None in the forward direction.
+    """
+
+    mod: fx.GraphModule
+    mask: fx.GraphModule
+    mod_buffers: int
+    mask_buffers: int
+    scale: float
+    joint: fx.GraphModule | None = None
+
+    @property
+    def masks(self) -> bool:
+        """Whether the mask leaves anything out: torch's default is a mask that is True everywhere."""
+        out = self.mask.graph.output_node().args[0]
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        if not isinstance(out, fx.Node) or _name(out.target) not in _TRUE:
+            return True
+        values = [a for a in out.args if isinstance(a, (bool, int))] if "full" in _name(out.target) else [True]
+        return not (values and bool(values[-1]))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A captured tensor that has been indexed along its first dims."""
+
+    buffer: fx.Node
+    index: tuple[Any, ...]
+    dims: int  # that are left
+
+
+class _Inliner:
+    """Writes a graph for one score into a graph over all of them. Raises Unsupported for what it does not know."""
+
+    def __init__(self, graph: fx.Graph, score: fx.Node) -> None:
+        self.graph, self.score = graph, score
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def inline(self, module: fx.GraphModule, args: Sequence[Any]) -> Any:
+        """The result of `module` for `args`: nodes of four dims, captured tensors, or numbers."""
+        env: dict[fx.Node, Any] = {}
+        given = iter(args)
+        for node in module.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    value = next(given)
+                    tensor = _tensor(node)
+                    if isinstance(value, fx.Node) and tensor is not None and value.name.startswith("buffer"):
+                        value = self._buffer(value, tensor.dim())
+                    env[node] = value
+                case "get_attr":
+                    env[node] = self._constant(getattr(module, str(node.target), None))
+                case "call_function":
+                    env[node] = self._made(node, env)
+                case "output":
+                    return fx.map_arg(node.args[0], env.__getitem__)
+                case _:
+                    raise Unsupported(f"a score modification has {node.op} {node.target}")
+        raise AssertionError("a graph without an output")
+
+    def _buffer(self, node: fx.Node, dims: int) -> Any:
+        return self.call(aten.view.default, node, [1] * DIMS) if dims == 0 else _Part(node, (), dims)
+
+    def _constant(self, value: Any) -> fx.Node:
+        if not isinstance(value, torch.Tensor) or value.dim():
+            raise Unsupported("a score modification holds a constant that is no number")
+        return self._number(value.item(), value.dtype)
+
+    def _number(self, value: Any, dtype: torch.dtype) -> fx.Node:
+        """A number of four dims on the device of the scores."""
+        return self.call(aten.new_full.default, self.score, [1] * DIMS, value, dtype=dtype)
+
+    def _made(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        target: Any = node.target
+        name = _name(target)
+        given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = given
+        if target is aten.index.Tensor:
+            return self._indexed(args[0], args[1])
+        if target is operator.getitem:
+            return args[0][args[1]]
+        result = _tensor(node)
+        if result is None:  # sizes and their arithmetic
+            return self.graph.call_function(target, args, kwargs)
+        if name in _SAME and isinstance(args[0], _Part) and args[0].dims == result.dim():
+            return args[0]
+        if result.dim():
+            raise Unsupported(f"a score modification makes a tensor of {result.dim()} dims by {target}")
+        if any(isinstance(a, _Part) for a in (*args, *kwargs.values())):
+            raise Unsupported(f"a score modification reads a captured tensor by {target}")
+        if name in _SAME:
+            return args[0]
+        if name in _MADE or name in _FILLED:
+            value = _MADE[name] if name in _MADE else args[_FILLED[name]]
+            return self._number(value, result.dtype)
+        if not _is_pointwise(target):
+            raise Unsupported(f"a score modification calls {target}")
+        return self.graph.call_function(target, args, kwargs)
+
+    def _indexed(self, tensor: Any, index: Sequence[Any]) -> Any:
+        if not isinstance(tensor, _Part) or any(not isinstance(i, fx.Node) for i in index):
+            raise Unsupported("a score modification indexes something other than a captured tensor")
+        left = tensor.dims - len(index)
+        both = (*tensor.index, *index)
+        return _Part(tensor.buffer, both, left) if left else self.call(aten.index.Tensor, tensor.buffer, list(both))
+
+
+def _name(target: Any) -> str:
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _is_pointwise(target: Any) -> bool:
+    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return tagged or _name(target) in ("where", "_to_copy", "convert_element_type", "full_like", "zeros_like",
+                                       "ones_like", "scalar_tensor")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A graph over scores being written, and the nodes of its results."""
+
+    graph: fx.Graph
+    mod: fx.Node
+    masked: fx.Node
+    gradient: fx.Node | None = None
+    masked_gradient: fx.Node | None = None
+
+    def add_up(self) -> None:
+        """Have the graph return the sum of its results, of which kernels take the parts (`cuda.attention`)."""
+        results = [n for n in (self.mod, self.masked, self.gradient, self.masked_gradient) if n is not None]
+        total, *others = dict.fromkeys(results)
+        for node in others:
+            total = self.graph.call_function(aten.add.Tensor, (total, node))
+        self.graph.output(total)
+
+
+def write_scores(
+    mods: Mods, buffers: int, working: torch.dtype = torch.float32, others: Sequence[str] = ()
+) -> Scores:  # fmt: skip
+    """The graph of the scores of a tile; `buffers` is how many tensors and numbers mod and mask capture.
+
+    Its inputs: those named `others`, which it does not read, the buffers, the product of query and key, the indices of
+    batch, head, query and key, and with `mods.joint` the gradient of the modified score. It has no output yet. Scores
+    are computed in the dtype `working`.
+    """
+    graph = fx.Graph()
+    for name in others:
+        graph.placeholder(name)
+    held = [graph.placeholder(f"buffer{i}") for i in range(buffers)]
+    score = graph.placeholder("score")
+    index = [graph.placeholder(f"index_{name}") for name in "bhqk"]
+    gradient = graph.placeholder("gradient") if mods.joint is not None else None
+    of_mod, of_mask = held[: mods.mod_buffers], held[mods.mod_buffers :]
+    inliner = _Inliner(graph, score)
+    scaled = inliner.call(aten.mul.Tensor, score, mods.scale)
+    mod = _single(inliner.inline(mods.mod, (scaled, *index, *of_mod)))
+    if scaled not in _behind(mod):
+        raise Unsupported("the modified score does not depend on the score")
+    mod = inliner.call(aten._to_copy.default, mod, dtype=working)
+    masks, masked = mods.masks, mod
+    if masks:
+        mask = _single(inliner.inline(mods.mask, (*index, *of_mask)))
+        masked = inliner.call(aten.where.ScalarOther, mask, mod, -float("inf"))
+    if mods.joint is None:
+        return Scores(graph, mod, masked)
+    outputs = inliner.inline(mods.joint, (scaled, *index, gradient, *of_mod))
+    through = _single(outputs)
+    if gradient not in _behind(through):
+        raise Unsupported("the gradient of the score does not depend on that of the modified score")
+    through = inliner.call(aten.mul.Tensor, inliner.call(aten._to_copy.default, through, dtype=working), mods.scale)
+    kept = inliner.call(aten.where.ScalarOther, mask, through, 0.0) if masks else through
+    return Scores(graph, mod, masked, through, kept)
+
+
+def _single(output: Any) -> fx.Node:
+    found = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(found, fx.Node):
+        raise Unsupported("a score modification returns something other than one number")
+    return found
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """All nodes that `node` depends on, and itself."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        n = pending.pop()
+        if n not in seen:
+            seen.add(n)
+            pending += n.all_input_nodes
+    return seen

@@ -1,0 +1,469 @@
+"""Attention whose scores go through fused rows, as in FlashAttention: scores are in registers, never in memory.
+
+A kernel computes tiles of scores by products, puts them where the rows of `attention_rows` load them, and goes on with
+the rows. Blocks of keys are those that a block mask lists.
+
+Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Tiles and the gradient by
+recomputed scores: Dao, "FlashAttention-2" (2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from fuser.cuda.attention_rows import ROLES, ScoreRows, behind
+from fuser.cuda.layout import Context, Dim, Layout, blocks
+from fuser.cuda.nest import Function, Nest
+from fuser.ir.sizes import Expr, expr, mod
+from fuser.lazy_dataclasses import dataclass
+from fuser.scheduler.kernel_plan import Axis
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2E = math.log2(math.e)
+LONGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """`queries` × `keys` scores at once, by `warps` warps, with `stages` steps of the loop under way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys} warps {self.warps} stages {self.stages}"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that the kernels read or write: its name, sizes and strides."""
+
+    name: str
+    size: tuple[Expr, ...]
+    stride: tuple[Expr, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The lists of a block mask: counts and indices of blocks that are masked (`partial`) and that are not (`full`).
+
+    `rows` × `columns` scores are a block, where rows are those of the lists. None: one block is everything.
+    """
+
+    partial: tuple[Operand, Operand]
+    full: tuple[Operand, Operand] | None
+    rows: int
+    columns: int
+
+
+class AttentionNest(Nest):
+    """What the kernels share: tiles of operands, the rows of a tile of scores, the walk over blocks.
+
+    `flipped`: keys along the first dim of a tile of scores, as in the gradients of keys and values.
+    """
+
+    def __init__(
+        self, rows: ScoreRows, name: str, ctx: Context, tile: AttentionTile, operands: dict[str, Operand],
+        lists: BlockLists | None, precision: str, flipped: bool = False,
+    ) -> None:  # fmt: skip
+        self.rows, self.tile, self.operands, self.lists = rows, tile, operands, lists
+        self.precision, self.flipped = precision, flipped
+        q, k = operands["q"], operands["k"]
+        sizes = {"b": q.size[0], "h": q.size[1], "q": q.size[2], "k": k.size[2]}
+        self.sizes = sizes
+        axes = {role: Axis(a.sym, sizes[role], False, ctx.hint(sizes[role])) for role, a in rows.axes.items()}
+        self.axis = {role: a.sym.name for role, a in axes.items()}
+        self.y = Dim([axes["q"]], tile.queries, "y")
+        self.x = Dim([axes["k"]], tile.keys, "x")
+        dims = [self.x, self.y] if flipped else [self.y, self.x]
+        super().__init__(rows.plan, name, ctx, Layout([axes["b"], axes["h"]], dims, tile.warps))
+        self.contiguous = set()
+        for o in (*operands.values(), *self.listed()):
+            self.dtypes[o.name] = o.dtype
+        self.guard("eq", k.size[1] * self.group, q.size[1])
+        self.guard("eq", k.size[2], operands["v"].size[2])
+        self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, d.block)}
+
+    def listed(self) -> list[Operand]:
+        """The tensors of the block lists."""
+        if self.lists is None:
+            return []
+        return [*self.lists.partial, *(self.lists.full or ())]
+
+    def guard(self, relation: str, a: Expr, b: Expr) -> None:
+        """Have the kernel rely on a relation."""
+        self.layout.guards.append((relation, a, b))
+
+    def divides(self, size: Expr, block: int) -> bool:
+        """Whether blocks leave no rest; the kernel is for sizes like the example's in this."""
+        rest = mod(size, expr(block))
+        if rest.as_int() is not None:
+            return rest.as_int() == 0
+        fits = self.ctx.hint(size) % block == 0
+        self.guard("eq" if fits else "ne", rest, expr(0))
+        return fits
+
+    @property
+    def group(self) -> int:
+        """How many heads of queries share one of keys."""
+        return self.ctx.hint(self.operands["q"].size[1]) // max(self.ctx.hint(self.operands["k"].size[1]), 1)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all batches share one of keys."""
+        q, k = (self.ctx.hint(self.operands[n].size[0]) for n in "qk")
+        return k == 1 and q != 1
+
+    # -- texts -------------------------------------------------------------------------------------------------------
+    def mask(self, dims: Iterable[int], *more: str) -> str:
+        """The mask of an access along `dims`: none along those that blocks cover without rest."""
+        return super().mask([i for i in dims if self.layout.dims[i].name not in self.whole], *more)
+
+    def size(self, e: Expr, name: str = "") -> str:
+        """A size as a number of the launch."""
+        return self.params.number(e, self.bits, name)
+
+    def stride(self, o: Operand, dim: int, matters: bool = False) -> str:
+        """A stride as a number of the launch."""
+        return self.params.number(o.stride[dim], self.bits, "", matters)
+
+    def width(self, o: Operand) -> int:
+        """Elements of a head."""
+        n = o.size[3].as_int()
+        assert n is not None, "a kernel is for one size of heads"
+        return n
+
+    def padded(self, o: Operand) -> int:
+        """Elements of a head in a tile."""
+        return max(16, 1 << max(self.width(o) - 1, 0).bit_length())
+
+    def base(self, label: str, o: Operand, b: str, h: str) -> None:
+        """The address at which the matrix of batch `b` and head `h` begins, as the variable `{label}p`."""
+        self.out.add(f"{label}p = {self.params.pointer(o.name)} + {b} * {self.stride(o, 0, True)}"
+                     f" + {h} * {self.stride(o, 1, True)}")  # fmt: skip
+
+    def of_keys(self, b: str, h: str) -> tuple[str, str]:
+        """The batch and head of keys for those of queries."""
+        self.guard("eq", self.operands["k"].size[0], expr(1) if self.repeats else self.operands["q"].size[0])
+        return ("0" if self.repeats else b), (h if self.group == 1 else f"({h} // {self.group})")
+
+    def tile_of(self, label: str, o: Operand, rows: str, dim: Dim, turned: bool = False) -> str:
+        """The load of a tile of the matrix `{label}p`: rows along `rows`, a variable without dims, of `dim`.
+
+        `turned`: the rows are the tile's columns.
+        """
+        first, second = ("[None, :]", "[:, None]") if turned else ("[:, None]", "[None, :]")
+        wide = self.padded(o)
+        column = f"tl.arange(0, {wide}){second}"
+        masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)}){first}"]
+        masks += [] if wide == self.width(o) else [f"({column} < {self.width(o)})"]
+        options = f", {' & '.join(masks)}, other=0.0" if masks else ""
+        at = f"{rows}{first} * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
+        return f"tl.load({label}p + ({at}){options})"
+
+    def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str) -> None:
+        """Store a tile of the matrix `{label}p`."""
+        wide = self.padded(o)
+        column = f"tl.arange(0, {wide})[None, :]"
+        masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)})[:, None]"]
+        masks += [] if wide == self.width(o) else [f"({column} < {self.width(o)})"]
+        options = f", {' & '.join(masks)}" if masks else ""
+        at = f"{rows}[:, None] * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
+        kind = f"{self.params.pointer(o.name)}.dtype.element_ty"
+        self.out.add(f"tl.store({label}p + ({at}), ({value}).to({kind}){options})")
+
+    def number_of(self, label: str, o: Operand, dim: Dim, missing: str) -> None:
+        """Load a number for each row of `dim`, laid out like it: `o` is [B, H, rows]."""
+        b, h = self.axis["b"], self.axis["h"]
+        at = f"{b} * {self.stride(o, 0)} + {h} * {self.stride(o, 1)} + {dim.name} * {self.stride(o, 2)}"
+        options = "" if dim.name in self.whole else f", m{dim.name}, other={missing}"
+        self.out.add(f"{label} = tl.load({self.params.pointer(o.name)} + ({at}){options})")
+
+    def dot(self, a: str, b: str, total: str = "") -> str:
+        """A product of tiles."""
+        return f"tl.dot({a}, {b}, {f'{total}, ' if total else ''}input_precision='{self.precision}')"
+
+    # -- rows of a tile ----------------------------------------------------------------------------------------------
+    def behind(self, *roots: int) -> list[int]:
+        """The rows that `roots` need, in order."""
+        return behind(self.plan.rows, *roots)
+
+    def needs(self, n: int, role: str) -> bool:
+        """Whether row `n` depends on the stand-in `role`."""
+        return any(self.rows.given.get(m) == role for m in self.behind(n))
+
+    def put(self, rows: Sequence[int], known: set[int], score: str, gradient: str = "") -> None:
+        """The statements of rows that are not `known` yet, which then are."""
+        dtype = {torch.int32: "tl.int32", torch.int64: "tl.int64"}
+        for n in rows:
+            if n in known:
+                continue
+            known.add(n)
+            role = self.rows.given.get(n)
+            if role == "score":
+                self.out.add(f"t{n} = {score}")
+            elif role == "gradient":
+                self.out.add(f"t{n} = {gradient}")
+            elif role is not None:
+                value = self.axis[role]
+                text = f"tl.cast({value}, {dtype[self.plan.rows[n].dtype]})" if role in "bh" else (
+                    f"{value}.to({dtype[self.plan.rows[n].dtype]})"
+                )  # fmt: skip
+                self.out.add(f"t{n} = {text}")
+            elif n == self.rows.mod and self.rows.scaled is not None:
+                self.out.add(f"t{n} = {score}")  # its factor comes with that of the logarithm
+            else:
+                self.emit(n)
+
+    def ahead(self, roots: Sequence[int], roles: str) -> set[int]:
+        """Emit the rows of `roots` that depend on no index but `roles`; returns them. Before the loop."""
+        out: set[int] = set()
+        fixed = {self.rows.axes[r].sym for r in ROLES if r not in roles}
+        for n in self.behind(*roots):
+            own = self.needs(n, "score") or self.needs(n, "gradient")
+            moving = bool(self.plan.varies[n] & fixed)
+            if not own and not moving:
+                self.put([n], out, "")
+        return out
+
+    @property
+    def factor(self) -> float:
+        """What makes of the row `mod` or `masked` an exponent of two."""
+        return LOG2E * (1.0 if self.rows.scaled is None else self.rows.scaled)
+
+    # -- walks -------------------------------------------------------------------------------------------------------
+    def walk(self, dim: Dim, block: str, body: Callable[[bool], None], b: str, h: str) -> None:
+        """`body(masked)` for each tile along `dim`, which begins at `start`; `block` is the tile's row of blocks."""
+        if self.lists is None:
+            self.out.open(f"for start in tl.range(0, {self.size(dim.size)}, {dim.block})")
+            body(True)
+            self.out.close()
+            return
+        lists = self.lists
+        along = lists.columns if dim is self.x else lists.rows
+        each = along // dim.block
+        for pair, masked in ((lists.partial, True), (lists.full, False)):
+            if pair is None:
+                continue
+            count, index = pair
+            at = [self._listed_at(o, b, h) for o in pair]
+            kind = "masked" if masked else "full"
+            first, second = (self.params.pointer(o.name) for o in pair)
+            self.out.add(f"{kind} = tl.load({first} + {at[0]} + {block} * {self.stride(count, 2)})")
+            self.out.add(f"{kind}p = {second} + {at[1]} + {block} * {self.stride(index, 2)}")
+            self.out.open(f"for step in tl.range(0, {kind}{f' * {each}' if each > 1 else ''})")
+            number, inside = ("step", "") if each == 1 else (f"(step // {each})", f" + step % {each} * {dim.block}")
+            self.out.add(f"start = tl.load({kind}p + {number} * {self.stride(index, 3)}) * {along}{inside}")
+            body(masked)
+            self.out.close()
+
+    def _listed_at(self, o: Operand, b: str, h: str) -> str:
+        """The offset of a list's batch and head, where one may stand for all."""
+        parts = []
+        for dim, (value, full) in enumerate(((b, self.sizes["b"]), (h, self.sizes["h"]))):
+            own = o.size[dim]
+            if self.ctx.hint(own) == 1:
+                self.guard("eq", own, expr(1))
+                continue
+            if self.ctx.hint(own) == self.ctx.hint(full):
+                self.guard("eq", own, full)
+            else:
+                value = f"({value} % {self.size(own)})"
+            parts.append(f"{value} * {self.stride(o, dim)}")
+        return " + ".join(parts) or "0"
+
+    def open_dim_at(self, d: Dim, start: str) -> None:
+        """The variables of a tile's dim: `{d}r` without dims, `{d}` laid out, the axis, the mask."""
+        index = "[:, None]" if d is self.layout.dims[0] else "[None, :]"
+        self.out.add(f"{d.name}r = {start} + tl.arange(0, {d.block})")
+        self.out.add(f"{d.name} = {d.name}r{index}")
+        if d.name not in self.whole:
+            self.out.add(f"m{d.name} = {d.name} < {self.size(d.size)}")
+        self.out.add(f"{d.axes[0].sym.name} = {d.name}")
+
+    def open_heads(self, per: Dim, heads: Expr, b: str, h: str, last_first: bool) -> None:
+        """Take the program's number apart: block of `per`, head, batch."""
+        wide = ".to(tl.int64)" if self.bits == 64 else ""
+        n = self.params.number(blocks(per.size, per.block), self.bits, "n_blocks")
+        self.out.add(f"pid = tl.program_id(0){wide}")
+        self.out.add(f"block = {f'{n} - 1 - ' if last_first else ''}pid % {n}")
+        self.out.add(f"{h} = pid // {n} % {self.size(heads)}")
+        self.out.add(f"{b} = pid // ({n} * {self.size(heads)})")
+
+    def closed(self, units: Expr, work: Expr) -> Function:
+        """The finished function."""
+        made = self.close_function(self.name, units)
+        return dataclasses.replace(made, work=work, stages=self.tile.stages)
+
+
+def write_forward(nest: AttentionNest) -> Function:
+    """The results, and where asked the logarithms of sums: out[b, h, q] = Σ softmax(score)[k] · v[k]."""
+    rows, add = nest.rows, nest.out.add
+    q, k, v, o = (nest.operands[n] for n in ("q", "k", "v", "out"))
+    b, h = nest.axis["b"], nest.axis["h"]
+    nest.open_heads(nest.y, nest.sizes["h"], b, h, True)
+    nest.open_dim_at(nest.y, f"block * {nest.tile.queries}")
+    kb, kh = nest.of_keys(b, h)
+    for label, operand, batch, head in (("q", q, b, h), ("k", k, kb, kh), ("v", v, kb, kh), ("o", o, b, h)):
+        nest.base(label, operand, batch, head)
+    add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
+    shape = f"[{nest.tile.queries}, 1]"
+    add(f"highest = tl.full({shape}, float('-inf'), tl.float32)")
+    add(f"total = tl.zeros({shape}, tl.float32)")
+    add(f"result = tl.zeros([{nest.tile.queries}, {nest.padded(v)}], tl.float32)")
+    known = nest.ahead([rows.mod, rows.masked], "bhq")
+
+    def body(masked: bool) -> None:
+        nest.open_dim_at(nest.x, "start")
+        add(f"k = {nest.tile_of('k', k, 'xr', nest.x, True)}")
+        add(f"score = {nest.dot('q', 'k')}")
+        row = rows.masked if masked else rows.mod
+        nest.put(nest.behind(row), set(known), "score")
+        value = f"t{row}"
+        if nest.x.name not in nest.whole:
+            value = f"tl.where(mx, {value}, float('-inf'))"
+        add(f"score = {value}")
+        add(f"higher = tl.maximum(highest, tl.max(score, 1)[:, None] * {nest.factor!r})")
+        add("base = tl.where(higher == float('-inf'), 0.0, higher)")
+        add("factor = tl.exp2(highest - base)")
+        add(f"weight = tl.exp2(score * {nest.factor!r} - base)")
+        add("total = total * factor + tl.sum(weight, 1)[:, None]")
+        add(f"v = {nest.tile_of('v', v, 'xr', nest.x)}")
+        add(f"result = {nest.dot('weight.to(v.dtype)', 'v', 'result * factor')}")
+        add("highest = higher")
+
+    nest.walk(nest.x, _row_of_blocks(nest, nest.y), body, b, h)
+    add("divisor = tl.where(total == 0.0, 1.0, total)")
+    nest.store_tile("o", o, "yr", nest.y, "result / divisor")
+    if "sums" in nest.operands:
+        s = nest.operands["sums"]
+        at = f"{b} * {nest.stride(s, 0)} + {h} * {nest.stride(s, 1)} + y * {nest.stride(s, 2)}"
+        mask = "" if nest.y.name in nest.whole else ", my"
+        add(f"tl.store({nest.params.pointer(s.name)} + ({at}), highest + tl.log2(total){mask})")
+    heads = nest.sizes["b"] * nest.sizes["h"]
+    return nest.closed(blocks(nest.y.size, nest.y.block) * heads, heads * nest.sizes["q"] * nest.sizes["k"])
+
+
+def _row_of_blocks(nest: AttentionNest, dim: Dim) -> str:
+    """The number of the row of blocks that a program's tile is in."""
+    if nest.lists is None:
+        return "0"
+    size = nest.lists.rows if dim is nest.y else nest.lists.columns
+    return f"(block // {size // dim.block})" if size > dim.block else "block"
+
+
+def write_query_gradient(nest: AttentionNest) -> Function:
+    """The gradient of the queries, from `grad` (of the results), the logarithms of sums, and `delta` = Σ grad · out."""
+    rows, add = nest.rows, nest.out.add
+    q, k, v, g, dq = (nest.operands[n] for n in ("q", "k", "v", "grad", "dq"))
+    b, h = nest.axis["b"], nest.axis["h"]
+    nest.open_heads(nest.y, nest.sizes["h"], b, h, True)
+    nest.open_dim_at(nest.y, f"block * {nest.tile.queries}")
+    kb, kh = nest.of_keys(b, h)
+    pairs = (("q", q, b, h), ("g", g, b, h), ("dq", dq, b, h), ("k", k, kb, kh), ("v", v, kb, kh))
+    for label, operand, batch, head in pairs:
+        nest.base(label, operand, batch, head)
+    add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
+    add(f"g = {nest.tile_of('g', g, 'yr', nest.y)}")
+    _rows_of_queries(nest)
+    add(f"result = tl.zeros([{nest.tile.queries}, {nest.padded(q)}], tl.float32)")
+    known = nest.ahead([rows.mod, rows.masked, rows.gradient, rows.masked_gradient], "bhq")
+
+    def body(masked: bool) -> None:
+        nest.open_dim_at(nest.x, "start")
+        add(f"k = {nest.tile_of('k', k, 'xr', nest.x, True)}")
+        add(f"v = {nest.tile_of('v', v, 'xr', nest.x, True)}")
+        add(f"score = {nest.dot('q', 'k')}")
+        add(f"above = {nest.dot('g', 'v')}")
+        _gradient_of_score(nest, masked, known)
+        add(f"result = {nest.dot('slope.to(k.dtype)', 'tl.trans(k)', 'result')}")
+
+    nest.walk(nest.x, _row_of_blocks(nest, nest.y), body, b, h)
+    nest.store_tile("dq", dq, "yr", nest.y, "result")
+    heads = nest.sizes["b"] * nest.sizes["h"]
+    return nest.closed(blocks(nest.y.size, nest.y.block) * heads, heads * nest.sizes["q"] * nest.sizes["k"])
+
+
+def write_key_gradient(nest: AttentionNest) -> Function:
+    """The gradients of keys and values: each program sums over all queries that attend to its keys."""
+    rows, add = nest.rows, nest.out.add
+    q, k, v, g, dk, dv = (nest.operands[n] for n in ("q", "k", "v", "grad", "dk", "dv"))
+    b, h = nest.axis["b"], nest.axis["h"]
+    nest.open_heads(nest.x, k.size[1], "kb", "kh", False)
+    nest.open_dim_at(nest.x, f"block * {nest.tile.keys}")
+    for label, operand in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
+        nest.base(label, operand, "kb", "kh")
+    add(f"k = {nest.tile_of('k', k, 'xr', nest.x)}")
+    add(f"v = {nest.tile_of('v', v, 'xr', nest.x)}")
+    add(f"result_k = tl.zeros([{nest.tile.keys}, {nest.padded(k)}], tl.float32)")
+    add(f"result_v = tl.zeros([{nest.tile.keys}, {nest.padded(v)}], tl.float32)")
+    several = nest.group > 1 or nest.repeats
+    if several:
+        n = nest.size(nest.sizes["b"] * nest.group) if nest.repeats else str(nest.group)
+        nest.out.open(f"for member in range(0, {n})")
+    add(f"{h} = kh * {nest.group}{f' + member % {nest.group}' if several else ''}")
+    add(f"{b} = {f'member // {nest.group}' if nest.repeats else 'kb'}")
+    nest.of_keys(b, h)
+    nest.base("q", q, b, h)
+    nest.base("g", g, b, h)
+    known = nest.ahead([rows.mod, rows.masked, rows.gradient, rows.masked_gradient], "bhk")
+
+    def body(masked: bool) -> None:
+        nest.open_dim_at(nest.y, "start")
+        add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
+        add(f"g = {nest.tile_of('g', g, 'yr', nest.y)}")
+        _rows_of_queries(nest)
+        add(f"score = {nest.dot('k', 'tl.trans(q)')}")
+        add(f"above = {nest.dot('v', 'tl.trans(g)')}")
+        _gradient_of_score(nest, masked, known)
+        add(f"result_v = {nest.dot('weight.to(g.dtype)', 'g', 'result_v')}")
+        add(f"result_k = {nest.dot('slope.to(q.dtype)', 'q', 'result_k')}")
+
+    nest.walk(nest.y, _row_of_blocks(nest, nest.x), body, b, h)
+    if several:
+        nest.out.close()
+    nest.store_tile("dk", dk, "xr", nest.x, "result_k")
+    nest.store_tile("dv", dv, "xr", nest.x, "result_v")
+    heads = k.size[0] * k.size[1]
+    work = nest.sizes["b"] * nest.sizes["h"] * nest.sizes["q"] * nest.sizes["k"]
+    return nest.closed(blocks(nest.x.size, nest.x.block) * heads, work)
+
+
+def _rows_of_queries(nest: AttentionNest) -> None:
+    """The logarithm of the sum and `delta` of each query."""
+    nest.number_of("sums", nest.operands["sums"], nest.y, "float('inf')")
+    nest.number_of("delta", nest.operands["delta"], nest.y, "0.0")
+    nest.out.add("sums = tl.where(sums == float('-inf'), float('inf'), sums)")  # nothing is attended to: no weight
+
+
+def _gradient_of_score(nest: AttentionNest, masked: bool, known: set[int]) -> None:
+    """`weight` and `slope`, the gradient of the score before its scale, of a tile with `score` and `above`."""
+    rows, add = nest.rows, nest.out.add
+    seen = set(known)
+    row, gradient = (rows.masked, rows.masked_gradient) if masked else (rows.mod, rows.gradient)
+    nest.put(nest.behind(row), seen, "score")
+    add(f"weight = tl.exp2(t{row} * {nest.factor!r} - sums)")
+    if nest.x.name not in nest.whole:
+        add("weight = tl.where(mx, weight, 0.0)")
+    add("above = weight * (above - delta)")
+    nest.put(nest.behind(gradient), seen, "score", "above")
+    add(f"slope = t{gradient}")
+
+
+__all__ = [
+    "AttentionNest",
+    "AttentionTile",
+    "BlockLists",
+    "DTYPES",
+    "Operand",
+    "write_forward",
+    "write_key_gradient",
+    "write_query_gradient",
+]

@@ -1,0 +1,137 @@
+"""The rows behind a score of attention: which of a plan's loads stand for scores and indices, and which are results.
+
+The lowering knows an input `score` with dims for batch, head, query and key, of which come the modified score and the
+masked one, and with another input `gradient` the gradient of the score. Inputs for the four indices stand beside them.
+All have the sizes of the scores, so that every row is in one kernel; `fuser.cuda.attention` computes the scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from fuser.errors import Unsupported
+from fuser.ir.loop_body import Row, indirect_rows
+from fuser.ir.sizes import Sym, coefficient, symbols
+from fuser.lazy_dataclasses import dataclass
+from fuser.lowering.graph import Lowered, TensorInput
+from fuser.scheduler.kernel_plan import Axis, KernelPlan
+from fuser.scheduler.schedule import Schedule
+
+ROLES = "bhqk"
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """The plan of the rows behind a score: which rows are loads of a stand-in, and which are results.
+
+    `scaled`: `mod` is the score times this number, and nothing else.
+    """
+
+    plan: KernelPlan
+    axes: dict[str, Axis]  # by role
+    given: dict[int, str]  # the stand-in's name by load
+    mod: int
+    masked: int
+    gradient: int
+    masked_gradient: int
+    scaled: float | None
+
+
+def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], results: Sequence[str]) -> ScoreRows:
+    """The rows of a schedule. `stand_ins` are the numbers of the inputs that stand for scores, indices and gradients.
+
+    `results` says which numbers the output adds up, so that all their rows are in one kernel. Unsupported where the
+    rows are more than one elementwise kernel.
+    """
+    if len(schedule.plans) != 1 or schedule.plans[0].reductions or schedule.plans[0].ordered is not None:
+        raise Unsupported("a score modification takes several kernels")
+    plan = schedule.plans[0]
+    names = {f"in{number}": role for role, number in stand_ins.items()}
+    given = {i: names[r.attr[0]] for i, r in enumerate(plan.rows) if r.op == "load" and r.attr[0] in names}
+    record = lowered.inputs[stand_ins["score"]]
+    assert isinstance(record, TensorInput)
+    score = next((i for i, name in given.items() if name == "score"), None)
+    if score is None:
+        raise Unsupported("the modified score does not depend on the score")
+    address = plan.rows[score].attr[1][0]
+    axes: dict[str, Axis] = {}
+    for axis in plan.axes:
+        step = coefficient(address, axis.sym)
+        at = [role for role, stride in zip(ROLES, record.stride) if step == lowered.ctx.canon(stride)]
+        if len(at) != 1:
+            raise Unsupported("a score modification has other loops than batch, head, query and key")
+        axes[at[0]] = axis
+    if set(axes) != set(ROLES):
+        raise Unsupported("a score modification has other loops than batch, head, query and key")
+    plan = _along_own_axes(plan, axes, given)
+    rows = dict(zip(results, _summands(plan, lowered, len(results))))
+    mod_row, gradient = rows["mod"], rows.get("gradient", -1)
+    scaled = _scale(plan.rows, mod_row, given)
+    if gradient >= 0 and score in behind(plan.rows, gradient):
+        scaled = None
+    return ScoreRows(
+        plan, axes, given, mod_row, rows.get("masked", mod_row), gradient, rows.get("masked_gradient", gradient),
+        scaled,
+    )  # fmt: skip
+
+
+def behind(rows: Sequence[Row], *roots: int) -> list[int]:
+    """The rows that `roots` need, in order."""
+    seen: set[int] = set()
+    pending = list(roots)
+    while pending:
+        n = pending.pop()
+        if n not in seen:
+            seen.add(n)
+            pending += [*rows[n].args, *indirect_rows(rows[n])]
+    return sorted(seen)
+
+
+def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str]) -> KernelPlan:
+    """The plan in which an index varies along its own axis alone, and what is computed of it only along those."""
+    syms = {a.sym for a in plan.axes}
+    varies: list[frozenset[Sym]] = []
+    for n, row in enumerate(plan.rows):
+        along: set[Sym] = set()
+        if given.get(n) in axes:
+            along = {axes[given[n]].sym}
+        else:
+            exprs = row.attr[1] if row.op == "load" else (row.attr,) if row.op == "index" else ()
+            for e in exprs:
+                along |= syms & set(symbols(e))
+        for m in (*row.args, *indirect_rows(row)):
+            along |= varies[m]
+        varies.append(frozenset(along))
+    return dataclasses.replace(plan, varies=tuple(varies))
+
+
+def _summands(plan: KernelPlan, lowered: Lowered, count: int) -> list[int]:
+    """The rows of the `count` numbers whose sum the only output is, the last one added last."""
+    kind, name = lowered.outputs[0]
+    stored = [s.row for s in plan.stores if kind == "buffer" and s.buffer == name]
+    if len(stored) != 1 or len(lowered.outputs) != 1:
+        raise Unsupported("a result of a score modification is not computed")
+    found: list[int] = []
+    n = stored[0]
+    for _ in range(count - 1):
+        if plan.rows[n].traits.sign != "+":
+            raise Unsupported("a result of a score modification is known before")
+        n, last = plan.rows[n].args
+        found.append(last)
+    return [n, *reversed(found)]
+
+
+def _scale(rows: Sequence[Row], n: int, given: dict[int, str]) -> float | None:
+    """The number by which row `n` multiplies the score, if that is all it does."""
+    if given.get(n) == "score":
+        return 1.0
+    if rows[n].traits.sign != "*":
+        return None
+    constants = [rows[a] for a in rows[n].args if rows[a].op == "const"]
+    scores = [a for a in rows[n].args if given.get(a) == "score"]
+    if len(constants) != 1 or len(scores) != 1:
+        return None
+    factor = float(constants[0].attr)
+    return factor if factor > 0 and math.isfinite(factor) else None

@@ -1,0 +1,116 @@
+"""Calls of `flex_attention`, whose modification of scores and mask are graphs, become calls that fuse them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.attention.scores import Mods, write_scores
+from fuser.attention.served import DTYPES, Backward, Forward
+from fuser.errors import Unsupported
+from fuser.passes.hints import are_numbers
+
+_RESULTS = {"flex_attention": (0, 1), "flex_attention_backward": (0, 1, 2)}  # that kernels have
+_BLOCKS = {"flex_attention": 4, "flex_attention_backward": 9}  # which argument is the block mask
+_INDEX = 3  # where in it the indices of blocks are
+
+
+def drop_single_blocks(module: fx.GraphModule) -> int:
+    """The lists of a block mask of one block, which say nothing, are not made: torch's own without a mask."""
+    changed = 0
+    for node in module.graph.nodes:
+        at = _BLOCKS.get(_called(node))
+        if at is not None and _is_single(node.args[at]):
+            blocks = node.args[at]
+            given = [None if isinstance(b, fx.Node) and b.op != "get_attr" else b for b in blocks[:-1]]
+            node.args = (*node.args[:at], (*given, blocks[-1]), *node.args[at + 1 :])
+            changed += 1
+    if changed:
+        module.graph.eliminate_dead_code()
+    return changed
+
+
+def _is_single(blocks: Any) -> bool:
+    """Whether the lists of a block mask have one row and one column of blocks, whatever the sizes are."""
+    index = blocks[_INDEX].meta.get("val") if isinstance(blocks[_INDEX], fx.Node) else None
+    return isinstance(index, torch.Tensor) and index.dim() == 4 and are_numbers(*index.shape[2:]) and (
+        index.shape[2] == index.shape[3] == 1
+    )  # fmt: skip
+
+
+def serve_flex_attention(module: fx.GraphModule) -> int:
+    """A `flex_attention` runs with its score modification fused: on the CPU by rows, on CUDA in one kernel."""
+    changed = 0
+    for node in list(module.graph.nodes):
+        name = _called(node)
+        if name in _RESULTS and _is_served(module, node, name):
+            changed += 1
+    return changed
+
+
+def _called(node: fx.Node) -> str:
+    """The name of the higher-order operator that a node calls, or ""."""
+    hop = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+    return str(node.target) if hop else ""
+
+
+def _is_served(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    """Whether a call was replaced."""
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
+        return False
+    read = _results_read(node)
+    if read is None or not read <= set(_RESULTS[name]):
+        return False
+    forward = name == "flex_attention"
+    tensors, graphs = node.args[: 3 if forward else 7], node.args[3 if forward else 7 : 4 if forward else 9]
+    blocks, scale, options, of_mod, of_mask = node.args[4 if forward else 9 :]
+    mods = _mods(module, (*graphs, blocks[-1]), scale, len(of_mod), len(of_mask))  # type: ignore[index,arg-type]
+    if mods is None:
+        return False
+    target: Any = Forward(mods, options, 1 in read) if forward else Backward(mods, options)  # type: ignore[arg-type]
+    with module.graph.inserting_before(node):
+        new = module.graph.call_function(target, (*tensors, blocks[:-1], of_mod, of_mask))  # type: ignore[index]
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    module.graph.erase_node(node)
+    return True
+
+
+def _results_read(node: fx.Node) -> set[int] | None:
+    """The numbers of the results that something reads; None if a node takes all of them."""
+    out: set[int] = set()
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            return None
+        if user.users:
+            out.add(user.args[1])
+    return out
+
+
+def _mods(
+    module: fx.GraphModule, graphs: tuple[Any, ...], scale: Any, of_mod: int, of_mask: int
+) -> Mods | None:  # fmt: skip
+    """The graphs of a call, if kernels can be made of them."""
+    held = [_module(module, g) for g in graphs]
+    if not all(isinstance(m, fx.GraphModule) for m in held) or not isinstance(scale, (int, float)):
+        return None
+    mods = Mods(held[0], held[-1], of_mod, of_mask, float(scale), held[1] if len(held) == 3 else None)
+    try:
+        write_scores(mods, of_mod + of_mask)
+    except Unsupported:
+        return None
+    return mods
+
+
+def _module(module: fx.GraphModule, node: Any) -> Any:
+    """The graph that a `get_attr` node names."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    found: Any = module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,157 @@
+"""`flex_attention` on the CPU: right in every spelling, fused, and torch's own where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import fuser
+from fuser.attention import by_rows, served
+from tests.flex_cases import CASES, FlexCase, causal, soft_cap
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ran for each call: "fused", or the reason for torch's own."""
+    out: list[str] = []
+    fused = served.Forward.fused
+
+    def watched(self: Any, run: Any, *heads: Any) -> Any:
+        found = fused(self, run, *heads)
+        out.append("fused" if found is not None else str(self.reason))
+        return found
+
+    monkeypatch.setattr(served.Forward, "fused", watched)
+    torch._dynamo.reset()
+    return out
+
+
+def compiled(case: FlexCase, **options: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, Any]]:
+    """The compiled call, its arguments, and what is captured."""
+    captured, masking = case.buffers()
+    mod = None if case.mod is None else (lambda s, b, h, q, k: case.mod(s, b, h, q, k, *captured))
+    blocks = case.block_mask(masking)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q, k, v, mod, blocks, enable_gqa=q.shape[1] != k.shape[1], **options)
+
+    return torch.compile(call, backend="fuser"), tuple(case.heads()), (captured, masking)
+
+
+def eager(case: FlexCase, args: Any, both: Any) -> torch.Tensor:
+    """torch's own, by the graph that it runs without a compiler."""
+    captured, masking = both
+    mod = None if case.mod is None else (lambda s, b, h, q, k: case.mod(s, b, h, q, k, *captured))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return flex_attention(*args, mod, case.block_mask(masking), enable_gqa=args[0].shape[1] != args[1].shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_no_further_from_float64_than_eager(case: FlexCase, dtype: torch.dtype, calls: list[str]) -> None:
+    case = dataclasses.replace(case, dtype=dtype)
+    with torch.no_grad():
+        call, args, both = compiled(case)
+        out = call(*args)
+        exact, _ = case.exact(*(a.double() for a in args), *both)
+        expected = eager(case, args, both)
+    assert calls == ["fused"]
+    assert out.dtype == expected.dtype and out.stride() == expected.stride()
+    far = [float((t.double() - exact).abs().max()) for t in (out, expected)]
+    assert far[0] <= 2 * far[1] + 4 * torch.finfo(dtype).eps * float(exact.abs().max()), far
+
+
+@pytest.mark.parametrize("name", ("SCORES", "LEAST_ROWS"))
+def test_small_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_rows, "SCORES", 1)
+    monkeypatch.setattr(by_rows, "LEAST_ROWS", 16 if name == "LEAST_ROWS" else 64)
+    for case in CASES:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            call, args, both = compiled(case)
+            torch.testing.assert_close(call(*args), eager(case, args, both), atol=3e-6, rtol=2e-3)
+
+
+def test_logarithms_of_sums() -> None:
+    some = FlexCase("", None, lambda b, h, q, k: (q >= k) & (q > 70), (1, 2, 2, 90, 90, 16, 16), block=32)
+    for case in (CASES[0], some):
+        with torch.no_grad():
+            call, args, both = compiled(case, return_lse=True)
+            out, sums = call(*args)
+            exact = case.exact(*(a.double() for a in args), *both)
+        torch.testing.assert_close(out.double(), exact[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(sums.double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_new_size_compiles_nothing() -> None:
+    counter = CompileCounterWithBackend("fuser")
+    call = torch.compile(lambda q, k, v: flex_attention(q, k, v, soft_cap), backend=counter, dynamic=True)
+    with torch.no_grad():
+        for n in (33, 50, 64):
+            args = [torch.randn(2, 3, n, 16) for _ in range(3)]
+            torch.testing.assert_close(call(*args), flex_attention(*args, soft_cap), atol=1e-5, rtol=1e-5)
+            kernels = fuser.num_compiled_kernels() if n == 33 else kernels  # noqa: F821
+    assert counter.frame_count == 1 and fuser.num_compiled_kernels() == kernels
+
+
+def test_blocks_that_a_user_lists_are_those_that_count() -> None:
+    """Without `mask_mod` the lists alone say what is attended to."""
+    count = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    blocks = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=64)
+    args = [torch.randn(1, 2, 128, 16) for _ in range(3)]
+    with torch.no_grad():
+        out = torch.compile(flex_attention, backend="fuser")(*args, block_mask=blocks)
+    case = FlexCase("", None, lambda b, h, q, k: (q >= 64) | (k < 64))
+    torch.testing.assert_close(out.double(), case.exact(*(a.double() for a in args), (), ())[0], atol=1e-5, rtol=1e-5)
+
+
+def test_captured_numbers() -> None:
+    def call(q: Any, k: Any, v: Any, n: int, x: float) -> Any:
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i - j < n, s * x, -1.0))
+
+    args = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+    fused = torch.compile(call, backend="fuser", dynamic=True)
+    with torch.no_grad():
+        for n, x in ((3, 0.5), (7, 1.5)):
+            torch.testing.assert_close(fused(*args, n, x), call(*args, n, x), atol=1e-5, rtol=1e-5)
+
+
+def test_what_no_kernel_knows_is_torchs_own(calls: list[str]) -> None:
+    table = torch.randn(40, 3)
+
+    def rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q].sum()
+
+    args = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+    with torch.no_grad():
+        out = torch.compile(flex_attention, backend="fuser")(*args, rows)
+        torch.testing.assert_close(out, flex_attention(*args, rows))
+    assert not calls  # the graph kept torch's operator
+
+
+def test_in_a_model_with_its_neighbours() -> None:
+    """Between products and other fused operators, under autocast, in memory of any order."""
+    torch.manual_seed(0)
+    project, back = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+    blocks = FlexCase("", None, causal, (1, 4, 4, 64, 64, 8, 8)).block_mask(())
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = project(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return back(flex_attention(q, k, v, soft_cap, blocks).transpose(1, 2).reshape(2, 64, 32)).relu()
+
+    x = torch.randn(2, 64, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="fuser")(x), model(x), atol=1e-5, rtol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(torch.compile(model, backend="fuser")(x), model(x), atol=2e-2, rtol=2e-2)
