@@ -68,6 +68,10 @@ class Unsupported(FuserError):
         self.node = node
 
 
+class NotNow(Unsupported):
+    """There is no kernel for this call; a later one may have one."""
+
+
 class NotPrebuilt(Unsupported):
     """A kernel that can only be found, since nothing here compiles, and is not among those that were made elsewhere."""
 

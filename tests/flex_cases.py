@@ -133,6 +133,9 @@ CASES: tuple[FlexCase, ...] = (
         "relative", lambda s, b, h, q, k, t: s + t[h, q - k + 69], captured=lambda h, m, n: (torch.randn(h, 139),)
     ),
     FlexCase(
+        "bias of the first", lambda s, b, h, q, k, t: s + t[0, q, 1], captured=lambda h, m, n: (torch.randn(h, m, n),)
+    ),
+    FlexCase(
         "temperature", lambda s, b, h, q, k, t: s * t, captured=lambda h, m, n: (torch.tensor(0.7),)
     ),
     FlexCase("causal", None, causal, LONG),

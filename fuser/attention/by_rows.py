@@ -17,7 +17,7 @@ from fuser.attention.blocks import Blocks, block_map, key_ranges
 from fuser.attention.scores import Mods, write_scores
 
 aten = torch.ops.aten
-SCORES = 1 << 20  # bytes of the scores of a chunk, about: what a core's cache holds beside keys and values
+SCORES = 1 << 20  # bytes of the scores of a chunk for each thread, about: what a core's cache holds beside the keys
 LEAST_ROWS = 64  # of a chunk; a product of fewer rows is slow
 _SMALL = 1 << 31  # numbers that int32 holds
 _LN2 = math.log(2)
@@ -120,7 +120,7 @@ def _softmax(
 
 def chunks(blocks: Blocks, matrices: int, rows: int, columns: int) -> list[tuple[int, int, int, int]]:
     """(first row, end, first key, end) of each chunk of rows of `matrices` matrices of scores."""
-    most = max(LEAST_ROWS, SCORES // (4 * matrices * max(columns, 1)))
+    most = max(LEAST_ROWS, SCORES * torch.get_num_threads() // (4 * matrices * max(columns, 1)))
     if blocks.partial is None:
         return [(r, min(r + most, rows), 0, columns) for r in range(0, rows, most)]
     size, width = blocks.query_size, blocks.key_size

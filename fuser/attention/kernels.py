@@ -20,7 +20,9 @@ from fuser.canonical.build import canonicalize
 from fuser.canonical.graph import CanonicalGraph
 from fuser.cuda import attention_source, fused_kernel
 from fuser.cuda.attention_source import Asked
-from fuser.errors import CompileError, Unsupported
+from fuser.errors import CompileError, NotNow, Unsupported
+from fuser.kernel_spec import STATUS
+from fuser.reasons import because
 from fuser.runtime import launcher
 
 aten = torch.ops.aten
@@ -131,10 +133,12 @@ def _handle(graph: CanonicalGraph, asked: Asked) -> Callable[..., Any]:
     lock = forks.lock()
 
     def slow(args: tuple[Any, ...], status: int) -> Any:
-        if status or not config.enabled:
-            raise Unsupported("a kernel for attention is switched off or reported a problem")
+        if status:
+            raise NotNow(because("reported", f"a kernel reported: {STATUS.get(status, status)}"))
+        if not config.enabled:
+            raise NotNow(because("disabled", "config.enabled is False"))
         if torch.cuda.is_current_stream_capturing() or len(made) >= _MOST_VARIANTS:
-            raise Unsupported("no kernel for attention takes these arguments, and none can be made now")
+            raise NotNow("no kernel takes these arguments, and none can be made now")
         with lock, config.override(**settings), torch.cuda.device(args[0].device):
             source = attention_source.make_source(graph, asked, args, config.numerics)
             form = f"{source.name} {source.program}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser.errors import Unsupported
 from fuser.lazy_dataclasses import dataclass
@@ -96,7 +97,9 @@ class _Inliner:
     def _constant(self, value: Any) -> fx.Node:
         if not isinstance(value, torch.Tensor) or value.dim():
             raise Unsupported("a score modification holds a constant that is no number")
-        return self._number(value.item(), value.dtype)
+        with _disable_current_modes():  # a constant is a real tensor in a graph of fake ones
+            number = value.item()
+        return self._number(number, value.dtype)
 
     def _number(self, value: Any, dtype: torch.dtype) -> fx.Node:
         """A number of four dims on the device of the scores."""

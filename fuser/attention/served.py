@@ -12,7 +12,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from fuser.attention.blocks import blocks_of
 from fuser.attention.by_rows import ByRows
 from fuser.attention.scores import Mods
-from fuser.errors import CompileError, Unsupported
+from fuser.errors import CompileError, NotNow, Unsupported
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -35,7 +35,8 @@ class _Served:
         try:
             return run()
         except (Unsupported, CompileError) as error:
-            self.reason = str(error)
+            if not isinstance(error, NotNow):
+                self.reason = str(error)
             return None
 
 

@@ -18,6 +18,7 @@ import torch
 from fuser.cuda.attention_rows import ROLES, ScoreRows, behind
 from fuser.cuda.layout import Context, Dim, Layout, blocks
 from fuser.cuda.nest import Function, Nest
+from fuser.ir.loop_body import Row
 from fuser.ir.sizes import Expr, expr, mod
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis
@@ -87,6 +88,7 @@ class AttentionNest(Nest):
         self.contiguous = set()
         for o in (*operands.values(), *self.listed()):
             self.dtypes[o.name] = o.dtype
+        self.layout.guards += rows.guards
         self.guard("eq", k.size[1] * self.group, q.size[1])
         self.guard("eq", k.size[2], operands["v"].size[2])
         self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, d.block)}
@@ -189,6 +191,14 @@ class AttentionNest(Nest):
     def dot(self, a: str, b: str, total: str = "") -> str:
         """A product of tiles."""
         return f"tl.dot({a}, {b}, {f'{total}, ' if total else ''}input_precision='{self.precision}')"
+
+    def reciprocal(self, row: Row) -> str | None:
+        """The factor for a division by a constant: one more rounding, as small as those of the product before it."""
+        divisor = self.plan.rows[row.args[1]]
+        if divisor.op != "const" or divisor.dtype is not torch.float32:
+            return None
+        value = float(divisor.attr)
+        return repr(1 / value) if 1e-30 < abs(value) < 1e30 else None
 
     # -- rows of a tile ----------------------------------------------------------------------------------------------
     def behind(self, *roots: int) -> list[int]:

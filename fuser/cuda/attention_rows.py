@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from fuser.cuda.text import Guard
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, indirect_rows
-from fuser.ir.sizes import Sym, coefficient, symbols
+from fuser.ir.sizes import INDIRECT, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.scheduler.kernel_plan import Axis, KernelPlan
@@ -26,7 +27,7 @@ ROLES = "bhqk"
 class ScoreRows:
     """The plan of the rows behind a score: which rows are loads of a stand-in, and which are results.
 
-    `scaled`: `mod` is the score times this number, and nothing else.
+    `scaled`: `mod` is the score times this number, and nothing else. `guards`: what the plan relies on.
     """
 
     plan: KernelPlan
@@ -37,6 +38,7 @@ class ScoreRows:
     gradient: int
     masked_gradient: int
     scaled: float | None
+    guards: tuple[Guard, ...]
 
 
 def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], results: Sequence[str]) -> ScoreRows:
@@ -65,6 +67,10 @@ def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], r
         axes[at[0]] = axis
     if set(axes) != set(ROLES):
         raise Unsupported("a score modification has other loops than batch, head, query and key")
+    q, k = lowered.inputs[:2]
+    assert isinstance(q, TensorInput) and isinstance(k, TensorInput)
+    sizes = dict(zip(ROLES, map(lowered.ctx.canon, (*q.size[:3], k.size[2]))))
+    plan, guards = _without_checks(plan, axes, given, sizes, lowered.ctx.hint)
     plan = _along_own_axes(plan, axes, given)
     rows = dict(zip(results, _summands(plan, lowered, len(results))))
     mod_row, gradient = rows["mod"], rows.get("gradient", -1)
@@ -73,7 +79,7 @@ def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], r
         scaled = None
     return ScoreRows(
         plan, axes, given, mod_row, rows.get("masked", mod_row), gradient, rows.get("masked_gradient", gradient),
-        scaled,
+        scaled, guards,
     )  # fmt: skip
 
 
@@ -87,6 +93,36 @@ def behind(rows: Sequence[Row], *roots: int) -> list[int]:
             seen.add(n)
             pending += [*rows[n].args, *indirect_rows(rows[n])]
     return sorted(seen)
+
+
+def _without_checks(
+    plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str], sizes: dict[str, Expr], hint: Callable[[Expr], int]
+) -> tuple[KernelPlan, tuple[Guard, ...]]:
+    """The plan in which an index of a score is a captured tensor's index without a check, where that is large enough.
+
+    Addresses are then those of neighbours, which are loaded at once. The guards say that the tensor is large enough.
+    """
+    known: dict[Sym, Expr] = {}
+    guards: dict[Guard, None] = {}
+    for n, row in enumerate(plan.rows):
+        if row.op != "indirect":
+            continue
+        source = row.args[0]
+        while plan.rows[source].op == "to_dtype" and not plan.rows[source].dtype.is_floating_point:
+            source = plan.rows[source].args[0]
+        role, bound = given.get(source, ""), row.attr[0]
+        if role in axes and hint(sizes[role]) <= hint(bound):
+            guards["le", sizes[role], bound] = None
+            known[Sym(f"%{n}", INDIRECT)] = expr(axes[role].sym)
+    if not known:
+        return plan, ()
+    rows = []
+    for row in plan.rows:
+        if row.op == "load":
+            buffer, addresses = row.attr
+            row = dataclasses.replace(row, attr=(buffer, tuple(substitute(e, known) for e in addresses)))
+        rows.append(row)
+    return dataclasses.replace(plan, rows=tuple(rows)), tuple(guards)
 
 
 def _along_own_axes(plan: KernelPlan, axes: dict[str, Axis], given: dict[int, str]) -> KernelPlan:

@@ -12,6 +12,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import (
     account,
+    attention_rows,
     checks,
     contestants,
     contraction_rows,
@@ -399,6 +400,14 @@ def test_rows_of_contractions_and_networks():
     assert set(convnet_models.NETS) == {r.name for r in convnet_models.ROWS}
     module, inputs = next(r for r in convnet_models.ROWS if r.name == "unet").make(True)
     assert module(*inputs).shape == (1, 2, 64, 64)
+
+
+@pytest.mark.parametrize("row", attention_rows.ROWS[::3], ids=lambda r: r.name)
+def test_attention_runs_in_eager(row):
+    module, inputs = row.make(True)
+    with torch.no_grad():
+        out = module(*inputs)
+    assert out.isfinite().all() and out.shape[:3] == inputs[0].shape[:3]
 
 
 def test_a_contraction_beside_a_rival_that_is_wrong_and_one_that_fails(monkeypatch):
