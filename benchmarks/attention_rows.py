@@ -107,7 +107,7 @@ PROBLEMS: tuple[Problem, ...] = (
     Problem("all keys", "ViT-L (2020)", (16, 16, 16, 576, 64, 64)),
     Problem("soft cap", "Gemma 2 (2024)", (1, 8, 4, 4096, 256, 256), soft_cap(50.0), causal),
     Problem("soft cap of 128", "Grok-1 (2024)", (1, 48, 8, 2048, 128, 128), soft_cap(30.0), causal),
-    Problem("window", "Mistral 7B (2023)", (1, 32, 8, 8192, 128, 128), None, window(1024)),
+    Problem("window", "Mistral 7B (2023)", (1, 16, 4, 8192, 128, 128), None, window(1024)),
     Problem("ALiBi", "Press et al. (2021), MPT-7B", (2, 32, 32, 2048, 128, 128), alibi, causal, slopes),
     Problem("ALiBi of 64", "BLOOM-560M (2022)", (4, 16, 16, 2048, 64, 64), alibi, causal, slopes),
     Problem(

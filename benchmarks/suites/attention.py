@@ -18,9 +18,10 @@ Function = Callable[..., Any]
 
 def _with_gradients(module: nn.Module, forward: Function) -> Function:
     def step(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = forward(*leaves)
-        return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            out = forward(*leaves)
+            return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
     return step
 
