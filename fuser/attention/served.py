@@ -13,6 +13,7 @@ from fuser.attention.blocks import blocks_of
 from fuser.attention.by_rows import ByRows
 from fuser.attention.scores import Mods
 from fuser.errors import CompileError, NotNow, Unsupported
+from fuser.reasons import because
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -23,6 +24,9 @@ Buffers = Sequence[Any]
 
 class _Served:
     """One call of a graph. `reason`: why torch's own function runs from then on, or None."""
+
+    # Why a node is in no group: see `reasons.reason_of_call`.
+    fuser_reason = because("library", "it has kernels of its own, with its score modification and its mask in them")
 
     def __init__(self, mods: Mods, options: dict[str, Any]) -> None:
         self.mods, self.options = mods, options

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 MARK = "writes_input"
 # In the meta of a node between others' operators that is a kernel of its own: with what makes its input it is slower.
 APART = "apart"
+# In the meta of a call of torch's own that a pass looked at: why it runs as it is.
+WHY = "why_unfused"
 
 
 class Kind(enum.Enum):
@@ -245,7 +247,8 @@ def _extern_reason(node: fx.Node) -> str | None:
     if MARK in node.meta:
         return because("writes", "it writes one of its arguments")
     if not isinstance(target, torch._ops.OpOverload):
-        return reason_of_call(target) or because("python", f"{op_name(target)} is not an ATen operator")
+        known: str | None = reason_of_call(target) or node.meta.get(WHY)
+        return known or because("python", f"{op_name(target)} is not an ATen operator")
     reason = schema_reason(target)
     if reason is not None:
         return reason

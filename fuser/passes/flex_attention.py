@@ -11,7 +11,9 @@ from torch import fx
 from fuser.attention.scores import Mods, write_scores
 from fuser.attention.served import DTYPES, Backward, Forward
 from fuser.errors import Unsupported
+from fuser.passes.classify import WHY
 from fuser.passes.hints import are_numbers
+from fuser.reasons import because
 
 _RESULTS = {"flex_attention": (0, 1), "flex_attention_backward": (0, 1, 2)}  # that kernels have
 _BLOCKS = {"flex_attention": 4, "flex_attention_backward": 9}  # which argument is the block mask
@@ -58,26 +60,35 @@ def _called(node: fx.Node) -> str:
 
 
 def _is_served(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether a call was replaced."""
-    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
+    """Whether a call was replaced; if not, the node says why."""
+    try:
+        target, args = _served(module, node, name)
+    except Unsupported as error:
+        node.meta[WHY] = because("arguments", error.reason)
         return False
-    read = _results_read(node)
-    if read is None or not read <= set(_RESULTS[name]):
-        return False
-    forward = name == "flex_attention"
-    tensors, graphs = node.args[: 3 if forward else 7], node.args[3 if forward else 7 : 4 if forward else 9]
-    blocks, scale, options, of_mod, of_mask = node.args[4 if forward else 9 :]
-    mods = _mods(module, (*graphs, blocks[-1]), scale, len(of_mod), len(of_mask))  # type: ignore[index,arg-type]
-    if mods is None:
-        return False
-    target: Any = Forward(mods, options, 1 in read) if forward else Backward(mods, options)  # type: ignore[arg-type]
     with module.graph.inserting_before(node):
-        new = module.graph.call_function(target, (*tensors, blocks[:-1], of_mod, of_mask))  # type: ignore[index]
+        new = module.graph.call_function(target, args)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     module.graph.erase_node(node)
     return True
+
+
+def _served(module: fx.GraphModule, node: fx.Node, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """What runs a call with kernels, and its arguments. Unsupported if nothing does."""
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES.get(value.device.type, ()):
+        raise Unsupported("no kernel of attention takes tensors of this device and dtype")
+    read = _results_read(node)
+    if read is None or not read <= set(_RESULTS[name]):
+        raise Unsupported("the maxima, or gradients of captured tensors, are needed")
+    forward = name == "flex_attention"
+    tensors, graphs = node.args[: 3 if forward else 7], node.args[3 if forward else 7 : 4 if forward else 9]
+    rest: Any = node.args[4 if forward else 9 :]
+    blocks, scale, options, of_mod, of_mask = rest
+    mods = _mods(module, (*graphs, blocks[-1]), scale, len(of_mod), len(of_mask))
+    target = Forward(mods, options, 1 in read) if forward else Backward(mods, options)
+    return target, (*tensors, blocks[:-1], of_mod, of_mask)
 
 
 def _results_read(node: fx.Node) -> set[int] | None:
@@ -91,18 +102,13 @@ def _results_read(node: fx.Node) -> set[int] | None:
     return out
 
 
-def _mods(
-    module: fx.GraphModule, graphs: tuple[Any, ...], scale: Any, of_mod: int, of_mask: int
-) -> Mods | None:  # fmt: skip
-    """The graphs of a call, if kernels can be made of them."""
+def _mods(module: fx.GraphModule, graphs: tuple[Any, ...], scale: Any, of_mod: int, of_mask: int) -> Mods:
+    """The graphs of a call. Unsupported if no kernel can be made of them."""
     held = [_module(module, g) for g in graphs]
     if not all(isinstance(m, fx.GraphModule) for m in held) or not isinstance(scale, (int, float)):
-        return None
+        raise Unsupported("its modification is no graph, or its scale no number")
     mods = Mods(held[0], held[-1], of_mod, of_mask, float(scale), held[1] if len(held) == 3 else None)
-    try:
-        write_scores(mods, of_mod + of_mask)
-    except Unsupported:
-        return None
+    write_scores(mods, of_mod + of_mask)
     return mods
 
 

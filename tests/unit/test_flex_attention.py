@@ -13,6 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import fuser
 from fuser.attention import by_rows, served
+from fuser.frontends.records import last_compilation
+from fuser.reasons import code_of
 from tests.flex_cases import CASES, FlexCase, causal, soft_cap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -138,6 +140,16 @@ def test_what_no_kernel_knows_is_torchs_own(calls: list[str]) -> None:
         out = torch.compile(flex_attention, backend="fuser")(*args, rows)
         torch.testing.assert_close(out, flex_attention(*args, rows))
     assert not calls  # the graph kept torch's operator
+    told = [u.reason for u in last_compilation().unfused if u.op == "flex_attention"]
+    assert told == ["a score modification reads a captured tensor by aten.sum.default"]
+
+
+def test_a_call_says_what_it_runs_by() -> None:
+    args = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+    with torch.no_grad():
+        torch.compile(flex_attention, backend="fuser")(*args, soft_cap)
+    (told,) = [u.reason for u in last_compilation().unfused if u.op == "flex_attention"]
+    assert told.startswith("it has kernels of its own") and code_of(told) == "library"
 
 
 def test_in_a_model_with_its_neighbours() -> None:
