@@ -107,6 +107,11 @@ def window(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q >= k) & (q - k < 40)
 
 
+def neighbours(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """The places of an image of 16 columns at most 3 away."""
+    return ((q // 16 - k // 16).abs() <= 3) & ((q % 16 - k % 16).abs() <= 3)
+
+
 def documents(h: int, m: int, n: int) -> tuple[Tensor, ...]:
     """The document of each position."""
     return (torch.arange(max(m, n)) // 37,)
@@ -138,7 +143,14 @@ CASES: tuple[FlexCase, ...] = (
     FlexCase(
         "temperature", lambda s, b, h, q, k, t: s * t, captured=lambda h, m, n: (torch.tensor(0.7),)
     ),
+    FlexCase("remainders", lambda s, b, h, q, k: s + (q - k) % 7 * 0.1 - (k // 5) * 0.01),
+    FlexCase("by the distance", lambda s, b, h, q, k: s * torch.exp((k - q).abs().to(s.dtype) / -40.0) + torch.sigmoid(s)),
+    FlexCase(
+        "by a table of keys", lambda s, b, h, q, k, t: s + torch.sin(t[k // 3].to(s.dtype)) * (h + 1),
+        captured=lambda h, m, n: (torch.randn(n),),
+    ),
     FlexCase("causal", None, causal, LONG),
+    FlexCase("neighbours", None, neighbours, (1, 2, 2, 256, 256, 16, 16)),
     FlexCase("causal, few keys", soft_cap, causal, (1, 2, 2, 200, 90, 16, 16)),
     FlexCase("window", alibi, window, (1, 4, 2, 300, 300, 16, 32), turned=True),
     FlexCase(

@@ -11,16 +11,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fuser import interface
 from fuser.attention.blocks import Blocks, block_map, key_ranges
-from fuser.attention.scores import Mods, write_scores
+from fuser.attention.scores import Mods, of_keys_alone, write_scores
+from fuser.lazy_dataclasses import dataclass
 
 aten = torch.ops.aten
 SCORES = 1 << 20  # bytes of the scores of a chunk for each thread, about: what a core's cache holds beside the keys
 LEAST_ROWS = 64  # of a chunk; a product of fewer rows is slow
 _SMALL = 1 << 31  # numbers that int32 holds
 _LN2 = math.log(2)
+# Operators on the index of a key that cost less, in each row again, than a load of their result.
+_PLAIN = frozenset(
+    "add sub rsub mul neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not"
+    " _to_copy".split()
+)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The kernel that makes weights of scores, and the one before it for what depends on keys alone, if it costs."""
+
+    weights: Callable[..., Any]
+    before: Callable[..., Any] | None
 
 
 class ByRows:
@@ -31,7 +46,7 @@ class ByRows:
 
     def __init__(self, mods: Mods, sums: bool) -> None:
         self.mods, self.sums = mods, sums
-        self._made: dict[Any, Callable[..., Any]] = {}
+        self._made: dict[Any, _Made] = {}
         self._indices: tuple[Any, tuple[torch.Tensor, ...]] = (None, ())
 
     def __call__(
@@ -45,10 +60,11 @@ class ByRows:
         if not out.numel():
             return out, sums
         mapped = block_map(blocks) if blocks.partial is not None and not self.mods.masks else None
-        handle = self._handle(buffers, working, q.dtype, mapped is not None)
+        made = self._made_for(buffers, working, q.dtype, mapped is not None)
         keys = k.to(working).expand(batch, -1, -1, -1)
         values = v.to(q.dtype).expand(batch, -1, -1, -1)
         b, h, m, n = self._index(batch, heads, rows, columns)
+        of_keys = made.before(*buffers, n) if made.before is not None else ()
         for first, last, low, high in chunks(blocks, batch * heads, rows, columns):
             size = last - first
             if low >= high:
@@ -61,7 +77,7 @@ class ByRows:
             scores = torch.bmm(part, some.transpose(1, 2)).view(batch, heads, size, high - low)
             here = (m[:, :, first:last], n[:, :, :, low:high])
             kept = () if mapped is None else (_spread(mapped, blocks, first, low, high),)
-            found = handle(*buffers, scores, b, h, *here, *kept)
+            found = made.weights(*buffers, scores, b, h, *here, *kept, *(t[..., low:high] for t in of_keys))
             weights = found[0].view(batch * groups, -1, high - low)
             product = torch.bmm(weights, values[:, :, low:high].reshape(batch * groups, high - low, width))
             out[:, :, first:last] = product.view(batch, heads, size, width)
@@ -80,29 +96,30 @@ class ByRows:
             self._indices = sizes, found
         return found
 
-    def _handle(
-        self, buffers: Sequence[Any], working: torch.dtype, dtype: torch.dtype, mapped: bool
-    ) -> Callable[..., Any]:  # fmt: skip
+    def _made_for(self, buffers: Sequence[Any], working: torch.dtype, dtype: torch.dtype, mapped: bool) -> _Made:
         key = (working, dtype, mapped)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = _softmax(self.mods, len(buffers), working, dtype, mapped, self.sums)
+            found = self._made[key] = _make(self.mods, len(buffers), working, dtype, mapped, self.sums)
         return found
 
 
-def _softmax(
-    mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, mapped: bool, sums: bool
-) -> Callable[..., Any]:  # fmt: skip
-    """The handle of the kernel between the two products."""
+def _make(mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, mapped: bool, sums: bool) -> _Made:
+    """The kernels between the two products."""
     scores = write_scores(mods, buffers, working)
     graph, masked = scores.graph, scores.masked
+    last = list(graph.find_nodes(op="placeholder"))[-1]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:
         return graph.call_function(target, args, kwargs)
 
-    if mapped:
-        with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-            kept = graph.placeholder("kept")
+    of_keys = of_keys_alone(scores, _PLAIN)
+    before = _before(graph, of_keys) if of_keys else None
+    with graph.inserting_after(last):
+        for i, node in reversed(list(enumerate(of_keys))):
+            node.replace_all_uses_with(graph.placeholder(f"of_keys{i}"))
+        kept = graph.placeholder("kept") if mapped else None
+    if kept is not None:
         masked = call(aten.where.ScalarOther, kept, masked, -math.inf)
     highest = call(aten.amax.default, masked, [-1], True)
     nothing = call(aten.eq.Scalar, highest, -math.inf)  # no key is attended to: all weights are 0
@@ -115,7 +132,23 @@ def _softmax(
         log = call(aten.div.Tensor, call(aten.add.Tensor, call(aten.log.default, total), highest), _LN2)
         results.append(call(aten._to_copy.default, call(aten.squeeze.dim, log, -1), dtype=torch.float32))
     graph.output(tuple(results))
-    return interface.register_handle(graph, functional=True)[1]
+    graph.eliminate_dead_code()
+    return _Made(interface.register_handle(graph, functional=True)[1], before)
+
+
+def _before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Callable[..., Any]:
+    """The handle that computes `nodes` from the captured tensors and the indices of keys."""
+    own = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.name.startswith("buffer") or node.name == "index_k":
+                env[node] = own.placeholder(node.name)
+        elif all(a in env for a in node.all_input_nodes):
+            env[node] = own.node_copy(node, env.__getitem__)
+    own.output(tuple(env[n] for n in nodes))
+    own.eliminate_dead_code()
+    return interface.register_handle(own, functional=True)[1]
 
 
 def chunks(blocks: Blocks, matrices: int, rows: int, columns: int) -> list[tuple[int, int, int, int]]:

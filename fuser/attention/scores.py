@@ -7,7 +7,7 @@ becomes a tensor of four dims, batch, head, query and key, of which those that i
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,17 @@ DIMS = 4  # batch, head, query, key
 # Functions that make a number: the number, or which argument it is.
 _MADE = {"new_ones": 1, "ones": 1, "new_zeros": 0, "zeros": 0}
 _FILLED = {"full": 1, "new_full": 2, "scalar_tensor": 0}
-_SAME = ("alias", "detach", "lift_fresh", "lift_fresh_copy", "clone", "view", "expand", "reshape")
+# Functions that do nothing to one number.
+_SAME = frozenset(
+    "alias alias_copy detach detach_copy lift_fresh lift_fresh_copy clone contiguous view reshape expand squeeze t"
+    " resolve_conj resolve_neg".split()
+)
+# Elementwise functions that torch does not tag so.
+_ELEMENTWISE = frozenset(
+    "where _to_copy convert_element_type full_like zeros_like ones_like floor_divide rsub isclose special_ndtr"
+    " hardswish _prelu_kernel hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward"
+    " mish_backward softplus_backward softshrink_backward log_sigmoid_backward".split()
+)
 _TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
 
 
@@ -151,8 +161,7 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
 
 def _is_pointwise(target: Any) -> bool:
     tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return tagged or _name(target) in ("where", "_to_copy", "convert_element_type", "full_like", "zeros_like",
-                                       "ones_like", "scalar_tensor")  # fmt: skip
+    return tagged or _name(target) in _ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,7 @@ class Scores:
     """A graph over scores being written, and the nodes of its results."""
 
     graph: fx.Graph
+    index: tuple[fx.Node, ...]  # of batch, head, query and key
     mod: fx.Node
     masked: fx.Node
     gradient: fx.Node | None = None
@@ -172,6 +182,24 @@ class Scores:
         for node in others:
             total = self.graph.call_function(aten.add.Tensor, (total, node))
         self.graph.output(total)
+
+
+def of_keys_alone(scores: Scores, plain: Collection[Any]) -> list[fx.Node]:
+    """The nodes that depend on the index of the key and on no other, behind an operator that is not in `plain`.
+
+    They are read by nodes that depend on more, and can be computed once for all rows.
+    """
+    key = scores.index[-1]
+    inputs = set(scores.graph.find_nodes(op="placeholder"))
+    buffers = {n for n in inputs if n.name.startswith("buffer")}
+    alone: dict[fx.Node, bool] = {key: False}  # whether it costs something
+    for node in scores.graph.nodes:
+        given = node.all_input_nodes
+        if node in inputs or node.op != "call_function" or not given:
+            continue
+        if all(a in alone or a in buffers for a in given) and any(a in alone for a in given):
+            alone[node] = _name(node.target) not in plain or any(alone.get(a, False) for a in given)
+    return [n for n, costs in alone.items() if costs and any(u not in alone for u in n.users)]
 
 
 def write_scores(
@@ -202,14 +230,14 @@ def write_scores(
         mask = _single(inliner.inline(mods.mask, (*index, *of_mask)))
         masked = inliner.call(aten.where.ScalarOther, mask, mod, -float("inf"))
     if mods.joint is None:
-        return Scores(graph, mod, masked)
+        return Scores(graph, tuple(index), mod, masked)
     outputs = inliner.inline(mods.joint, (scaled, *index, gradient, *of_mod))
     through = _single(outputs)
     if gradient not in _behind(through):
         raise Unsupported("the gradient of the score does not depend on that of the modified score")
     through = inliner.call(aten.mul.Tensor, inliner.call(aten._to_copy.default, through, dtype=working), mods.scale)
     kept = inliner.call(aten.where.ScalarOther, mask, through, 0.0) if masks else through
-    return Scores(graph, mod, masked, through, kept)
+    return Scores(graph, tuple(index), mod, masked, through, kept)
 
 
 def _single(output: Any) -> fx.Node:

@@ -77,19 +77,21 @@ def _sound(n: int) -> Inputs:
     return {"input_values": torch.randn(n, 1600, generator=_generator(n))}
 
 
-def _transformer(model: str, config: str, inputs: Any = _words, generates: bool = False, **settings: Any) -> None:
+def _transformer(
+    model: str, config: str, inputs: Any = _words, generates: bool = False, attention: str = "sdpa", **settings: Any
+) -> None:  # fmt: skip
     def build() -> nn.Module:
         import transformers
 
         made = getattr(transformers, config)(**{**SMALL, **settings})
-        made._attn_implementation, made._experts_implementation = "sdpa", "eager"
+        made._attn_implementation, made._experts_implementation = attention, "eager"
         try:
             return getattr(transformers, model)(made)
         except (ValueError, ImportError):  # no SDPA in this architecture
             made._attn_implementation = "eager"
             return getattr(transformers, model)(made)
 
-    _add(model, "transformers", build, inputs, generates)
+    _add(model if attention == "sdpa" else f"{model} ({attention})", "transformers", build, inputs, generates)
 
 
 def _decoder(stem: str, **settings: Any) -> None:
@@ -120,6 +122,12 @@ _decoder("Granite")
 _decoder("Mixtral", num_local_experts=4)
 _decoder("CodeGen", rotary_dim=8, n_head=4)
 _decoder("BioGpt")
+for _stem, _settings in (
+    ("Llama", {}), ("Mistral", {"sliding_window": 8}), ("Qwen3", {"head_dim": 16}),
+    ("Gemma2", {"head_dim": 16, "sliding_window": 8}), ("Cohere", {}),
+    ("OPT", {"word_embed_proj_dim": 64, "ffn_dim": 128}),
+):  # fmt: skip
+    _decoder(_stem, attention="flex_attention", **_settings)
 _transformer("MambaForCausalLM", "MambaConfig", state_size=8)
 _transformer("BertForMaskedLM", "BertConfig", _masked)
 _transformer("RobertaForMaskedLM", "RobertaConfig", _masked)
@@ -128,6 +136,8 @@ _transformer("AlbertForMaskedLM", "AlbertConfig", _masked, embedding_size=32)
 _transformer("ElectraForMaskedLM", "ElectraConfig", _masked, embedding_size=32)
 _transformer("DebertaV2ForMaskedLM", "DebertaV2Config", _masked, relative_attention=True, pos_att_type=["p2c", "c2p"])
 _transformer("ModernBertForMaskedLM", "ModernBertConfig", _masked, local_attention=8, cls_token_id=1, sep_token_id=2)
+_transformer("ModernBertForMaskedLM", "ModernBertConfig", _masked, attention="flex_attention", local_attention=8,
+             cls_token_id=1, sep_token_id=2)  # fmt: skip
 _transformer("MPNetForMaskedLM", "MPNetConfig", _masked)
 _transformer("FNetForMaskedLM", "FNetConfig", _words)
 _ED = {"d_model": 64, "decoder_start_token_id": 1, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128,
