@@ -144,7 +144,10 @@ CASES: tuple[FlexCase, ...] = (
         "temperature", lambda s, b, h, q, k, t: s * t, captured=lambda h, m, n: (torch.tensor(0.7),)
     ),
     FlexCase("remainders", lambda s, b, h, q, k: s + (q - k) % 7 * 0.1 - (k // 5) * 0.01),
-    FlexCase("by the distance", lambda s, b, h, q, k: s * torch.exp((k - q).abs().to(s.dtype) / -40.0) + torch.sigmoid(s)),
+    FlexCase(
+        "by the distance",
+        lambda s, b, h, q, k: s * torch.exp((k - q).abs().to(s.dtype) / -40.0) + torch.sigmoid(s),
+    ),
     FlexCase(
         "by a table of keys", lambda s, b, h, q, k, t: s + torch.sin(t[k // 3].to(s.dtype)) * (h + 1),
         captured=lambda h, m, n: (torch.randn(n),),

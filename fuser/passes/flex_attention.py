@@ -27,12 +27,16 @@ def drop_single_blocks(module: fx.GraphModule) -> int:
         at = _BLOCKS.get(_called(node))
         if at is not None and _is_single(node.args[at]):
             blocks = node.args[at]
-            given = [None if isinstance(b, fx.Node) and b.op != "get_attr" else b for b in blocks[:-1]]
+            given = [None if _is_tensor(b) else b for b in blocks[:-1]]
             node.args = (*node.args[:at], (*given, blocks[-1]), *node.args[at + 1 :])
             changed += 1
     if changed:
         module.graph.eliminate_dead_code()
     return changed
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _is_single(blocks: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import fuser
 from fuser.attention import by_rows, served
@@ -116,6 +116,20 @@ def test_blocks_that_a_user_lists_are_those_that_count() -> None:
         out = torch.compile(flex_attention, backend="fuser")(*args, block_mask=blocks)
     case = FlexCase("", None, lambda b, h, q, k: (q >= 64) | (k < 64))
     torch.testing.assert_close(out.double(), case.exact(*(a.double() for a in args), (), ())[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_mask_as_an_argument_at_symbolic_sizes() -> None:
+    """The sizes of its blocks are symbols then, too."""
+
+    def call(q: Any, k: Any, v: Any, blocks: Any) -> Any:
+        return flex_attention(q, k, v, soft_cap, blocks)
+
+    fused = torch.compile(call, backend="fuser", dynamic=True)
+    with torch.no_grad():
+        for n in (12, 20, 300, 500):
+            args = [torch.randn(2, 2, n, 16) for _ in range(3)]
+            blocks = create_block_mask(causal, None, None, n, n, device="cpu")
+            torch.testing.assert_close(fused(*args, blocks), call(*args, blocks), atol=1e-5, rtol=1e-5)
 
 
 def test_captured_numbers() -> None:

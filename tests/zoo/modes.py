@@ -132,6 +132,9 @@ class _Run:
         model = architecture.build()
         self.eager = model.train() if mode == "training" else model.eval()
         self.ours, self.wide = copy.deepcopy(model), copy.deepcopy(model).double()
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if attention == "flex_attention":  # torch's graph of it cannot be widened
+            self.wide.set_attn_implementation("eager")
 
     def results(self, module: nn.Module, call: Any, inputs: Inputs) -> list[torch.Tensor]:
         """Results of a call; with gradients and buffers in training."""
