@@ -7,7 +7,7 @@ and a library multiplies by the values. Keys that no row of the chunk attends to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,24 +65,27 @@ class ByRows:
         values = v.to(q.dtype).expand(batch, -1, -1, -1)
         b, h, m, n = self._index(batch, heads, rows, columns)
         of_keys = made.before(*buffers, n) if made.before is not None else ()
-        for first, last, low, high in chunks(blocks, batch * heads, rows, columns):
-            size = last - first
+        for some, (first, last, low, high) in chunks(blocks, batch, heads, rows, columns):
+            here, size, several = (some, slice(None), slice(first, last)), last - first, some.stop - some.start
             if low >= high:
-                out[:, :, first:last] = 0
+                out[here] = 0
                 if sums is not None:
-                    sums[:, :, first:last] = -math.inf
+                    sums[here] = -math.inf
                 continue
-            part = q[:, :, first:last].to(working).reshape(batch * groups, -1, q.shape[3])
-            some = keys[:, :, low:high].reshape(batch * groups, high - low, -1)
-            scores = torch.bmm(part, some.transpose(1, 2)).view(batch, heads, size, high - low)
-            here = (m[:, :, first:last], n[:, :, :, low:high])
-            kept = () if mapped is None else (_spread(mapped, blocks, first, low, high),)
-            found = made.weights(*buffers, scores, b, h, *here, *kept, *(t[..., low:high] for t in of_keys))
-            weights = found[0].view(batch * groups, -1, high - low)
-            product = torch.bmm(weights, values[:, :, low:high].reshape(batch * groups, high - low, width))
-            out[:, :, first:last] = product.view(batch, heads, size, width)
+            part = q[here].to(working).reshape(several * groups, -1, q.shape[3])
+            turned = keys[some, :, low:high].reshape(several * groups, high - low, -1).transpose(1, 2)
+            scores = torch.bmm(part, turned).view(several, heads, size, high - low)
+            index = (b[some], h, m[:, :, first:last], n[..., low:high])
+            kept = () if mapped is None else (_spread(mapped, blocks, some, first, low, high),)
+            found = made.weights(*buffers, scores, *index, *kept, *(t[..., low:high] for t in of_keys))
+            weights = found[0].view(several * groups, -1, high - low)
+            product = torch.bmm(weights, values[some, :, low:high].reshape(several * groups, high - low, width))
+            product = product.view(several, heads, size, width)
+            if several == batch and size == rows and sums is None and product.stride() == out.stride():
+                return product, None
+            out[here] = product
             if sums is not None:
-                sums[:, :, first:last] = found[1]
+                sums[here] = found[1]
         return out, sums
 
     def _index(self, *sizes: int) -> tuple[torch.Tensor, ...]:
@@ -151,23 +154,34 @@ def _before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Callable[..., Any]:
     return interface.register_handle(own, functional=True)[1]
 
 
-def chunks(blocks: Blocks, matrices: int, rows: int, columns: int) -> list[tuple[int, int, int, int]]:
-    """(first row, end, first key, end) of each chunk of rows of `matrices` matrices of scores."""
-    most = max(LEAST_ROWS, SCORES * torch.get_num_threads() // (4 * matrices * max(columns, 1)))
+def chunks(
+    blocks: Blocks, batch: int, heads: int, rows: int, columns: int
+) -> Iterator[tuple[slice, tuple[int, int, int, int]]]:  # fmt: skip
+    """(batches, (first row, end, first key, end)) of each chunk: some rows of some batches, with all heads."""
+    most = SCORES * torch.get_num_threads() // (4 * heads * max(columns, 1))  # rows of all batches together
+    several = min(max(most // LEAST_ROWS, 1), batch)
+    ranges = list(_ranges(blocks, max(most // several, LEAST_ROWS), rows, columns))
+    for first in range(0, batch, several):
+        for one in ranges:
+            yield slice(first, min(first + several, batch)), one
+
+
+def _ranges(blocks: Blocks, most: int, rows: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first row, end, first key, end) of chunks of at most `most` rows, with the keys that any row attends to."""
     if blocks.partial is None:
-        return [(r, min(r + most, rows), 0, columns) for r in range(0, rows, most)]
+        yield from ((r, min(r + most, rows), 0, columns) for r in range(0, rows, most))
+        return
     size, width = blocks.query_size, blocks.key_size
-    out = []
     for number, (low, high) in enumerate(key_ranges(blocks)):
         end = min((number + 1) * size, rows)
         for first in range(number * size, end, min(most, size)):
-            out.append((first, min(first + most, end), min(low * width, columns), min(high * width, columns)))
-    return out
+            yield first, min(first + most, end), min(low * width, columns), min(high * width, columns)
 
 
-def _spread(mapped: torch.Tensor, blocks: Blocks, row: int, low: int, high: int) -> torch.Tensor:
-    """Which keys from `low` to `high` the chunk that begins at `row` attends to: bool, [batch, heads, 1, keys]."""
-    whole = mapped[:, :, row // blocks.query_size, low // blocks.key_size :].unsqueeze(2)
+def _spread(mapped: torch.Tensor, blocks: Blocks, some: slice, row: int, low: int, high: int) -> torch.Tensor:
+    """Which keys from `low` to `high` the chunk that begins at `row` attends to: bool, [batches, heads, 1, keys]."""
+    own = mapped if mapped.shape[0] == 1 else mapped[some]
+    whole = own[:, :, row // blocks.query_size, low // blocks.key_size :].unsqueeze(2)
     return whole.repeat_interleave(blocks.key_size, -1)[..., : high - low].contiguous()
 
 
