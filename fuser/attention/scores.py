@@ -31,7 +31,8 @@ _SAME = frozenset(
 _ELEMENTWISE = frozenset(
     "where _to_copy convert_element_type full_like zeros_like ones_like floor_divide rsub isclose special_ndtr"
     " hardswish _prelu_kernel hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward"
-    " mish_backward softplus_backward softshrink_backward log_sigmoid_backward".split()
+    " leaky_relu_backward elu_backward mish_backward softplus_backward softshrink_backward log_sigmoid_forward"
+    " log_sigmoid_backward".split()
 )
 _TRUE = ("new_ones", "ones", "ones_like", "full", "new_full", "full_like")
 
@@ -123,9 +124,11 @@ class _Inliner:
         if target is aten.index.Tensor:
             return self._indexed(args[0], args[1])
         if target is operator.getitem:
-            return args[0][args[1]]
+            return self.call(target, *args) if isinstance(args[0], fx.Node) else args[0][args[1]]
         result = _tensor(node)
-        if result is None:  # sizes and their arithmetic
+        if result is None:  # sizes and their arithmetic, or several numbers
+            if isinstance(node.meta.get("val"), (tuple, list)) and not _is_pointwise(target):
+                raise Unsupported(f"a score modification calls {target}")
             return self.graph.call_function(target, args, kwargs)
         if name in _SAME and isinstance(args[0], _Part) and args[0].dims == result.dim():
             return args[0]

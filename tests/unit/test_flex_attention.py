@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -141,6 +142,36 @@ def test_captured_numbers() -> None:
     with torch.no_grad():
         for n, x in ((3, 0.5), (7, 1.5)):
             torch.testing.assert_close(fused(*args, n, x), call(*args, n, x), atol=1e-5, rtol=1e-5)
+
+
+FUNCTIONS: dict[str, Any] = {
+    **{n: getattr(torch, n) for n in "abs exp expm1 sigmoid tanh sin atan erf square sgn floor round frac".split()},
+    **{n: getattr(F, n) for n in "relu6 gelu silu mish softplus softsign hardswish hardtanh leaky_relu elu".split()},
+    **{n: getattr(F, n) for n in "logsigmoid softshrink tanhshrink".split()},
+}
+OF_TWO: dict[str, Any] = {
+    "maximum": lambda s, i: torch.maximum(s, i * 0.05), "remainder": lambda s, i: torch.remainder(s, i + 1.5),
+    "pow": lambda s, i: torch.pow(s.abs() + 0.1, i * 0.1), "clamp": lambda s, i: torch.clamp(s, max=i * 0.1),
+    "floor_divide": lambda s, i: s + i // 3, "shift": lambda s, i: s + (i >> 1), "bits": lambda s, i: s + ((i & 3) ^ 1),
+    "truncated": lambda s, i: s + torch.div(i, 3, rounding_mode="trunc"), "reversed": lambda s, i: 1 - s,
+    "buckets": lambda s, i: s + torch.log(i.float() + 1).to(torch.int32) * 0.1,
+    "masked": lambda s, i: torch.where(i == 4, -float("inf"), s), "lerp": lambda s, i: torch.lerp(s, s * 2, 0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", (*FUNCTIONS, *OF_TWO))
+def test_elementwise_functions_are_fused(name: str, calls: list[str]) -> None:
+    """Whether torch tags them as elementwise or not."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return FUNCTIONS[name](s) if name in FUNCTIONS else OF_TWO[name](s, (q - k).abs())
+
+    torch.manual_seed(3)
+    args = [torch.randn(1, 2, n, 16) for n in (20, 24, 24)]
+    with torch.no_grad():
+        out = torch.compile(flex_attention, backend="fuser")(*args, mod)
+        torch.testing.assert_close(out, flex_attention(*args, mod), atol=1e-5, rtol=1e-5)
+    assert calls == ["fused"]
 
 
 def test_what_no_kernel_knows_is_torchs_own(calls: list[str]) -> None:
