@@ -20,6 +20,7 @@ from fuser.canonical.build import canonicalize
 from fuser.canonical.graph import CanonicalGraph
 from fuser.cuda import attention_source, fused_kernel
 from fuser.cuda.attention_source import Asked
+from fuser.cuda.matmul import precision
 from fuser.errors import CompileError, NotNow, Unsupported
 from fuser.kernel_spec import STATUS
 from fuser.reasons import because
@@ -42,6 +43,7 @@ class Kernels:
     def __init__(self, mods: Mods, sums: bool) -> None:
         self.mods, self.sums = mods, sums
         self._graphs: dict[tuple[str, ...], CanonicalGraph] = {}
+        self._own: dict[Any, Callable[..., Any]] = {}
         self._delta: Callable[..., Any] | None = None
 
     def forward(
@@ -90,12 +92,13 @@ class Kernels:
             graph = self._graphs[others] = _graph(self.mods, len(buffers), others)
         wide = args[0].shape[2] * args[1].shape[2] >= _WIDE
         gradient = self.mods.joint is not None
-        asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, _precision(), wide)
+        asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, precision(), wide)
         key = graph.hash, asked, args[0].device.index, *config.key()
-        handle = _handles.get(key)
+        handle = self._own.get(key)
         if handle is None:
-            with _lock:
+            with _lock:  # reading an LRU cache changes it
                 handle = _handles.get(key) or _handles.setdefault(key, _handle(graph, asked))
+            self._own[key] = handle
         return handle(*args)
 
 
@@ -116,14 +119,6 @@ def _graph(mods: Mods, buffers: int, others: tuple[str, ...]) -> CanonicalGraph:
     if found.blocked or found.bound:
         raise Unsupported(found.blocked[0] if found.blocked else "a score modification holds a constant tensor")
     return found.graph
-
-
-def _precision() -> str:
-    """How float32 products are multiplied, as torch's settings say."""
-    try:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    except RuntimeError:  # set by torch's old names and by its new ones
-        return "ieee"
 
 
 def _handle(graph: CanonicalGraph, asked: Asked) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from fuser.cuda.attention_rows import ROLES, ScoreRows, behind
 from fuser.cuda.layout import Context, Dim, Layout, blocks
 from fuser.cuda.nest import Function, Nest
 from fuser.ir.loop_body import Row
-from fuser.ir.sizes import Expr, expr, mod
+from fuser.ir.sizes import Expr, expr
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis
 
@@ -102,15 +102,6 @@ class AttentionNest(Nest):
     def guard(self, relation: str, a: Expr, b: Expr) -> None:
         """Have the kernel rely on a relation."""
         self.layout.guards.append((relation, a, b))
-
-    def divides(self, size: Expr, block: int) -> bool:
-        """Whether blocks leave no rest; the kernel is for sizes like the example's in this."""
-        rest = mod(size, expr(block))
-        if rest.as_int() is not None:
-            return rest.as_int() == 0
-        fits = self.ctx.hint(size) % block == 0
-        self.guard("eq" if fits else "ne", rest, expr(0))
-        return fits
 
     @property
     def group(self) -> int:

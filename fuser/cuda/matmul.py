@@ -18,7 +18,7 @@ from fuser.cuda.layout import Context, Dim, Layout, blocks
 from fuser.cuda.nest import Function, Nest
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import indirect_rows
-from fuser.ir.sizes import Expr, expr, mod, product
+from fuser.ir.sizes import Expr, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput
 from fuser.reasons import because
@@ -59,6 +59,14 @@ SINGLES: tuple[tuple[int, tuple[MatmulTile, ...]], ...] = (
     (32, (MatmulTile(16, 64, 64, 4, 4), MatmulTile(32, 32, 64, 4, 4))),
     (1 << 62, (MatmulTile(64, 64, 32, 4, 4), MatmulTile(128, 64, 32, 4, 4), MatmulTile(128, 128, 32, 8, 3))),
 )
+
+
+def precision() -> str:
+    """How float32 products are multiplied, as torch's settings say."""
+    try:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    except RuntimeError:  # set by torch's old names and by its new ones
+        return "ieee"
 
 
 def candidates(rows: int, dtype: torch.dtype) -> tuple[MatmulTile, ...]:
@@ -129,18 +137,9 @@ class MatmulNest(Nest):
         dims = [Dim([*self.product.rows], tile.rows, "y"), Dim([*self.product.columns], tile.columns, "x")]
         super().__init__(plan, name, ctx, Layout([*self.product.batch], dims, tile.warps))
         self.contiguous = {plan.vector} if plan.vector is not None else set()
-        fits = [self._divides(d.size, d.block) for d in dims]
+        fits = [self.divides(d.size, d.block) for d in dims]
         self.whole = {d.name for d, fit in zip(dims, fits) if fit}
-        self.even = self._divides(inner.size, tile.inner)
-
-    def _divides(self, size: Expr, block: int) -> bool:
-        """Whether blocks leave no rest; the kernel is for sizes like the example's in this."""
-        rest = mod(size, expr(block))
-        if rest.as_int() is not None:
-            return rest.as_int() == 0
-        fits = self.ctx.hint(size) % block == 0
-        self.layout.guards.append(("eq" if fits else "ne", rest, expr(0)))
-        return fits
+        self.even = self.divides(inner.size, tile.inner)
 
     def write(self) -> Function:
         """The kernel."""

@@ -21,7 +21,7 @@ from fuser.cuda.text import Guard, Lines, Param, Params, triton_expr
 from fuser.cuda.windows import Windows, find_windows
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, is_checked
-from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, product, symbols
+from fuser.ir.sizes import INDIRECT, LOOP, Expr, Sym, expr, mod, product, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     FLOAT8,
@@ -87,6 +87,15 @@ class Nest:
         """What the kernel relies on."""
         own = self.windows.guards if self.bits == 32 else ()
         return [*self.layout.guards, *self.params.guards, *own]
+
+    def divides(self, size: Expr, block: int) -> bool:
+        """Whether blocks leave no rest; the kernel is for sizes like the example's in this."""
+        rest = mod(size, expr(block))
+        if rest.as_int() is not None:
+            return rest.as_int() == 0
+        fits = self.ctx.hint(size) % block == 0
+        self.layout.guards.append(("eq" if fits else "ne", rest, expr(0)))
+        return fits
 
     def _is_fast(self) -> bool:
         """Whether approximations drown in the rounding of every result."""

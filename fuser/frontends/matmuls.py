@@ -127,7 +127,7 @@ class Raced:
         self.pair, self.group = pair, group
         key, _held = interface.register_handle(pair.plan.graph, functional=True)
         self.graph = interface.kernel_spec(key).graph
-        self.precision = precision()
+        self.precision = matmul.precision()
         self.choices: dict[Any, choices.Choice] = {}
         self._handles: dict[Any, Function] = {}
         self._settings = config.snapshot()
@@ -239,14 +239,6 @@ class Raced:
 
 def _is_plain(args: Sequence[Any]) -> bool:
     return all(type(a) in (torch.Tensor, torch.nn.Parameter, int, float, bool) for a in args)
-
-
-def precision() -> str:
-    """How float32 products are multiplied, as torch's settings say."""
-    try:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    except RuntimeError:  # set by torch's old names and by its new ones
-        return "ieee"
 
 
 def _class_of(args: Sequence[Any]) -> Any:
