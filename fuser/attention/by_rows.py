@@ -17,6 +17,7 @@ from fuser import interface
 from fuser.attention.blocks import Blocks, block_map, key_ranges
 from fuser.attention.scores import Mods, of_keys_alone, write_scores
 from fuser.lazy_dataclasses import dataclass
+from fuser.lowering.shapes import dense_strides, order_like
 
 aten = torch.ops.aten
 SCORES = 1 << 20  # bytes of the scores of a chunk for each thread, about: what a core's cache holds beside the keys
@@ -55,7 +56,8 @@ class ByRows:
         batch, heads, rows, _ = q.shape
         groups, columns, width = k.shape[1], k.shape[2], v.shape[3]
         working = torch.float64 if q.dtype is torch.float64 else torch.float32
-        out = empty_like_order((batch, heads, rows, width), q)
+        shape = (batch, heads, rows, width)
+        out = q.new_empty_strided(shape, dense_strides(shape, order_like(shape, q.stride())))
         sums = q.new_empty((batch, heads, rows), dtype=torch.float32) if self.sums else None
         if not out.numel():
             return out, sums
@@ -183,25 +185,3 @@ def _spread(mapped: torch.Tensor, blocks: Blocks, some: slice, row: int, low: in
     own = mapped if mapped.shape[0] == 1 else mapped[some]
     whole = own[:, :, row // blocks.query_size, low // blocks.key_size :].unsqueeze(2)
     return whole.repeat_interleave(blocks.key_size, -1)[..., : high - low].contiguous()
-
-
-def empty_like_order(size: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A new tensor of `size` whose dims are in memory in the order of those of `like`, the last one dense."""
-    strides = ordered_strides(size, like.stride())
-    return torch.empty_strided(size, strides, dtype=like.dtype, device=like.device)
-
-
-def ordered_strides(size: Sequence[int], like: Sequence[int]) -> list[int]:
-    """Dense strides in the order of the strides `like`; where the last dim would not be dense, it comes first."""
-    order = sorted(range(len(size)), key=lambda d: (like[d], -d))
-    found = _strides(size, order)
-    last = len(size) - 1
-    return found if found[-1] == 1 else _strides(size, [last, *(d for d in order if d != last)])
-
-
-def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
-    strides, step = [0] * len(size), 1
-    for d in order:
-        strides[d] = step
-        step *= size[d]
-    return strides

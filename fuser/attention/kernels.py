@@ -91,13 +91,14 @@ class Kernels:
         if graph is None:
             graph = self._graphs[others] = _graph(self.mods, len(buffers), others)
         wide = args[0].shape[2] * args[1].shape[2] >= _WIDE
-        gradient = self.mods.joint is not None
-        asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, precision(), wide)
-        key = graph.hash, asked, args[0].device.index, *config.key()
+        key = others, block, wide, precision(), args[0].device.index, config.key()
         handle = self._own.get(key)
         if handle is None:
+            gradient = self.mods.joint is not None
+            asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, key[3], wide)
+            shared = graph.hash, asked, *key[4:]
             with _lock:  # reading an LRU cache changes it
-                handle = _handles.get(key) or _handles.setdefault(key, _handle(graph, asked))
+                handle = _handles.get(shared) or _handles.setdefault(shared, _handle(graph, asked))
             self._own[key] = handle
         return handle(*args)
 

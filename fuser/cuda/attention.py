@@ -91,6 +91,7 @@ class AttentionNest(Nest):
         self.layout.guards += rows.guards
         self.guard("eq", k.size[1] * self.group, q.size[1])
         self.guard("eq", k.size[2], operands["v"].size[2])
+        self.guard("eq", k.size[0], expr(1) if self.repeats else q.size[0])
         self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, d.block)}
 
     def listed(self) -> list[Operand]:
@@ -144,7 +145,6 @@ class AttentionNest(Nest):
 
     def of_keys(self, b: str, h: str) -> tuple[str, str]:
         """The batch and head of keys for those of queries."""
-        self.guard("eq", self.operands["k"].size[0], expr(1) if self.repeats else self.operands["q"].size[0])
         return ("0" if self.repeats else b), (h if self.group == 1 else f"({h} // {self.group})")
 
     def tile_of(self, label: str, o: Operand, rows: str, dim: Dim, turned: bool = False) -> str:
@@ -152,25 +152,24 @@ class AttentionNest(Nest):
 
         `turned`: the rows are the tile's columns.
         """
+        at, mask = self._place(o, rows, dim, turned)
+        return f"tl.load({label}p + ({at}){f', {mask}, other=0.0' if mask else ''})"
+
+    def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str) -> None:
+        """Store a tile of the matrix `{label}p`."""
+        at, mask = self._place(o, rows, dim, False)
+        kind = f"{self.params.pointer(o.name)}.dtype.element_ty"
+        self.out.add(f"tl.store({label}p + ({at}), ({value}).to({kind}){f', {mask}' if mask else ''})")
+
+    def _place(self, o: Operand, rows: str, dim: Dim, turned: bool) -> tuple[str, str]:
+        """The offsets of a tile in its matrix, and the mask of what is inside the matrix; "" where all is."""
         first, second = ("[None, :]", "[:, None]") if turned else ("[:, None]", "[None, :]")
         wide = self.padded(o)
         column = f"tl.arange(0, {wide}){second}"
         masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)}){first}"]
         masks += [] if wide == self.width(o) else [f"({column} < {self.width(o)})"]
-        options = f", {' & '.join(masks)}, other=0.0" if masks else ""
         at = f"{rows}{first} * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
-        return f"tl.load({label}p + ({at}){options})"
-
-    def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str) -> None:
-        """Store a tile of the matrix `{label}p`."""
-        wide = self.padded(o)
-        column = f"tl.arange(0, {wide})[None, :]"
-        masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)})[:, None]"]
-        masks += [] if wide == self.width(o) else [f"({column} < {self.width(o)})"]
-        options = f", {' & '.join(masks)}" if masks else ""
-        at = f"{rows}[:, None] * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
-        kind = f"{self.params.pointer(o.name)}.dtype.element_ty"
-        self.out.add(f"tl.store({label}p + ({at}), ({value}).to({kind}){options})")
+        return at, " & ".join(masks)
 
     def number_of(self, label: str, o: Operand, dim: Dim, missing: str) -> None:
         """Load a number for each row of `dim`, laid out like it: `o` is [B, H, rows]."""
@@ -411,7 +410,6 @@ def write_key_gradient(nest: AttentionNest) -> Function:
         nest.out.open(f"for member in range(0, {n})")
     add(f"{h} = kh * {nest.group}{f' + member % {nest.group}' if several else ''}")
     add(f"{b} = {f'member // {nest.group}' if nest.repeats else 'kb'}")
-    nest.of_keys(b, h)
     nest.base("q", q, b, h)
     nest.base("g", g, b, h)
     known = nest.ahead([rows.mod, rows.masked, rows.gradient, rows.masked_gradient], "bhk")

@@ -31,6 +31,7 @@ from fuser.ir.nodes import strides_of
 from fuser.ir.sizes import Expr, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered, TensorInput, lower_graph
+from fuser.lowering.shapes import order_like
 from fuser.reasons import because
 from fuser.scheduler.schedule import schedule
 
@@ -196,15 +197,8 @@ def _results(lowered: Lowered, operands: dict[str, Operand], asked: Asked) -> di
     q, k, v = (operands[name] for name in "qkv")
 
     def like(number: str, o: Operand, size: tuple[Expr, ...]) -> Operand:
-        hints = [lowered.ctx.hint(s) for s in o.stride]
-        inner = sorted(range(4), key=lambda d: (hints[d], -d))
-        sizes = [lowered.ctx.hint(s) for s in size]
-        before = 1
-        for d in inner[: inner.index(3)]:
-            before *= sizes[d]
-        if before != 1:
-            inner = [3, *(d for d in inner if d != 3)]
-        return Operand(number, size, strides_of(size, tuple(reversed(inner))), o.dtype)
+        order = order_like([lowered.ctx.hint(s) for s in size], [lowered.ctx.hint(s) for s in o.stride])
+        return Operand(number, size, strides_of(size, order), o.dtype)
 
     if asked.gradient:
         return {"dq": like("out0", q, q.size), "dk": like("out1", k, k.size), "dv": like("out2", v, v.size)}

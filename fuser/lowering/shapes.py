@@ -7,6 +7,7 @@ most, so their rule is here; everything else asks torch (`graph.run_meta`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,6 +175,15 @@ def copies_overlap(x: torch.Tensor) -> bool:
             return True
         reach += stride * (n - 1)
     return False
+
+
+def order_like(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dims from outermost to innermost in the order of `stride`; the last dim is innermost where it must be dense."""
+    inner = sorted(range(len(size)), key=lambda d: (stride[d], -d))
+    last = len(size) - 1
+    if math.prod(size[d] for d in inner[: inner.index(last)]) != 1:
+        inner = [last, *(d for d in inner if d != last)]
+    return tuple(reversed(inner))
 
 
 def dense_strides(size: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:

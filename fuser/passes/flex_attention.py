@@ -108,19 +108,9 @@ def _results_read(node: fx.Node) -> set[int] | None:
 
 def _mods(module: fx.GraphModule, graphs: tuple[Any, ...], scale: Any, of_mod: int, of_mask: int) -> Mods:
     """The graphs of a call. Unsupported if no kernel can be made of them."""
-    held = [_module(module, g) for g in graphs]
-    if not all(isinstance(m, fx.GraphModule) for m in held) or not isinstance(scale, (int, float)):
-        raise Unsupported("its modification is no graph, or its scale no number")
+    held: list[Any] = [module.get_submodule(str(g.target)) for g in graphs]
+    if not isinstance(scale, (int, float)):
+        raise Unsupported("its scale is no number that the graph knows")
     mods = Mods(held[0], held[-1], of_mod, of_mask, float(scale), held[1] if len(held) == 3 else None)
     write_scores(mods, of_mod + of_mask)
     return mods
-
-
-def _module(module: fx.GraphModule, node: Any) -> Any:
-    """The graph that a `get_attr` node names."""
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    found: Any = module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
-    return found

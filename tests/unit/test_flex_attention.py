@@ -77,15 +77,16 @@ def test_no_further_from_float64_than_eager(case: FlexCase, dtype: torch.dtype, 
     assert far[0] <= 2 * far[1] + 4 * torch.finfo(dtype).eps * float(exact.abs().max()), far
 
 
-@pytest.mark.parametrize("name", ("SCORES", "LEAST_ROWS"))
-def test_small_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", (16, 64))
+def test_small_chunks(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_rows, "SCORES", 1)
-    monkeypatch.setattr(by_rows, "LEAST_ROWS", 16 if name == "LEAST_ROWS" else 64)
+    monkeypatch.setattr(by_rows, "LEAST_ROWS", least)
     for case in CASES:
         torch._dynamo.reset()
         with torch.no_grad():
             call, args, both = compiled(case)
-            torch.testing.assert_close(call(*args), eager(case, args, both), atol=3e-6, rtol=2e-3)
+            far = 2e-3 if case.dtype is torch.float16 else 3e-6
+            torch.testing.assert_close(call(*args), eager(case, args, both), atol=far, rtol=far)
 
 
 def test_logarithms_of_sums() -> None:
