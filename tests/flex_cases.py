@@ -121,6 +121,8 @@ LONG = (1, 2, 2, 300, 300, 16, 16)
 CASES: tuple[FlexCase, ...] = (
     FlexCase("plain"),
     FlexCase("other sizes", None, None, (1, 3, 1, 37, 91, 24, 40)),
+    FlexCase("heads in two parts", alibi, None, (1, 2, 1, 40, 70, 72, 48), turned=True),
+    FlexCase("heads of 192 and 128", None, causal, (1, 2, 2, 130, 128, 192, 128)),
     FlexCase("one query", alibi, None, (2, 4, 2, 1, 90, 16, 16)),
     FlexCase("one of all", None, None, (1, 1, 1, 1, 1, 16, 16)),
     FlexCase("soft cap", soft_cap, None, (1, 2, 1, 128, 128, 32, 32)),

@@ -64,6 +64,32 @@ class BlockLists:
     columns: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """A tile of a head's elements: those from `first` on, `width` of them, in `padded`. `suffix` is for its names."""
+
+    suffix: str
+    first: int
+    width: int
+    padded: int
+
+
+def parts_of(width: int) -> list[Part]:
+    """Tiles for `width` elements: one of a power of two, or two where one would be more than an eighth empty."""
+    padded = _power(width)
+    if 8 * width >= 7 * padded or width <= 32:
+        return [Part("", 0, width, padded)]
+    half = padded // 2
+    if half + _power(width - half) == padded:
+        return [Part("", 0, width, padded)]
+    return [Part("0", 0, half, half), Part("1", half, width - half, _power(width - half))]
+
+
+def _power(width: int) -> int:
+    """The least side of a product's operand that holds `width`."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
+
+
 class AttentionNest(Nest):
     """What the kernels share: tiles of operands, the rows of a tile of scores, the walk over blocks.
 
@@ -134,9 +160,9 @@ class AttentionNest(Nest):
         assert n is not None, "a kernel is for one size of heads"
         return n
 
-    def padded(self, o: Operand) -> int:
-        """Elements of a head in a tile."""
-        return max(16, 1 << max(self.width(o) - 1, 0).bit_length())
+    def parts(self, o: Operand) -> list[Part]:
+        """The tiles that hold a head's elements."""
+        return parts_of(self.width(o))
 
     def base(self, label: str, o: Operand, b: str, h: str) -> None:
         """The address at which the matrix of batch `b` and head `h` begins, as the variable `{label}p`."""
@@ -147,27 +173,39 @@ class AttentionNest(Nest):
         """The batch and head of keys for those of queries."""
         return ("0" if self.repeats else b), (h if self.group == 1 else f"({h} // {self.group})")
 
-    def tile_of(self, label: str, o: Operand, rows: str, dim: Dim, turned: bool = False) -> str:
-        """The load of a tile of the matrix `{label}p`: rows along `rows`, a variable without dims, of `dim`.
+    def load_tile(self, label: str, o: Operand, rows: str, dim: Dim, turned: bool = False) -> None:
+        """Load a tile of the matrix `{label}p` as `label`: rows along `rows`, a variable without dims, of `dim`.
 
         `turned`: the rows are the tile's columns.
         """
-        at, mask = self._place(o, rows, dim, turned)
-        return f"tl.load({label}p + ({at}){f', {mask}, other=0.0' if mask else ''})"
+        for part in self.parts(o):
+            at, mask = self._place(o, rows, dim, turned, part)
+            options = f", {mask}, other=0.0" if mask else ""
+            self.out.add(f"{label}{part.suffix} = tl.load({label}p + ({at}){options})")
 
-    def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str) -> None:
-        """Store a tile of the matrix `{label}p`."""
-        at, mask = self._place(o, rows, dim, False)
-        kind = f"{self.params.pointer(o.name)}.dtype.element_ty"
-        self.out.add(f"tl.store({label}p + ({at}), ({value}).to({kind}){f', {mask}' if mask else ''})")
+    def store_tile(self, label: str, o: Operand, rows: str, dim: Dim, value: str, after: str = "") -> None:
+        """Store `value`, as it is `after` an operator, as a tile of the matrix `{label}p`."""
+        for part in self.parts(o):
+            at, mask = self._place(o, rows, dim, False, part)
+            stored = self.like(o, f"({value}{part.suffix}{after})")
+            self.out.add(f"tl.store({label}p + ({at}), {stored}{f', {mask}' if mask else ''})")
 
-    def _place(self, o: Operand, rows: str, dim: Dim, turned: bool) -> tuple[str, str]:
+    def like(self, o: Operand, value: str) -> str:
+        """`value` in the dtype of `o`."""
+        return f"{value}.to({self.params.pointer(o.name)}.dtype.element_ty)"
+
+    def zeros(self, label: str, rows: int, o: Operand) -> None:
+        """Begin a total of `rows` heads like those of `o`."""
+        for part in self.parts(o):
+            self.out.add(f"{label}{part.suffix} = tl.zeros([{rows}, {part.padded}], tl.float32)")
+
+    def _place(self, o: Operand, rows: str, dim: Dim, turned: bool, part: Part) -> tuple[str, str]:
         """The offsets of a tile in its matrix, and the mask of what is inside the matrix; "" where all is."""
         first, second = ("[None, :]", "[:, None]") if turned else ("[:, None]", "[None, :]")
-        wide = self.padded(o)
-        column = f"tl.arange(0, {wide}){second}"
+        column = f"tl.arange(0, {part.padded}){second}"
+        column = f"({column} + {part.first})" if part.first else column
         masks = [] if dim.name in self.whole else [f"({rows} < {self.size(dim.size)}){first}"]
-        masks += [] if wide == self.width(o) else [f"({column} < {self.width(o)})"]
+        masks += [] if part.padded == part.width else [f"({column} < {self.width(o)})"]
         at = f"{rows}{first} * {self.stride(o, 2, True)} + {column} * {self.stride(o, 3, True)}"
         return at, " & ".join(masks)
 
@@ -178,8 +216,22 @@ class AttentionNest(Nest):
         options = "" if dim.name in self.whole else f", m{dim.name}, other={missing}"
         self.out.add(f"{label} = tl.load({self.params.pointer(o.name)} + ({at}){options})")
 
-    def dot(self, a: str, b: str, total: str = "") -> str:
-        """A product of tiles."""
+    def inner(self, name: str, o: Operand, a: str, b: str) -> None:
+        """`name`: the product of tiles `a` and `b` over the elements of heads like those of `o`.
+
+        `a` and `b` hold "{}" where the part of the heads stands.
+        """
+        for part in self.parts(o):
+            total = name if part.first else ""
+            self.out.add(f"{name} = {self._dot(a.format(part.suffix), b.format(part.suffix), total)}")
+
+    def outer(self, name: str, o: Operand, a: str, b: str, factor: str = "") -> None:
+        """Add to the total `name`, times `factor`, the product of the tile `a` and heads `b`, as in `inner`."""
+        for part in self.parts(o):
+            total = f"{name}{part.suffix}"
+            self.out.add(f"{total} = {self._dot(a, b.format(part.suffix), total + factor)}")
+
+    def _dot(self, a: str, b: str, total: str) -> str:
         return f"tl.dot({a}, {b}, {f'{total}, ' if total else ''}input_precision='{self.precision}')"
 
     def reciprocal(self, row: Row) -> str | None:
@@ -313,17 +365,17 @@ def write_forward(nest: AttentionNest) -> Function:
     kb, kh = nest.of_keys(b, h)
     for label, operand, batch, head in (("q", q, b, h), ("k", k, kb, kh), ("v", v, kb, kh), ("o", o, b, h)):
         nest.base(label, operand, batch, head)
-    add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
+    nest.load_tile("q", q, "yr", nest.y)
     shape = f"[{nest.tile.queries}, 1]"
     add(f"highest = tl.full({shape}, float('-inf'), tl.float32)")
     add(f"total = tl.zeros({shape}, tl.float32)")
-    add(f"result = tl.zeros([{nest.tile.queries}, {nest.padded(v)}], tl.float32)")
+    nest.zeros("result", nest.tile.queries, v)
     known = nest.ahead([rows.mod, rows.masked], "bhq")
 
     def body(masked: bool) -> None:
         nest.open_dim_at(nest.x, "start")
-        add(f"k = {nest.tile_of('k', k, 'xr', nest.x, True)}")
-        add(f"score = {nest.dot('q', 'k')}")
+        nest.load_tile("k", k, "xr", nest.x, True)
+        nest.inner("score", q, "q{}", "k{}")
         row = rows.masked if masked else rows.mod
         nest.put(nest.behind(row), set(known), "score")
         value = f"t{row}"
@@ -335,13 +387,13 @@ def write_forward(nest: AttentionNest) -> Function:
         add("factor = tl.exp2(highest - base)")
         add(f"weight = tl.exp2(score * {nest.factor!r} - base)")
         add("total = total * factor + tl.sum(weight, 1)[:, None]")
-        add(f"v = {nest.tile_of('v', v, 'xr', nest.x)}")
-        add(f"result = {nest.dot('weight.to(v.dtype)', 'v', 'result * factor')}")
+        nest.load_tile("v", v, "xr", nest.x)
+        nest.outer("result", v, nest.like(v, "weight"), "v{}", " * factor")
         add("highest = higher")
 
     nest.walk(nest.x, _row_of_blocks(nest, nest.y), body, b, h)
     add("divisor = tl.where(total == 0.0, 1.0, total)")
-    nest.store_tile("o", o, "yr", nest.y, "result / divisor")
+    nest.store_tile("o", o, "yr", nest.y, "result", " / divisor")
     if "sums" in nest.operands:
         s = nest.operands["sums"]
         at = f"{b} * {nest.stride(s, 0)} + {h} * {nest.stride(s, 1)} + y * {nest.stride(s, 2)}"
@@ -361,7 +413,7 @@ def _row_of_blocks(nest: AttentionNest, dim: Dim) -> str:
 
 def write_query_gradient(nest: AttentionNest) -> Function:
     """The gradient of the queries, from `grad` (of the results), the logarithms of sums, and `delta` = Σ grad · out."""
-    rows, add = nest.rows, nest.out.add
+    rows = nest.rows
     q, k, v, g, dq = (nest.operands[n] for n in ("q", "k", "v", "grad", "dq"))
     b, h = nest.axis["b"], nest.axis["h"]
     nest.open_heads(nest.y, nest.sizes["h"], b, h, True)
@@ -370,20 +422,20 @@ def write_query_gradient(nest: AttentionNest) -> Function:
     pairs = (("q", q, b, h), ("g", g, b, h), ("dq", dq, b, h), ("k", k, kb, kh), ("v", v, kb, kh))
     for label, operand, batch, head in pairs:
         nest.base(label, operand, batch, head)
-    add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
-    add(f"g = {nest.tile_of('g', g, 'yr', nest.y)}")
+    nest.load_tile("q", q, "yr", nest.y)
+    nest.load_tile("g", g, "yr", nest.y)
     _rows_of_queries(nest)
-    add(f"result = tl.zeros([{nest.tile.queries}, {nest.padded(q)}], tl.float32)")
+    nest.zeros("result", nest.tile.queries, q)
     known = nest.ahead([rows.mod, rows.masked, rows.gradient, rows.masked_gradient], "bhq")
 
     def body(masked: bool) -> None:
         nest.open_dim_at(nest.x, "start")
-        add(f"k = {nest.tile_of('k', k, 'xr', nest.x, True)}")
-        add(f"v = {nest.tile_of('v', v, 'xr', nest.x, True)}")
-        add(f"score = {nest.dot('q', 'k')}")
-        add(f"above = {nest.dot('g', 'v')}")
+        nest.load_tile("k", k, "xr", nest.x, True)
+        nest.load_tile("v", v, "xr", nest.x, True)
+        nest.inner("score", q, "q{}", "k{}")
+        nest.inner("above", v, "g{}", "v{}")
         _gradient_of_score(nest, masked, known)
-        add(f"result = {nest.dot('slope.to(k.dtype)', 'tl.trans(k)', 'result')}")
+        nest.outer("result", q, nest.like(k, "slope"), "tl.trans(k{})")
 
     nest.walk(nest.x, _row_of_blocks(nest, nest.y), body, b, h)
     nest.store_tile("dq", dq, "yr", nest.y, "result")
@@ -400,10 +452,10 @@ def write_key_gradient(nest: AttentionNest) -> Function:
     nest.open_dim_at(nest.x, f"block * {nest.tile.keys}")
     for label, operand in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
         nest.base(label, operand, "kb", "kh")
-    add(f"k = {nest.tile_of('k', k, 'xr', nest.x)}")
-    add(f"v = {nest.tile_of('v', v, 'xr', nest.x)}")
-    add(f"result_k = tl.zeros([{nest.tile.keys}, {nest.padded(k)}], tl.float32)")
-    add(f"result_v = tl.zeros([{nest.tile.keys}, {nest.padded(v)}], tl.float32)")
+    nest.load_tile("k", k, "xr", nest.x)
+    nest.load_tile("v", v, "xr", nest.x)
+    nest.zeros("result_k", nest.tile.keys, k)
+    nest.zeros("result_v", nest.tile.keys, v)
     several = nest.group > 1 or nest.repeats
     if several:
         n = nest.size(nest.sizes["b"] * nest.group) if nest.repeats else str(nest.group)
@@ -416,14 +468,14 @@ def write_key_gradient(nest: AttentionNest) -> Function:
 
     def body(masked: bool) -> None:
         nest.open_dim_at(nest.y, "start")
-        add(f"q = {nest.tile_of('q', q, 'yr', nest.y)}")
-        add(f"g = {nest.tile_of('g', g, 'yr', nest.y)}")
+        nest.load_tile("q", q, "yr", nest.y)
+        nest.load_tile("g", g, "yr", nest.y)
         _rows_of_queries(nest)
-        add(f"score = {nest.dot('k', 'tl.trans(q)')}")
-        add(f"above = {nest.dot('v', 'tl.trans(g)')}")
+        nest.inner("score", k, "k{}", "tl.trans(q{})")
+        nest.inner("above", v, "v{}", "tl.trans(g{})")
         _gradient_of_score(nest, masked, known)
-        add(f"result_v = {nest.dot('weight.to(g.dtype)', 'g', 'result_v')}")
-        add(f"result_k = {nest.dot('slope.to(q.dtype)', 'q', 'result_k')}")
+        nest.outer("result_v", v, nest.like(g, "weight"), "g{}")
+        nest.outer("result_k", k, nest.like(q, "slope"), "q{}")
 
     nest.walk(nest.y, _row_of_blocks(nest, nest.x), body, b, h)
     if several:

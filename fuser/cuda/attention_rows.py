@@ -40,6 +40,13 @@ class ScoreRows:
     scaled: float | None
     guards: tuple[Guard, ...]
 
+    @property
+    def reads_matrix(self) -> bool:
+        """Whether rows load a tensor that has an element of its own for each query and key, such as a bias."""
+        q, k = (self.axes[role].sym for role in "qk")
+        loads = (r.attr[1][0] for n, r in enumerate(self.plan.rows) if r.op == "load" and n not in self.given)
+        return any(coefficient(at, k) == expr(1) and q in symbols(at) for at in loads)
+
 
 def read_rows(lowered: Lowered, schedule: Schedule, stand_ins: dict[str, int], results: Sequence[str]) -> ScoreRows:
     """The rows of a schedule. `stand_ins` are the numbers of the inputs that stand for scores, indices and gradients.
