@@ -31,6 +31,7 @@ from fuser.runtime import archive
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_NOT_IN_FILES = ("attention_by_parts",)  # passes that put in calls whose kernels a file does not hold
 
 
 def compile_program(
@@ -82,7 +83,8 @@ class _Program:
         for node in self.exported.graph_module.graph.nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise AotError(f"this program calls {node.target}, an operator on graphs, which files do not hold")
-        self.compiled: Compiled = compile_functional(self.exported.graph_module, ("joint_graph", "post_grad"))
+        with config.override(disable_passes=",".join(filter(None, (config.disable_passes, *_NOT_IN_FILES)))):
+            self.compiled: Compiled = compile_functional(self.exported.graph_module, ("joint_graph", "post_grad"))
         if self.compiled.program is None:
             raise AotError(f"this program cannot be kept in a file: {self.compiled.reason}")
         self.placeholders = [n for n in self.exported.graph_module.graph.nodes if n.op == "placeholder"]

@@ -6,6 +6,7 @@ and a library multiplies by the values. Keys that no row of the chunk attends to
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,9 +63,10 @@ class ByRows:
         if not out.numel():
             return out, sums
         mapped = block_map(blocks) if blocks.partial is not None and not self.mods.masks else None
-        made = self._made_for(buffers, working, q.dtype, mapped is not None)
+        second = product_dtype(q.dtype)
+        made = self._made_for(buffers, working, second, mapped is not None)
         keys = k.to(working).expand(batch, -1, -1, -1)
-        values = v.to(q.dtype).expand(batch, -1, -1, -1)
+        values = v.to(second).expand(batch, -1, -1, -1)
         b, h, m, n = self._index(batch, heads, rows, columns)
         of_keys = made.before(*buffers, n) if made.before is not None else ()
         for some, (first, last, low, high) in chunks(blocks, batch, heads, rows, columns):
@@ -83,7 +85,8 @@ class ByRows:
             weights = found[0].view(several * groups, -1, high - low)
             product = torch.bmm(weights, values[some, :, low:high].reshape(several * groups, high - low, width))
             product = product.view(several, heads, size, width)
-            if several == batch and size == rows and sums is None and product.stride() == out.stride():
+            whole = several == batch and size == rows and sums is None
+            if whole and product.stride() == out.stride() and second is out.dtype:
                 return product, None
             out[here] = product
             if sums is not None:
@@ -126,19 +129,45 @@ def _make(mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, ma
         kept = graph.placeholder("kept") if mapped else None
     if kept is not None:
         masked = call(aten.where.ScalarOther, kept, masked, -math.inf)
-    highest = call(aten.amax.default, masked, [-1], True)
-    nothing = call(aten.eq.Scalar, highest, -math.inf)  # no key is attended to: all weights are 0
-    base = call(aten.where.ScalarSelf, nothing, 0.0, highest)
-    power = call(aten.exp.default, call(aten.sub.Tensor, masked, base))
-    total = call(aten.sum.dim_IntList, power, [-1], True)
-    divisor = call(aten.where.ScalarSelf, nothing, 1.0, total)
-    results = [call(aten._to_copy.default, call(aten.div.Tensor, power, divisor), dtype=dtype)]
+    weights, log = softmax(graph, masked)
+    results = [call(aten._to_copy.default, weights, dtype=dtype)]
     if sums:
-        log = call(aten.div.Tensor, call(aten.add.Tensor, call(aten.log.default, total), highest), _LN2)
+        log = call(aten.div.Tensor, log, _LN2)
         results.append(call(aten._to_copy.default, call(aten.squeeze.dim, log, -1), dtype=torch.float32))
     graph.output(tuple(results))
     graph.eliminate_dead_code()
     return _Made(interface.register_handle(graph, functional=True)[1], before)
+
+
+def softmax(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The weights of keys, and the logarithms of sums of exponentials, of scores [..., keys].
+
+    Where all scores are minus infinity weights are 0, and the logarithm is minus infinity.
+    """
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    highest = call(aten.amax.default, scores, [-1], True)
+    nothing = call(aten.eq.Scalar, highest, -math.inf)  # no key is attended to: all weights are 0
+    base = call(aten.where.ScalarSelf, nothing, 0.0, highest)
+    power = call(aten.exp.default, call(aten.sub.Tensor, scores, base))
+    total = call(aten.sum.dim_IntList, power, [-1], True)
+    divisor = call(aten.where.ScalarSelf, nothing, 1.0, total)
+    log = call(aten.add.Tensor, call(aten.log.default, total), highest)
+    return call(aten.div.Tensor, power, divisor), log
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype this machine multiplies matrices of `dtype`: in float32 where it has no fast products of them."""
+    return dtype if dtype.itemsize >= 4 or _has_products(dtype) else torch.float32
+
+
+@functools.cache
+def _has_products(dtype: torch.dtype) -> bool:
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return bool(torch._C._has_mkldnn and asked is not None and asked())
 
 
 def _before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Callable[..., Any]:

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
+from fuser.attention.by_rows import product_dtype
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import attention_masks as masks
 from fuser.passes.attention_masks import Bias, Fill, Step
+from fuser.passes.attention_providers import ROUNDED
 from fuser.passes.calls import (
     Autocast,
     Call,
@@ -292,6 +294,20 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
                 if not are_numbers(*q.shape) or dim is not None and str(value.shape[dim]) != "1":
                     raise Mismatch
     masks.check(found.steps, q.dtype, low, shape)
+    if _is_slower(found, q.dtype if low is None else low, shape):
+        raise Mismatch
+
+
+def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
+    """Whether fused attention with gradients takes longer on the CPU than products, which keep their weights.
+
+    Those compute no score twice, and wait for memory where keys are many.
+    """
+    values = [value_of(n) for n in (found.q.node, found.k.node, found.v.node)]
+    trained = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
+    if not trained or values[0] is None or values[0].device.type != "cpu" or product_dtype(dtype) is not dtype:
+        return False
+    return shape[-1].isdigit() and int(shape[-1]) < _MANY_KEYS[dtype.itemsize < 4]
 
 
 def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
@@ -308,6 +324,7 @@ def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
     return int(shape[-1]) >= least if shape[-1].isdigit() else kind
 
 
+_MANY_KEYS = {True: 2048, False: 256}  # of 16-bit floats, of wider ones: from there on fused attention is faster
 _FEWEST_KEYS = {True: (0, 32), False: (128, 1024)}  # in inference, in training; of 16-bit floats or TF32, of float32
 
 
@@ -338,7 +355,7 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         kwargs["scale"] = found.scale
         if found.dropout:
             kwargs["dropout_p"] = found.dropout
-        new = emit(graph, F.scaled_dot_product_attention, *operands, **kwargs)
+        new = attention = emit(graph, F.scaled_dot_product_attention, *operands, **kwargs)
         if flat:
             new = emit(graph, torch.squeeze, new, 0)
         moved = found.out != tuple(range(len(found.out)))
@@ -348,7 +365,9 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
             new = emit(graph, torch.permute, new, found.out)
         if found.wide:
             new = emit(graph, torch.Tensor.float, new)
-    new.meta = dict(found.last.meta)
+    if (value := value_of(found.first)) is not None and value.dtype in SIXTEEN:
+        attention.meta["custom"] = {**attention.meta.get("custom", {}), ROUNDED: True}
+    new.meta = {**found.last.meta, **{n: new.meta[n] for n in ("custom",) if n in new.meta}}
     found.last.replace_all_uses_with(new)
 
 

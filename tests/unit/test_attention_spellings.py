@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.passes import attention
 from fuser.passes.attention import fuse_attention
 from fuser.passes.registry import run_stage
 from tests.attention_spellings import SPELLINGS
@@ -63,7 +64,8 @@ def check_training(spelling, dtype, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TABLE)
-def test_spelling(name, dtype):
+def test_spelling(name, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_MANY_KEYS", {True: 0, False: 0})
     spelling, backend = TABLE[name], Rewritten()
     check(spelling, dtype, backend)
     assert len(backend.calls) == 1 and not backend.left
@@ -71,6 +73,24 @@ def test_spelling(name, dtype):
     torch._dynamo.reset()
     check_training(spelling, dtype, backend)
     assert len(backend.calls) == (spelling.trains or dtype is torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_products_stay_where_they_train_faster(dtype, monkeypatch):
+    """Of few keys on the CPU; not where the machine has no fast products of the dtype, nor without gradients."""
+    monkeypatch.setattr(attention, "product_dtype", lambda d: torch.float32 if d is torch.float16 else d)
+    fn = TABLE["scale_divides"].fn
+    args = [torch.randn(1, 2, 255, 16, dtype=dtype) for _ in range(3)]
+    rows = (True, 255, dtype is torch.float16), (False, 255, True), (True, 256, dtype.itemsize != 2)
+    for grad, keys, fused in rows:
+        if dtype is torch.float16 and keys == 256:
+            continue
+        torch._dynamo.reset()
+        backend = Rewritten()
+        q, k, v = (a.requires_grad_(grad) for a in args)
+        more = [torch.cat([t, t[:, :, : keys - 255]], 2) for t in (k, v)]
+        torch.compile(fn, backend=backend, dynamic=False)(q, *more)
+        assert bool(backend.calls) == fused, (grad, keys)
 
 
 @pytest.mark.parametrize("name", ["both_scaled", "einsum_of_tokens", "causal_by_triu", "padding_filled"])

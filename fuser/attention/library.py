@@ -1,0 +1,298 @@
+"""ATen's attention on the CPU by products of a library and one kernel between them, forward and backward.
+
+ATen's own fused kernel multiplies 16-bit floats slowly on machines without tiles for them. Here a library multiplies
+some heads or rows at a time, and one kernel makes weights of their scores, or gradients, while these are in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import interface
+from fuser.attention.by_rows import product_dtype, softmax
+from fuser.lazy_dataclasses import dataclass
+from fuser.lowering.shapes import dense_strides, order_like
+from fuser.reasons import served_by
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+SCORES = 1 << 21  # bytes of a chunk's scores and weights for each thread, about
+LEAST_ROWS = 128  # of a chunk of one head; a product of fewer is slow
+_MOST_PACKED = 1 << 17  # elements
+_CAUSAL_PARTS = 4  # chunks of the rows of causal attention, so that keys behind all of them are left out
+Part = tuple[slice, slice, slice]  # batches, heads of keys, rows of queries
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    batch: int
+    groups: int  # heads of keys
+    group: int  # heads of queries to each
+    rows: int
+    keys: int
+
+    @staticmethod
+    def of(q: torch.Tensor, k: torch.Tensor) -> _Sizes:
+        return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+
+    def parts(self, causal: bool, score_bytes: int) -> Iterator[Part]:
+        """Chunks: several batches, or several heads of one, or rows of some heads."""
+        threads = torch.get_num_threads()
+        most = max(SCORES * threads // score_bytes, 1)
+        rows = self.rows
+        if causal and rows >= 2 * LEAST_ROWS:
+            rows = max(-(-rows // _CAUSAL_PARTS), LEAST_ROWS)
+        of_row = self.group * max(self.keys, 1)
+        rows = max(min(rows, most // (of_row * min(threads, self.groups))), min(LEAST_ROWS, self.rows))
+        rows = _even(self.rows, rows)
+        heads = _even(self.groups, most // (of_row * rows))
+        batches = _even(self.batch, most // (of_row * rows * heads)) if heads == self.groups else 1
+        for b in range(0, self.batch, batches):
+            for h in range(0, self.groups, heads):
+                for r in range(0, self.rows, rows):
+                    yield (
+                        slice(b, min(b + batches, self.batch)), slice(h, min(h + heads, self.groups)),
+                        slice(r, min(r + rows, self.rows)),
+                    )  # fmt: skip
+
+    def of_queries(self, heads: slice) -> slice:
+        """The heads of queries for those of keys."""
+        return slice(heads.start * self.group, heads.stop * self.group)
+
+    def seen(self, rows: slice, causal: bool) -> int:
+        """How many keys any of the rows attends to."""
+        return min(rows.stop, self.keys) if causal else self.keys
+
+    def joined(self, t: torch.Tensor) -> torch.Tensor:
+        """A packed chunk of queries as matrices: [batches × heads of keys, rows of all their heads, width]."""
+        return t.view(-1, self.group * t.shape[2], t.shape[3])
+
+    def apart(self, t: torch.Tensor, part: Part) -> torch.Tensor:
+        """The inverse of `joined`."""
+        b, h, r = part
+        heads = (h.stop - h.start) * self.group
+        return t.view(b.stop - b.start, heads, r.stop - r.start, t.shape[2])
+
+
+def _even(count: int, most: int) -> int:
+    """How many of `count` are in a chunk of at most `most`, and at least one, so that all chunks are about as large."""
+    chunks = -(-count // max(min(most, count), 1))
+    return -(-count // max(chunks, 1))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None,
+    rounded: bool, sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and logarithms of sums if asked.
+
+    q is [B, H, M, D], k [B, Hk, N, D], v [B, Hk, N, E], where Hk divides H; `mask`, of up to four dims, is added to
+    [B, H, M, N]. `rounded`: scores are rounded to the dtype of q before the scale and the mask, as by written products.
+    """
+    if not k.shape[2]:
+        found: tuple[torch.Tensor, torch.Tensor] = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return found
+    sizes = _Sizes.of(q, k)
+    first, second = _dtypes(q.dtype, rounded)
+    made = _forward(causal, mask is not None, _factor(q, scale), second, sums)
+    batch, heads, rows, width = *q.shape[:3], v.shape[3]
+    shape = (batch, heads, rows, width)
+    strides = dense_strides(shape, order_like(shape, q.stride()))
+    out: torch.Tensor | None = None
+    logs = q.new_empty((batch, rows, heads), dtype=torch.float32).transpose(1, 2) if sums else None
+    heads_of: tuple[slice, ...] = ()
+    for part in sizes.parts(causal, first.itemsize + second.itemsize):
+        b, h, r = part
+        last = sizes.seen(r, causal)
+        here = (b, sizes.of_queries(h), r)
+        if heads_of == (b, h):
+            (query,) = packed((q[here], first))
+        else:
+            query, keys, values = packed((q[here], first), (k[b, h], first), (v[b, h], second))
+            heads_of = (b, h)
+        scores = torch.bmm(sizes.joined(query), _matrices(keys, last).transpose(1, 2))
+        results = made(sizes.apart(scores, part), *_around(mask, part, sizes, last, causal))
+        product = sizes.apart(torch.bmm(results[0].view_as(scores), _matrices(values, last)), part)
+        if product.shape == shape and product.stride() == strides and product.dtype is q.dtype:
+            out = product
+        else:
+            out = q.new_empty_strided(shape, strides) if out is None else out
+            out[here] = product
+        if logs is not None:
+            logs[here] = results[1]
+    return (q.new_empty_strided(shape, strides) if out is None else out), logs
+
+
+def attend_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, causal: bool,
+    mask: torch.Tensor | None, scale: float | None, rounded: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction gave."""
+    sizes = _Sizes.of(q, k)
+    first, second = _dtypes(q.dtype, rounded)
+    made = _backward(causal, mask is not None, _factor(q, scale), second)
+    gradients = tuple(_like(t) for t in (q, k, v))
+    logs = sums.unsqueeze(-1)
+    parts = list(sizes.parts(causal, 2 * (first.itemsize + second.itemsize)))
+    whole = all(r.stop - r.start == sizes.rows for _, _, r in parts)
+    if causal and sizes.keys > sizes.rows:  # nothing attends to these
+        for gradient in gradients[1:]:
+            gradient[:, :, sizes.rows :] = 0
+    totals = gradients[1:] if whole else tuple(torch.zeros_like(t, dtype=torch.float32) for t in gradients[1:])
+    heads_of: tuple[slice, ...] = ()
+    for part in parts:
+        b, h, r = part
+        last = sizes.seen(r, causal)
+        here = (b, sizes.of_queries(h), r)
+        wanted = [(t, dtype) for dtype in dict.fromkeys((first, second)) for t in (q[here], grad[here])]
+        if heads_of == (b, h):
+            of_queries = packed(*wanted)
+        else:
+            *of_queries, key1, value1, key2 = packed(*wanted, (k[b, h], first), (v[b, h], first), (k[b, h], second))
+            heads_of = (b, h)
+        query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
+        scores = torch.bmm(query1, _matrices(key1, last).transpose(1, 2))
+        through = torch.bmm(grad1, _matrices(value1, last).transpose(1, 2))
+        found = made(
+            sizes.apart(scores, part), sizes.apart(through, part), logs[here],
+            *_around(mask, part, sizes, last, causal),
+        )  # fmt: skip
+        weights, slopes = (f.view_as(scores) for f in found)
+        gradients[0][here] = sizes.apart(torch.bmm(slopes, _matrices(key2, last)), part)
+        for total, one, other in ((totals[0], slopes, query2), (totals[1], weights, grad2)):
+            product = torch.bmm(one.transpose(1, 2), other)
+            target = total[b, h, :last]
+            product = product.view(target.shape)
+            if whole:
+                target.copy_(product)
+            else:
+                target += product
+    if not whole:
+        for result, total in zip(gradients[1:], totals):
+            result.copy_(total)
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _factor(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[3] ** -0.5 if scale is None else float(scale)
+
+
+def _dtypes(dtype: torch.dtype, rounded: bool) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the products that scores are, and of those with weights."""
+    second = product_dtype(dtype)
+    return second if rounded else torch.float32, second
+
+
+def packed(*wanted: tuple[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
+    """Tensors of [B, H, T, D], each contiguous and of its dtype: by one kernel where they are small, else by ATen.
+
+    Large results of a kernel are not in the cache afterwards.
+    """
+    if wanted[0][0].numel() > _MOST_PACKED:
+        return [t.to(dtype).contiguous() for t, dtype in wanted]
+    others = [n for n, (t, dtype) in enumerate(wanted) if t.dtype is not dtype or not t.is_contiguous()]
+    out = [t for t, _ in wanted]
+    if others:
+        made = _packing(tuple(wanted[n][1] for n in others))(*(out[n] for n in others))
+        for n, t in zip(others, made):
+            out[n] = t
+    return out
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    """A new [B, H, T, D] whose heads are behind T in memory, as ATen has gradients."""
+    b, h, rows, width = t.shape
+    return t.new_empty((b, rows, h, width)).transpose(1, 2)
+
+
+def _matrices(t: torch.Tensor, last: int) -> torch.Tensor:
+    """A packed chunk of keys or values, up to key `last`, as matrices."""
+    return t.flatten(0, 1)[:, :last]
+
+
+def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes, last: int, causal: bool) -> list[torch.Tensor]:
+    """What the kernel reads beside scores: the mask's chunk, and the places of rows and keys."""
+    b, h, r = part
+    found: list[torch.Tensor] = []
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        picked = tuple(s if n > 1 else slice(None) for s, n in zip((b, sizes.of_queries(h), r), mask.shape))
+        found.append(mask[picked][..., :last] if mask.shape[3] > 1 else mask[picked])
+    if causal:
+        places = _places(max(sizes.rows, sizes.keys))
+        found += [places[r].view(1, 1, -1, 1), places[:last].view(1, 1, 1, -1)]
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _places(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device="cpu")
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+def _scaled(graph: fx.Graph, causal: bool, masked: bool, scale: float, others: Sequence[str]) -> list[fx.Node]:
+    """The scores, scaled and masked, and the inputs `others`, of a new kernel's graph."""
+    score, *rest = [graph.placeholder(name) for name in ("scores", *others)]
+    value = graph.call_function(aten._to_copy.default, (score,), {"dtype": torch.float32})
+    value = graph.call_function(aten.mul.Tensor, (value, scale))
+    if masked:
+        value = graph.call_function(aten.add.Tensor, (value, graph.placeholder("mask")))
+    if causal:
+        rows, keys = graph.placeholder("rows"), graph.placeholder("keys")
+        seen = graph.call_function(aten.ge.Tensor, (rows, keys))
+        value = graph.call_function(aten.where.ScalarOther, (seen, value, -float("inf")))
+    return [value, *rest]
+
+
+@functools.lru_cache(maxsize=32)
+def _packing(dtypes: tuple[torch.dtype, ...]) -> Any:
+    graph = fx.Graph()
+    given = [graph.placeholder(f"t{n}") for n in range(len(dtypes))]
+    options: list[Any] = [{"dtype": dtype, "memory_format": torch.contiguous_format} for dtype in dtypes]
+    graph.output(tuple(graph.call_function(aten._to_copy.default, (t,), o) for t, o in zip(given, options)))
+    return interface.register_handle(graph, functional=True)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _forward(causal: bool, masked: bool, scale: float, dtype: torch.dtype, sums: bool) -> Any:
+    graph = fx.Graph()
+    (value,) = _scaled(graph, causal, masked, scale, ())
+    weights, log = softmax(graph, value)
+    results = [graph.call_function(aten._to_copy.default, (weights,), {"dtype": dtype})]
+    if sums:  # ATen's are 0 where no key is attended to
+        nothing = graph.call_function(aten.eq.Scalar, (log, -float("inf")))
+        log = graph.call_function(aten.where.ScalarSelf, (nothing, 0.0, log))
+        results.append(graph.call_function(aten.squeeze.dim, (log, -1)))
+    graph.output(tuple(results))
+    return interface.register_handle(graph, functional=True)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _backward(causal: bool, masked: bool, scale: float, dtype: torch.dtype) -> Any:
+    """Weights, and gradients of scores before their scale."""
+    graph = fx.Graph()
+    value, through, logs = _scaled(graph, causal, masked, scale, ("through", "logs"))
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return graph.call_function(target, args, kwargs)
+
+    weights = call(aten.exp.default, call(aten.sub.Tensor, value, logs))
+    wide = call(aten._to_copy.default, through, dtype=torch.float32)
+    middle = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weights, wide), [-1], True)
+    slopes = call(aten.mul.Tensor, weights, call(aten.sub.Tensor, wide, middle))
+    slopes = call(aten.mul.Tensor, slopes, scale)
+    graph.output(tuple(call(aten._to_copy.default, t, dtype=dtype) for t in (weights, slopes)))
+    return interface.register_handle(graph, functional=True)[1]
+
+
+_WHY = "products of a library and kernels of its own in turn"
+served_by(attend, "library", _WHY)
+served_by(attend_backward, "library", _WHY)
+
+__all__ = ["attend", "attend_backward"]
