@@ -15,6 +15,7 @@ from fuser.passes.norms import norms_apart
 from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
 from fuser.passes.runner import Pass
 from fuser.passes.scatters import scatters_in_place
+from fuser.passes.wide_products import products_in_float32
 from fuser.passes.written_pieces import join_writes
 
 POST_GRAD: tuple[Pass, ...] = (
@@ -27,6 +28,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("norms_apart", norms_apart),
     Pass("serve_flex_attention", serve_flex_attention),
     Pass("attention_by_parts", attention_by_parts),
+    Pass("products_in_float32", products_in_float32),
     Pass("large_products", large_products),
     Pass("linear_to_onednn", linear_to_onednn),
     Pass("fold_epilogues", fold_epilogues),
