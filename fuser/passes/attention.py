@@ -8,6 +8,7 @@ chain of nodes. `products.py` reads the products, `attention_masks.py` what is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
@@ -20,8 +21,8 @@ from fuser import config
 from fuser.attention.by_rows import product_dtype
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import attention_masks as masks
+from fuser.passes import attention_providers as providers
 from fuser.passes.attention_masks import Bias, Fill, Step
-from fuser.passes.attention_providers import ROUNDED
 from fuser.passes.calls import (
     Autocast,
     Call,
@@ -33,7 +34,7 @@ from fuser.passes.calls import (
     shape_of,
     value_of,
 )
-from fuser.passes.hints import are_numbers, depends_on_data
+from fuser.passes.hints import are_numbers, depends_on_data, size_hint
 from fuser.passes.peeling import CASTS, SIXTEEN, narrowed, peeled, requires_grad, without_scale
 from fuser.passes.products import Factor, Mismatch, scores_product, weighted_product
 
@@ -303,11 +304,21 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
 
     Those compute no score twice, and wait for memory where keys are many.
     """
-    values = [value_of(n) for n in (found.q.node, found.k.node, found.v.node)]
-    trained = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
-    if not trained or values[0] is None or values[0].device.type != "cpu" or product_dtype(dtype) is not dtype:
+    q, k, v = (value_of(n) for n in (found.q.node, found.k.node, found.v.node))
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v))
+    if not trained or q is None or k is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype:
         return False
-    return shape[-1].isdigit() and int(shape[-1]) < _MANY_KEYS[dtype.itemsize < 4]
+    if not shape[-1].isdigit() or int(shape[-1]) < _MANY_KEYS[dtype.itemsize < 4]:
+        return shape[-1].isdigit()
+    return dtype.itemsize < 4 and int(shape[-1]) < _MOST_KEYS and not _is_atens(q, int(shape[-1]), dtype)
+
+
+def _is_atens(q: torch.Tensor, keys: int, dtype: torch.dtype) -> bool:
+    """Whether ATen's gradient of attention is the fastest fused one of this machine, and so is faster than products."""
+    *batch, rows, width = map(size_hint, q.shape)
+    heads = math.prod(batch[1:]) if len(batch) > 1 else 1
+    a = providers.Attention(math.prod(batch[:1]), heads, heads, rows, keys, width, dtype, False, None, None, True, True)
+    return providers.choose(a) == providers.ATEN
 
 
 def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
@@ -324,7 +335,9 @@ def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:
     return int(shape[-1]) >= least if shape[-1].isdigit() else kind
 
 
-_MANY_KEYS = {True: 2048, False: 256}  # of 16-bit floats, of wider ones: from there on fused attention is faster
+# From so many keys on fused attention may be faster: of 16-bit floats, of wider ones. Two AMD cores, 16 Intel ones.
+_MANY_KEYS = {True: 1024, False: 256}
+_MOST_KEYS = 2048  # from there on any fused attention is
 _FEWEST_KEYS = {True: (0, 32), False: (128, 1024)}  # in inference, in training; of 16-bit floats or TF32, of float32
 
 
@@ -366,7 +379,7 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
         if found.wide:
             new = emit(graph, torch.Tensor.float, new)
     if (value := value_of(found.first)) is not None and value.dtype in SIXTEEN:
-        attention.meta["custom"] = {**attention.meta.get("custom", {}), ROUNDED: True}
+        attention.meta["custom"] = {**attention.meta.get("custom", {}), providers.ROUNDED: True}
     new.meta = {**found.last.meta, **{n: new.meta[n] for n in ("custom",) if n in new.meta}}
     found.last.replace_all_uses_with(new)
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 from fuser.passes import attention
+from fuser.passes import attention_providers as providers
 from fuser.passes.attention import fuse_attention
 from fuser.passes.registry import run_stage
 from tests.attention_spellings import SPELLINGS
@@ -91,6 +92,19 @@ def test_products_stay_where_they_train_faster(dtype, monkeypatch):
         more = [torch.cat([t, t[:, :, : keys - 255]], 2) for t in (k, v)]
         torch.compile(fn, backend=backend, dynamic=False)(q, *more)
         assert bool(backend.calls) == fused, (grad, keys)
+
+
+@pytest.mark.parametrize("winner", [providers.ATEN, providers.PARTS])
+def test_between_few_and_many_keys_the_machine_decides(winner, monkeypatch):
+    """Products wait for memory from 1,024 keys on, where ATen's fused attention of 16-bit floats is fast."""
+    asked = []
+    monkeypatch.setattr(attention, "product_dtype", lambda d: d)
+    monkeypatch.setattr(providers, "choose", lambda a: asked.append(a) or winner)
+    args = [torch.randn(1, 2, 1024, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    backend = Rewritten()
+    torch.compile(TABLE["scale_divides"].fn, backend=backend, dynamic=False)(*args)
+    assert bool(backend.calls) == (winner == providers.ATEN)
+    assert [(a.heads, a.keys, a.backward) for a in asked] == [(2, 1024, True)]
 
 
 @pytest.mark.parametrize("name", ["both_scaled", "einsum_of_tokens", "causal_by_triu", "padding_filled"])
