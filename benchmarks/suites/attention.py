@@ -1,4 +1,7 @@
-"""`flex_attention` with the modifications and masks of public models: forward, and on a GPU with gradients, too."""
+"""`flex_attention` with the modifications and masks of public models: forward, and on a GPU with gradients, too.
+
+Then attention as programs write it, beside one call of `scaled_dot_product_attention`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from benchmarks.attention_rows import ROWS
 from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.suites.contractions import run_rows
+from benchmarks.written_attention import rows as written_rows
 
 Function = Callable[..., Any]
 
@@ -38,10 +42,12 @@ def _without(module: nn.Module, forward: Function) -> Function:
 def run(options: Options) -> Report:
     """All rows; torch gives `flex_attention` no gradients on the CPU."""
     report = run_rows("attention", ROWS, options, _without)
-    if options.device == "cuda":
-        both = run_rows("attention with gradients", ROWS, options, _with_gradients)
-        report.tables += both.tables
-        report.claims += both.claims
-        report.records += both.records
-        report.wrong += both.wrong
+    more = [run_rows("attention with gradients", ROWS, options, _with_gradients)] if options.device == "cuda" else []
+    more.append(run_rows("written attention", written_rows(options.device), options, _without, by_hand=True))
+    for other in more:
+        report.tables += other.tables
+        report.claims += other.claims
+        report.records += other.records
+        report.wrong += other.wrong
+        report.notes += other.notes
     return report

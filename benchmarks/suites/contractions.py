@@ -18,6 +18,7 @@ from benchmarks.report import Claim, Report, Table, at_least, ratio, spread
 from benchmarks.runner import Budget, Call, Timing, geomean, interleave
 
 TARGET, LEAST = 1.1, 0.95  # of Inductor's speed: the geometric mean, and each row
+BY_HAND = "by hand"  # the method `by_hand` of a row's module, in eager: the call that an expert would write
 Function = Callable[..., Any]
 CallOf = Callable[[torch.nn.Module, Function], Function]  # what is timed of a module and its forward
 TOLERANCE_SCALE = 10.0  # sums of another order; float64 bounds the error by eager's own
@@ -57,7 +58,7 @@ def measure(row: Row, names: list[str], options: Options, call_of: CallOf = _for
     for name in names:
         try:
             own = copy.deepcopy(module)  # Dynamo keeps its cache by code, and frozen weights are kept by module
-            step = call_of(own, own if name == "eager" else contestants.compile_for(name, own))
+            step = call_of(own, _contestant(name, own))
             verdict = checks.judge(checks.tensors(step(*inputs)), eager, exact, TOLERANCE_SCALE)
         except Exception as error:  # a contestant that fails must not end the run of the others
             lines = str(error).strip().splitlines()
@@ -70,6 +71,13 @@ def measure(row: Row, names: list[str], options: Options, call_of: CallOf = _for
     seconds = 0.2 if options.quick else ROW_SECONDS
     budget = dataclasses.replace(Budget.of(options.quick), row_seconds=seconds)
     return Result(row.name, interleave(calls, budget, options.device, equal=True), problems)
+
+
+def _contestant(name: str, module: Any) -> Function:
+    made: Function = {"eager": module, BY_HAND: getattr(module, "by_hand", None)}.get(name) or contestants.compile_for(
+        name, module
+    )
+    return made
 
 
 def _cell(result: Result, name: str) -> str:
@@ -101,20 +109,24 @@ def report_of(title: str, results: list[Result], names: list[str], notes: list[s
 def _claims(results: list[Result], rival: str) -> list[Claim]:
     found = [(r.row, v) for r in results if (v := r.over(rival)) is not None]
     mean = geomean([v for _, v in found]) if found else None
+    target = 1.0 if rival == BY_HAND else TARGET
     least = 1.0 if rival == "eager" else LEAST
     below = [f"{row} {v:.2f}" for row, v in found if v < least]
     return [
-        at_least(f"over {rival} (geometric mean of {len(found)})", mean, TARGET),
+        at_least(f"over {rival} (geometric mean of {len(found)})", mean, target),
         Claim(f"no row below {least:g} of {rival}", "none", "; ".join(below) or "none", not below if found else None),
     ]
 
 
-def run_rows(title: str, rows: tuple[Row, ...], options: Options, call_of: CallOf | None = None) -> Report:
+def run_rows(
+    title: str, rows: tuple[Row, ...], options: Options, call_of: CallOf | None = None, by_hand: bool = False
+) -> Report:  # fmt: skip
     """All selected rows. `call_of` makes what is timed of a module and its compiled forward; None: the forward."""
     notes: list[str] = []
     frozen = [r for r in contestants.FROZEN if options.has(r)]
     wanted = [*(r for r in ("eager", "inductor") if options.has(r)), *frozen, "fuser"]
     names = contestants.present([*wanted, *(["fuser-frozen"] if frozen else [])], notes)
+    names = [*names[:1], BY_HAND, *names[1:]] if by_hand else names
     chosen = [r for r in rows if options.wants(r.name)]
     results = []
     with progress(title, len(chosen)) as bar:

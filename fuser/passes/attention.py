@@ -300,25 +300,23 @@ def _check(found: _Found, shape: tuple[Any, ...], autocast: Autocast) -> None:
 
 
 def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
-    """Whether fused attention with gradients takes longer on the CPU than products, which keep their weights.
+    """Whether fused attention takes longer on the CPU than products.
 
-    Those compute no score twice, and wait for memory where keys are many.
+    With gradients those compute no score twice, and keep the weights; they wait for memory where keys are many.
     """
     q, k, v = (value_of(n) for n in (found.q.node, found.k.node, found.v.node))
-    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v))
-    if not trained or q is None or k is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype:
+    if q is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype or not shape[-1].isdigit():
         return False
-    if not shape[-1].isdigit() or int(shape[-1]) < _MANY_KEYS[dtype.itemsize < 4]:
-        return shape[-1].isdigit()
-    return dtype.itemsize < 4 and int(shape[-1]) < _MOST_KEYS and not _is_atens(q, int(shape[-1]), dtype)
-
-
-def _is_atens(q: torch.Tensor, keys: int, dtype: torch.dtype) -> bool:
-    """Whether ATen's gradient of attention is the fastest fused one of this machine, and so is faster than products."""
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v))
+    narrow, keys = dtype.itemsize < 4, int(shape[-1])
     *batch, rows, width = map(size_hint, q.shape)
-    heads = math.prod(batch[1:]) if len(batch) > 1 else 1
-    a = providers.Attention(math.prod(batch[:1]), heads, heads, rows, keys, width, dtype, False, None, None, True, True)
-    return providers.choose(a) == providers.ATEN
+    n, heads = math.prod(batch[:1]), math.prod(batch[1:])
+    a = providers.Attention(n, heads, heads, rows, keys, width, dtype, False, None, None, trained, True)
+    if not trained:
+        return narrow and providers.is_faster_written(a)
+    if keys < _MANY_KEYS[narrow]:
+        return True
+    return narrow and keys < _MOST_KEYS and providers.choose(a) != providers.ATEN
 
 
 def _is_exact(query: torch.Tensor, shape: Sequence[str]) -> bool:

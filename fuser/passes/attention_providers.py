@@ -27,8 +27,9 @@ from fuser.passes.calls import put_for
 from fuser.passes.hints import size_hint
 
 aten: Any = torch.ops.aten
-ATEN, PARTS, ROUNDED_PARTS = "aten", "by parts", "by parts, scores rounded"
+ATEN, PARTS, ROUNDED_PARTS, WRITTEN = "aten", "by parts", "by parts, scores rounded", "as written"
 ROUNDED = "fuser_rounded_scores"  # in the metadata `custom` of attention that was written as products
+LEAST_WRITTEN, MOST_WRITTEN = 1 << 12, 1 << 19  # scores that products by themselves may be faster for
 LEAST_SCORES = 1 << 15  # below, calls cost more than products
 _MOST_SCORES = 1 << 22  # of a contest
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -71,7 +72,7 @@ class Attention:
         return self.batch * self.heads * self.rows * self.keys
 
 
-_attentions = Decisions("attention")
+_attentions, _written = Decisions("attention"), Decisions("written attention")
 
 
 def choose(attention: Attention) -> str:
@@ -82,6 +83,15 @@ def choose(attention: Attention) -> str:
     return _attentions.choice(
         attention.key(), names, str(attention), lambda: _contestants(attention, names)
     ).winner  # fmt: skip
+
+
+def is_faster_written(attention: Attention) -> bool:
+    """Whether few scores are computed faster by products than by ATen's attention, forward."""
+    if not LEAST_WRITTEN <= attention.scores < MOST_WRITTEN or config.is_deterministic():
+        return False
+    names = [ATEN, WRITTEN]
+    enter = lambda: _contestants(attention, names)  # noqa: E731
+    return _written.choice(attention.key(), names, f"written {attention}", enter).winner == WRITTEN
 
 
 def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
@@ -100,13 +110,19 @@ def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
             return attend_backward(grad, q, k, v, sums, *given, rounded)
         return attend(q, k, v, *given, rounded, False)[:1]
 
+    def written() -> tuple[torch.Tensor, ...]:
+        keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        weights = torch.softmax(torch.matmul(q, keys.transpose(-1, -2)) * q.shape[-1] ** -0.5, -1)
+        return (torch.matmul(weights, values),)
+
     calls: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
         ATEN: by_aten,
         PARTS: lambda: by_parts(False),
         ROUNDED_PARTS: lambda: by_parts(True),
+        WRITTEN: written,
     }
     with config.override(slowest=0.0, compile_mode="wait"):  # kernels are made at once, and without a trial
-        for name in names[1:]:
+        for name in {PARTS, ROUNDED_PARTS}.intersection(names):
             calls[name]()
     return {n: Contestant(calls[n], lambda n=n: torch.cat([t.flatten() for t in calls[n]()])) for n in names}  # type: ignore[misc]
 
@@ -204,4 +220,6 @@ def _replaced(node: fx.Node) -> bool:
     return True
 
 
-__all__ = ["ATEN", "PARTS", "ROUNDED_PARTS", "Attention", "attention_by_parts", "choose"]
+__all__ = [
+    "ATEN", "PARTS", "ROUNDED", "ROUNDED_PARTS", "Attention", "attention_by_parts", "choose", "is_faster_written",
+]  # fmt: skip

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 import fuser
 from fuser.attention import library
 from fuser.attention.library import attend, attend_backward
+from fuser.contests.records import Choice
 from fuser.frontends.dynamo import compilations, forget_compilations
 from fuser.passes import attention_providers as providers
-from fuser.passes.attention_providers import ATEN, BACKWARD, FORWARD, PARTS, ROUNDED_PARTS
+from fuser.passes.attention_providers import ATEN, BACKWARD, FORWARD, PARTS, ROUNDED_PARTS, WRITTEN
 
 SIZES = {  # batch, heads, heads of keys, queries, keys, width
     "square": (2, 4, 4, 40, 40, 16),
@@ -218,11 +219,23 @@ def test_contest_gives_all_candidates(monkeypatch):
     for backward, causal, mask in itertools.product((False, True), (False, True), (None, (True, True, False, False))):
         for dtype in DTYPES:
             a = providers.Attention(1, 4, 2, 96, 96, 16, dtype, causal, mask, 0.25, backward, True)
-            names = [ATEN, PARTS, ROUNDED_PARTS]
+            names = [ATEN, PARTS, ROUNDED_PARTS, *([WRITTEN] if not (backward or causal or mask) else [])]
             with torch.no_grad():
                 first, *others = (c.result() for c in providers._contestants(a, names).values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=3e-2, atol=3e-2)
+
+
+def test_few_scores_are_raced_as_written(monkeypatch):
+    raced = []
+    monkeypatch.setattr(providers._written, "choice", lambda *a: raced.append(a[1]) or Choice(WRITTEN, "", (), ""))
+    few, some, many = (
+        providers.Attention(1, 2, 2, n, n, 16, torch.bfloat16, False, None, None, False, True) for n in (8, 128, 2048)
+    )
+    assert [providers.is_faster_written(a) for a in (few, some, many)] == [False, True, False]
+    assert raced == [[ATEN, WRITTEN]]
+    with fuser.config.override(deterministic="yes"):
+        assert not providers.is_faster_written(some)
 
 
 def test_large_contests_have_fewer_heads():

@@ -107,6 +107,22 @@ def test_between_few_and_many_keys_the_machine_decides(winner, monkeypatch):
     assert [(a.heads, a.keys, a.backward) for a in asked] == [(2, 1024, True)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("written", [False, True])
+def test_few_scores_in_inference(written, dtype, monkeypatch):
+    """In 16-bit floats a contest of ATen's calls says whether they stay products."""
+    asked = []
+    monkeypatch.setattr(attention, "product_dtype", lambda d: d)
+    monkeypatch.setattr(providers, "is_faster_written", lambda a: asked.append(a) or written)
+    backend = Rewritten()
+    args = [torch.randn(3, 2, 40, 16, dtype=dtype) for _ in range(3)]
+    with torch.no_grad():
+        torch.compile(TABLE["scale_divides"].fn, backend=backend, dynamic=False)(*args)
+    narrow = dtype is torch.bfloat16
+    assert bool(backend.calls) == (not narrow or not written)
+    assert [(a.batch, a.heads, a.rows, a.keys, a.backward) for a in asked] == [(3, 2, 40, 40, False)] * narrow
+
+
 @pytest.mark.parametrize("name", ["both_scaled", "einsum_of_tokens", "causal_by_triu", "padding_filled"])
 def test_compiled(name):
     check(TABLE[name], torch.bfloat16, fuser_backend)
