@@ -6,7 +6,6 @@ and a library multiplies by the values. Keys that no row of the chunk attends to
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch import fx
 
 from fuser import interface
 from fuser.attention.blocks import Blocks, block_map, key_ranges
+from fuser.attention.products import Ways
 from fuser.attention.scores import Mods, of_keys_alone, write_scores
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
@@ -63,10 +63,10 @@ class ByRows:
         if not out.numel():
             return out, sums
         mapped = block_map(blocks) if blocks.partial is not None and not self.mods.masks else None
-        second = product_dtype(q.dtype)
-        made = self._made_for(buffers, working, second, mapped is not None)
-        keys = k.to(working).expand(batch, -1, -1, -1)
-        values = v.to(second).expand(batch, -1, -1, -1)
+        ways = Ways.of(q, columns, False)
+        made = self._made_for(buffers, working, ways, mapped is not None)
+        keys = k.to(ways.first).expand(batch, -1, -1, -1)
+        values = v.to(ways.second).expand(batch, -1, -1, -1)
         b, h, m, n = self._index(batch, heads, rows, columns)
         of_keys = made.before(*buffers, n) if made.before is not None else ()
         for some, (first, last, low, high) in chunks(blocks, batch, heads, rows, columns):
@@ -76,17 +76,17 @@ class ByRows:
                 if sums is not None:
                     sums[here] = -math.inf
                 continue
-            part = q[here].to(working).reshape(several * groups, -1, q.shape[3])
-            turned = keys[some, :, low:high].reshape(several * groups, high - low, -1).transpose(1, 2)
-            scores = torch.bmm(part, turned).view(several, heads, size, high - low)
+            part = q[here].to(ways.first).reshape(several * groups, -1, q.shape[3])
+            of_part = keys[some, :, low:high].reshape(several * groups, high - low, -1)
+            scores = [s.view(several, heads, size, high - low) for s in ways.scores(part, of_part)]
             index = (b[some], h, m[:, :, first:last], n[..., low:high])
             kept = () if mapped is None else (_spread(mapped, blocks, some, first, low, high),)
-            found = made.weights(*buffers, scores, *index, *kept, *(t[..., low:high] for t in of_keys))
+            found = made.weights(*buffers, *scores, *index, *kept, *(t[..., low:high] for t in of_keys))
             weights = found[0].view(several * groups, -1, high - low)
             product = torch.bmm(weights, values[some, :, low:high].reshape(several * groups, high - low, width))
             product = product.view(several, heads, size, width)
             whole = several == batch and size == rows and sums is None
-            if whole and product.stride() == out.stride() and second is out.dtype:
+            if whole and product.stride() == out.stride() and ways.second is out.dtype:
                 return product, None
             out[here] = product
             if sums is not None:
@@ -104,15 +104,15 @@ class ByRows:
             self._indices = sizes, found
         return found
 
-    def _made_for(self, buffers: Sequence[Any], working: torch.dtype, dtype: torch.dtype, mapped: bool) -> _Made:
-        key = (working, dtype, mapped)
+    def _made_for(self, buffers: Sequence[Any], working: torch.dtype, ways: Ways, mapped: bool) -> _Made:
+        key = (working, ways, mapped)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = _make(self.mods, len(buffers), working, dtype, mapped, self.sums)
+            found = self._made[key] = _make(self.mods, len(buffers), working, ways, mapped, self.sums)
         return found
 
 
-def _make(mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, mapped: bool, sums: bool) -> _Made:
+def _make(mods: Mods, buffers: int, working: torch.dtype, ways: Ways, mapped: bool, sums: bool) -> _Made:
     """The kernels between the two products."""
     scores = write_scores(mods, buffers, working)
     graph, masked = scores.graph, scores.masked
@@ -127,16 +127,34 @@ def _make(mods: Mods, buffers: int, working: torch.dtype, dtype: torch.dtype, ma
         for i, node in reversed(list(enumerate(of_keys))):
             node.replace_all_uses_with(graph.placeholder(f"of_keys{i}"))
         kept = graph.placeholder("kept") if mapped else None
+    if ways.paired:
+        _add_rest(graph)
     if kept is not None:
         masked = call(aten.where.ScalarOther, kept, masked, -math.inf)
     weights, log = softmax(graph, masked)
-    results = [call(aten._to_copy.default, weights, dtype=dtype)]
+    results = [call(aten._to_copy.default, weights, dtype=ways.second)]
     if sums:
         log = call(aten.div.Tensor, log, _LN2)
         results.append(call(aten._to_copy.default, call(aten.squeeze.dim, log, -1), dtype=torch.float32))
     graph.output(tuple(results))
     graph.eliminate_dead_code()
     return _Made(interface.register_handle(graph, functional=True)[1], before)
+
+
+def _add_rest(graph: fx.Graph) -> None:
+    """Have the graph read scores as two tensors to add: `score` and, behind it, `rest`."""
+    (score,) = (n for n in graph.find_nodes(op="placeholder") if n.name == "score")
+    readers = list(score.users)
+    with graph.inserting_after(score):
+        rest = graph.placeholder("rest")
+    inputs = list(graph.find_nodes(op="placeholder"))
+    with graph.inserting_after(inputs[-1]):
+        total = graph.call_function(aten.add.Tensor, (score, rest))
+    with graph.inserting_before(total):
+        wide = [graph.call_function(aten._to_copy.default, (n,), {"dtype": torch.float32}) for n in (score, rest)]
+    total.args = tuple(wide)
+    for reader in readers:
+        reader.replace_input_with(score, total)
 
 
 def softmax(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -156,18 +174,6 @@ def softmax(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, fx.Node]:
     divisor = call(aten.where.ScalarSelf, nothing, 1.0, total)
     log = call(aten.add.Tensor, call(aten.log.default, total), highest)
     return call(aten.div.Tensor, power, divisor), log
-
-
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype this machine multiplies matrices of `dtype`: in float32 where it has no fast products of them."""
-    return dtype if dtype.itemsize >= 4 or _has_products(dtype) else torch.float32
-
-
-@functools.cache
-def _has_products(dtype: torch.dtype) -> bool:
-    name = "bf16" if dtype is torch.bfloat16 else "fp16"
-    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-    return bool(torch._C._has_mkldnn and asked is not None and asked())
 
 
 def _before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Callable[..., Any]:

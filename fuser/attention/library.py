@@ -7,14 +7,15 @@ some heads or rows at a time, and one kernel makes weights of their scores, or g
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser import interface
-from fuser.attention.by_rows import product_dtype, softmax
+from fuser.attention.by_rows import softmax
+from fuser.attention.products import Ways
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
 from fuser.reasons import served_by
@@ -99,15 +100,16 @@ def attend(
         found: tuple[torch.Tensor, torch.Tensor] = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return found
     sizes = _Sizes.of(q, k)
-    first, second = _dtypes(q.dtype, rounded)
-    made = _forward(causal, mask is not None, _factor(q, scale), second, sums)
+    ways = Ways.of(q, k.shape[2], rounded)
+    first, second = ways.first, ways.second
+    made = _forward(causal, mask is not None, _factor(q, scale), ways.paired, second, sums)
     batch, heads, rows, width = *q.shape[:3], v.shape[3]
     shape = (batch, heads, rows, width)
     strides = dense_strides(shape, order_like(shape, q.stride()))
     out: torch.Tensor | None = None
     logs = q.new_empty((batch, rows, heads), dtype=torch.float32).transpose(1, 2) if sums else None
     heads_of: tuple[slice, ...] = ()
-    for part in sizes.parts(causal, first.itemsize + second.itemsize):
+    for part in sizes.parts(causal, ways.score_bytes):
         b, h, r = part
         last = sizes.seen(r, causal)
         here = (b, sizes.of_queries(h), r)
@@ -116,9 +118,9 @@ def attend(
         else:
             query, keys, values = packed((q[here], first), (k[b, h], first), (v[b, h], second))
             heads_of = (b, h)
-        scores = torch.bmm(sizes.joined(query), _matrices(keys, last).transpose(1, 2))
-        results = made(sizes.apart(scores, part), *_around(mask, part, sizes, last, causal))
-        product = sizes.apart(torch.bmm(results[0].view_as(scores), _matrices(values, last)), part)
+        scores = ways.scores(sizes.joined(query), _matrices(keys, last))
+        results = made(*(sizes.apart(s, part) for s in scores), *_around(mask, part, sizes, last, causal))
+        product = sizes.apart(torch.bmm(results[0].view_as(scores[0]), _matrices(values, last)), part)
         if product.shape == shape and product.stride() == strides and product.dtype is q.dtype:
             out = product
         else:
@@ -135,11 +137,12 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction gave."""
     sizes = _Sizes.of(q, k)
-    first, second = _dtypes(q.dtype, rounded)
-    made = _backward(causal, mask is not None, _factor(q, scale), second)
+    ways = Ways.of(q, k.shape[2], rounded)
+    first, second = ways.first, ways.second
+    made = _backward(causal, mask is not None, _factor(q, scale), ways.paired, second)
     gradients = tuple(_like(t) for t in (q, k, v))
     logs = sums.unsqueeze(-1)
-    parts = list(sizes.parts(causal, 2 * (first.itemsize + second.itemsize)))
+    parts = list(sizes.parts(causal, 2 * ways.score_bytes))
     whole = all(r.stop - r.start == sizes.rows for _, _, r in parts)
     if causal and sizes.keys > sizes.rows:  # nothing attends to these
         for gradient in gradients[1:]:
@@ -157,13 +160,13 @@ def attend_backward(
             *of_queries, key1, value1, key2 = packed(*wanted, (k[b, h], first), (v[b, h], first), (k[b, h], second))
             heads_of = (b, h)
         query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
-        scores = torch.bmm(query1, _matrices(key1, last).transpose(1, 2))
-        through = torch.bmm(grad1, _matrices(value1, last).transpose(1, 2))
+        scores = ways.scores(query1, _matrices(key1, last))
+        through = ways.scores(grad1, _matrices(value1, last))
         found = made(
-            sizes.apart(scores, part), sizes.apart(through, part), logs[here],
+            *(sizes.apart(s, part) for s in (*scores, *through)), logs[here],
             *_around(mask, part, sizes, last, causal),
         )  # fmt: skip
-        weights, slopes = (f.view_as(scores) for f in found)
+        weights, slopes = (f.view_as(scores[0]) for f in found)
         gradients[0][here] = sizes.apart(torch.bmm(slopes, _matrices(key2, last)), part)
         for total, one, other in ((totals[0], slopes, query2), (totals[1], weights, grad2)):
             product = torch.bmm(one.transpose(1, 2), other)
@@ -181,12 +184,6 @@ def attend_backward(
 
 def _factor(q: torch.Tensor, scale: float | None) -> float:
     return q.shape[3] ** -0.5 if scale is None else float(scale)
-
-
-def _dtypes(dtype: torch.dtype, rounded: bool) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of the products that scores are, and of those with weights."""
-    second = product_dtype(dtype)
-    return second if rounded else torch.float32, second
 
 
 def packed(*wanted: tuple[torch.Tensor, torch.dtype]) -> list[torch.Tensor]:
@@ -236,10 +233,15 @@ def _places(count: int) -> torch.Tensor:
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
-def _scaled(graph: fx.Graph, causal: bool, masked: bool, scale: float, others: Sequence[str]) -> list[fx.Node]:
-    """The scores, scaled and masked, and the inputs `others`, of a new kernel's graph."""
-    score, *rest = [graph.placeholder(name) for name in ("scores", *others)]
-    value = graph.call_function(aten._to_copy.default, (score,), {"dtype": torch.float32})
+def _read(graph: fx.Graph, name: str, paired: bool) -> fx.Node:
+    """Products in float32: one input of a new kernel's graph, or the sum of two."""
+    given = [graph.placeholder(n) for n in ((name, f"{name}_rest") if paired else (name,))]
+    wide = [graph.call_function(aten._to_copy.default, (g,), {"dtype": torch.float32}) for g in given]
+    return graph.call_function(aten.add.Tensor, tuple(wide)) if paired else wide[0]
+
+
+def _scaled(graph: fx.Graph, value: fx.Node, causal: bool, masked: bool, scale: float) -> fx.Node:
+    """Scores, scaled and masked."""
     value = graph.call_function(aten.mul.Tensor, (value, scale))
     if masked:
         value = graph.call_function(aten.add.Tensor, (value, graph.placeholder("mask")))
@@ -247,7 +249,7 @@ def _scaled(graph: fx.Graph, causal: bool, masked: bool, scale: float, others: S
         rows, keys = graph.placeholder("rows"), graph.placeholder("keys")
         seen = graph.call_function(aten.ge.Tensor, (rows, keys))
         value = graph.call_function(aten.where.ScalarOther, (seen, value, -float("inf")))
-    return [value, *rest]
+    return value
 
 
 @functools.lru_cache(maxsize=32)
@@ -260,10 +262,9 @@ def _packing(dtypes: tuple[torch.dtype, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _forward(causal: bool, masked: bool, scale: float, dtype: torch.dtype, sums: bool) -> Any:
+def _forward(causal: bool, masked: bool, scale: float, paired: bool, dtype: torch.dtype, sums: bool) -> Any:
     graph = fx.Graph()
-    (value,) = _scaled(graph, causal, masked, scale, ())
-    weights, log = softmax(graph, value)
+    weights, log = softmax(graph, _scaled(graph, _read(graph, "scores", paired), causal, masked, scale))
     results = [graph.call_function(aten._to_copy.default, (weights,), {"dtype": dtype})]
     if sums:  # ATen's are 0 where no key is attended to
         nothing = graph.call_function(aten.eq.Scalar, (log, -float("inf")))
@@ -274,16 +275,17 @@ def _forward(causal: bool, masked: bool, scale: float, dtype: torch.dtype, sums:
 
 
 @functools.lru_cache(maxsize=64)
-def _backward(causal: bool, masked: bool, scale: float, dtype: torch.dtype) -> Any:
+def _backward(causal: bool, masked: bool, scale: float, paired: bool, dtype: torch.dtype) -> Any:
     """Weights, and gradients of scores before their scale."""
     graph = fx.Graph()
-    value, through, logs = _scaled(graph, causal, masked, scale, ("through", "logs"))
+    scores, wide = (_read(graph, name, paired) for name in ("scores", "through"))
+    logs = graph.placeholder("logs")
+    value = _scaled(graph, scores, causal, masked, scale)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:
         return graph.call_function(target, args, kwargs)
 
     weights = call(aten.exp.default, call(aten.sub.Tensor, value, logs))
-    wide = call(aten._to_copy.default, through, dtype=torch.float32)
     middle = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weights, wide), [-1], True)
     slopes = call(aten.mul.Tensor, weights, call(aten.sub.Tensor, wide, middle))
     slopes = call(aten.mul.Tensor, slopes, scale)

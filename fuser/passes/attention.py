@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config
-from fuser.attention.by_rows import product_dtype
+from fuser.attention.products import product_dtype
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import attention_masks as masks
 from fuser.passes import attention_providers as providers

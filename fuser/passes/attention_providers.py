@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fuser import config
-from fuser.attention.by_rows import product_dtype
 from fuser.attention.library import BACKWARD, FORWARD, attend, attend_backward
+from fuser.attention.products import product_dtype
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.lazy_dataclasses import dataclass

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fuser.attention.products import product_dtype
+
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(batch, tokens, width) to (batch, heads, tokens, width / heads)."""
@@ -24,6 +26,13 @@ def _merged(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(batch, tokens, heads * width)
 
 
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention; by products where the whole operator has them, too, and they are fast in 16 bits."""
+    if q.dtype.itemsize >= 4 or product_dtype(q.dtype) is not q.dtype:
+        return F.scaled_dot_product_attention(q, k, v)
+    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+
+
 def encoder_layer(
     src: torch.Tensor, embed_dim: int, num_heads: int, qkv_weight: torch.Tensor, qkv_bias: torch.Tensor,
     proj_weight: torch.Tensor, proj_bias: torch.Tensor, use_gelu: bool, norm_first: bool, eps: float,
@@ -33,10 +42,9 @@ def encoder_layer(
 ) -> Any:  # fmt: skip
     """`aten._transformer_encoder_layer_fwd` as its parts.
 
-    NotImplemented, so that it stays whole: with a mask; on a GPU, where eager's GELU is the one by tanh; and in 16-bit
-    floats, where torch's fused attention takes longer than the written one.
+    NotImplemented, so that it stays whole, with a mask, and on a GPU, where eager's GELU is the one by tanh.
     """
-    if mask is not None or src.device.type != "cpu" or src.dim() != 3 or src.dtype.itemsize < 4:
+    if mask is not None or src.device.type != "cpu" or src.dim() != 3:
         return NotImplemented
 
     def first(x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +55,7 @@ def encoder_layer(
 
     projected = F.linear(first(src) if norm_first else src, qkv_weight, qkv_bias)
     q, k, v = (_heads(x, num_heads) for x in projected.chunk(3, -1))
-    attended = F.scaled_dot_product_attention(q, k, v)
+    attended = _attended(q, k, v)
     x = src + F.linear(_merged(attended), proj_weight, proj_bias)
     x = x if norm_first else first(x)
     inner = F.linear(second(x) if norm_first else x, ffn_weight_1, ffn_bias_1)

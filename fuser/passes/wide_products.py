@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fuser import config
-from fuser.attention.by_rows import product_dtype
+from fuser.attention.products import product_dtype
 from fuser.passes.hints import same, size_hint
 
 aten: Any = torch.ops.aten

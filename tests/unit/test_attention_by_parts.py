@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fuser
-from fuser.attention import library
+from fuser.attention import library, products
 from fuser.attention.library import attend, attend_backward
 from fuser.contests.records import Choice
 from fuser.frontends.dynamo import compilations, forget_compilations
@@ -114,6 +114,7 @@ def test_results_and_gradients(size, dtype, monkeypatch):
         right = exact(q, k, v, *given, grad)
         beside, sums_beside = by_aten(q, k, v, *given, grad)
         allowed = written(q, k, v, *given, grad) if rounded else beside
+        monkeypatch.setattr(products, "LEAST_PAIRED", (0, 1 << 62)[number % 4 < 2])  # scores as two tensors, as one
         out, sums = attend(q, k, v, *given, rounded, True)
         got = [out, *attend_backward(grad, q, k, v, sums, *given, rounded)]
         assert distance(sums, sums_beside.double()) < (0.1 if rounded else 1e-2)
@@ -124,6 +125,27 @@ def test_results_and_gradients(size, dtype, monkeypatch):
                 other = other.double().unflatten(1, (true.shape[1], -1)).sum(2).to(dtype)
             far = max(2 * distance(other, true), 4 * torch.finfo(dtype).eps * float(true.abs().max()))
             assert distance(one, true) <= far, (what, name, causal, rounded)
+
+
+def test_two_products_of_16_bits_are_as_good_as_one_in_float32():
+    """What the product in bfloat16 loses, the product less that gives: the library subtracts before it rounds."""
+    if not products._adds_unrounded(torch.bfloat16):
+        pytest.skip("this machine's library rounds a product before it adds to it")
+    a, b = (torch.randn(6, n, 64).to(torch.bfloat16) for n in (128, 96))
+    high, rest = products.Ways(torch.bfloat16, torch.bfloat16, True).scores(a, b)
+    exact = a.double() @ b.double().mT
+    assert distance(high.double() + rest.double(), exact) < 2**-15 * float(exact.abs().max()) < distance(high, exact)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_exact_scores_never_rely_on_a_library_that_rounds(adds, monkeypatch):
+    monkeypatch.setattr(products, "_adds_unrounded", lambda dtype: adds)
+    monkeypatch.setattr(products, "product_dtype", lambda dtype: dtype)
+    q = torch.randn(1, 4, 64, 32, dtype=torch.bfloat16)
+    ways = [products.Ways.of(q, keys, rounded) for keys, rounded in ((64, False), (2, False), (64, True))]
+    first = [(w.first, w.paired) for w in ways]
+    exact = (torch.bfloat16, True) if adds else (torch.float32, False)
+    assert first == [exact, (torch.float32, False), (torch.bfloat16, False)]
 
 
 def test_nan_of_a_mask_stays():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.passes import fast_paths
 from tests.distances import Distances
 
 
@@ -51,10 +54,25 @@ def test_a_layer_is_taken_apart_and_as_exact_as_eager(activation, norm_first, dy
     assert compilations() or dynamic  # Dynamo of torch 2.11 leaves such a layer to eager
 
 
-@pytest.mark.parametrize("dtype, masked", [(torch.bfloat16, False), (torch.float32, True)])
-def test_a_layer_that_stays_whole_is_right(dtype, masked):
-    model, x = layer(dtype=dtype), torch.randn(2, 5, 32, dtype=dtype)
-    mask = nn.Transformer.generate_square_subsequent_mask(5) if masked else None
+@pytest.mark.parametrize("fast", [False, True], ids=["slow products", "fast products"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_in_16_bits(dtype, fast, monkeypatch):
+    monkeypatch.setattr(fast_paths, "product_dtype", lambda d: d if fast or d.itemsize >= 4 else torch.float32)
+    model, distances = layer(dtype=dtype), Distances()
+    fused = torch.compile(model, backend=fuser_backend, dynamic=False)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(3, 17, 32, dtype=dtype)
+            want, got = model(x), fused(x)
+            assert got.stride() == want.stride()
+            assert distances.add(got, want, copy.deepcopy(model).double()(x.double()))
+    assert distances.is_right
+    assert not whole() and compilations()
+
+
+def test_a_layer_that_stays_whole_is_right():
+    model, x = layer(), torch.randn(2, 5, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
     with torch.no_grad():
         got = torch.compile(model, backend=fuser_backend)(x, src_mask=mask)
         torch.testing.assert_close(got, model(x, src_mask=mask))

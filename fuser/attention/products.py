@@ -1,0 +1,68 @@
+"""In which dtype a library multiplies matrices for attention, and how exact scores come of 16-bit floats.
+
+Where scores must not be rounded to 16 bits, they are two products: the rounded one, and the product less the rounded
+one, which the library subtracts before it rounds. Both together cost half of a product in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.lazy_dataclasses import dataclass
+
+LEAST_PAIRED = 1 << 17  # multiplications, below which a library may have other products
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype this machine multiplies matrices of `dtype`: in float32 where it has no fast products of them."""
+    return dtype if dtype.itemsize >= 4 or _has_products(dtype) else torch.float32
+
+
+@functools.cache
+def _has_products(dtype: torch.dtype) -> bool:
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return bool(torch._C._has_mkldnn and asked is not None and asked())
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How products are made: those that scores are in `first`, those with weights in `second`.
+
+    `paired`: scores, in 16 bits, are followed by what rounding took from them.
+    """
+
+    first: torch.dtype
+    second: torch.dtype
+    paired: bool
+
+    @staticmethod
+    def of(q: torch.Tensor, keys: int, rounded: bool) -> Ways:
+        second = product_dtype(q.dtype)
+        exact = not rounded and second.itemsize < 4
+        paired = exact and q.numel() * keys >= LEAST_PAIRED and _adds_unrounded(second)
+        return Ways(torch.float32 if exact and not paired else second, second, paired)
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of a score and of its weight."""
+        return self.first.itemsize * (1 + self.paired) + self.second.itemsize
+
+    def scores(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The products of rows of `a` and rows of `b`, as one tensor or as two to add."""
+        turned = b.transpose(1, 2)
+        high = torch.bmm(a, turned)
+        return (high, torch.baddbmm(high, a, turned, beta=-1)) if self.paired else (high,)
+
+
+@functools.cache
+def _adds_unrounded(dtype: torch.dtype) -> bool:
+    """Whether `baddbmm` adds to a product of 16-bit floats before it rounds, as oneDNN does: checked once."""
+    a = torch.linspace(-3, 3, 4 * 64 * 64, device="cpu").cos().view(4, 64, 64)
+    a, b = a.to(dtype), a.sin().transpose(1, 2).to(dtype)
+    high = torch.bmm(a, b)
+    both = high.double() + torch.baddbmm(high, a, b, beta=-1).double()
+    exact = torch.bmm(a.double(), b.double())
+    return bool((both - exact).abs().max() <= 2**-12 * exact.abs().max())
