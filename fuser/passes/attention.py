@@ -313,7 +313,7 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
     n, heads = math.prod(batch[:1]), math.prod(batch[1:])
     a = providers.Attention(n, heads, heads, rows, keys, width, dtype, False, None, None, trained, True)
     if not trained:
-        return narrow and providers.is_faster_written(a)
+        return providers.is_faster_written(a)
     if keys < _MANY_KEYS[narrow]:
         return True
     return narrow and keys < _MOST_KEYS and providers.choose(a) != providers.ATEN

@@ -1,4 +1,4 @@
-"""Who computes attention in 16-bit floats on the CPU: ATen's fused kernel, or products and a kernel in turn.
+"""Who computes attention on the CPU: ATen's fused kernel, in 16-bit floats products and a kernel in turn, or products.
 
 ATen's kernel took 1.1 to 3 times as long forward on two AMD cores, and up to 20 times backward in float16, whose
 products it makes one by one; other machines differ. So a contest decides for each class of sizes (`fuser.contests`).
