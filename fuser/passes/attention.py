@@ -304,13 +304,17 @@ def _is_slower(found: _Found, dtype: torch.dtype, shape: Sequence[str]) -> bool:
 
     With gradients those compute no score twice, and keep the weights; they wait for memory where keys are many.
     """
-    q, k, v = (value_of(n) for n in (found.q.node, found.k.node, found.v.node))
-    if q is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype or not shape[-1].isdigit():
+    q, k, v, scores = (value_of(n) for n in (found.q.node, found.k.node, found.v.node, found.first))
+    if q is None or scores is None or q.device.type != "cpu" or product_dtype(dtype) is not dtype:
+        return False
+    if not shape[-1].isdigit():
         return False
     trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v))
     narrow, keys = dtype.itemsize < 4, int(shape[-1])
-    *batch, rows, width = map(size_hint, q.shape)
-    n, heads = math.prod(batch[:1]), math.prod(batch[1:])
+    *batch, rows, _ = map(size_hint, scores.shape)
+    at = found.q.order[-1]
+    assert at is not None, "queries without the dim that is multiplied"
+    n, heads, width = math.prod(batch[:1]), math.prod(batch[1:]), size_hint(q.shape[at])
     a = providers.Attention(n, heads, heads, rows, keys, width, dtype, False, None, None, trained, True)
     if not trained:
         return providers.is_faster_written(a)

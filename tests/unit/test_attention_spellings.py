@@ -108,18 +108,19 @@ def test_between_few_and_many_keys_the_machine_decides(winner, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["scale_divides", "einsum_of_tokens"])
 @pytest.mark.parametrize("written", [False, True])
-def test_few_scores_in_inference(written, dtype, monkeypatch):
+def test_few_scores_in_inference(written, name, dtype, monkeypatch):
     """A contest of ATen's calls says whether they stay products."""
     asked = []
     monkeypatch.setattr(attention, "product_dtype", lambda d: d)
     monkeypatch.setattr(providers, "is_faster_written", lambda a: asked.append(a) or written)
     backend = Rewritten()
-    args = [torch.randn(3, 2, 40, 16, dtype=dtype) for _ in range(3)]
     with torch.no_grad():
-        torch.compile(TABLE["scale_divides"].fn, backend=backend, dynamic=False)(*args)
+        torch.compile(TABLE[name].fn, backend=backend, dynamic=False)(*TABLE[name].make(3, 2, 40, 16, dtype))
     assert bool(backend.calls) != written
-    assert [(a.batch, a.heads, a.rows, a.keys, a.dtype, a.backward) for a in asked] == [(3, 2, 40, 40, dtype, False)]
+    (a,) = asked
+    assert (a.batch, a.heads, a.rows, a.keys, a.width, a.dtype, a.backward) == (3, 2, 40, 40, 16, dtype, False)
 
 
 @pytest.mark.parametrize("name", ["both_scaled", "einsum_of_tokens", "causal_by_triu", "padding_filled"])
