@@ -15,7 +15,7 @@ from torch import fx
 
 from fuser import interface
 from fuser.attention.blocks import Blocks, block_map, key_ranges
-from fuser.attention.products import Ways
+from fuser.attention.products import Ways, add_pair
 from fuser.attention.scores import Mods, of_keys_alone, write_scores
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
@@ -147,12 +147,9 @@ def _add_rest(graph: fx.Graph) -> None:
     readers = list(score.users)
     with graph.inserting_after(score):
         rest = graph.placeholder("rest")
-    inputs = list(graph.find_nodes(op="placeholder"))
-    with graph.inserting_after(inputs[-1]):
-        total = graph.call_function(aten.add.Tensor, (score, rest))
-    with graph.inserting_before(total):
-        wide = [graph.call_function(aten._to_copy.default, (n,), {"dtype": torch.float32}) for n in (score, rest)]
-    total.args = tuple(wide)
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        total = add_pair(graph, score, rest)
     for reader in readers:
         reader.replace_input_with(score, total)
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from fuser import interface
 from fuser.attention.by_rows import softmax
-from fuser.attention.products import Ways
+from fuser.attention.products import Ways, add_pair
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
 from fuser.reasons import served_by
@@ -234,10 +234,11 @@ def _places(count: int) -> torch.Tensor:
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 def _read(graph: fx.Graph, name: str, paired: bool) -> fx.Node:
-    """Products in float32: one input of a new kernel's graph, or the sum of two."""
+    """Products in float32: one input of a new kernel's graph, or two to add."""
     given = [graph.placeholder(n) for n in ((name, f"{name}_rest") if paired else (name,))]
-    wide = [graph.call_function(aten._to_copy.default, (g,), {"dtype": torch.float32}) for g in given]
-    return graph.call_function(aten.add.Tensor, tuple(wide)) if paired else wide[0]
+    if paired:
+        return add_pair(graph, *given)
+    return graph.call_function(aten._to_copy.default, (given[0],), {"dtype": torch.float32})
 
 
 def _scaled(graph: fx.Graph, value: fx.Node, causal: bool, masked: bool, scale: float) -> fx.Node:

@@ -7,11 +7,14 @@ one, which the library subtracts before it rounds. Both together cost half of a 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch import fx
 
 from fuser.lazy_dataclasses import dataclass
 
+aten = torch.ops.aten
 LEAST_PAIRED = 1 << 17  # multiplications, below which a library may have other products
 
 
@@ -42,7 +45,8 @@ class Ways:
     def of(q: torch.Tensor, keys: int, rounded: bool) -> Ways:
         second = product_dtype(q.dtype)
         exact = not rounded and second.itemsize < 4
-        paired = exact and q.numel() * keys >= LEAST_PAIRED and _adds_unrounded(second)
+        wide = second is torch.bfloat16  # float16 has too few exponents for scores before their scale
+        paired = exact and wide and q.numel() * keys >= LEAST_PAIRED and _adds_unrounded(second)
         return Ways(torch.float32 if exact and not paired else second, second, paired)
 
     @property
@@ -55,6 +59,17 @@ class Ways:
         turned = b.transpose(1, 2)
         high = torch.bmm(a, turned)
         return (high, torch.baddbmm(high, a, turned, beta=-1)) if self.paired else (high,)
+
+
+def add_pair(graph: fx.Graph, high: fx.Node, rest: fx.Node) -> fx.Node:
+    """The sum of what `Ways.scores` gives, in float32. Where the first is infinite the other is NaN, and left out."""
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    first, second = (graph.call_function(aten._to_copy.default, (n,), {"dtype": torch.float32}) for n in (high, rest))
+    kept = call(aten.where.ScalarSelf, call(aten.ne.Tensor, second, second), 0.0, second)
+    return call(aten.add.Tensor, first, kept)
 
 
 @functools.cache

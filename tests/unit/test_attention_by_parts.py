@@ -142,10 +142,34 @@ def test_exact_scores_never_rely_on_a_library_that_rounds(adds, monkeypatch):
     monkeypatch.setattr(products, "_adds_unrounded", lambda dtype: adds)
     monkeypatch.setattr(products, "product_dtype", lambda dtype: dtype)
     q = torch.randn(1, 4, 64, 32, dtype=torch.bfloat16)
+    assert not products.Ways.of(q.to(torch.float16), 64, False).paired
     ways = [products.Ways.of(q, keys, rounded) for keys, rounded in ((64, False), (2, False), (64, True))]
     first = [(w.first, w.paired) for w in ways]
     exact = (torch.bfloat16, True) if adds else (torch.float32, False)
     assert first == [exact, (torch.float32, False), (torch.bfloat16, False)]
+
+
+def test_infinite_scores():
+    """A key of infinite elements: no NaN comes of the two products that others would not give."""
+    q, k, v = (torch.rand(1, 2, 64, 32).to(torch.bfloat16) + 0.5 for _ in range(3))
+    k[:, :, 5] = -math.inf
+    out, sums = attend(q, k, v, False, None, 0.25, False, True)
+    want, sums_beside = FORWARD(q, k, v, 0.0, False, scale=0.25)
+    assert not want.isnan().any()
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(sums, sums_beside, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2000, 1, 5, 64), (400, 3, 2, 64), (1, 200, 3, 300), (300, 1, 300, 2)], ids=str)
+def test_two_products_of_small_matrices(shape):
+    """A library may make these in another way."""
+    units, rows, keys, width = shape
+    if not products._adds_unrounded(torch.bfloat16):
+        pytest.skip("this machine's library rounds a product before it adds to it")
+    a, b = (torch.randn(units, n, width).to(torch.bfloat16) for n in (rows, keys))
+    high, rest = products.Ways(torch.bfloat16, torch.bfloat16, True).scores(a, b)
+    exact = a.double() @ b.double().mT
+    assert distance(high.double() + rest.double(), exact) < 2**-14 * float(exact.abs().max())
 
 
 def test_nan_of_a_mask_stays():
