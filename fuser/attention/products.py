@@ -20,12 +20,17 @@ LEAST_PAIRED = 1 << 17  # multiplications, below which a library may have other 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which dtype this machine multiplies matrices of `dtype`: in float32 where it has no fast products of them."""
-    return dtype if dtype.itemsize >= 4 or _has_products(dtype) else torch.float32
+    return dtype if dtype.itemsize >= 4 or has_products(dtype) else torch.float32
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of a 16-bit dtype on this machine, and is not switched off."""
+    return bool(torch._C._get_mkldnn_enabled()) and _can_multiply(dtype)
 
 
 @functools.cache
-def _has_products(dtype: torch.dtype) -> bool:
-    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+def _can_multiply(dtype: torch.dtype) -> bool:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
     asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return bool(torch._C._has_mkldnn and asked is not None and asked())
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fuser import config, interface, targets
+from fuser.attention.products import has_products
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
@@ -126,7 +127,7 @@ def product_op() -> Any:
 def takes_dtype(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of a dtype on this machine."""
     if dtype is torch.bfloat16:
-        return linear_op() is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return linear_op() is not None and has_products(dtype)
     return dtype is torch.float32
 
 

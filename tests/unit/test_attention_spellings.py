@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
+from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import attention
 from fuser.passes import attention_providers as providers
 from fuser.passes.attention import fuse_attention
@@ -15,18 +15,11 @@ from fuser.passes.registry import run_stage
 from tests.attention_spellings import SPELLINGS
 from tests.peers.judge import problem, widened
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 DTYPES = (torch.float32, torch.bfloat16)
 TABLE = {s.name: s for s in SPELLINGS}
 OPERATORS = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 class Rewritten:

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import fuser
-from fuser.frontends.dynamo import compilations, forget_compilations
+from fuser.frontends.dynamo import compilations
 from fuser.passes import wide_products
 from tests.peers.judge import widened
 
+pytestmark = pytest.mark.usefixtures("clean")
 DTYPES = (torch.float16, torch.bfloat16)
 PROGRAMS = {
     "product": (lambda x, w: torch.relu(x @ w), (40, 64), (64, 48)),
@@ -32,11 +33,6 @@ PROGRAMS = {
 def slow_products(monkeypatch):
     """A machine without fast products of 16-bit floats."""
     monkeypatch.setattr(wide_products, "product_dtype", lambda dtype: torch.float32 if dtype.itemsize < 4 else dtype)
-    torch._dynamo.reset()
-    forget_compilations()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def changed():
