@@ -5,7 +5,6 @@ Twelve spellings (`tests/attention_spellings.py` has all that tests know), with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -48,7 +47,6 @@ _MASKS: dict[str, Callable[..., Tensor | None]] = {
     "alibi": _alibi,
     "relative_positions": lambda q, bias: bias[None].to(q.dtype),
 }
-_SCALES = {"scale_divides": 1 / math.sqrt(WIDTH)}
 
 
 class Written(nn.Module):

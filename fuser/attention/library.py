@@ -159,6 +159,7 @@ def attend_backward(
         else:
             *of_queries, key1, value1, key2 = packed(*wanted, (k[b, h], first), (v[b, h], first), (k[b, h], second))
             heads_of = (b, h)
+        # Of one dtype both pairs are the same tensors.
         query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
         scores = ways.scores(query1, _matrices(key1, last))
         through = ways.scores(grad1, _matrices(value1, last))
