@@ -16,6 +16,7 @@ from torch import fx
 from fuser import interface
 from fuser.attention.by_rows import softmax
 from fuser.attention.products import Ways, add_pair
+from fuser.attention.reach import BLOCK, Reach
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
 from fuser.reasons import served_by
@@ -26,6 +27,7 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 SCORES = 1 << 21  # bytes of a chunk's scores and weights for each thread, about
 LEAST_ROWS = 128  # of a chunk of one head; a product of fewer is slow
 _MOST_PACKED = 1 << 17  # elements
+REACHED_ROWS = 128  # of a chunk where the mask leaves each block of rows keys of its own
 _CAUSAL_PARTS = 4  # chunks of the rows of causal attention, so that keys behind all of them are left out
 Part = tuple[slice, slice, slice]  # batches, heads of keys, rows of queries
 
@@ -37,38 +39,42 @@ class _Sizes:
     group: int  # heads of queries to each
     rows: int
     keys: int
+    causal: bool
+    reach: Reach | None  # of the mask
 
     @staticmethod
-    def of(q: torch.Tensor, k: torch.Tensor) -> _Sizes:
-        return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+    def of(q: torch.Tensor, k: torch.Tensor, causal: bool, reach: Reach | None) -> _Sizes:
+        return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], causal, reach)
 
-    def parts(self, causal: bool, score_bytes: int) -> Iterator[Part]:
+    def parts(self, score_bytes: int) -> Iterator[Part]:
         """Chunks: several batches, or several heads of one, or rows of some heads."""
         threads = torch.get_num_threads()
         most = max(SCORES * threads // score_bytes, 1)
-        rows = self.rows
-        if causal and rows >= 2 * LEAST_ROWS:
+        rows, keys = self.rows, max(self.keys, 1)
+        if self.causal and rows >= 2 * LEAST_ROWS:
             rows = max(-(-rows // _CAUSAL_PARTS), LEAST_ROWS)
-        of_row = self.group * max(self.keys, 1)
+        if self.reach is not None:
+            rows = min(REACHED_ROWS, rows)
+            keys = max(k.stop - k.start for k in map(self.seen, _slices(self.rows, rows)))
+        of_row = self.group * keys
         rows = max(min(rows, most // (of_row * min(threads, self.groups))), min(LEAST_ROWS, self.rows))
-        rows = _even(self.rows, rows)
+        rows = _even(self.rows, rows) if self.reach is None else max(rows // BLOCK, 1) * BLOCK
         heads = _even(self.groups, most // (of_row * rows))
         batches = _even(self.batch, most // (of_row * rows * heads)) if heads == self.groups else 1
-        for b in range(0, self.batch, batches):
-            for h in range(0, self.groups, heads):
-                for r in range(0, self.rows, rows):
-                    yield (
-                        slice(b, min(b + batches, self.batch)), slice(h, min(h + heads, self.groups)),
-                        slice(r, min(r + rows, self.rows)),
-                    )  # fmt: skip
+        for b in _slices(self.batch, batches):
+            for h in _slices(self.groups, heads):
+                for r in _slices(self.rows, rows):
+                    yield b, h, r
 
     def of_queries(self, heads: slice) -> slice:
         """The heads of queries for those of keys."""
         return slice(heads.start * self.group, heads.stop * self.group)
 
-    def seen(self, rows: slice, causal: bool) -> int:
-        """How many keys any of the rows attends to."""
-        return min(rows.stop, self.keys) if causal else self.keys
+    def seen(self, rows: slice) -> slice:
+        """The keys that any of the rows attends to."""
+        if self.reach is not None:
+            return self.reach.of(rows)
+        return slice(0, min(rows.stop, self.keys) if self.causal else self.keys)
 
     def joined(self, t: torch.Tensor) -> torch.Tensor:
         """A packed chunk of queries as matrices: [batches × heads of keys, rows of all their heads, width]."""
@@ -81,6 +87,11 @@ class _Sizes:
         return t.view(b.stop - b.start, heads, r.stop - r.start, t.shape[2])
 
 
+def _slices(count: int, size: int) -> Iterator[slice]:
+    """`count` in slices of `size`."""
+    return (slice(n, min(n + size, count)) for n in range(0, count, size))
+
+
 def _even(count: int, most: int) -> int:
     """How many of `count` are in a chunk of at most `most`, and at least one, so that all chunks are about as large."""
     chunks = -(-count // max(min(most, count), 1))
@@ -89,17 +100,18 @@ def _even(count: int, most: int) -> int:
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None,
-    rounded: bool, sums: bool,
+    rounded: bool, sums: bool, reach: Reach | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and logarithms of sums if asked.
 
     q is [B, H, M, D], k [B, Hk, N, D], v [B, Hk, N, E], where Hk divides H; `mask`, of up to four dims, is added to
     [B, H, M, N]. `rounded`: scores are rounded to the dtype of q before the scale and the mask, as by written products.
+    `reach`: the keys to which the mask leaves anything.
     """
     if not k.shape[2]:
         found: tuple[torch.Tensor, torch.Tensor] = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return found
-    sizes = _Sizes.of(q, k)
+    sizes = _Sizes.of(q, k, causal, reach)
     ways = Ways.of(q, k.shape[2], rounded)
     first, second = ways.first, ways.second
     made = _forward(causal, mask is not None, _factor(q, scale), ways.paired, second, sums)
@@ -109,18 +121,18 @@ def attend(
     out: torch.Tensor | None = None
     logs = q.new_empty((batch, rows, heads), dtype=torch.float32).transpose(1, 2) if sums else None
     heads_of: tuple[slice, ...] = ()
-    for part in sizes.parts(causal, ways.score_bytes):
+    for part in sizes.parts(ways.score_bytes):
         b, h, r = part
-        last = sizes.seen(r, causal)
+        seen = sizes.seen(r)
         here = (b, sizes.of_queries(h), r)
         if heads_of == (b, h):
             (query,) = packed((q[here], first))
         else:
             query, keys, values = packed((q[here], first), (k[b, h], first), (v[b, h], second))
             heads_of = (b, h)
-        scores = ways.scores(sizes.joined(query), _matrices(keys, last))
-        results = made(*(sizes.apart(s, part) for s in scores), *_around(mask, part, sizes, last, causal))
-        product = sizes.apart(torch.bmm(results[0].view_as(scores[0]), _matrices(values, last)), part)
+        scores = ways.scores(sizes.joined(query), _matrices(keys, seen))
+        results = made(*(sizes.apart(s, part) for s in scores), *_around(mask, part, sizes, seen))
+        product = sizes.apart(torch.bmm(results[0].view_as(scores[0]), _matrices(values, seen)), part)
         if product.shape == shape and product.stride() == strides and product.dtype is q.dtype:
             out = product
         else:
@@ -133,25 +145,26 @@ def attend(
 
 def attend_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, causal: bool,
-    mask: torch.Tensor | None, scale: float | None, rounded: bool,
+    mask: torch.Tensor | None, scale: float | None, rounded: bool, reach: Reach | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction gave."""
-    sizes = _Sizes.of(q, k)
+    sizes = _Sizes.of(q, k, causal, reach)
     ways = Ways.of(q, k.shape[2], rounded)
     first, second = ways.first, ways.second
     made = _backward(causal, mask is not None, _factor(q, scale), ways.paired, second)
     gradients = tuple(_like(t) for t in (q, k, v))
     logs = sums.unsqueeze(-1)
-    parts = list(sizes.parts(causal, 2 * ways.score_bytes))
+    parts = list(sizes.parts(2 * ways.score_bytes))
     whole = all(r.stop - r.start == sizes.rows for _, _, r in parts)
-    if causal and sizes.keys > sizes.rows:  # nothing attends to these
-        for gradient in gradients[1:]:
-            gradient[:, :, sizes.rows :] = 0
+    every = sizes.seen(slice(0, sizes.rows))
+    for gradient in gradients[1:]:  # nothing attends to these keys
+        gradient[:, :, : every.start] = 0
+        gradient[:, :, every.stop :] = 0
     totals = gradients[1:] if whole else tuple(torch.zeros_like(t, dtype=torch.float32) for t in gradients[1:])
     heads_of: tuple[slice, ...] = ()
     for part in parts:
         b, h, r = part
-        last = sizes.seen(r, causal)
+        seen = sizes.seen(r)
         here = (b, sizes.of_queries(h), r)
         wanted = [(t, dtype) for dtype in dict.fromkeys((first, second)) for t in (q[here], grad[here])]
         if heads_of == (b, h):
@@ -161,17 +174,17 @@ def attend_backward(
             heads_of = (b, h)
         # Of one dtype both pairs are the same tensors.
         query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
-        scores = ways.scores(query1, _matrices(key1, last))
-        through = ways.scores(grad1, _matrices(value1, last))
+        scores = ways.scores(query1, _matrices(key1, seen))
+        through = ways.scores(grad1, _matrices(value1, seen))
         found = made(
             *(sizes.apart(s, part) for s in (*scores, *through)), logs[here],
-            *_around(mask, part, sizes, last, causal),
+            *_around(mask, part, sizes, seen),
         )  # fmt: skip
         weights, slopes = (f.view_as(scores[0]) for f in found)
-        gradients[0][here] = sizes.apart(torch.bmm(slopes, _matrices(key2, last)), part)
+        gradients[0][here] = sizes.apart(torch.bmm(slopes, _matrices(key2, seen)), part)
         for total, one, other in ((totals[0], slopes, query2), (totals[1], weights, grad2)):
             product = torch.bmm(one.transpose(1, 2), other)
-            target = total[b, h, :last]
+            target = total[b, h, seen]
             product = product.view(target.shape)
             if whole:
                 target.copy_(product)
@@ -209,22 +222,22 @@ def _like(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty((b, rows, h, width)).transpose(1, 2)
 
 
-def _matrices(t: torch.Tensor, last: int) -> torch.Tensor:
-    """A packed chunk of keys or values, up to key `last`, as matrices."""
-    return t.flatten(0, 1)[:, :last]
+def _matrices(t: torch.Tensor, seen: slice) -> torch.Tensor:
+    """A packed chunk of keys or values, of those that are `seen`, as matrices."""
+    return t.flatten(0, 1)[:, seen]
 
 
-def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes, last: int, causal: bool) -> list[torch.Tensor]:
+def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes, seen: slice) -> list[torch.Tensor]:
     """What the kernel reads beside scores: the mask's chunk, and the places of rows and keys."""
     b, h, r = part
     found: list[torch.Tensor] = []
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         picked = tuple(s if n > 1 else slice(None) for s, n in zip((b, sizes.of_queries(h), r), mask.shape))
-        found.append(mask[picked][..., :last] if mask.shape[3] > 1 else mask[picked])
-    if causal:
+        found.append(mask[picked][..., seen] if mask.shape[3] > 1 else mask[picked])
+    if sizes.causal:
         places = _places(max(sizes.rows, sizes.keys))
-        found += [places[r].view(1, 1, -1, 1), places[:last].view(1, 1, 1, -1)]
+        found += [places[r].view(1, 1, -1, 1), places[seen].view(1, 1, 1, -1)]
     return found
 
 

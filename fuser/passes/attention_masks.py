@@ -161,7 +161,16 @@ def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) ->
     if whole:
         lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
         total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
+    elif known is not None and _has_finite(known, query.dtype):
+        gone = emit(graph, operator.le, total, 0.75 * least(query.dtype))
+        total = emit(graph, torch.Tensor.masked_fill, total, gone, -math.inf)
     return q, {"attn_mask": _of_rank(graph, total, query.dim())}
+
+
+def _has_finite(known: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a mask of numbers has huge finite ones, far from all others: they mask as minus infinity does."""
+    gone = known <= least(dtype)
+    return bool((gone & (known > -math.inf)).any()) and not bool((~gone & (known <= least(dtype) / 2)).any())
 
 
 def _of_rank(graph: fx.Graph, mask: fx.Node, rank: int) -> fx.Node:

@@ -20,6 +20,7 @@ from torch import fx
 from fuser import config
 from fuser.attention.library import BACKWARD, FORWARD, attend, attend_backward
 from fuser.attention.products import product_dtype
+from fuser.attention.reach import RANGES, Reach
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.lazy_dataclasses import dataclass
@@ -33,13 +34,15 @@ LEAST_WRITTEN, MOST_WRITTEN = 1 << 12, 1 << 19  # scores that products by themse
 LEAST_SCORES = 1 << 15  # below, calls cost more than products
 _MOST_SCORES = 1 << 22  # of a contest
 _DTYPES = (torch.bfloat16, torch.float16)
+_REACHED = (*_DTYPES, torch.float32)  # where the mask leaves each row some of the keys
 
 
 @dataclass(frozen=True)
 class Attention:
     """A class of attentions: q of (batch, heads, rows, width), k of (batch, groups, keys, width).
 
-    mask: which of its four dims have one element; None without a mask. rounded: scores may be rounded.
+    mask: which of its four dims have one element; None without a mask. rounded: scores may be rounded. reach: the keys
+    to which the mask leaves anything.
     """
 
     batch: int
@@ -54,15 +57,18 @@ class Attention:
     scale: float | None
     backward: bool
     rounded: bool
+    reach: Reach | None = None
 
     def key(self) -> tuple[Any, ...]:
         """What attentions of one class have in common."""
         sizes = tuple(max(n - 1, 0).bit_length() for n in (self.batch, self.rows, self.keys))
-        flags = self.causal, self.mask, self.backward, self.rounded
+        left = 8 if self.reach is None else round(8 * self.reach.share)
+        flags = self.causal, self.mask, self.backward, self.rounded, left
         return sizes, self.heads, self.groups, self.width, str(self.dtype), flags
 
     def __str__(self) -> str:
         named = {"causal": self.causal, "masked": self.mask is not None, "backward": self.backward}
+        named["some keys"] = self.reach is not None
         sizes = f"{self.batch}×{self.heads}×{self.rows}×{self.keys}×{self.width}"
         return " ".join([f"attention of {sizes} {str(self.dtype)[6:]}", *(n for n, there in named.items() if there)])
 
@@ -107,8 +113,8 @@ def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
 
     def by_parts(rounded: bool) -> tuple[torch.Tensor, ...]:
         if a.backward:
-            return attend_backward(grad, q, k, v, sums, *given, rounded)
-        return attend(q, k, v, *given, rounded, False)[:1]
+            return attend_backward(grad, q, k, v, sums, *given, rounded, a.reach)
+        return attend(q, k, v, *given, rounded, False, a.reach)[:1]
 
     def written() -> tuple[torch.Tensor, ...]:
         keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
@@ -142,11 +148,12 @@ def _operands(a: Attention) -> list[Any]:
         return [*made, None]
     whole = (batch, groups * group, a.rows, a.keys)
     shape = [1 if one else n for one, n in zip(a.mask, whole)]
-    return [*made, numbers(torch.Size(shape).numel(), a.dtype, 5).view(shape)]
+    mask = numbers(torch.Size(shape).numel(), a.dtype, 5).view(shape)
+    return [*made, mask if a.reach is None else a.reach.masked(mask)]
 
 
 def attention_by_parts(module: fx.GraphModule) -> int:
-    """Attention in 16-bit floats on the CPU becomes products with a kernel between, where that is faster."""
+    """Attention on the CPU, in 16-bit floats or of some keys, becomes products and a kernel between, where faster."""
     if config.numerics == "eager":
         return 0
     found = [n for n in module.graph.nodes if n.target in (FORWARD, BACKWARD)]
@@ -184,7 +191,10 @@ class _Call:
 def _class_of(node: fx.Node, call: _Call) -> Attention | None:
     """The class of a call; None if only ATen computes it."""
     q, k, mask = (None if n is None else n.meta.get("val") for n in (call.q, call.k, call.mask))
-    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dtype not in _DTYPES or q.dim() != 4:
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
+        return None
+    reach = node.meta.get(RANGES)
+    if q.dtype not in (_DTYPES if reach is None else _REACHED):
         return None
     if call.mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype.is_floating_point):
         return None
@@ -198,7 +208,7 @@ def _class_of(node: fx.Node, call: _Call) -> Attention | None:
         of_mask = (True,) * (4 - mask.dim()) + tuple(size_hint(n) == 1 for n in mask.shape)
     backward = node.target is BACKWARD
     return Attention(
-        batch, heads, groups, rows, keys, width, q.dtype, call.causal, of_mask, call.scale, backward, rounded
+        batch, heads, groups, rows, keys, width, q.dtype, call.causal, of_mask, call.scale, backward, rounded, reach
     )  # fmt: skip
 
 
@@ -212,11 +222,12 @@ def _replaced(node: fx.Node) -> bool:
     if winner == ATEN:
         return False
     tensors, given = (call.q, call.k, call.v), (call.causal, call.mask, call.scale, winner == ROUNDED_PARTS)
+    reach = () if attention.reach is None else (attention.reach,)
     if attention.backward:
-        put_for(node, attend_backward, (call.grad, *tensors, call.sums, *given))
+        put_for(node, attend_backward, (call.grad, *tensors, call.sums, *given, *reach))
     else:
         read = any(u.args[1] == 1 and u.users for u in node.users)
-        put_for(node, attend, (*tensors, *given, read))
+        put_for(node, attend, (*tensors, *given, read, *reach))
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuser.passes.attention_reach import bound_attention
 from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
 from fuser.passes.convolutions import convolutions_channels_last
 from fuser.passes.flex_attention import drop_single_blocks
@@ -21,6 +22,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
     Pass("split_foreach", split_foreach),
     Pass("drop_single_blocks", drop_single_blocks),
+    Pass("bound_attention", bound_attention),
     Pass("numbers_on_device", numbers_on_device),
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),

@@ -1,0 +1,44 @@
+"""Which keys the queries of an attention attend to."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.lazy_dataclasses import dataclass
+
+BLOCK = 64  # queries that share a range of keys, and the grid of its ends
+RANGES = "fuser_reach"  # in a node's metadata: the `Reach` of its mask
+
+
+@dataclass(frozen=True)
+class Reach:
+    """For each block of queries, the first key that one of them may attend to, and the one behind the last."""
+
+    ranges: tuple[tuple[int, int], ...]
+    rows: int
+    keys: int
+
+    def of(self, rows: slice) -> slice:
+        """The keys of some queries; at least one, so that sums are of something."""
+        some = [r for r in self.ranges[rows.start // BLOCK : -(-rows.stop // BLOCK)] if r[0] < r[1]]
+        return slice(min(a for a, _ in some), max(b for _, b in some)) if some else slice(0, 1)
+
+    def masked(self, mask: torch.Tensor) -> torch.Tensor:
+        """`mask`, [..., queries or 1, keys or 1], and minus infinity where nothing is attended to."""
+        seen = torch.zeros((self.rows, self.keys), dtype=torch.bool, device="cpu")
+        for n, (low, high) in enumerate(self.ranges):
+            seen[n * BLOCK : (n + 1) * BLOCK, low:high] = True
+        return torch.where(seen, mask, -torch.inf)
+
+    @functools.cached_property
+    def share(self) -> float:
+        """The part of all scores that is in the ranges."""
+        seen = 0
+        for n, (low, high) in enumerate(self.ranges):
+            seen += (min((n + 1) * BLOCK, self.rows) - n * BLOCK) * (high - low)
+        return seen / max(self.rows * self.keys, 1)
+
+
+__all__ = ["BLOCK", "RANGES", "Reach"]

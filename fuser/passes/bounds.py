@@ -1,0 +1,505 @@
+"""Between which numbers the elements of a tensor lie, for blocks of its indices, as far as the graph says.
+
+Interval arithmetic (Moore, "Interval Analysis", 1966) from a node back to the numbers that it is made of. A tensor that
+the graph knows nothing of may have any number of its dtype. No element lies outside of its bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.lazy_dataclasses import dataclass
+from fuser.passes.hints import are_numbers
+
+aten: Any = torch.ops.aten
+_MOST_NODES = 256
+_DEEPEST = 48
+_EXACT = 2.0**53  # integers that float64 holds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """For each block, the least and the greatest number: float64, of shapes that broadcast. No element is NaN in one
+    that is finite, or infinite on one side only.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @staticmethod
+    def of(low: float, high: float) -> Interval:
+        """The same interval for all blocks."""
+        return Interval(*(torch.tensor(float(n), dtype=torch.float64, device="cpu") for n in (low, high)))
+
+    def truth(self) -> Interval:
+        """Whether elements differ from 0, as 0 and 1."""
+        surely = (self.low > 0) | (self.high < 0)
+        never = (self.low == 0) & (self.high == 0)
+        return _truths(surely, ~never)
+
+    def choose(self, yes: Interval, no: Interval) -> Interval:
+        """Bounds of `yes` where this truth is 1, of `no` where it is 0, of both where it may be either."""
+        surely, never = self.low > 0, self.high < 1
+        both = yes.united(no)
+        low = torch.where(surely, yes.low, torch.where(never, no.low, both.low))
+        return Interval(low, torch.where(surely, yes.high, torch.where(never, no.high, both.high)))
+
+    def united(self, other: Interval) -> Interval:
+        """Bounds of elements that are in one or the other."""
+        return Interval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+
+
+_ALL = Interval.of(-math.inf, math.inf)
+_EITHER = Interval.of(0, 1)
+ZERO = Interval.of(0, 0)
+Index = tuple[Interval, ...]
+Rule = Callable[["Bounds", fx.Node, Index], "Interval | None"]
+
+
+def _truths(surely: torch.Tensor, perhaps: torch.Tensor) -> Interval:
+    return Interval(surely.double(), perhaps.double())
+
+
+def _any_of(dtype: torch.dtype) -> Interval:
+    return _EITHER if dtype is torch.bool else _ALL
+
+
+class Bounds:
+    """Reads bounds off a graph. `of(node, index)`: `index` has the bounds of the place along each dim of the node."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Interval] = {}
+        self._kept: list[Index] = []  # identities of intervals are in keys
+        self._depth = 0
+
+    def of(self, node: Any, index: Index) -> Interval:
+        """The bounds of a node's elements at these places."""
+        if isinstance(node, (bool, int, float)):
+            return Interval.of(node, node) if node == node else _ALL
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not are_numbers(*value.shape) or value.dtype.is_complex:
+            return _ALL
+        key = node, tuple(map(id, index))
+        if key not in self._known:
+            room = len(self._known) < _MOST_NODES and self._depth < _DEEPEST
+            rule = _RULES.get(node.target) if room else None
+            self._kept.append(index)
+            self._depth += 1
+            found = None if rule is None else rule(self, node, index)
+            self._depth -= 1
+            self._known[key] = _any_of(value.dtype) if found is None else _in_dtype(found, value.dtype)
+        return self._known[key]
+
+    def operand(self, node: fx.Node, arg: Any, index: Index) -> Interval:
+        """The bounds of an operand that is broadcast to the node's shape."""
+        if not isinstance(arg, fx.Node):
+            return self.of(arg, ()) if isinstance(arg, (bool, int, float)) else _ALL
+        value, own = arg.meta.get("val"), node.meta["val"]
+        if not isinstance(value, torch.Tensor) or value.dim() > own.dim():
+            return _ALL
+        last = index[len(index) - value.dim() :]
+        return self.of(arg, tuple(ZERO if type(n) is int and n == 1 else i for n, i in zip(value.shape, last)))
+
+
+def _in_dtype(found: Interval, dtype: torch.dtype) -> Interval:
+    """Bounds of elements that may be rounded to a dtype; every number of it where they may be NaN or wrap around."""
+    low, high = found.low, found.high
+    if dtype.is_floating_point:
+        if dtype is not torch.float64:
+            low, high = torch.minimum(low, low.to(dtype).double()), torch.maximum(high, high.to(dtype).double())
+        bad = low.isnan() | high.isnan()
+    elif dtype is torch.bool:
+        return found
+    else:
+        info = torch.iinfo(dtype)
+        bad = ~((low >= max(info.min, -_EXACT)) & (high <= min(info.max, _EXACT)))
+    return Interval(low.masked_fill(bad, -math.inf), high.masked_fill(bad, math.inf))
+
+
+# -- elementwise ------------------------------------------------------------------------------------------------------
+def _elementwise(function: Callable[..., Interval | None], arity: int, first: int = 0) -> Rule:
+    """A function of `arity` operands; those from `first` on are brought to one dtype."""
+
+    def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+        if len(node.args) != arity:
+            return None
+        given = [bounds.operand(node, a, index) for a in node.args]
+        dtype = _common_dtype(node.args[first:])
+        return None if dtype is None else function(node, *given[:first], *(_in_dtype(i, dtype) for i in given[first:]))
+
+    return rule
+
+
+def _common_dtype(args: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that torch computes operands in."""
+    found: list[Any] = [a.meta.get("val") if isinstance(a, fx.Node) else a for a in args]
+    tensors = [torch.empty((1,) * a.dim(), dtype=a.dtype, device="meta") for a in found if isinstance(a, torch.Tensor)]
+    numbers = [a for a in found if isinstance(a, (bool, int, float))]
+    if len(tensors) + len(numbers) != len(found) or not tensors:
+        return None
+    dtype = tensors[0].dtype
+    for other in (*tensors[1:], *numbers):
+        dtype = torch.result_type(tensors[0], other) if len(found) == 2 else torch.promote_types(dtype, _alone(other))
+    return dtype
+
+
+def _alone(value: Any) -> torch.dtype:
+    return value.dtype if isinstance(value, torch.Tensor) else torch.result_type(value, value)
+
+
+def _widened(node: fx.Node, low: torch.Tensor, high: torch.Tensor) -> Interval:
+    """Bounds that hold for a result that is rounded, perhaps twice."""
+    dtype = node.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return Interval(low, high)
+    eps = 4 * torch.finfo(dtype).eps
+
+    def moved(t: torch.Tensor, way: float) -> torch.Tensor:
+        exact = (t == t.round()) & (t.abs() <= 1 / eps) | t.isinf() | t.isnan()
+        return torch.where(exact, t, t + way * eps * t.abs())
+
+    return Interval(moved(low, -1.0), moved(high, 1.0))
+
+
+def _add(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    alpha = node.kwargs.get("alpha", 1)
+    if node.meta["val"].dtype is torch.bool or not isinstance(alpha, (int, float)):
+        return None
+    b = b if alpha == 1 else _mul(node, b, Interval.of(alpha, alpha))
+    return _widened(node, a.low + b.low, a.high + b.high)
+
+
+def _sub(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    alpha = node.kwargs.get("alpha", 1)
+    if not isinstance(alpha, (int, float)):
+        return None
+    b = b if alpha == 1 else _mul(node, b, Interval.of(alpha, alpha))
+    return _widened(node, a.low - b.high, a.high - b.low)
+
+
+def _corners(a: Interval, b: Interval, call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and greatest result at the ends of two intervals; NaN where one is NaN."""
+    first, second, third, fourth = (call(x, y) for x in (a.low, a.high) for y in (b.low, b.high))
+    low = torch.minimum(torch.minimum(first, second), torch.minimum(third, fourth))  # these keep NaN
+    return low, torch.maximum(torch.maximum(first, second), torch.maximum(third, fourth))
+
+
+def _mul(node: fx.Node, a: Interval, b: Interval) -> Interval:
+    return _widened(node, *_corners(a, b, torch.mul))
+
+
+def _div(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    low, high = _corners(a, b, torch.div)
+    rounding = node.kwargs.get("rounding_mode", "floor" if node.target in _pairs("floor_divide") else None)
+    if rounding is not None and node.meta["val"].dtype.is_floating_point:
+        return None  # which side of a whole number a quotient falls on depends on its rounding
+    match rounding:
+        case "floor":
+            found = Interval(low.floor(), high.floor())
+        case "trunc":
+            found = Interval(low.trunc(), high.trunc())
+        case _:
+            found = _widened(node, low, high)
+    crosses = (b.low <= 0) & (b.high >= 0)
+    return Interval(found.low.masked_fill(crosses, -math.inf), found.high.masked_fill(crosses, math.inf))
+
+
+def _remainder(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    if not bool((b.low == b.high).all() and (b.low > 0).all()):
+        return None
+    floats = node.meta["val"].dtype.is_floating_point
+    turns = (a.low / b.low).floor()
+    whole = (turns == 0) if floats else torch.ones_like(turns, dtype=torch.bool)  # others of floats are rounded
+    same = (turns == (a.high / b.low).floor()) & whole
+    low = torch.where(same, a.low - turns * b.low, 0.0)
+    high = torch.where(same, a.high - turns * b.low, b.low if floats else b.low - 1)
+    unknown = ~(a.low.isfinite() & a.high.isfinite())
+    return Interval(low.masked_fill(unknown, -math.inf), high.masked_fill(unknown, math.inf))
+
+
+def _abs(_: fx.Node, a: Interval) -> Interval:
+    crosses = (a.low <= 0) & (a.high >= 0)
+    ends = a.low.abs(), a.high.abs()
+    return _where_numbers((a,), torch.minimum(*ends).masked_fill(crosses, 0.0), torch.maximum(*ends))
+
+
+def _clamp(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    a = bounds.operand(node, node.args[0], index)
+    limits: list[Any] = [
+        node.args[n] if len(node.args) > n else node.kwargs.get(k) for n, k in ((1, "min"), (2, "max"))
+    ]
+    least, most = limits
+    if not all(isinstance(n, (int, float, type(None))) for n in (least, most)):
+        return None
+    least, most = (-math.inf if least is None else least), (math.inf if most is None else most)
+    return _where_numbers((a,), a.low.clamp(least, most), a.high.clamp(least, most))
+
+
+def _least(_: fx.Node, a: Interval, b: Interval) -> Interval:
+    return _where_numbers((a, b), torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
+
+
+def _most(_: fx.Node, a: Interval, b: Interval) -> Interval:
+    return _where_numbers((a, b), torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
+
+
+def _where_numbers(given: Sequence[Interval], low: torch.Tensor, high: torch.Tensor) -> Interval:
+    """Bounds where no operand may be NaN, which goes through an extreme."""
+    for i in given:
+        bad = (i.low == -math.inf) & (i.high == math.inf)
+        low, high = low.masked_fill(bad, -math.inf), high.masked_fill(bad, math.inf)
+    return Interval(low, high)
+
+
+def _compared(surely: Callable[..., torch.Tensor], perhaps: Callable[..., torch.Tensor]) -> Any:
+    """A comparison; certain only of finite numbers, since any other may stand for NaN."""
+
+    def found(_: fx.Node, a: Interval, b: Interval) -> Interval:
+        finite = a.low.isfinite() & a.high.isfinite() & b.low.isfinite() & b.high.isfinite()
+        return _truths(surely(a, b) & finite, perhaps(a, b) | ~finite)
+
+    return found
+
+
+_less = _compared(lambda a, b: a.high < b.low, lambda a, b: a.low < b.high)
+_not_more = _compared(lambda a, b: a.high <= b.low, lambda a, b: a.low <= b.high)
+_equal = _compared(
+    lambda a, b: (a.low == b.high) & (a.high == b.low), lambda a, b: (a.low <= b.high) & (b.low <= a.high)
+)
+
+
+def _turned(function: Any) -> Any:
+    return lambda node, a, b: function(node, b, a)
+
+
+def _negated(function: Any) -> Any:
+    def found(node: fx.Node, *given: Interval) -> Interval:
+        truth = function(node, *given)
+        return Interval(1 - truth.high, 1 - truth.low)
+
+    return found
+
+
+def _of_truths(function: Callable[[Interval, Interval], Interval]) -> Any:
+    """A function of truth values; of bits it is unknown."""
+
+    def found(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+        return function(a.truth(), b.truth()) if node.meta["val"].dtype is torch.bool else None
+
+    return found
+
+
+_and = _of_truths(lambda a, b: Interval(a.low * b.low, a.high * b.high))
+_or = _of_truths(lambda a, b: Interval(torch.maximum(a.low, b.low), torch.maximum(a.high, b.high)))
+_xor = _of_truths(lambda a, b: a.choose(Interval(1 - b.high, 1 - b.low), b))
+
+
+def _bitwise_not(node: fx.Node, a: Interval) -> Interval:
+    one = 1 if node.meta["val"].dtype is torch.bool else -1
+    return Interval(one - a.high, one - a.low)
+
+
+def _where(_: fx.Node, condition: Interval, yes: Interval, no: Interval) -> Interval:
+    return condition.truth().choose(yes, no)
+
+
+def _filled(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    if len(node.args) != 3:
+        return None
+    value, condition, filler = (bounds.operand(node, a, index) for a in node.args)
+    return condition.truth().choose(_in_dtype(filler, node.meta["val"].dtype), value)
+
+
+def _cast(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    found, dtype = bounds.operand(node, node.args[0], index), node.meta["val"].dtype
+    if dtype is torch.bool:
+        return found.truth()
+    return found if dtype.is_floating_point else Interval(found.low.trunc(), found.high.trunc())
+
+
+def _copied(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    return bounds.operand(node, node.args[0], index)
+
+
+# -- created ----------------------------------------------------------------------------------------------------------
+def _number(place: int | float) -> Rule:
+    """A tensor filled with an argument, by its number, or with a number itself where that is a float."""
+
+    def rule(_: Bounds, node: fx.Node, index: Index) -> Interval | None:
+        value: Any = place if isinstance(place, float) else node.args[place]
+        if not isinstance(value, (bool, int, float)) or value != value:
+            return None
+        dtype = node.meta["val"].dtype
+        value = bool(value) if dtype is torch.bool else value if dtype.is_floating_point else math.trunc(value)
+        return Interval.of(value, value)
+
+    return rule
+
+
+def _counted(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    args: Any = node.args
+    if node.target is torch.ops.prims.iota.default:
+        start, step = node.kwargs.get("start"), node.kwargs.get("step")
+    else:
+        start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+    if not isinstance(start, (int, float)) or not isinstance(step, (int, float)):
+        return None
+    moved = Interval(index[0].low * step, index[0].high * step)
+    moved = moved if step >= 0 else Interval(moved.high, moved.low)
+    return _widened(node, moved.low + start, moved.high + start)
+
+
+# -- moved ------------------------------------------------------------------------------------------------------------
+def _moved(places: Callable[[fx.Node, Index], Sequence[Interval] | None]) -> Rule:
+    """A view: `places` gives the places in its operand of those in the view."""
+
+    def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+        source = node.args[0]
+        found = places(node, index)
+        return None if found is None or not isinstance(source, fx.Node) else bounds.of(source, tuple(found))
+
+    return rule
+
+
+def _sizes(node: Any) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def _permuted(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    rank = len(index)
+    args: Any = node.args
+    dims = range(rank)[::-1] if len(args) == 1 else args[1] if len(args) == 2 else _swapped(rank, args[1], args[2])
+    found: list[Interval] = [ZERO] * rank
+    for i, d in zip(index, dims):
+        found[d % rank] = i
+    return found
+
+
+def _swapped(rank: int, a: Any, b: Any) -> list[int]:
+    dims = list(range(rank))
+    dims[a % rank], dims[b % rank] = dims[b % rank], dims[a % rank]
+    return dims
+
+
+def _reshaped(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    """Views that add or drop dims of one element."""
+    before, after = _sizes(node.args[0]), _sizes(node)
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    left = iter([i for i, n in zip(index, after) if n != 1])
+    return [ZERO if n == 1 else next(left) for n in before]
+
+
+def _expanded(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    before = _sizes(node.args[0])
+    return [ZERO if n == 1 else i for n, i in zip(before, index[len(index) - len(before) :])]
+
+
+def _sliced(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    args: list[Any] = list(node.args[1:])
+    dim, start, _, step = args + [0, 0, None, 1][len(args) :]
+    size = _sizes(node.args[0])[dim]
+    start = 0 if start is None else start
+    if type(start) is not int or type(step) is not int:
+        return None
+    start = min(max(start + size if start < 0 else start, 0), size)
+    found = list(index)
+    found[dim] = Interval(found[dim].low * step + start, found[dim].high * step + start)
+    return found
+
+
+def _selected(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    args: Any = node.args
+    dim, at = args[1:3]
+    if type(dim) is not int or type(at) is not int:
+        return None
+    sizes = _sizes(node.args[0])
+    dim %= len(sizes)
+    at %= max(sizes[dim], 1)
+    return [*index[:dim], Interval.of(at, at), *index[dim:]]
+
+
+def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    source: Any = node.args[0]
+    pads: Any = node.args[1]
+    value: Any = node.args[2] if len(node.args) > 2 else 0
+    if not isinstance(source, fx.Node) or not all(type(p) is int for p in pads) or not isinstance(value, (int, float)):
+        return None
+    found, sizes = list(index), _sizes(source)
+    inside = perhaps = torch.tensor(True, device="cpu")
+    for n in range(len(pads) // 2):
+        dim = len(sizes) - 1 - n
+        at = Interval(found[dim].low - pads[2 * n], found[dim].high - pads[2 * n])
+        last = max(sizes[dim] - 1, 0)
+        inside = inside & (at.low >= 0) & (at.high <= last)
+        perhaps = perhaps & (at.high >= 0) & (at.low <= last)
+        found[dim] = Interval(at.low.clamp(0, last), at.high.clamp(0, last))
+    return _truths(inside, perhaps).choose(bounds.of(source, tuple(found)), bounds.of(value, ()))
+
+
+def _triangle(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    diagonal: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+    if type(diagonal) is not int or len(index) < 2:
+        return None
+    low, high = index[-1].low - index[-2].high, index[-1].high - index[-2].low
+    if node.target is aten.tril.default:
+        kept = _truths(high <= diagonal, low <= diagonal)
+    else:
+        kept = _truths(low >= diagonal, high >= diagonal)
+    return kept.choose(bounds.operand(node, node.args[0], index), ZERO)
+
+
+def _pairs(name: str) -> list[Any]:
+    packet = getattr(aten, name)
+    return [getattr(packet, o) for o in packet.overloads() if o in ("Tensor", "Scalar", "default", "Tensor_mode")]
+
+
+_BINARY: dict[str, Any] = {
+    "add": _add, "sub": _sub, "mul": _mul, "div": _div, "floor_divide": _div, "remainder": _remainder,
+    "minimum": _least, "maximum": _most, "rsub": _turned(_sub),
+    "lt": _less, "gt": _turned(_less), "le": _not_more, "ge": _turned(_not_more), "eq": _equal, "ne": _negated(_equal),
+    "bitwise_and": _and, "logical_and": _and, "bitwise_or": _or, "logical_or": _or, "bitwise_xor": _xor,
+    "logical_xor": _xor,
+}  # fmt: skip
+_RULES: dict[Any, Rule] = {
+    **{o: _elementwise(f, 2) for name, f in _BINARY.items() for o in _pairs(name)},
+    aten.neg.default: _elementwise(lambda node, a: Interval(-a.high, -a.low), 1),
+    aten.abs.default: _elementwise(_abs, 1),
+    aten.clamp.default: _clamp,
+    aten.logical_not.default: _elementwise(_negated(lambda node, a: a.truth()), 1),
+    aten.bitwise_not.default: _elementwise(_bitwise_not, 1),
+    **{getattr(aten.where, o): _elementwise(_where, 3, 1) for o in ("self", "ScalarOther", "ScalarSelf", "Scalar")},
+    **{
+        getattr(aten.masked_fill, o): _filled for o in ("Scalar", "Tensor")
+    },
+    aten._to_copy.default: _cast,
+    torch.ops.prims.convert_element_type.default: _cast,
+    **dict.fromkeys([aten.clone.default, aten.alias.default, aten.detach.default], _copied),
+    **dict.fromkeys([aten.full.default, aten.full_like.default], _number(1)),
+    aten.new_full.default: _number(2),
+    aten.scalar_tensor.default: _number(0),
+    **dict.fromkeys([aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default], _number(0.0)),
+    **dict.fromkeys([aten.ones.default, aten.ones_like.default, aten.new_ones.default], _number(1.0)),
+    **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _counted),
+    torch.ops.prims.iota.default: _counted,
+    **dict.fromkeys([aten.permute.default, aten.transpose.int, aten.t.default], _moved(_permuted)),
+    **dict.fromkeys(
+        [
+            aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
+            aten._unsafe_view.default,
+        ],
+        _moved(_reshaped),
+    ),  # fmt: skip
+    aten.expand.default: _moved(_expanded),
+    aten.slice.Tensor: _moved(_sliced),
+    aten.select.int: _moved(_selected),
+    aten.constant_pad_nd.default: _padded,
+    **dict.fromkeys([aten.tril.default, aten.triu.default], _triangle),
+}
+
+__all__ = ["ZERO", "Bounds", "Interval"]
