@@ -16,7 +16,7 @@ from torch import fx
 from fuser import interface
 from fuser.attention.by_rows import softmax
 from fuser.attention.products import Ways, add_pair
-from fuser.attention.reach import BLOCK, Reach
+from fuser.attention.reach import BLOCK, Reach, Reaching
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.shapes import dense_strides, order_like
 from fuser.reasons import served_by
@@ -43,8 +43,10 @@ class _Sizes:
     reach: Reach | None  # of the mask
 
     @staticmethod
-    def of(q: torch.Tensor, k: torch.Tensor, causal: bool, reach: Reach | None) -> _Sizes:
-        return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], causal, reach)
+    def of(q: torch.Tensor, k: torch.Tensor, causal: bool, reach: Reaching | None) -> _Sizes:
+        rows, keys = q.shape[2], k.shape[2]
+        here = None if reach is None else reach.at(rows, keys)
+        return _Sizes(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], rows, keys, causal, here)
 
     def parts(self, score_bytes: int) -> Iterator[Part]:
         """Chunks: several batches, or several heads of one, or rows of some heads."""
@@ -100,7 +102,7 @@ def _even(count: int, most: int) -> int:
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None,
-    rounded: bool, sums: bool, reach: Reach | None = None,
+    rounded: bool, sums: bool, reach: Reaching | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`aten._scaled_dot_product_flash_attention_for_cpu` without dropout: the result, and logarithms of sums if asked.
 
@@ -145,7 +147,7 @@ def attend(
 
 def attend_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, causal: bool,
-    mask: torch.Tensor | None, scale: float | None, rounded: bool, reach: Reach | None = None,
+    mask: torch.Tensor | None, scale: float | None, rounded: bool, reach: Reaching | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of queries, keys and values; `sums` are the logarithms that the forward direction gave."""
     sizes = _Sizes.of(q, k, causal, reach)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,17 @@ BLOCK = 64  # queries that share a range of keys, and the grid of its ends
 RANGES = "fuser_reach"  # in a node's metadata: the `Reach` of its mask
 
 
+class Reaching(Protocol):
+    """What is known of a mask, for every number of queries and keys."""
+
+    @property
+    def share(self) -> float:
+        """The part of all scores that is left, for the sizes that were seen while tracing."""
+
+    def at(self, rows: int, keys: int) -> Reach | None:
+        """The keys of each block of queries; None where all may be attended to."""
+
+
 @dataclass(frozen=True)
 class Reach:
     """For each block of queries, the first key that one of them may attend to, and the one behind the last."""
@@ -19,6 +31,11 @@ class Reach:
     ranges: tuple[tuple[int, int], ...]
     rows: int
     keys: int
+
+    def at(self, rows: int, keys: int) -> Reach:
+        """Itself, for the sizes that it is for."""
+        assert (rows, keys) == (self.rows, self.keys), "a mask of other sizes"
+        return self
 
     def of(self, rows: slice) -> slice:
         """The keys of some queries; at least one, so that sums are of something."""
@@ -41,4 +58,4 @@ class Reach:
         return seen / max(self.rows * self.keys, 1)
 
 
-__all__ = ["BLOCK", "RANGES", "Reach"]
+__all__ = ["BLOCK", "RANGES", "Reach", "Reaching"]

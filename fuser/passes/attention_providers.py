@@ -207,8 +207,9 @@ def _class_of(node: fx.Node, call: _Call) -> Attention | None:
     if mask is not None:
         of_mask = (True,) * (4 - mask.dim()) + tuple(size_hint(n) == 1 for n in mask.shape)
     backward = node.target is BACKWARD
+    here = None if reach is None else reach.at(rows, keys)
     return Attention(
-        batch, heads, groups, rows, keys, width, q.dtype, call.causal, of_mask, call.scale, backward, rounded, reach
+        batch, heads, groups, rows, keys, width, q.dtype, call.causal, of_mask, call.scale, backward, rounded, here
     )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def _replaced(node: fx.Node) -> bool:
     if winner == ATEN:
         return False
     tensors, given = (call.q, call.k, call.v), (call.causal, call.mask, call.scale, winner == ROUNDED_PARTS)
-    reach = () if attention.reach is None else (attention.reach,)
+    reach = () if attention.reach is None else (node.meta[RANGES],)
     if attention.backward:
         put_for(node, attend_backward, (call.grad, *tensors, call.sums, *given, *reach))
     else:

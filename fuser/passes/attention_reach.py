@@ -5,16 +5,18 @@ A mask that mixes what is known, such as places, with what is not, such as paddi
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fuser.attention.reach import BLOCK, RANGES, Reach
-from fuser.passes.bounds import ZERO, Bounds, Interval
-from fuser.passes.hints import are_numbers
+from fuser.attention.reach import BLOCK, RANGES, Reach, Reaching
+from fuser.passes.bounds import MOST_NODES, ZERO, Bounds, Interval
+from fuser.passes.hints import are_numbers, size_hint
 
 aten: Any = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -22,11 +24,12 @@ _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _QUERIES = {_FORWARD: 0, _BACKWARD: 1}  # the place of the queries; keys are behind
 _FEWEST_KEYS = 256
 _MOST = 0.8  # of the scores, so that leaving out the others is worth while
+_MOST_SIZES = 64  # kept for one mask
 
 
 def bound_attention(module: fx.GraphModule) -> int:
     """Attention whose mask leaves out keys at places known to the graph notes which keys each block of queries has."""
-    known: dict[Any, Reach | None] = {}
+    known: dict[Any, Reaching | None] = {}
     changed = 0
     for node in module.graph.nodes:
         at = _QUERIES.get(node.target)
@@ -34,15 +37,16 @@ def bound_attention(module: fx.GraphModule) -> int:
         if at is None or not isinstance(mask, fx.Node):
             continue
         q, k = (n.meta.get("val") for n in node.args[at : at + 2])
-        if not are_numbers(q.shape[-2], k.shape[-2]) or k.shape[-2] < _FEWEST_KEYS:
+        if size_hint(k.shape[-2]) < _FEWEST_KEYS:
             continue
         source = _behind_lost_rows(mask)
         if source is not mask and node.target is _BACKWARD:
             continue  # such a row has gradients of NaN for every key
-        key = source, q.shape[-2], k.shape[-2]
+        sizes = q.shape[-2], k.shape[-2]
+        key = source, *map(str, sizes)
         if key not in known:
             with _disable_current_modes():
-                known[key] = reach_of(*key)
+                known[key] = reach_of(source, *sizes) if are_numbers(*sizes) else _open(source, *sizes)
         found = known[key]
         if found is not None and found.share <= _MOST:
             node.meta[RANGES] = found
@@ -50,17 +54,23 @@ def bound_attention(module: fx.GraphModule) -> int:
     return changed
 
 
-def reach_of(mask: fx.Node, rows: int, keys: int) -> Reach | None:
-    """The keys of each block of queries that a mask, which is added to scores, may leave; None if nothing is known."""
+def reach_of(
+    mask: fx.Node, rows: int, keys: int, symbols: Mapping[Any, int] | None = None
+) -> Reach | None:  # fmt: skip
+    """The keys of each block of queries that a mask, which is added to scores, may leave; None if nothing is known.
+
+    `symbols`: the numbers of symbolic sizes.
+    """
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
         return None
     q, k = (_blocks(n) for n in (rows, keys))
     q = Interval(q.low.unsqueeze(1), q.high.unsqueeze(1))
-    shape = value.shape
-    batch = [Interval.of(0, n - 1) if type(n) is int else Interval.of(0, math.inf) for n in shape[:-2]]
-    index = [ZERO if type(n) is int and n == 1 else i for n, i in zip(shape, (*batch, q, k))]
-    found = Bounds().of(mask, tuple(index))
+    bounds = Bounds(symbols)
+    shape = bounds.sizes(mask)
+    batch = [Interval.of(0, n - 1 if isinstance(n, int) else math.inf) for n in shape[:-2]]
+    index = [ZERO if n == 1 else i for n, i in zip(shape, (*batch, q, k))]
+    found = bounds.of(mask, tuple(index))
     left = (found.high > -math.inf).expand(q.low.shape[0], k.low.shape[0])
     if bool(left.all()):
         return None
@@ -72,6 +82,51 @@ def reach_of(mask: fx.Node, rows: int, keys: int) -> Reach | None:
         last = len(row) - row[::-1].index(True)
         ranges.append((row.index(True) * BLOCK, min(last * BLOCK, keys)))
     return Reach(tuple(ranges), rows, keys)
+
+
+class _Open:
+    """The mask of an attention with symbolic sizes: its part of the graph, read again for each number of keys."""
+
+    def __init__(self, mask: fx.Node, rows: Any, keys: Any) -> None:
+        self._mask = mask
+        self._symbols = [(n.node.expr, at) for at, n in enumerate((rows, keys)) if isinstance(n, torch.SymInt)]
+        self._made = functools.lru_cache(_MOST_SIZES)(self._make)
+        self._hints = size_hint(rows), size_hint(keys)
+
+    @property
+    def share(self) -> float:
+        found = self.at(*self._hints)
+        return 1.0 if found is None else found.share
+
+    def at(self, rows: int, keys: int) -> Reach | None:
+        """The keys of each block of queries; None where all, or nearly all, may be attended to."""
+        return self._made(rows, keys)
+
+    def _make(self, rows: int, keys: int) -> Reach | None:
+        with _disable_current_modes():
+            found = reach_of(self._mask, rows, keys, {symbol: (rows, keys)[at] for symbol, at in self._symbols})
+        return None if found is None or found.share > _MOST else found
+
+
+def _open(mask: fx.Node, rows: Any, keys: Any) -> _Open | None:
+    """What is known of a mask for sizes of which one is a symbol; None for sizes that are made of others."""
+    if not all(are_numbers(n) or n.node.expr.is_Symbol for n in (rows, keys)):
+        return None
+    behind: set[fx.Node] = set()
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        if node not in behind:
+            behind.add(node)
+            waiting += node.all_input_nodes
+    if len(behind) > MOST_NODES:
+        return None
+    graph = fx.Graph()  # one of its own, which no pass changes
+    env: dict[fx.Node, fx.Node] = {}
+    for node in mask.graph.nodes:
+        if node in behind:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    return _Open(env[mask], rows, keys)
 
 
 def _blocks(count: int) -> Interval:

@@ -7,17 +7,16 @@ the graph knows nothing of may have any number of its dtype. No element lies out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser.lazy_dataclasses import dataclass
-from fuser.passes.hints import are_numbers
 
 aten: Any = torch.ops.aten
-_MOST_NODES = 256
+MOST_NODES = 256
 _DEEPEST = 48
 _EXACT = 2.0**53  # integers that float64 holds
 
@@ -69,10 +68,17 @@ def _any_of(dtype: torch.dtype) -> Interval:
     return _EITHER if dtype is torch.bool else _ALL
 
 
-class Bounds:
-    """Reads bounds off a graph. `of(node, index)`: `index` has the bounds of the place along each dim of the node."""
+Size = int | str  # a symbol by its text
 
-    def __init__(self) -> None:
+
+class Bounds:
+    """Reads bounds off a graph. `of(node, index)`: `index` has the bounds of the place along each dim of the node.
+
+    `symbols`: the numbers of symbolic sizes, by symbol; those that are missing are at least 2.
+    """
+
+    def __init__(self, symbols: Mapping[Any, int] | None = None) -> None:
+        self._symbols = symbols or {}
         self._known: dict[Any, Interval] = {}
         self._kept: list[Index] = []  # identities of intervals are in keys
         self._depth = 0
@@ -82,11 +88,14 @@ class Bounds:
         if isinstance(node, (bool, int, float)):
             return Interval.of(node, node) if node == node else _ALL
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, torch.Tensor) or not are_numbers(*value.shape) or value.dtype.is_complex:
+        if isinstance(value, torch.SymInt):
+            number = self.argument(node)
+            return _ALL if number is None else self.of(number, ())
+        if not isinstance(value, torch.Tensor) or value.dtype.is_complex:
             return _ALL
         key = node, tuple(map(id, index))
         if key not in self._known:
-            room = len(self._known) < _MOST_NODES and self._depth < _DEEPEST
+            room = len(self._known) < MOST_NODES and self._depth < _DEEPEST
             rule = _RULES.get(node.target) if room else None
             self._kept.append(index)
             self._depth += 1
@@ -100,10 +109,28 @@ class Bounds:
         if not isinstance(arg, fx.Node):
             return self.of(arg, ()) if isinstance(arg, (bool, int, float)) else _ALL
         value, own = arg.meta.get("val"), node.meta["val"]
-        if not isinstance(value, torch.Tensor) or value.dim() > own.dim():
+        if not isinstance(value, torch.Tensor):
+            return self.of(arg, ())
+        if value.dim() > own.dim():
             return _ALL
         last = index[len(index) - value.dim() :]
-        return self.of(arg, tuple(ZERO if type(n) is int and n == 1 else i for n, i in zip(value.shape, last)))
+        return self.of(arg, tuple(ZERO if n == 1 else i for n, i in zip(self.sizes(arg), last)))
+
+    def sizes(self, node: Any) -> list[Size]:
+        """The sizes of a node's tensor."""
+        return [self._number(n) for n in node.meta["val"].shape]
+
+    def argument(self, arg: Any) -> Any:
+        """An argument that is a number, or a size that is known; None for any other size."""
+        value = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+        found = self._number(value) if isinstance(value, torch.SymInt) else value
+        return None if isinstance(found, (str, fx.Node)) else found
+
+    def _number(self, size: Any) -> Size:
+        if type(size) is int:
+            return size
+        found = size.node.expr.subs(self._symbols)
+        return str(found) if found.free_symbols else int(found)
 
 
 def _in_dtype(found: Interval, dtype: torch.dtype) -> Interval:
@@ -231,12 +258,12 @@ def _abs(_: fx.Node, a: Interval) -> Interval:
 def _clamp(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     a = bounds.operand(node, node.args[0], index)
     limits: list[Any] = [
-        node.args[n] if len(node.args) > n else node.kwargs.get(k) for n, k in ((1, "min"), (2, "max"))
+        bounds.argument(node.args[n] if len(node.args) > n else node.kwargs.get(k, math.nan))
+        for n, k in ((1, "min"), (2, "max"))
     ]
-    least, most = limits
-    if not all(isinstance(n, (int, float, type(None))) for n in (least, most)):
+    if not all(isinstance(n, (int, float)) for n in limits):
         return None
-    least, most = (-math.inf if least is None else least), (math.inf if most is None else most)
+    least, most = (missing if n != n else n for n, missing in zip(limits, (-math.inf, math.inf)))
     return _where_numbers((a,), a.low.clamp(least, most), a.high.clamp(least, most))
 
 
@@ -330,8 +357,8 @@ def _copied(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 def _number(place: int | float) -> Rule:
     """A tensor filled with an argument, by its number, or with a number itself where that is a float."""
 
-    def rule(_: Bounds, node: fx.Node, index: Index) -> Interval | None:
-        value: Any = place if isinstance(place, float) else node.args[place]
+    def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+        value: Any = place if isinstance(place, float) else bounds.argument(node.args[place])
         if not isinstance(value, (bool, int, float)) or value != value:
             return None
         dtype = node.meta["val"].dtype
@@ -342,9 +369,9 @@ def _number(place: int | float) -> Rule:
 
 
 def _counted(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    args: Any = node.args
+    args = [bounds.argument(a) for a in node.args]
     if node.target is torch.ops.prims.iota.default:
-        start, step = node.kwargs.get("start"), node.kwargs.get("step")
+        start, step = (bounds.argument(node.kwargs.get(name)) for name in ("start", "step"))
     else:
         start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
     if not isinstance(start, (int, float)) or not isinstance(step, (int, float)):
@@ -355,22 +382,18 @@ def _counted(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 
 
 # -- moved ------------------------------------------------------------------------------------------------------------
-def _moved(places: Callable[[fx.Node, Index], Sequence[Interval] | None]) -> Rule:
+def _moved(places: Callable[[Bounds, fx.Node, Index], Sequence[Interval] | None]) -> Rule:
     """A view: `places` gives the places in its operand of those in the view."""
 
     def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         source = node.args[0]
-        found = places(node, index)
+        found = places(bounds, node, index)
         return None if found is None or not isinstance(source, fx.Node) else bounds.of(source, tuple(found))
 
     return rule
 
 
-def _sizes(node: Any) -> list[int]:
-    return list(node.meta["val"].shape)
-
-
-def _permuted(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+def _permuted(_: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
     rank = len(index)
     args: Any = node.args
     dims = range(rank)[::-1] if len(args) == 1 else args[1] if len(args) == 2 else _swapped(rank, args[1], args[2])
@@ -386,56 +409,60 @@ def _swapped(rank: int, a: Any, b: Any) -> list[int]:
     return dims
 
 
-def _reshaped(node: fx.Node, index: Index) -> Sequence[Interval] | None:
+def _reshaped(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
     """Views that add or drop dims of one element."""
-    before, after = _sizes(node.args[0]), _sizes(node)
+    before, after = bounds.sizes(node.args[0]), bounds.sizes(node)
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None
     left = iter([i for i, n in zip(index, after) if n != 1])
     return [ZERO if n == 1 else next(left) for n in before]
 
 
-def _expanded(node: fx.Node, index: Index) -> Sequence[Interval] | None:
-    before = _sizes(node.args[0])
+def _expanded(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    before = bounds.sizes(node.args[0])
     return [ZERO if n == 1 else i for n, i in zip(before, index[len(index) - len(before) :])]
 
 
-def _sliced(node: fx.Node, index: Index) -> Sequence[Interval] | None:
-    args: list[Any] = list(node.args[1:])
+def _sliced(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    args = [0 if a is None else bounds.argument(a) for a in node.args[1:]]
     dim, start, _, step = args + [0, 0, None, 1][len(args) :]
-    size = _sizes(node.args[0])[dim]
-    start = 0 if start is None else start
-    if type(start) is not int or type(step) is not int:
+    size = bounds.sizes(node.args[0])[dim]
+    if type(start) is not int or type(step) is not int or start and type(size) is not int:
         return None
-    start = min(max(start + size if start < 0 else start, 0), size)
+    start = min(max(start + size if start < 0 else start, 0), size) if type(size) is int else 0
     found = list(index)
     found[dim] = Interval(found[dim].low * step + start, found[dim].high * step + start)
     return found
 
 
-def _selected(node: fx.Node, index: Index) -> Sequence[Interval] | None:
-    args: Any = node.args
-    dim, at = args[1:3]
-    if type(dim) is not int or type(at) is not int:
+def _selected(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval] | None:
+    dim, at = (bounds.argument(a) for a in node.args[1:3])
+    sizes = bounds.sizes(node.args[0])
+    size = sizes[dim] if type(dim) is int else 0
+    if type(at) is not int or type(size) is not int:
         return None
-    sizes = _sizes(node.args[0])
     dim %= len(sizes)
-    at %= max(sizes[dim], 1)
+    at %= max(size, 1)
     return [*index[:dim], Interval.of(at, at), *index[dim:]]
 
 
 def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    source: Any = node.args[0]
-    pads: Any = node.args[1]
-    value: Any = node.args[2] if len(node.args) > 2 else 0
-    if not isinstance(source, fx.Node) or not all(type(p) is int for p in pads) or not isinstance(value, (int, float)):
+    args: Any = node.args
+    source, pads = args[0], [bounds.argument(p) for p in args[1]]
+    value = bounds.argument(args[2]) if len(args) > 2 else 0
+    if not all(type(p) is int for p in pads) or not isinstance(value, (int, float)):
         return None
-    found, sizes = list(index), _sizes(source)
+    found, sizes = list(index), bounds.sizes(source)
     inside = perhaps = torch.tensor(True, device="cpu")
     for n in range(len(pads) // 2):
         dim = len(sizes) - 1 - n
+        size = sizes[dim]
+        if not pads[2 * n] and not pads[2 * n + 1]:
+            continue
+        if type(size) is not int:
+            return None
         at = Interval(found[dim].low - pads[2 * n], found[dim].high - pads[2 * n])
-        last = max(sizes[dim] - 1, 0)
+        last = max(size - 1, 0)
         inside = inside & (at.low >= 0) & (at.high <= last)
         perhaps = perhaps & (at.high >= 0) & (at.low <= last)
         found[dim] = Interval(at.low.clamp(0, last), at.high.clamp(0, last))
@@ -443,7 +470,7 @@ def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
 
 
 def _triangle(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    diagonal: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+    diagonal = bounds.argument(node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0))
     if type(diagonal) is not int or len(index) < 2:
         return None
     low, high = index[-1].low - index[-2].high, index[-1].high - index[-2].low
@@ -502,4 +529,4 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys([aten.tril.default, aten.triu.default], _triangle),
 }
 
-__all__ = ["ZERO", "Bounds", "Interval"]
+__all__ = ["MOST_NODES", "ZERO", "Bounds", "Interval"]

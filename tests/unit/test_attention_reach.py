@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fuser.attention import library
 from fuser.attention.library import BACKWARD, FORWARD, attend, attend_backward
 from fuser.attention.reach import BLOCK, Reach
+from fuser.frontends.dynamo import compilations
 from fuser.passes import attention_providers as providers
 from fuser.passes import attention_reach
 from fuser.passes.attention_providers import ATEN, PARTS
@@ -121,6 +122,21 @@ def test_results(function, grad, dtype, noted):
         assert torch.equal(a.isnan(), b.isnan())
         far, near = ((t.double() - c).nan_to_num().abs().max() for t in (a, b))
         assert far <= 2 * near + 4 * torch.finfo(dtype).eps * c.nan_to_num().abs().max()
+
+
+@pytest.mark.parametrize("function, grad", [c for c in CASES if c[0] not in (written, skewed)])
+def test_every_length_has_its_own_keys(function, grad, noted, monkeypatch):
+    """Of a graph for all lengths the mask is read again for each."""
+    used = []
+    monkeypatch.setattr(Reach, "of", lambda self, rows, of=Reach.of: used.append(self) or of(self, rows))
+    compiled = torch.compile(function, backend="fuser")
+    for n in (N, 420, 257):
+        args = operands(torch.float32, n=n)
+        torch.testing.assert_close(run(compiled, args, grad), run(function, args, grad), equal_nan=True)
+        assert {r.keys for r in used if r.keys != N} <= {n}
+        assert any(r.keys == n for r in used)
+        used.clear()
+    assert len(compilations()) == 2 * (1 + grad)  # of the first length, and of all others
 
 
 def reach_in(function, n=N):
