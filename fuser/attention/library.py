@@ -125,7 +125,7 @@ def attend(
     heads_of: tuple[slice, ...] = ()
     for part in sizes.parts(ways.score_bytes):
         b, h, r = part
-        seen = sizes.seen(r)
+        seen, around = _around(mask, part, sizes)
         here = (b, sizes.of_queries(h), r)
         if heads_of == (b, h):
             (query,) = packed((q[here], first))
@@ -133,7 +133,7 @@ def attend(
             query, keys, values = packed((q[here], first), (k[b, h], first), (v[b, h], second))
             heads_of = (b, h)
         scores = ways.scores(sizes.joined(query), _matrices(keys, seen))
-        results = made(*(sizes.apart(s, part) for s in scores), *_around(mask, part, sizes, seen))
+        results = made(*(sizes.apart(s, part) for s in scores), *around)
         product = sizes.apart(torch.bmm(results[0].view_as(scores[0]), _matrices(values, seen)), part)
         if product.shape == shape and product.stride() == strides and product.dtype is q.dtype:
             out = product
@@ -158,15 +158,14 @@ def attend_backward(
     logs = sums.unsqueeze(-1)
     parts = list(sizes.parts(2 * ways.score_bytes))
     whole = all(r.stop - r.start == sizes.rows for _, _, r in parts)
-    every = sizes.seen(slice(0, sizes.rows))
-    for gradient in gradients[1:]:  # nothing attends to these keys
-        gradient[:, :, : every.start] = 0
-        gradient[:, :, every.stop :] = 0
+    if whole and sizes.seen(slice(0, sizes.rows)) != slice(0, sizes.keys):  # nothing attends to the others
+        for gradient in gradients[1:]:
+            gradient.zero_()
     totals = gradients[1:] if whole else tuple(torch.zeros_like(t, dtype=torch.float32) for t in gradients[1:])
     heads_of: tuple[slice, ...] = ()
     for part in parts:
         b, h, r = part
-        seen = sizes.seen(r)
+        seen, around = _around(mask, part, sizes)
         here = (b, sizes.of_queries(h), r)
         wanted = [(t, dtype) for dtype in dict.fromkeys((first, second)) for t in (q[here], grad[here])]
         if heads_of == (b, h):
@@ -178,10 +177,7 @@ def attend_backward(
         query1, grad1, query2, grad2 = (sizes.joined(t) for t in (*of_queries[:2], *of_queries[-2:]))
         scores = ways.scores(query1, _matrices(key1, seen))
         through = ways.scores(grad1, _matrices(value1, seen))
-        found = made(
-            *(sizes.apart(s, part) for s in (*scores, *through)), logs[here],
-            *_around(mask, part, sizes, seen),
-        )  # fmt: skip
+        found = made(*(sizes.apart(s, part) for s in (*scores, *through)), logs[here], *around)
         weights, slopes = (f.view_as(scores[0]) for f in found)
         gradients[0][here] = sizes.apart(torch.bmm(slopes, _matrices(key2, seen)), part)
         for total, one, other in ((totals[0], slopes, query2), (totals[1], weights, grad2)):
@@ -229,18 +225,24 @@ def _matrices(t: torch.Tensor, seen: slice) -> torch.Tensor:
     return t.flatten(0, 1)[:, seen]
 
 
-def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes, seen: slice) -> list[torch.Tensor]:
-    """What the kernel reads beside scores: the mask's chunk, and the places of rows and keys."""
+def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes) -> tuple[slice, list[torch.Tensor]]:
+    """The keys that a chunk attends to, and what its kernel reads beside scores: the mask, places of rows and keys."""
     b, h, r = part
+    seen = sizes.seen(r)
     found: list[torch.Tensor] = []
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-        picked = tuple(s if n > 1 else slice(None) for s, n in zip((b, sizes.of_queries(h), r), mask.shape))
-        found.append(mask[picked][..., seen] if mask.shape[3] > 1 else mask[picked])
+        picked = mask[tuple(s if n > 1 else slice(None) for s, n in zip((b, sizes.of_queries(h), r), mask.shape))]
+        if mask.shape[3] == 1:
+            found.append(picked)
+        else:
+            if sizes.reach is not None and not sizes.reach.is_enough(picked[..., seen]):
+                seen = slice(0, sizes.keys)
+            found.append(picked[..., seen])
     if sizes.causal:
         places = _places(max(sizes.rows, sizes.keys))
         found += [places[r].view(1, 1, -1, 1), places[seen].view(1, 1, 1, -1)]
-    return found
+    return seen, found
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,6 +10,8 @@ import torch
 from fuser.lazy_dataclasses import dataclass
 
 BLOCK = 64  # queries that share a range of keys, and the grid of its ends
+HUGE = -1e9  # and below: a number that masks a key, beside one of more than `LEAST`
+LEAST = -1e6
 RANGES = "fuser_reach"  # in a node's metadata: the `Reach` of its mask
 
 
@@ -26,11 +28,15 @@ class Reaching(Protocol):
 
 @dataclass(frozen=True)
 class Reach:
-    """For each block of queries, the first key that one of them may attend to, and the one behind the last."""
+    """For each block of queries, the first key that one of them may attend to, and the one behind the last.
+
+    `checked`: a query all of whose keys are masked attends to all, or to none, by what the mask says of the others.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     rows: int
     keys: int
+    checked: bool = False
 
     def at(self, rows: int, keys: int) -> Reach:
         """Itself, for the sizes that it is for."""
@@ -49,6 +55,10 @@ class Reach:
             seen[n * BLOCK : (n + 1) * BLOCK, low:high] = True
         return torch.where(seen, mask, -torch.inf)
 
+    def is_enough(self, mask: torch.Tensor) -> bool:
+        """Whether each query has a key of those whose part of the mask this is, [..., queries, keys], for certain."""
+        return not self.checked or bool((mask.amax(-1) > LEAST).all())
+
     @functools.cached_property
     def share(self) -> float:
         """The part of all scores that is in the ranges."""
@@ -58,4 +68,4 @@ class Reach:
         return seen / max(self.rows * self.keys, 1)
 
 
-__all__ = ["BLOCK", "RANGES", "Reach", "Reaching"]
+__all__ = ["BLOCK", "HUGE", "RANGES", "Reach", "Reaching"]

@@ -47,6 +47,9 @@ def check(steps: list[Step], dtype: torch.dtype, low: torch.dtype | None, shape:
     """Mismatch unless the steps can be one tensor that is added to scores of queries of `dtype`; `low`: autocast's."""
     if is_causal(steps, dtype, shape):
         return
+    fills = {s.value for s in steps if isinstance(s, Fill) and s.value != -math.inf}
+    if len(fills) > 1 and torch.is_grad_enabled():
+        raise Mismatch  # see `_with_equal_weights`
     for i, step in enumerate(steps):
         if isinstance(step, Fill):
             _check_fill(step, dtype, low, alone=len(steps) == 1)
@@ -158,6 +161,8 @@ def arguments(graph: fx.Graph, steps: Sequence[Step], q: fx.Node, k: fx.Node) ->
     if isinstance(first, Fill) and not others and first.value != -math.inf and query.dtype not in _LIMITS:
         return _with_means(graph, first, q) if whole else (q, {"attn_mask": _filled(graph, first, query, -math.inf)})
     total = _sum(graph, steps, query)
+    if whole and torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad):
+        q, total = _with_equal_weights(graph, steps, q, total)
     if whole:
         lost = emit(graph, torch.all, emit(graph, operator.eq, total, -math.inf), dim=-1, keepdim=True)
         total = emit(graph, torch.Tensor.masked_fill, total, lost, math.nan)
@@ -207,6 +212,26 @@ def _filled(
     zero = total if total is not None else emit(graph, torch.full, (), 0.0, **like)
     chosen = (full, zero) if fill.filled else (zero, full)
     return emit(graph, torch.where, fill.condition, *chosen)
+
+
+def _with_equal_weights(
+    graph: fx.Graph, steps: Sequence[Step], q: fx.Node, total: fx.Node
+) -> tuple[fx.Node, fx.Node]:  # fmt: skip
+    """Queries and mask with 0 in rows that finite fills cover, in training.
+
+    No gradient goes through a score that is filled, and a fused backward has weights of sums that huge numbers absorb.
+    """
+    gone: fx.Node | None = None
+    for step in steps:
+        if isinstance(step, Fill) and step.value != -math.inf:
+            condition = step.condition if step.filled else emit(graph, torch.logical_not, step.condition)
+            gone = condition if gone is None else emit(graph, torch.logical_or, gone, condition)
+    if gone is None:
+        return q, total
+    gone = _of_rank(graph, gone, q.meta["example_value"].dim())
+    lost = emit(graph, torch.all, gone, dim=-1, keepdim=True)
+    fill = torch.Tensor.masked_fill
+    return emit(graph, fill, q, lost, 0.0), emit(graph, fill, total, lost, 0.0)
 
 
 def _with_means(graph: fx.Graph, fill: Fill, q: fx.Node) -> tuple[fx.Node, dict[str, Any]]:

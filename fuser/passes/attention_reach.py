@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fuser.attention.reach import BLOCK, RANGES, Reach, Reaching
+from fuser.attention.reach import BLOCK, HUGE, RANGES, Reach, Reaching
 from fuser.passes.bounds import MOST_NODES, ZERO, Bounds, Interval
 from fuser.passes.hints import are_numbers, size_hint
 
@@ -39,14 +39,11 @@ def bound_attention(module: fx.GraphModule) -> int:
         q, k = (n.meta.get("val") for n in node.args[at : at + 2])
         if size_hint(k.shape[-2]) < _FEWEST_KEYS:
             continue
-        source = _behind_lost_rows(mask)
-        if source is not mask and node.target is _BACKWARD:
-            continue  # such a row has gradients of NaN for every key
         sizes = q.shape[-2], k.shape[-2]
-        key = source, *map(str, sizes)
+        key = mask, *map(str, sizes)
         if key not in known:
             with _disable_current_modes():
-                known[key] = reach_of(source, *sizes) if are_numbers(*sizes) else _open(source, *sizes)
+                known[key] = reach_of(mask, *sizes) if are_numbers(*sizes) else _open(mask, *sizes)
         found = known[key]
         if found is not None and found.share <= _MOST:
             node.meta[RANGES] = found
@@ -64,14 +61,16 @@ def reach_of(
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
         return None
+    source = _behind_lost_rows(mask)
     q, k = (_blocks(n) for n in (rows, keys))
     q = Interval(q.low.unsqueeze(1), q.high.unsqueeze(1))
     bounds = Bounds(symbols)
     shape = bounds.sizes(mask)
     batch = [Interval.of(0, n - 1 if isinstance(n, int) else math.inf) for n in shape[:-2]]
     index = [ZERO if n == 1 else i for n, i in zip(shape, (*batch, q, k))]
-    found = bounds.of(mask, tuple(index))
-    left = (found.high > -math.inf).expand(q.low.shape[0], k.low.shape[0])
+    found = bounds.of(source, tuple(index))
+    high = found.high.expand(q.low.shape[0], k.low.shape[0])
+    left = high > HUGE
     if bool(left.all()):
         return None
     ranges = []
@@ -81,7 +80,8 @@ def reach_of(
             continue
         last = len(row) - row[::-1].index(True)
         ranges.append((row.index(True) * BLOCK, min(last * BLOCK, keys)))
-    return Reach(tuple(ranges), rows, keys)
+    finite = bool((~left & (high > -math.inf)).any())
+    return Reach(tuple(ranges), rows, keys, finite or source is not mask)
 
 
 class _Open:
@@ -136,7 +136,7 @@ def _blocks(count: int) -> Interval:
 
 
 def _behind_lost_rows(mask: fx.Node) -> fx.Node:
-    """The mask without a last step that makes whole rows NaN: each row keeps a key, and so is NaN."""
+    """The mask without a last step that makes whole rows NaN."""
     args = mask.args
     if mask.target is aten.masked_fill.Scalar and len(args) == 3 and isinstance(args[2], float) and math.isnan(args[2]):
         source, lost = args[:2]

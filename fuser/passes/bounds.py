@@ -469,6 +469,19 @@ def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     return _truths(inside, perhaps).choose(bounds.of(source, tuple(found)), bounds.of(value, ()))
 
 
+def _looked_up(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    """A tensor whose dims are all indexed by tensors."""
+    source: Any = node.args[0]
+    places: Any = node.args[1]
+    sizes = bounds.sizes(source)
+    if len(places) != len(sizes) or not all(isinstance(p, fx.Node) for p in places):
+        return None
+    found = [bounds.operand(node, p, index) for p in places]
+    if any(p.meta["val"].dtype is torch.bool for p in places) or any(bool((i.low < 0).any()) for i in found):
+        return None
+    return bounds.of(source, tuple(ZERO if n == 1 else i for n, i in zip(sizes, found)))
+
+
 def _triangle(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     diagonal = bounds.argument(node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0))
     if type(diagonal) is not int or len(index) < 2:
@@ -526,6 +539,7 @@ _RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _moved(_sliced),
     aten.select.int: _moved(_selected),
     aten.constant_pad_nd.default: _padded,
+    aten.index.Tensor: _looked_up,
     **dict.fromkeys([aten.tril.default, aten.triu.default], _triangle),
 }
 

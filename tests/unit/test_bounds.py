@@ -107,6 +107,10 @@ EXPRESSIONS = {
     "reshaped": lambda f, i, b, v: difference().view(1, ROWS, 1, KEYS).reshape(ROWS, KEYS),
     "flattened": lambda f, i, b, v: torch.arange(ROWS * KEYS).view(ROWS, KEYS),
     "looked up": lambda f, i, b, v: v[difference().abs()],
+    "looked up in places": lambda f, i, b, v: torch.arange(90)[places()[1] + 2 * places()[0]],
+    "looked up in a row": lambda f, i, b, v: torch.arange(KEYS)[None].expand(4, -1)[places()[0] % 4, places()[1]],
+    "looked up from the end": lambda f, i, b, v: torch.arange(90)[difference()],
+    "looked up by truths": lambda f, i, b, v: difference().flatten()[(difference() < 99).flatten()].view(ROWS, KEYS),
     "counted down": lambda f, i, b, v: torch.arange(KEYS, 0, -1).expand(ROWS, -1) - places()[0],
     "counted in floats": lambda f, i, b, v: torch.arange(0, KEYS * 0.1 - 0.05, 0.1).expand(ROWS, -1) < 0.3,
     "compared with a float": lambda f, i, b, v: (difference(F32) * 0.1) <= 0.1,
@@ -170,7 +174,7 @@ def test_elements_are_inside(name):
 
 KNOWN = (
     "causal", "window", "far", "prefix", "padding", "tril", "tril of bool", "extended", "filled", "chosen", "clamped",
-    "padding added", "sliced", "turned", "reshaped", "padded and cut",
+    "padding added", "sliced", "looked up in a row", "turned", "reshaped", "padded and cut",
 )  # fmt: skip
 
 
