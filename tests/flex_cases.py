@@ -163,6 +163,7 @@ CASES: tuple[FlexCase, ...] = (
     ),
     FlexCase("other mask of each head", None, lambda b, h, q, k: (q >= k) | (h == 1), LONG, each="h"),
     FlexCase("nothing for some", None, lambda b, h, q, k: (q >= k) & (q > 100), LONG, block=64),
+    FlexCase("a rest of blocks alone", None, lambda b, h, q, k: (k > 100) & (q > 9), (1, 2, 2, 320, 320, 16, 16)),
     FlexCase("shared keys", soft_cap, causal, (3, 2, 1, 130, 140, 16, 16), key_batch=1, each="b"),
     FlexCase("float16", soft_cap, causal, (1, 2, 2, 150, 150, 64, 64), dtype=torch.float16),
 )  # fmt: skip

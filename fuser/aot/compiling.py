@@ -31,7 +31,8 @@ from fuser.runtime import archive
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-_NOT_IN_FILES = ("attention_by_parts",)  # passes that put in calls whose kernels a file does not hold
+# Passes that put in calls whose kernels a file does not hold.
+_NOT_IN_FILES = ("attention_by_parts", "attention_by_blocks")
 
 
 def compile_program(

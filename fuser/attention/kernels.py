@@ -15,7 +15,7 @@ from torch import fx
 
 from fuser import config, forks, interface
 from fuser.attention.blocks import Blocks
-from fuser.attention.scores import Mods, write_scores
+from fuser.attention.scores import Added, Mods, write_scores
 from fuser.canonical.build import canonicalize
 from fuser.canonical.graph import CanonicalGraph
 from fuser.cuda import attention_source, fused_kernel
@@ -40,7 +40,7 @@ _LN2 = math.log(2)
 class Kernels:
     """The kernels of one attention. Unsupported or CompileError where there are none for the arguments."""
 
-    def __init__(self, mods: Mods, sums: bool) -> None:
+    def __init__(self, mods: Mods | Added, sums: bool) -> None:
         self.mods, self.sums = mods, sums
         self._graphs: dict[tuple[str, ...], CanonicalGraph] = {}
         self._own: dict[Any, Callable[..., Any]] = {}
@@ -94,7 +94,7 @@ class Kernels:
         key = others, block, wide, precision(), args[0].device.index, config.key()
         handle = self._own.get(key)
         if handle is None:
-            gradient = self.mods.joint is not None
+            gradient = self.mods.gradient
             asked = Asked(others, self.mods.masks, gradient, block, self.sums and not gradient, key[3], wide)
             shared = graph.hash, asked, *key[4:]
             with _lock:  # reading an LRU cache changes it
@@ -113,7 +113,7 @@ def _listed(
     return (tuple(names), (*partial, *full), size) if full is not None else (tuple(names[:2]), tuple(partial), size)
 
 
-def _graph(mods: Mods, buffers: int, others: tuple[str, ...]) -> CanonicalGraph:
+def _graph(mods: Mods | Added, buffers: int, others: tuple[str, ...]) -> CanonicalGraph:
     scores = write_scores(mods, buffers, torch.float32, others)
     scores.add_up()
     found = canonicalize(scores.graph, True)

@@ -30,13 +30,15 @@ class Reaching(Protocol):
 class Reach:
     """For each block of queries, the first key that one of them may attend to, and the one behind the last.
 
-    `checked`: a query all of whose keys are masked attends to all, or to none, by what the mask says of the others.
+    `whole`: the keys of each block of queries to which the mask adds 0. `checked`: a query all of whose keys are masked
+    attends to all, or to none, by what the mask says of the others.
     """
 
     ranges: tuple[tuple[int, int], ...]
     rows: int
     keys: int
     checked: bool = False
+    whole: tuple[tuple[int, int], ...] = ()
 
     def at(self, rows: int, keys: int) -> Reach:
         """Itself, for the sizes that it is for."""

@@ -52,6 +52,11 @@ class Mods:
     joint: fx.GraphModule | None = None
 
     @property
+    def gradient(self) -> bool:
+        """Whether the backward direction is asked for."""
+        return self.joint is not None
+
+    @property
     def masks(self) -> bool:
         """Whether the mask leaves anything out: torch's default is a mask that is True everywhere."""
         out = self.mask.graph.output_node().args[0]
@@ -60,6 +65,19 @@ class Mods:
             return True
         values = [a for a in out.args if isinstance(a, (bool, int))] if "full" in _name(out.target) else [True]
         return not (values and bool(values[-1]))
+
+
+@dataclass(frozen=True)
+class Added:
+    """Scores to which a captured tensor is added in the blocks that a block mask lists as masked, and in no others.
+
+    `dims`: which of batch, head, query and key the tensor has. `gradient`: whether the backward direction is asked for.
+    """
+
+    dims: tuple[int, ...]
+    scale: float
+    gradient: bool
+    masks = True
 
 
 @dataclass(frozen=True)
@@ -206,7 +224,7 @@ def of_keys_alone(scores: Scores, plain: Collection[Any]) -> list[fx.Node]:
 
 
 def write_scores(
-    mods: Mods, buffers: int, working: torch.dtype = torch.float32, others: Sequence[str] = ()
+    mods: Mods | Added, buffers: int, working: torch.dtype = torch.float32, others: Sequence[str] = ()
 ) -> Scores:  # fmt: skip
     """The graph of the scores of a tile; `buffers` is how many tensors and numbers mod and mask capture.
 
@@ -220,7 +238,9 @@ def write_scores(
     held = [graph.placeholder(f"buffer{i}") for i in range(buffers)]
     score = graph.placeholder("score")
     index = [graph.placeholder(f"index_{name}") for name in "bhqk"]
-    gradient = graph.placeholder("gradient") if mods.joint is not None else None
+    gradient = graph.placeholder("gradient") if mods.gradient else None
+    if isinstance(mods, Added):
+        return _added(mods, graph, score, index, gradient, held[0])
     of_mod, of_mask = held[: mods.mod_buffers], held[mods.mod_buffers :]
     inliner = _Inliner(graph, score)
     scaled = inliner.call(aten.mul.Tensor, score, mods.scale)
@@ -241,6 +261,23 @@ def write_scores(
     through = inliner.call(aten.mul.Tensor, inliner.call(aten._to_copy.default, through, dtype=working), mods.scale)
     kept = inliner.call(aten.where.ScalarOther, mask, through, 0.0) if masks else through
     return Scores(graph, tuple(index), mod, masked, through, kept)
+
+
+def _added(
+    mods: Added, graph: fx.Graph, score: fx.Node, index: Sequence[fx.Node], gradient: fx.Node | None, bias: fx.Node
+) -> Scores:  # fmt: skip
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    mod = call(aten.mul.Tensor, score, mods.scale)
+    bias = call(aten.index.Tensor, bias, [index[d] for d in mods.dims])
+    bias = graph.call_function(aten._to_copy.default, (bias,), {"dtype": torch.float32})
+    masked = call(aten.add.Tensor, mod, bias)
+    if gradient is None:
+        return Scores(graph, tuple(index), mod, masked)
+    through = call(aten.mul.Tensor, gradient, mods.scale)
+    left = call(aten.gt.Scalar, bias, -float("inf"))
+    return Scores(graph, tuple(index), mod, masked, through, call(aten.where.ScalarOther, left, through, 0.0))
 
 
 def _single(output: Any) -> fx.Node:

@@ -118,7 +118,14 @@ class AttentionNest(Nest):
         self.guard("eq", k.size[1] * self.group, q.size[1])
         self.guard("eq", k.size[2], operands["v"].size[2])
         self.guard("eq", k.size[0], expr(1) if self.repeats else q.size[0])
-        self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, d.block)}
+        self.whole = {d.name for d in (self.y, self.x) if self.divides(d.size, self._side(d))}
+
+    def _side(self, dim: Dim) -> int:
+        """How many rows or columns a program goes through at once: those of a block, of which tiles are parts."""
+        if self.lists is None:
+            return dim.block
+        along = self.lists.columns if dim is self.x else self.lists.rows
+        return max(dim.block, along)
 
     def listed(self) -> list[Operand]:
         """The tensors of the block lists."""

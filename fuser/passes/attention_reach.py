@@ -21,7 +21,15 @@ from fuser.passes.hints import are_numbers, size_hint
 aten: Any = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_QUERIES = {_FORWARD: 0, _BACKWARD: 1}  # the place of the queries; keys are behind
+# The place of the queries, behind which the keys are, and that of the mask.
+_PLACES: dict[Any, tuple[int, int | str]] = {
+    _FORWARD: (0, "attn_mask"),
+    _BACKWARD: (1, "attn_mask"),
+    aten._scaled_dot_product_efficient_attention.default: (0, 3),
+    aten._scaled_dot_product_efficient_attention_backward.default: (1, 4),
+    aten._scaled_dot_product_cudnn_attention.default: (0, 3),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (1, 8),
+}
 _FEWEST_KEYS = 256
 _MOST = 0.8  # of the scores, so that leaving out the others is worth while
 _MOST_SIZES = 64  # kept for one mask
@@ -32,9 +40,11 @@ def bound_attention(module: fx.GraphModule) -> int:
     known: dict[Any, Reaching | None] = {}
     changed = 0
     for node in module.graph.nodes:
-        at = _QUERIES.get(node.target)
-        mask = node.kwargs.get("attn_mask")
-        if at is None or not isinstance(mask, fx.Node):
+        if node.target not in _PLACES:
+            continue
+        at, place = _PLACES[node.target]
+        mask: Any = node.kwargs.get(place) if isinstance(place, str) else node.args[place]
+        if not isinstance(mask, fx.Node):
             continue
         q, k = (n.meta.get("val") for n in node.args[at : at + 2])
         if size_hint(k.shape[-2]) < _FEWEST_KEYS:
@@ -80,8 +90,10 @@ def reach_of(
             continue
         last = len(row) - row[::-1].index(True)
         ranges.append((row.index(True) * BLOCK, min(last * BLOCK, keys)))
+    zero = ((found.low == 0) & (found.high == 0)).expand(high.shape)
+    whole = [_longest(row) for row in zero.tolist()]
     finite = bool((~left & (high > -math.inf)).any())
-    return Reach(tuple(ranges), rows, keys, finite or source is not mask)
+    return Reach(tuple(ranges), rows, keys, finite or source is not mask, tuple(whole))
 
 
 class _Open:
@@ -127,6 +139,19 @@ def _open(mask: fx.Node, rows: Any, keys: Any) -> _Open | None:
         if node in behind:
             env[node] = graph.node_copy(node, env.__getitem__)
     return _Open(env[mask], rows, keys)
+
+
+def _longest(row: list[bool]) -> tuple[int, int]:
+    """The keys of the longest run of blocks that are true; the last block may be cut off."""
+    best = first = 0
+    start = 0
+    for n, true in enumerate([*row, False]):
+        if true:
+            continue
+        if n - start > best:
+            best, first = n - start, start
+        start = n + 1
+    return first * BLOCK, (first + best) * BLOCK
 
 
 def _blocks(count: int) -> Interval:

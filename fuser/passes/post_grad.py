@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
+from fuser.passes.attention_blocks import attention_by_blocks
 from fuser.passes.attention_providers import attention_by_parts
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.conv_bias import bias_behind_convolution
@@ -27,6 +28,7 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("fold_frozen", fold_frozen),
     Pass("norms_apart", norms_apart),
     Pass("serve_flex_attention", serve_flex_attention),
+    Pass("attention_by_blocks", attention_by_blocks),
     Pass("attention_by_parts", attention_by_parts),
     Pass("products_in_float32", products_in_float32),
     Pass("large_products", large_products),

@@ -13,7 +13,9 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser.attention.scores import Mods, write_scores
+from fuser.attention.reach import BLOCK, Reach
+from fuser.attention.reached import SIDE, blocks_on
+from fuser.attention.scores import Added, Mods, write_scores
 from fuser.canonical.build import canonicalize
 from fuser.cuda import attention_source, fused_kernel
 from fuser.cuda.attention_source import Asked
@@ -106,4 +108,58 @@ class AttentionCase:
         return None
 
 
+@dataclass(frozen=True)
+class AddedCase:
+    """Attention to which a tensor is added in some of its blocks, with gradients."""
+
+    sizes: tuple[int, int, int, int, int]  # batch, heads, queries, keys, width
+    dims: tuple[int, ...]  # that the tensor has
+    dtype: torch.dtype = torch.float32
+
+    def problem(self, run: Run) -> str | None:
+        """None, or what is wrong with results or gradients, by float64 and autograd."""
+        batch, heads, rows, keys, width = self.sizes
+        torch.manual_seed(0)
+        q, grad = (torch.randn(batch, heads, rows, width).to(self.dtype) for _ in range(2))
+        k, v = (torch.randn(batch, heads, keys, width).to(self.dtype) for _ in range(2))
+        places = torch.arange(rows)[:, None] - torch.arange(keys)
+        seen = (places >= 0) & (places < 150)
+        shape = [n if d in self.dims else 1 for d, n in enumerate((batch, heads, rows, keys))]
+        bias = torch.where(seen, torch.randn(shape), -math.inf)
+        bias[..., SIDE : 2 * SIDE, :SIDE] = 0.0
+        zero = tuple((0, SIDE) if n in (2, 3) else (0, 0) for n in range(-(-rows // BLOCK)))
+        ranges = tuple((max(n * BLOCK - 192, 0), min(n * BLOCK + BLOCK, keys)) for n in range(len(zero)))
+        blocks = blocks_on(Reach(ranges, rows, keys, whole=zero), torch.device("cpu"))
+        exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        scores = exact[0] @ exact[1].mT * width**-0.5 + bias.double()
+        result = torch.softmax(scores, -1) @ exact[2]
+        wanted = torch.autograd.grad((result * grad).sum(), exact)
+        held = bias[tuple(slice(None) if d in self.dims else 0 for d in range(4))]
+        first = (*blocks.partial, *blocks.full)
+        out, sums = run(*self._call(False, ("q", "k", "v", *_KEYS), (q, k, v, *first, held)))
+        delta = (out.float() * grad.float()).sum(-1)
+        lists = (*first, *blocks.partial_q, *blocks.full_q)
+        names = ("q", "k", "v", "grad", "sums", "delta", *_KEYS, *_QUERIES)
+        found = run(*self._call(True, names, (q, k, v, grad, sums, delta, *lists, held)))
+        pairs = [("result", out, result), *zip(("queries", "keys", "values"), found, wanted)]
+        for name, got, expected in pairs:
+            far = float((got.double() - expected).abs().max())
+            if not far <= _TOLERANCE[self.dtype] * (1 + float(expected.abs().max())):
+                return f"{name} are {far:.2e} off"
+        return None
+
+    def _call(self, gradient: bool, names: tuple[str, ...], args: tuple[Any, ...]) -> Any:
+        scores = write_scores(Added(self.dims, self.sizes[-1] ** -0.5, gradient), 1, torch.float32, names)
+        scores.add_up()
+        asked = Asked(names, True, gradient, (SIDE, SIDE), not gradient, "ieee")
+        with FakeTensorMode():
+            fakes = [on_cuda(a) for a in args]
+        return attention_source.make_source(canonicalize(scores.graph, True).graph, asked, fakes), args
+
+
+ADDED = {
+    "attention/added": AddedCase((1, 2, 300, 300, 32), (2, 3)),
+    "attention/added to a rest": AddedCase((1, 1, 320, 320, 32), (2, 3)),
+    "attention/added for each head": AddedCase((2, 2, 256, 320, 64), (1, 2, 3), torch.float16),
+}
 ATTENTION = {f"attention/{case.name}": AttentionCase(case) for case in CASES}

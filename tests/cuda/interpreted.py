@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from attention_cases import ATTENTION, AttentionCase
+from attention_cases import ADDED, ATTENTION, AddedCase, AttentionCase
 from cuda_cases import BATCHED, CASES, SCANS, TUNED, Case, readable, same_bits, special_rows
 from matmul_cases import MATMULS, MatmulCase
 from memory_orders import order_case
@@ -170,9 +170,9 @@ def tuned_problem(source: fused_kernel.Source, args: tuple[Any, ...]) -> str | N
     return None
 
 
-def check(case: Case | AttentionCase) -> str | None:
+def check(case: Case | AttentionCase | AddedCase) -> str | None:
     """None, or what is wrong with a case's kernels."""
-    if isinstance(case, AttentionCase):
+    if isinstance(case, (AttentionCase, AddedCase)):
         return case.problem(run_source)
     args = case.args("cpu")
     source = case.source(case.fake_args())
@@ -306,8 +306,8 @@ SHORT: dict[str, tuple[Any, Any]] = {
 
 def case_of(name: str) -> Case | AttentionCase:
     """The case of a name; `chain/7` is the seventh chain of reductions."""
-    if name in ATTENTION:
-        return ATTENTION[name]
+    if name in ATTENTION or name in ADDED:
+        return ATTENTION.get(name) or ADDED[name]
     kind, _, number = name.partition("/")
     case = RANDOM[kind](int(number)) if kind in RANDOM else {**CASES, **MATMULS}[name]
     return dataclasses.replace(case, make=SHORT[name][1]) if name in SHORT else case

@@ -10,7 +10,7 @@ import sys
 from importlib import util
 
 import pytest
-from attention_cases import ATTENTION
+from attention_cases import ADDED, ATTENTION
 from cuda_cases import INTERPRETED
 from matmul_cases import INTERPRETED_MATMULS
 from memory_orders import ORDERS
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.xdist_group("triton_interpreter"),  # one worker runs the interpreting process, not each of them
 ]
 HERE = pathlib.Path(__file__).parent
-NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *PAIRS, *ORDERS, *ATTENTION)
+NAMES = (*INTERPRETED, *INTERPRETED_MATMULS, *CHAINS, *PAIRS, *ORDERS, *ATTENTION, *ADDED)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,91 @@
+"""Attention on CUDA whose mask leaves out many keys at known places runs in kernels that go through the others."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser import config
+from fuser.attention.reach import RANGES, Reaching
+from fuser.attention.reached import BACKWARD, CUDNN_BACKWARD, FORWARD, Reached
+from fuser.lowering.shapes import dense_strides, order_like
+from fuser.passes.calls import put_for
+from fuser.passes.hints import size_hint
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST = 1024  # queries and keys: ATen's kernels are faster for fewer, H200
+_MOST = {False: 0.55, True: 0.4}  # of the scores, forward and backward
+_LONGEST_HEAD = 128
+
+
+def attention_by_blocks(module: fx.GraphModule) -> int:
+    """Attention of 16-bit floats on CUDA leaves out blocks of keys that its mask rules out, where those are many."""
+    if config.numerics == "eager":
+        return 0
+    changed = 0
+    for node in list(module.graph.nodes):
+        reach = node.meta.get(RANGES)
+        if reach is None or node.target not in (*FORWARD, *BACKWARD):
+            continue
+        found = _reached(node, reach)
+        if found is not None:
+            put_for(node, found, node.args, node.kwargs)
+            changed += 1
+    return changed
+
+
+def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
+    """What runs a call; None for one that ATen's kernels are faster for, or that no other takes."""
+    backward = node.target in BACKWARD
+    args: Any = node.args
+    q, k, v = args[1:4] if backward else args[:3]
+    bias = args[8 if node.target is CUDNN_BACKWARD else 4 if backward else 3]
+    values: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in (q, k, v, bias)]
+    if not all(isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype in _DTYPES for t in values):
+        return None
+    query, key, value, mask = values
+    if query.device.type != "cuda" or reach.share > _MOST[backward] or not _is_plain(node, backward):
+        return None
+    few = size_hint(query.shape[2]) < _FEWEST or size_hint(key.shape[2]) < _FEWEST
+    if few or max(size_hint(t.shape[3]) for t in (query, value)) > _LONGEST_HEAD:
+        return None
+    if str(query.shape[1]) != str(key.shape[1]) or not all(u.target is operator.getitem for u in node.users):
+        return None
+    if not _has_its_strides(node, values[:3] if backward else values[:1]):
+        return None
+    scale = node.kwargs.get("scale")
+    scale = size_hint(query.shape[3]) ** -0.5 if scale is None else scale
+    if not isinstance(scale, (int, float)):
+        return None
+    dims = tuple(d for d in range(4) if str(mask.shape[d]) != "1" and str(mask.stride(d)) != "0")
+    return Reached(node.target, reach, dims, float(scale))
+
+
+def _is_plain(node: fx.Node, backward: bool) -> bool:
+    """Whether a call has no dropout, is not causal besides, and needs no gradient of its mask."""
+    args: list[Any] = list(node.args)
+    if node.target is CUDNN_BACKWARD:
+        return not args[13] and not args[14]
+    if backward:
+        dropout, wanted, causal = (args[9:] + [False])[:3]
+        return not dropout and not causal and not wanted[3]
+    dropout, causal = (args[5:] + [0.0, False][len(args[5:7]) :])[:2]
+    return not dropout and not causal
+
+
+def _has_its_strides(node: fx.Node, operands: list[torch.Tensor]) -> bool:
+    """Whether results have the order of the operands in memory, which the kernels follow."""
+    made: Any = node.meta.get("val")
+    if not isinstance(made, (tuple, list)):
+        return False
+    for result, operand in zip(made, operands):
+        size, stride, own = (list(map(size_hint, n)) for n in (result.shape, operand.stride(), result.stride()))
+        if tuple(own) != dense_strides(tuple(size), order_like(size, stride)):
+            return False
+    return True
+
+
+__all__ = ["attention_by_blocks"]
