@@ -85,7 +85,8 @@ class Reached:
 
     def _mask(self, bias: torch.Tensor) -> tuple[torch.Tensor]:
         """The mask without the dims that it has one element along."""
-        return (bias[tuple(slice(None) if d in self.dims else 0 for d in range(4))],)
+        first = 4 - bias.dim()
+        return (bias[tuple(slice(None) if d in self.dims else 0 for d in range(first, 4))],)
 
     def _blocks(self, q: torch.Tensor, k: torch.Tensor) -> Blocks:
         found = self.reach.at(q.shape[2], k.shape[2])

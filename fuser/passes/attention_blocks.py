@@ -44,9 +44,11 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
     q, k, v = args[1:4] if backward else args[:3]
     bias = args[8 if node.target is CUDNN_BACKWARD else 4 if backward else 3]
     values: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in (q, k, v, bias)]
-    if not all(isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype in _DTYPES for t in values):
+    if not all(isinstance(t, torch.Tensor) and t.dtype in _DTYPES for t in values):
         return None
     query, key, value, mask = values
+    if not query.dim() == key.dim() == value.dim() == 4 or not 2 <= mask.dim() <= 4:
+        return None
     if query.device.type != "cuda" or reach.share > _MOST[backward] or not _is_plain(node, backward):
         return None
     few = size_hint(query.shape[2]) < _FEWEST or size_hint(key.shape[2]) < _FEWEST
@@ -60,7 +62,9 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
     scale = size_hint(query.shape[3]) ** -0.5 if scale is None else scale
     if not isinstance(scale, (int, float)):
         return None
-    dims = tuple(d for d in range(4) if str(mask.shape[d]) != "1" and str(mask.stride(d)) != "0")
+    first = 4 - mask.dim()
+    own = [str(n) != "1" and str(s) != "0" for n, s in zip(mask.shape, mask.stride())]
+    dims = tuple(first + d for d, n in enumerate(own) if n)
     return Reached(node.target, reach, dims, float(scale))
 
 

@@ -135,10 +135,26 @@ def without_mask(node: fx.Node) -> int:
         return 0
     step: Step = Fill(mask, False, -math.inf) if value.dtype is torch.bool else Bias(mask)
     causal = is_causal([step], q.dtype, (str(q.shape[-2]), str(k.shape[-2])))
-    if not causal and not ((total := _total([step])) is not None and value.dim() <= q.dim() and not total.any()):
-        return 0
+    if not causal:
+        total = _total([step])
+        if total is None or value.dim() > q.dim():
+            return 0
+        if total.any():
+            return _infinite(node, mask, total, q) if value.dtype is torch.bool and q.device.type == "cuda" else 0
     node.args = node.args[:3]
     node.kwargs = {**{n: v for n, v in node.kwargs.items() if n != "attn_mask"}, "is_causal": causal}
+    return 1
+
+
+def _infinite(node: fx.Node, mask: fx.Node, total: torch.Tensor, query: torch.Tensor) -> int:
+    """1 if a mask of truth values that leaves each query a key was replaced by 0 and minus infinity; else 0.
+
+    cuDNN is given a number for False which is not infinite, so that nothing says that such keys count for nothing.
+    """
+    if total.dim() < 2 or bool((total == -math.inf).all(-1).any()):
+        return 0
+    with node.graph.inserting_before(node):
+        node.replace_input_with(mask, _filled(node.graph, Fill(mask, False, -math.inf), query, -math.inf))
     return 1
 
 
