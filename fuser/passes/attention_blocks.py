@@ -16,8 +16,9 @@ from fuser.passes.calls import put_for
 from fuser.passes.hints import size_hint
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_FEWEST = 1024  # queries and keys: ATen's kernels are faster for fewer, H200
-_MOST = {False: 0.55, True: 0.4}  # of the scores, forward and backward
+# By whether it is backward: the fewest queries and keys, and the most of the scores. ATen is faster for others (H200).
+_FEWEST = {False: 1024, True: 2048}
+_MOST = {False: 0.55, True: 0.4}
 _LONGEST_HEAD = 128
 
 
@@ -51,7 +52,7 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
         return None
     if query.device.type != "cuda" or reach.share > _MOST[backward] or not _is_plain(node, backward):
         return None
-    few = size_hint(query.shape[2]) < _FEWEST or size_hint(key.shape[2]) < _FEWEST
+    few = min(size_hint(query.shape[2]), size_hint(key.shape[2])) < _FEWEST[backward]
     if few or max(size_hint(t.shape[3]) for t in (query, value)) > _LONGEST_HEAD:
         return None
     if str(query.shape[1]) != str(key.shape[1]) or not all(u.target is operator.getitem for u in node.users):

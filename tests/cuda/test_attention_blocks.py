@@ -109,9 +109,11 @@ def replaced(module: fx.GraphModule) -> bool:
 @pytest.mark.parametrize("target", (CUDNN, EFFICIENT, CUDNN_BACKWARD, EFFICIENT_BACKWARD), ids=str)
 def test_which_calls_are_replaced(target: Any) -> None:
     assert replaced(graph_of(target, "window"))
+    backward = target in (CUDNN_BACKWARD, EFFICIENT_BACKWARD)
     assert not replaced(graph_of(target, "window", 512))
+    assert replaced(graph_of(target, "window", 1024)) is not backward
     assert not replaced(graph_of(target, "window", dropout=0.1))
-    assert target not in (CUDNN_BACKWARD, EFFICIENT_BACKWARD) or not replaced(graph_of(target, "causal"))
+    assert not backward or not replaced(graph_of(target, "causal"))
     if target is EFFICIENT_BACKWARD:
         assert not replaced(graph_of(target, "window", wanted=True))
 
@@ -129,7 +131,7 @@ def sloped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torc
 
 
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torch.Tensor:
-    pad = torch.arange(k.shape[2], device="cuda") < k.shape[2] - 300 * torch.arange(2, device="cuda")[:, None]
+    pad = torch.arange(k.shape[2], device="cuda") < k.shape[2] - 50 * torch.arange(2, device="cuda")[:, None]
     mask = mask_of(name, q.shape[2], k.shape[2], "cuda") & pad[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -150,7 +152,7 @@ def test_results(
     run = Reached._run
     monkeypatch.setattr(Reached, "_run", lambda self, *args: (run(self, *args), used.append(True))[0])
     torch.manual_seed(0)
-    n, heads = 1600, 3
+    n, heads = 2100, 3
     shape = (2, n, heads, 64) if swapped else (2, heads, n, 64)
     made = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4)]
     *operands, grad = (t.transpose(1, 2) if swapped else t for t in made)
@@ -163,7 +165,8 @@ def test_results(
             results.append([out, *torch.autograd.grad(out, (q, k, v), grad.to(kind))])
     order = backend == "EFFICIENT_ATTENTION" and not swapped  # whose result is in another order in memory
     number = backend == "CUDNN_ATTENTION" and function is padded  # by which such a mask is no infinity
-    assert used or order or number
+    causal = name == "causal" and function is attention  # ATen's kernels know that
+    assert used or order or number or causal
     for got, eager, exact in zip(*results):
         assert got.stride() == eager.stride()
         far, near = (float((t.double() - exact).abs().max()) for t in (got, eager))
