@@ -23,12 +23,13 @@ from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
-from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.higher_order import differentiable_twice, has_own_gradients
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.thin import thin
+from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
@@ -123,6 +124,8 @@ def _compile(
         return gm.forward
     if not config.enabled:
         return _run_eager(gm, because("disabled", "config.enabled is False"), options)
+    if is_in_forward_mode():
+        return _run_eager(gm, FORWARD, options)
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         flat = flattened(gm, example_inputs)
         if flat is None:
@@ -191,6 +194,7 @@ class _GraphCompiler:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
+        hide_transformed(self.gm)
         self.passes = run_stage("pre_grad", self.gm)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
@@ -201,7 +205,7 @@ class _GraphCompiler:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
         if self.direct is not None:
             return self.direct
-        if steps.gains_nothing:
+        if steps.gains_nothing and not has_own_gradients(self.gm):
             return self.gm.forward
         written = self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
@@ -233,7 +237,7 @@ class _GraphCompiler:
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        with fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
+        with levels_kept(), fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(
@@ -262,7 +266,7 @@ class _GraphCompiler:
     def _may_run_again(self, steps: training.Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
         reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
-        own = any(True for _ in self.gm.parameters())
+        own = any(True for _ in self.gm.parameters()) or has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 

@@ -1,8 +1,8 @@
 """Gradients of gradients: eager computes them, on the graph as dynamo gave it.
 
-AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`)
-therefore runs the forward again by eager, on the inputs of that call, and has autograd differentiate that. Nothing is
-kept for it but weak references to the inputs.
+AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`),
+or for many gradients at once (`is_grads_batched=True`), therefore runs the forward again by eager, on the inputs of
+that call, and has autograd differentiate that. Nothing is kept for it but weak references to the inputs.
 """
 
 from __future__ import annotations
@@ -81,13 +81,33 @@ def _extend(made_by: Any, gm: fx.GraphModule) -> None:
     @disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         inputs = getattr(ctx, "fuser_inputs", None)
-        if not torch.is_grad_enabled() or inputs is None:
-            return compiled(ctx, *grads)
         flat = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else grads
+        if inputs is None or not (torch.is_grad_enabled() or any(map(is_batched, flat))):
+            return compiled(ctx, *grads)
         return by_eager(gm, ctx, inputs_of(inputs), flat)
 
     made_by.fuser_backward = True
     made_by.backward = staticmethod(backward)
+
+
+def has_own_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls functions with gradients of their own, as Dynamo captures `torch.autograd.Function`.
+
+    Their backward runs without gradients and on values that have no history: autograd would take all for constants.
+    """
+    return any(
+        str(node.target) == "autograd_function_apply"
+        for part in gm.modules() if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes if node.op == "call_function"
+    )  # fmt: skip
+
+
+def is_batched(grad: Any) -> bool:
+    """Whether a gradient is one of many at once, of `torch.autograd.grad(..., is_grads_batched=True)`.
+
+    Some operators of a compiled backward, such as copies to channels-last, have no rule for these; eager's have.
+    """
+    return isinstance(grad, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
