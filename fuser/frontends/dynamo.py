@@ -215,7 +215,9 @@ class _GraphCompiler:
         written = frozenset(range(len(self.example_inputs))) if written is None else written
         again = steps.cut and self._may_run_again(steps)
         if again:
-            wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
+            meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+            outputs = getattr(meta, "output_info", ())
+            wrapped = guarded(differentiable_twice(wrapped, self.gm, outputs), self.gm, self.by_eager)
         if steps.cut and self._may_be_thin(steps):
             wrapped = thin(wrapped, self.gm, steps, again, self.by_eager)
         if not written or len(self.example_inputs) == 1:
@@ -265,7 +267,7 @@ class _GraphCompiler:
 
     def _may_run_again(self, steps: training.Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
-        reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
+        reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), viewed=True)
         own = any(True for _ in self.gm.parameters()) or has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
@@ -349,10 +351,13 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
     return len({id(t) for t in tensors}) == len(tensors)
 
 
-def _metadata_reason(context: Any, inputs: int, ordered: bool = False, kept: bool = False) -> str | None:
+def _metadata_reason(
+    context: Any, inputs: int, ordered: bool = False, kept: bool = False, viewed: bool = False
+) -> str | None:  # fmt: skip
     """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
 
     `ordered`: calls with effects are in order without tokens. `kept`: writes that the graph itself makes are in order.
+    `viewed`: results may be views and have dynamic sizes, all of which AOTAutograd sees to.
     """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:
@@ -361,12 +366,14 @@ def _metadata_reason(context: Any, inputs: int, ordered: bool = False, kept: boo
         nothing = {
             "an input is written": meta.num_mutated_inp_runtime_indices
             + (0 if kept else meta.num_mutated_graph_handled_indices),
-            because("view_result", "an output is a view of an input or of another output"): meta.num_outputs_aliased,
-            "an intermediate result is the base of an output": meta.num_intermediate_bases,
+            because("view_result", "an output is a view of an input or of another output"): (
+                0 if viewed else meta.num_outputs_aliased
+            ),
+            "an intermediate result is the base of an output": 0 if viewed else meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
             "effects are ordered by tokens": 0 if ordered else len(meta.tokens),
             "grad mode is changed": int(meta.grad_enabled_mutation is not None),
-            "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
+            "an output has sizes marked as dynamic": 0 if viewed else int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),
             because("subclass", "an input or output is a tensor subclass"): sum(
                 type(m).__name__ != "PlainTensorMeta"
