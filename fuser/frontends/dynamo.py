@@ -31,6 +31,8 @@ from fuser.frontends.records import CompiledGraph, compilations, forget_compilat
 from fuser.frontends.thin import thin
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.frontends.views_of_inputs import view_written_inputs
+from fuser.passes.attention import has_softmax
+from fuser.passes.checking import copied
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.freezing import mark_frozen
@@ -189,13 +191,17 @@ class _GraphCompiler:
         self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
         self.by_eager = Tally()
         self.passes: tuple[PassRecord, ...] = ()
+        self.differentiable = gm  # what eager can differentiate twice, which fused attention cannot
 
     def compile(self) -> Function:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
         hide_transformed(self.gm)
+        before = copied(self.gm.graph) if has_softmax(self.gm.graph) else None
         self.passes = run_stage("pre_grad", self.gm)
+        if before is not None and any(r.name == "fuse_attention" and r.changed for r in self.passes):
+            self.differentiable = fx.GraphModule(self.gm, before)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
         steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
@@ -217,9 +223,11 @@ class _GraphCompiler:
         if again:
             meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
             outputs = getattr(meta, "output_info", ())
-            wrapped = guarded(differentiable_twice(wrapped, self.gm, outputs), self.gm, self.by_eager)
+            wrapped = guarded(
+                differentiable_twice(wrapped, self.differentiable, outputs), self.differentiable, self.by_eager
+            )
         if steps.cut and self._may_be_thin(steps):
-            wrapped = thin(wrapped, self.gm, steps, again, self.by_eager)
+            wrapped = thin(wrapped, self.differentiable, steps, again, self.by_eager)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser.frontends import higher_order
-from fuser.frontends.dynamo import fuser_backend
+from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 from tests.versions import IS_OLD
 
 
@@ -109,6 +109,25 @@ def test_results_that_are_views_and_sizes_that_vary(name):
 
     torch._dynamo.reset()
     torch.testing.assert_close(found(compiled(RESULTS[name])), found(RESULTS[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_written_as_products():
+    """It becomes one call, which has no second gradient; the program's own operators have."""
+
+    def attention(q, k, v):
+        return (torch.softmax(q @ k.mT / 4, -1) @ v).flatten(1)
+
+    forget_compilations()
+    made = [torch.randn(2, 300, 16) for _ in range(3)]
+    f = compiled(attention)
+    torch.testing.assert_close(penalty(lambda *a: f(*a).sin().sum(), *made),
+                               penalty(lambda *a: attention(*a).sin().sum(), *made), rtol=1e-4, atol=1e-4)  # fmt: skip
+    q, k, v = (a.clone().requires_grad_() for a in made)
+    many = torch.randn(3, 2, 300 * 16)
+    found = [torch.autograd.grad(g(q, k, v), (q, k, v), many, is_grads_batched=True) for g in (f, attention)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    passes = [p for c in compilations() for p in c.passes if p.name == "fuse_attention"]
+    assert any(p.changed for p in passes)
 
 
 def test_a_compiled_function_of_anothers_result():
