@@ -22,12 +22,13 @@ def is_in_forward_mode() -> bool:
 
     There eager runs: passes, and AOTAutograd too, write operators that have no forward-mode derivative.
     """
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import GlobalStateSource
-
     context = torch._guards.TracingContext.try_get()
-    if context is not None and hasattr(GuardBuilder, "DUAL_LEVEL"):
-        context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    if context is not None:
+        from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.source import GlobalStateSource
+
+        if hasattr(GuardBuilder, "DUAL_LEVEL"):
+            context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
     return forward_ad._current_level >= 0
 
 
