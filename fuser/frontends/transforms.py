@@ -53,13 +53,21 @@ def _is_wrapped(value: Any) -> bool:
 def levels_kept() -> Iterator[None]:
     """Where the block raises, leave the levels of transforms and of forward-mode AD that it entered.
 
-    A graph of Dynamo's enters and leaves them by calls, without the program's `with`.
+    A graph of Dynamo's enters and leaves them by calls, without the program's `with`. So it does with what levels
+    switch off and on: hooks of saved tensors, and forward-mode AD itself.
     """
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    forward = torch._C._is_fwd_grad_enabled()
     try:
         yield
     except BaseException:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         with contextlib.suppress(RuntimeError):  # it entered none
             torch._C._exit_dual_level(level=forward_ad._current_level + 1)
+        torch._C._set_fwd_grad_enabled(forward)
+        if refused is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        else:
+            torch._C._autograd._saved_tensors_hooks_disable(refused)
         raise

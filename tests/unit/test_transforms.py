@@ -101,8 +101,9 @@ def test_many_gradients_at_once(name):
 
 
 def level():
-    """How many transforms are open, and whether a level of forward-mode AD can be entered."""
-    with forward_ad.dual_level():
+    """How many transforms are open. Raises where the state that they change is not as it was."""
+    assert torch._C._is_fwd_grad_enabled()
+    with forward_ad.dual_level(), torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         return torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
