@@ -23,13 +23,16 @@ from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
-from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.higher_order import differentiable_twice, has_own_gradients
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.thin import thin
+from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.frontends.views_of_inputs import view_written_inputs
+from fuser.passes.attention import has_softmax
+from fuser.passes.checking import copied
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.freezing import mark_frozen
@@ -123,6 +126,8 @@ def _compile(
         return gm.forward
     if not config.enabled:
         return _run_eager(gm, because("disabled", "config.enabled is False"), options)
+    if is_in_forward_mode():
+        return _run_eager(gm, FORWARD, options)
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
         flat = flattened(gm, example_inputs)
         if flat is None:
@@ -186,12 +191,17 @@ class _GraphCompiler:
         self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
         self.by_eager = Tally()
         self.passes: tuple[PassRecord, ...] = ()
+        self.differentiable = gm  # what eager can differentiate twice, which fused attention cannot
 
     def compile(self) -> Function:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
+        hide_transformed(self.gm)
+        before = copied(self.gm.graph) if has_softmax(self.gm.graph) else None
         self.passes = run_stage("pre_grad", self.gm)
+        if before is not None and any(r.name == "fuse_attention" and r.changed for r in self.passes):
+            self.differentiable = fx.GraphModule(self.gm, before)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
         steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
@@ -201,7 +211,7 @@ class _GraphCompiler:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
         if self.direct is not None:
             return self.direct
-        if steps.gains_nothing:
+        if steps.gains_nothing and not has_own_gradients(self.gm):
             return self.gm.forward
         written = self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
@@ -211,9 +221,13 @@ class _GraphCompiler:
         written = frozenset(range(len(self.example_inputs))) if written is None else written
         again = steps.cut and self._may_run_again(steps)
         if again:
-            wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
+            meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+            outputs = getattr(meta, "output_info", ())
+            wrapped = guarded(
+                differentiable_twice(wrapped, self.differentiable, outputs), self.differentiable, self.by_eager
+            )
         if steps.cut and self._may_be_thin(steps):
-            wrapped = thin(wrapped, self.gm, steps, again, self.by_eager)
+            wrapped = thin(wrapped, self.differentiable, steps, again, self.by_eager)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
@@ -233,7 +247,7 @@ class _GraphCompiler:
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        with fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
+        with levels_kept(), fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(
@@ -261,8 +275,8 @@ class _GraphCompiler:
 
     def _may_run_again(self, steps: training.Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
-        reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs))
-        own = any(True for _ in self.gm.parameters())
+        reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), viewed=True)
+        own = any(True for _ in self.gm.parameters()) or has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 
@@ -345,10 +359,13 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
     return len({id(t) for t in tensors}) == len(tensors)
 
 
-def _metadata_reason(context: Any, inputs: int, ordered: bool = False, kept: bool = False) -> str | None:
+def _metadata_reason(
+    context: Any, inputs: int, ordered: bool = False, kept: bool = False, viewed: bool = False
+) -> str | None:  # fmt: skip
     """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
 
     `ordered`: calls with effects are in order without tokens. `kept`: writes that the graph itself makes are in order.
+    `viewed`: results may be views and have dynamic sizes, all of which AOTAutograd sees to.
     """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:
@@ -357,12 +374,14 @@ def _metadata_reason(context: Any, inputs: int, ordered: bool = False, kept: boo
         nothing = {
             "an input is written": meta.num_mutated_inp_runtime_indices
             + (0 if kept else meta.num_mutated_graph_handled_indices),
-            because("view_result", "an output is a view of an input or of another output"): meta.num_outputs_aliased,
-            "an intermediate result is the base of an output": meta.num_intermediate_bases,
+            because("view_result", "an output is a view of an input or of another output"): (
+                0 if viewed else meta.num_outputs_aliased
+            ),
+            "an intermediate result is the base of an output": 0 if viewed else meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
             "effects are ordered by tokens": 0 if ordered else len(meta.tokens),
             "grad mode is changed": int(meta.grad_enabled_mutation is not None),
-            "an output has sizes marked as dynamic": int(meta.dynamic_outputs),
+            "an output has sizes marked as dynamic": 0 if viewed else int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),
             because("subclass", "an input or output is a tensor subclass"): sum(
                 type(m).__name__ != "PlainTensorMeta"

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fuser.errors import FuserError
+from fuser.frontends.transforms import levels_kept
 from fuser.reasons import because
 from fuser.runtime.memory import Tally
 
@@ -60,7 +61,8 @@ def after_failure(error: BaseException, gm: fx.GraphModule, by_eager: Tally, arg
     if isinstance(error, (torch.OutOfMemoryError, FuserError)):
         raise error
     try:
-        results = gm.forward(*args)  # not gm(): that one prints an error as well
+        with levels_kept():
+            results = gm.forward(*args)  # not gm(): that one prints an error as well
     except OF_OPERATORS as eagers:
         raise eagers from None  # the user's own error, without the compiled function's before it
     reason = reason_of(error)

@@ -1,8 +1,8 @@
 """Gradients of gradients: eager computes them, on the graph as dynamo gave it.
 
-AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`)
-therefore runs the forward again by eager, on the inputs of that call, and has autograd differentiate that. Nothing is
-kept for it but weak references to the inputs.
+AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`),
+or for many gradients at once (`is_grads_batched=True`), therefore runs the forward again by eager, on the inputs of
+that call, and has autograd differentiate that. Nothing is kept for it but weak references to the inputs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,51 @@ from fuser.runtime import launcher
 _log = logging.getLogger(__name__)
 _said = False
 Function = Callable[..., Any]
+# AOTAutograd's kinds of results: those that its function does not compute, and those of which it returns the base.
+_OF_INPUTS = ("alias_of_input", "is_input")
+_OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
+_MOST_VIEWS = 64  # nodes of views between a result and its base
 
 
-def differentiable_twice(function: Function, gm: fx.GraphModule) -> Function:
-    """A compiled function of `gm`'s inputs whose backward can itself be differentiated."""
+def differentiable_twice(function: Function, gm: fx.GraphModule, outputs: Sequence[Any] = ()) -> Function:
+    """A compiled function of `gm`'s inputs whose backward can itself be differentiated.
+
+    `outputs`: what AOTAutograd says of each result, which may be a view; nothing where none is.
+    """
     note = seen()
+    own = [i for i, info in enumerate(outputs) if _type_of(info) not in _OF_INPUTS]
+    bases: dict[int, int] = {}  # a view of each base that AOTAutograd returns behind the results
+    for i, info in enumerate(outputs):
+        if _type_of(info) in _OF_BASES:
+            bases.setdefault(info.base_idx, i)
+    views = tuple(bases[i] for i in sorted(bases))
 
     def call(*args: Any) -> Any:
         results = function(*args)
-        node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None), None)
-        made_by = getattr(type(node), "_forward_cls", None)
-        if made_by is not None and hasattr(made_by, "compiled_fw"):
-            if not hasattr(made_by, "fuser_backward"):
-                _extend(made_by, gm)
-            node.fuser_inputs = note(*args)  # type: ignore[union-attr]
+        for result in [results[i] for i in own] if outputs else results:
+            node = _compiled_node(getattr(result, "grad_fn", None))
+            if node is not None:
+                made_by = type(node)._forward_cls
+                if not hasattr(made_by, "fuser_backward"):
+                    _extend(made_by, gm, views)
+                node.fuser_inputs = note(*args)
+                break
         return results
 
     return call
+
+
+def _type_of(info: Any) -> str:
+    return str(getattr(getattr(info, "output_type", None), "name", ""))
+
+
+def _compiled_node(node: Any) -> Any:
+    """The node of AOTAutograd's function that computed a result, or the base of which the result is a view."""
+    for _ in range(_MOST_VIEWS):
+        if node is None or hasattr(getattr(type(node), "_forward_cls", None), "compiled_fw"):
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 def seen() -> Function:
@@ -72,7 +100,7 @@ def inputs_of(noted: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _extend(made_by: Any, gm: fx.GraphModule) -> None:
+def _extend(made_by: Any, gm: fx.GraphModule, views: Sequence[int]) -> None:
     """Have the class of AOTAutograd's function answer for backwards that are to be differentiated."""
     from torch._dynamo import disable
 
@@ -81,17 +109,42 @@ def _extend(made_by: Any, gm: fx.GraphModule) -> None:
     @disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         inputs = getattr(ctx, "fuser_inputs", None)
-        if not torch.is_grad_enabled() or inputs is None:
-            return compiled(ctx, *grads)
         flat = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else grads
-        return by_eager(gm, ctx, inputs_of(inputs), flat)
+        if inputs is None or not (torch.is_grad_enabled() or any(map(is_batched, flat))):
+            return compiled(ctx, *grads)
+        return by_eager(gm, ctx, inputs_of(inputs), flat, views)
 
     made_by.fuser_backward = True
     made_by.backward = staticmethod(backward)
 
 
-def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients of the inputs, with a graph of their own where gradients are enabled."""
+def has_own_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls functions with gradients of their own, as Dynamo captures `torch.autograd.Function`.
+
+    Their backward runs without gradients and on values that have no history: autograd would take all for constants.
+    """
+    return any(
+        str(node.target) == "autograd_function_apply"
+        for part in gm.modules() if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes if node.op == "call_function"
+    )  # fmt: skip
+
+
+def is_batched(grad: Any) -> bool:
+    """Whether a gradient is one of many at once, of `torch.autograd.grad(..., is_grads_batched=True)`.
+
+    Some operators of a compiled backward, such as copies to channels-last, have no rule for these; eager's have.
+    """
+    return isinstance(grad, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def by_eager(
+    gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any], views: Sequence[int] = ()
+) -> tuple[Any, ...]:
+    """Gradients of the inputs, with a graph of their own where gradients are enabled.
+
+    `grads`: of the results, and then of the bases of the results `views`.
+    """
     global _said
     again = torch.is_grad_enabled()
     if again and not _said:
@@ -99,7 +152,10 @@ def by_eager(gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequenc
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
     with torch.enable_grad():
         results = gm.forward(*inputs)
-    if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads):
+    bases = [results[i]._base for i in views]
+    results = [*results, *bases]
+    lost = any(base is None for base in bases)  # eager has made a copy
+    if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads) or lost:
         raise RuntimeError(
             "fuser: this graph has inputs or results that its compiled form has not, so the gradient of its gradient "
             "cannot be computed: run the function without torch.compile"

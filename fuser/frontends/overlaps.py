@@ -86,6 +86,8 @@ def _is_through(node: fx.Node | None) -> bool:
     memory = None
     while node is not None:
         value = value_of(node)
+        while value is not None and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
         if value is not None:
             own = value.untyped_storage()._cdata
             if memory not in (None, own):

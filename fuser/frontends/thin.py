@@ -176,7 +176,8 @@ class _Node:
     def _first_backward(self, ctx: Any, grads: list[Any]) -> Any:
         """A backward before ours is known: AOTAutograd compiles it, or has done so meanwhile."""
         if self.steps.compiled.get("backward") is None or self.backward_given is None:
-            if torch.is_grad_enabled() or _C._are_functorch_transforms_active():
+            batched = self.repeats and any(map(higher_order.is_batched, grads))
+            if torch.is_grad_enabled() or _C._are_functorch_transforms_active() or batched:
                 return self._again(ctx, grads)
             symints, saved = ctx.symints, ctx.saved_tensors
             given = [self._tangent(j, grads[i]) for j, i in enumerate(self.differentiated)]
@@ -209,8 +210,12 @@ class _Node:
         n, m = len(self.sizes), len(self.sizes) + len(self.saved)
         names = [name(p) for p in program.placeholders]
         sequence = program.sequence(boxed=True)
+        asked = [f"{bind(f, 'again')}()" for f in (_C.is_grad_enabled, _C._are_functorch_transforms_active)]
+        if self.repeats:
+            batched = bind(higher_order.is_batched, "again")
+            asked += [f"{batched}(GRADS[{i}])" for i in self.differentiated]
         lines = [
-            f"if {bind(_C.is_grad_enabled, 'again')}() or {bind(_C._are_functorch_transforms_active, 'again')}():",
+            f"if {' or '.join(asked)}:",
             f"    return {bind(self._again, 'again')}(CTX, GRADS)",
         ]
         if sequence is not None:
@@ -264,7 +269,8 @@ class _Node:
         if _C._are_functorch_transforms_active():
             raise RuntimeError(
                 "fuser: the backward of this compiled function runs under a transform of torch.func, which only eager "
-                "can do, and its graph draws random numbers: run the function without torch.compile"
+                "can do, and its graph draws random numbers or calls a torch.autograd.Function: run the function "
+                "without torch.compile"
             )
 
         def run() -> Any:
@@ -285,8 +291,9 @@ class _Once(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "fuser: the graph of this function draws random numbers or runs under autocast, so the gradient of its "
-            "gradient cannot be computed: run the function without torch.compile"
+            "fuser: the graph of this function draws random numbers, runs under autocast or calls a "
+            "torch.autograd.Function, so the gradient of its gradient cannot be computed: run the function "
+            "without torch.compile"
         )
 
 

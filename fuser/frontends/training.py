@@ -101,7 +101,7 @@ class Training:
         from torch._functorch import config as functorch_config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        self.cut, self.random = True, any(draws(n) for n in all_nodes(joint))
+        self.cut, self.random = True, any(draws(n) and not _drops_nothing(n) for n in all_nodes(joint))
         written = written_inputs(joint)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
@@ -172,6 +172,16 @@ def draws(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "rngprims"
     return isinstance(target, torch._ops.HigherOrderOperator) and str(target) in _UNDER_STATE
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether a node is a call of attention that draws no numbers, as it has no dropout."""
+    names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+    if "dropout_p" not in names:
+        return False
+    at = names.index("dropout_p")
+    share = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(share, float) and share == 0
 
 
 def _hidden(compile_stage: Function) -> Function:

@@ -90,6 +90,11 @@ def fuse_attention(module: fx.GraphModule) -> int:
     return changed
 
 
+def has_softmax(graph: fx.Graph) -> bool:
+    """Whether a graph may hold attention that is written as products and a softmax."""
+    return any((call := call_of(node)) is not None and call.name == "softmax" for node in graph.nodes)
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 Calm = Callable[[fx.Node, fx.Node], bool]
 

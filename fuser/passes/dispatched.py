@@ -117,8 +117,12 @@ class _Dropped:
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Row-major, as eager scatters into zeros; traced, torch compares, which keeps the strides of what is compared."""
-    made: torch.Tensor = aten.one_hot.default._op_dk(COMPOSITE, index.contiguous(), num_classes)
-    return made
+    if index.dtype is not torch.int64 or (type(num_classes) is int and num_classes <= 0):
+        refused: torch.Tensor = aten.one_hot.default._op_dk(COMPOSITE, index.contiguous(), num_classes)
+        return refused
+    # Not the composite kernel: inside a transform it takes a copy for a tensor that holds data, and asks for them.
+    classes = torch.arange(num_classes, dtype=torch.int64, device=index.device)
+    return torch.eq(index.contiguous().unsqueeze(-1), classes).to(torch.int64)
 
 
 def _joined(x: torch.Tensor, pad: Sequence[Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser.frontends import higher_order
-from fuser.frontends.dynamo import fuser_backend
+from fuser.frontends.dynamo import compilations, forget_compilations, fuser_backend
 from tests.versions import IS_OLD
 
 
@@ -68,6 +68,80 @@ def test_third_order_and_several_results():
         return y.detach()
 
     torch.testing.assert_close(third(compiled(f)), third(f))
+
+
+def hidden(x):
+    return torch.tanh(x @ X.T) * x.sum(-1, keepdim=True)
+
+
+RESULTS = {
+    "flat": lambda x: hidden(x).view(-1),
+    "squeezed": lambda x: hidden(x).sum(-1, keepdim=True).sin().squeeze(-1),
+    "column": lambda x: hidden(x)[:, 0],
+    "rows": lambda x: hidden(x).unbind(1),
+    "parts": lambda x: hidden(x).split(2, 1),
+    "view of a view": lambda x: hidden(x).view(-1)[::2].unsqueeze(0),
+    "views of one base": lambda x: (lambda y: (y.view(-1), y.T, y.sin()))(hidden(x)),
+    "a base and its view": lambda x: (lambda y: (y, y.T))(hidden(x)),
+    "views of two bases": lambda x: (hidden(x).T, (x * x).sin().view(-1)),
+    "written through a view": lambda x: (lambda y: (y.view(-1).mul_(2), y))((x * x).sin()),
+    "the input": lambda x: (x, (x * x).sin()),
+    "a view of the input": lambda x: (x.view(-1), (x * x).sin()),
+    "a view without history": lambda x: ((x * x).sin().detach().view(-1), (x * x).exp()),
+    "repeated": lambda x: (x * x).sum(0).sin().expand(3, 4),
+    "size": lambda x: (x * x).sin() * x.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_that_are_views_and_sizes_that_vary(name):
+    def found(f):
+        results = []
+        for n in (4, 6, 3):
+            x = torch.linspace(-1, 1, 4 * n).view(n, 4).requires_grad_()
+            given = f(x)
+            given = given if isinstance(given, tuple) else (given,)
+            total = sum(t.sin().sum() for t in given if t.requires_grad)
+            (first,) = torch.autograd.grad(total, x, create_graph=True)
+            first.sin().sum().backward()
+            results += [first.detach(), x.grad]
+        return results
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(found(compiled(RESULTS[name])), found(RESULTS[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_written_as_products():
+    """It becomes one call, which has no second gradient; the program's own operators have."""
+
+    def attention(q, k, v):
+        return (torch.softmax(q @ k.mT / 4, -1) @ v).flatten(1)
+
+    forget_compilations()
+    made = [torch.randn(2, 300, 16) for _ in range(3)]
+    f = compiled(attention)
+    torch.testing.assert_close(penalty(lambda *a: f(*a).sin().sum(), *made),
+                               penalty(lambda *a: attention(*a).sin().sum(), *made), rtol=1e-4, atol=1e-4)  # fmt: skip
+    q, k, v = (a.clone().requires_grad_() for a in made)
+    many = torch.randn(3, 2, 300 * 16)
+    found = [torch.autograd.grad(g(q, k, v), (q, k, v), many, is_grads_batched=True) for g in (f, attention)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    passes = [p for c in compilations() for p in c.passes if p.name == "fuse_attention"]
+    assert any(p.changed for p in passes)
+
+
+def test_a_compiled_function_of_anothers_result():
+    def found(f, g):
+        x = X.clone().requires_grad_()
+        a, b = g(f(x))
+        (first,) = torch.autograd.grad(a.exp().sum() + b.sum(), x, create_graph=True)
+        (first**2).sum().backward()
+        return first.detach(), x.grad
+
+    def second(y):
+        return y.view(3, -1), y.sin() * 2
+
+    torch.testing.assert_close(found(compiled(RESULTS["flat"]), compiled(second)), found(RESULTS["flat"], second))
 
 
 def test_plain_backward_stays_compiled(monkeypatch):
