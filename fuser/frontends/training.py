@@ -16,7 +16,7 @@ from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
-from fuser.passes.cleanup import keep_results_apart
+from fuser.passes.cleanup import keep_results_apart, merge_joint
 from fuser.passes.grouping import group_nodes
 from fuser.passes.norm_results import recompose_norms
 from fuser.passes.registry import run_stage
@@ -115,8 +115,10 @@ class Training:
         else:
             keep_for_products(joint)
         budget = max(kept, _LEAST_KEPT)
+        if functorch_config.cse:
+            merge_joint(joint)
         settings = functorch_config.patch(
-            ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget
+            ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget, cse=False
         )
         with settings, told_to_the_cut(joint):
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
