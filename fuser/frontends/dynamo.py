@@ -15,20 +15,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
-from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, training
-from fuser.frontends.containers import flattened, takes_containers
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
-from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
-from fuser.frontends.thin import thin
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
@@ -124,6 +120,8 @@ def _compile(
     if not config.enabled:
         return _run_eager(gm, because("disabled", "config.enabled is False"), options)
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
+        from fuser.frontends.containers import flattened, takes_containers  # few graphs have such inputs
+
         flat = flattened(gm, example_inputs)
         if flat is None:
             return _run_eager(
@@ -209,14 +207,21 @@ class _GraphCompiler:
         # DDP's graphs are split at its buckets, and Dynamo keeps AOTAutograd's analysis of each part that is counted.
         torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         written = frozenset(range(len(self.example_inputs))) if written is None else written
-        again = steps.cut and self._may_run_again(steps)
-        if again:
-            wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
-        if steps.cut and self._may_be_thin(steps):
-            wrapped = thin(wrapped, self.gm, steps, again, self.by_eager)
+        if steps.cut:
+            wrapped = self._trainable(wrapped, steps)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
+
+    def _trainable(self, wrapped: Function, steps: training.Training) -> Function:
+        """What AOTAutograd made of a graph with gradients: with gradients of these, and a thin autograd node."""
+        from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
+        from fuser.frontends.thin import thin
+
+        again = self._may_run_again(steps)
+        if again:
+            wrapped = guarded(differentiable_twice(wrapped, self.gm), self.gm, self.by_eager)
+        return thin(wrapped, self.gm, steps, again, self.by_eager) if self._may_be_thin(steps) else wrapped
 
     def _why_not_traced(self, error: Exception) -> str:
         """Why AOTAutograd could not make graphs of a program that eager may run; raises what is meant for others."""
@@ -288,6 +293,8 @@ class _GraphCompiler:
         elif compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function
             if self.recorded:
+                from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
+
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
             if compiled.alone is None and not any(map(training.draws, gm.graph.nodes)):
                 self.direct = guarded(self.direct, self.gm, self.by_eager)

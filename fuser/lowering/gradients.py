@@ -17,7 +17,7 @@ from fuser.lowering.losses import MEAN
 from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.reductions import number_of, reduce, reduce_to_result
-from fuser.lowering.registry import lower
+from fuser.lowering.entries import lower
 
 Gradients = tuple[TensorBox | None, ...]
 

@@ -6,7 +6,7 @@ from fuser.errors import Unsupported
 from fuser.ir.nodes import TensorBox
 from fuser.lowering.context import LoweringContext, Operand, memory_order
 from fuser.lowering.pointwise import cast_loader
-from fuser.lowering.registry import lower
+from fuser.lowering.entries import lower
 from fuser.reasons import because
 
 

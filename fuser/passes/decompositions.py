@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser import lowering
+from fuser import compiler
 from fuser.passes import fast_paths
 from fuser.passes.classify import LIBRARY, op_name
 
@@ -28,7 +28,7 @@ _KEPT_FOR_ATEN = frozenset(
 
 
 def _is_kept(name: str) -> bool:
-    return name in _KEPT_FOR_ATEN or name in LIBRARY or lowering.supports(name) is None
+    return name in _KEPT_FOR_ATEN or name in LIBRARY or compiler.is_lowered(name)
 
 
 FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.register_decomposition`

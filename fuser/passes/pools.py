@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from fuser import targets
-from fuser.lowering.pooling import MOST_PLACES, overlap
 from fuser.passes.hints import is_contiguous
 from fuser.passes.writing import Writer
 
@@ -48,6 +47,8 @@ def _windows(pool: fx.Node) -> tuple[Any, ...] | None:
         return None
     target = targets.known(value.device.type) if hasattr(value, "fake_mode") else None
     kernel, stride, _, dilation = lists
+    from fuser.lowering.pooling import MOST_PLACES, overlap  # most processes have no pools
+
     shared = overlap(kernel, stride, dilation)
     if target is None or target.ordered or n > target.window_dims and shared > 1:
         return None

@@ -31,7 +31,7 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.products import LEAST_WEIGHT
+from fuser.targets import LEAST_WEIGHT
 
 aten: Any = torch.ops.aten
 LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
