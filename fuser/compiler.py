@@ -353,13 +353,13 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
     return pipeline.why_not_lowered(operators)
 
 
-def is_lowered(operator: str) -> bool:
-    """Whether kernels of some device can have this ATen operator in them."""
+def lowered_of(operators: Iterable[str]) -> frozenset[str]:
+    """Those of some ATen operators that kernels of some device can have in them."""
     if _REGISTRY not in sys.modules and (known := plans.operators()):
-        return operator in known
+        return known.intersection(operators)
     from fuser.lowering import registry
 
-    return registry.supports(operator) is None
+    return frozenset(op for op in operators if registry.supports(op) is None)
 
 
 def why_not_on(operator: str, device_type: str) -> str | None:

@@ -28,7 +28,6 @@ from fuser.frontends.records import CompiledGraph, compilations, forget_compilat
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
-from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.progress import working
@@ -285,7 +284,10 @@ class _GraphCompiler:
         view_written_inputs(gm, with_tokens=False)
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
-        mark_frozen(gm.graph, _static_inputs())
+        if config.freeze:
+            from fuser.passes.freezing import mark_frozen  # the libraries' packed weights are behind it
+
+            mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
         if wrapper_reason is not None and compiled.gains_nothing(self.options) and not self.recorded:

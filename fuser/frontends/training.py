@@ -16,7 +16,6 @@ from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart, merge_joint
 from fuser.passes.grouping import group_nodes
-from fuser.passes.norm_results import recompose_norms
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
@@ -105,6 +104,7 @@ class Training:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
+        from fuser.passes.norm_results import recompose_norms
 
         self.cut, self.random = True, any(draws(n) for n in all_nodes(joint))
         written = written_inputs(joint)

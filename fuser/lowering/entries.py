@@ -78,6 +78,6 @@ def supports(name: str, device_type: str | None = None) -> str | None:
 
 
 __all__ = [
-    "DECISIVE", "EVERY", "LOWERINGS", "ORDERED", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find", "lower",
-    "refuse", "refuse_in_order", "supports",
+    "DECISIVE", "EVERY", "LOWERINGS", "ORDERED", "REFUSED", "VIEWS", "LoweringContext", "ask_elsewhere", "find",
+    "lower", "refuse", "refuse_in_order", "supports",
 ]  # fmt: skip

@@ -12,8 +12,8 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.pointwise import elementwise
 from fuser.lowering.entries import lower
+from fuser.lowering.pointwise import elementwise
 from fuser.reasons import because
 from fuser.targets import LEAST_WEIGHT
 

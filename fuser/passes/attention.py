@@ -29,6 +29,7 @@ from fuser.passes.calls import (
     autocasts,
     call_of,
     emit,
+    is_dead_dropout,
     number_of,
     position_of_writes,
     shape_of,
@@ -147,11 +148,6 @@ def _live_dropout(call: Call, before: float) -> float:
     if not fused or before or not isinstance(share, float) or not 0 < share < 1:
         raise Mismatch
     return share
-
-
-def is_dead_dropout(call: Call) -> bool:
-    """Whether a dropout gives back its argument."""
-    return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
 def _read_scores(node: Any, shape: tuple[Any, ...], found: _Found) -> None:

@@ -61,6 +61,26 @@ def call_of(node: Any) -> Call | None:
     return Call(node, name, args, dict(node.kwargs))
 
 
+def called(graph: fx.Graph) -> frozenset[str]:
+    """The names of what a graph calls: "aten.add" of ATen's overloads, those of `call_of` of torch's functions and
+    methods, and else the callables' own."""
+    return frozenset(map(_name_of, (node for node in graph.nodes if node.op in ("call_function", "call_method"))))
+
+
+def _name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op == "call_method":
+        return _METHODS.get(str(target), str(target))
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    return _NAMES[target] if target in _NAMES else str(getattr(target, "__name__", target))
+
+
+def is_dead_dropout(call: Call) -> bool:
+    """Whether a dropout gives back its argument."""
+    return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
+
+
 def value_of(node: Any) -> torch.Tensor | None:
     """The tensor recorded for a node of dynamo's graph."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None

@@ -93,7 +93,8 @@ def test_equal_calls_are_merged_as_by_torch(program, dynamic, monkeypatch):
         want = program(x, y, *extra)
         torch.testing.assert_close(got, want)
         floats = [(a, b) for a, b in zip(got, want) if b.requires_grad]
-        for a, b in zip(*(torch.autograd.grad([t[i].sum() for t in floats], (x, y), allow_unused=True) for i in (0, 1))):
+        sums = ([pair[i].sum() for pair in floats] for i in (0, 1))
+        for a, b in zip(*(torch.autograd.grad(s, (x, y), allow_unused=True) for s in sums)):
             torch.testing.assert_close(a, b)
         assert len({t.data_ptr() for t in got}) == len({t.data_ptr() for t in want})
 

@@ -124,8 +124,8 @@ def f(x, y):
 x, y = torch.arange(12.0).reshape(4, 3), torch.ones(3)
 with torch.no_grad():
     torch.testing.assert_close(torch.compile(f, backend=fuser.backend)(x, y), f(x, y))
-heavy = ("fuser.lowering.registry", "fuser.ops", "fuser.scheduler", "fuser.codegen", "fuser.pipeline", "fuser.cpu.codegen")
-print([m for m in sys.modules if m.startswith(heavy)], fuser.num_compiled_kernels())
+heavy = ("lowering.registry", "ops", "scheduler", "codegen", "pipeline", "cpu.codegen")
+print([m for m in sys.modules if m.startswith(tuple(f"fuser.{name}" for name in heavy))], fuser.num_compiled_kernels())
 """
 
 
@@ -142,20 +142,21 @@ def test_a_warm_process_imports_no_lowerings_for_torch_compile(tmp_path):
 def test_what_is_kept_of_operators_says_what_the_lowerings_say(cache, monkeypatch):
     names = {*registry.LOWERINGS, *registry.REFUSED, *map(op_name, decomposition_table()), "aten.sort", "prims.mul"}
     names = {n for n in names if n.count(".") == 1}
-    want = {n: (compiler.is_lowered(n), *(compiler.why_not_on(n, d) for d in ("cpu", "cuda", "meta"))) for n in names}
+    lowered = compiler.lowered_of(names)
+    want = {n: (n in lowered, *(compiler.why_not_on(n, d) for d in ("cpu", "cuda", "meta"))) for n in names}
     assert any(on_cpu and not on_cuda for _, on_cpu, on_cuda, _ in want.values()), "an operator for points in no order"
     plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators())
     plans._operators.cache_clear()
+    asked, supports = [], registry.supports
+    monkeypatch.setattr(registry, "supports", lambda name, *device: (asked.append(name), supports(name, *device))[1])
     for recalled in (None, lambda question: want[question.split()[2]][1]):
         with monkeypatch.context() as m:
-            asked = []
-            supports = registry.supports
-            m.setattr(registry, "supports", lambda name, *device: (asked.append(name), supports(name, *device))[1])
+            asked.clear()
             if recalled is not None:
                 m.setattr(refusals, "recall", recalled)
             m.delitem(sys.modules, "fuser.lowering.registry")
-            for n, (lowered, on_cpu, _, _) in want.items():
-                assert compiler.is_lowered(n) == lowered and not asked
+            assert compiler.lowered_of(names) == lowered and not asked
+            for n, (_, on_cpu, _, _) in want.items():
                 if on_cpu is None:
                     assert compiler.why_not_on(n, "cpu") is None and not asked, n
                 if recalled is not None:
@@ -229,7 +230,8 @@ def test_a_package_without_sources_keeps_no_plans(fresh, cache, tmp_path, monkey
         fresh.run(scaled, (X, Y))
         assert len(fresh.made) == 1
     plans.keep_operators(["aten.add"])
-    assert plans._operators.__wrapped__(str(cache), "") == (frozenset(), frozenset()) and not list(cache.glob("plans/*"))
+    assert plans._operators.__wrapped__(str(cache), "") == (frozenset(), frozenset())
+    assert not list(cache.glob("plans/*"))
 
 
 def test_another_compiler_or_setting_finds_nothing(fresh, monkeypatch, tmp_path):
