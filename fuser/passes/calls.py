@@ -11,6 +11,7 @@ from torch import fx
 
 from fuser.canonical import mutation
 from fuser.lazy_dataclasses import dataclass
+from fuser.startup import import_at_rest
 
 _NAMES: dict[Any, str] = {
     operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",
@@ -74,6 +75,13 @@ def _name_of(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket)
     return _NAMES[target] if target in _NAMES else str(getattr(target, "__name__", target))
+
+
+def own_operator(name: str) -> torch._ops.OpOverload:
+    """The operator `fuser::name`. The tables of scalar ops, which most processes need not, register it."""
+    import_at_rest("fuser.ops")
+    found: torch._ops.OpOverload = getattr(torch.ops.fuser, name).default
+    return found
 
 
 def is_dead_dropout(call: Call) -> bool:

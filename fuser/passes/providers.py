@@ -31,6 +31,7 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.lazy_dataclasses import dataclass
+from fuser.passes.calls import own_operator
 from fuser.targets import LEAST_WEIGHT
 
 aten: Any = torch.ops.aten
@@ -121,7 +122,7 @@ def pack_op() -> Any:
 
 def product_op() -> Any:
     """The operator of products that kernels of the package make."""
-    return torch.ops.fuser.product.default
+    return own_operator("product")
 
 
 def takes_dtype(dtype: torch.dtype) -> bool:

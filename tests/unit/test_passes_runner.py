@@ -351,4 +351,5 @@ def test_passes_are_imported_where_a_graph_needs_them():
 
 
 def test_every_pass_can_be_loaded_and_says_what_it_does():
-    assert all(p.item.doc and callable(getattr(p.item.function, "loaded", p.item.function)) for p in registry.numbered())
+    for p in registry.numbered():
+        assert p.item.doc and callable(getattr(p.item.function, "loaded", p.item.function))

@@ -139,6 +139,38 @@ def test_a_warm_process_imports_no_lowerings_for_torch_compile(tmp_path):
     assert "fuser.lowering" in said[0] and said[1].startswith("[]") and int(said[1].split()[1]) >= 1
 
 
+_OWN_OPERATORS = """
+import torch, fuser, torch.nn.functional as F
+torch.manual_seed(0)
+def dropped(x, w):
+    return F.dropout(torch.relu(x), 0.5).sum() + w.sum()
+def pooled(x, w):
+    return (F.max_pool2d(torch.relu(x)[None], 2) * 2).sum() + w.sum()
+def drawn(x, w):
+    return (torch.rand_like(x) + torch.randn_like(x)).mul(x).sum() + w.sum()
+def product(x, w):
+    return torch.relu(x[0] @ w).sum() + x.sum()
+for f in (dropped, pooled, drawn, product):
+    for needs in (True, False):
+        torch._dynamo.reset()
+        x, w = torch.rand(3, 8, 512, requires_grad=needs), torch.randn(512, 512, requires_grad=needs)
+        result = torch.compile(f, backend=fuser.backend)(x, w)
+        if f in (pooled, product):
+            torch.testing.assert_close(result, f(x, w), rtol=1e-4, atol=1e-3)
+        if needs:
+            result.backward()
+print(fuser.num_compiled_kernels())
+"""
+
+
+def test_a_warm_process_has_the_operators_of_the_package(tmp_path):
+    """What the tables of scalar ops register, which a warm process does not import for anything else."""
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        done = forked.run(["-c", _OWN_OPERATORS], env=env, timeout=200)
+        assert done.returncode == 0 and int(done.stdout) >= 4, done.stderr
+
+
 def test_what_is_kept_of_operators_says_what_the_lowerings_say(cache, monkeypatch):
     names = {*registry.LOWERINGS, *registry.REFUSED, *map(op_name, decomposition_table()), "aten.sort", "prims.mul"}
     names = {n for n in names if n.count(".") == 1}
