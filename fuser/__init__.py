@@ -27,7 +27,6 @@ with collector_at_rest():
         unregister_fusion,
         wait,
     )
-    from fuser.metrics import prometheus, stats
 
 _settings: Any = config  # its attributes are made from a table
 logs.register()
@@ -76,6 +75,7 @@ _LATER: dict[str, tuple[str, str]] = {
     "require_fused": ("debug.guaranteeing", "require_fused"),
     "fuse_script": ("frontends.fuse_script", "fuse_script"),
     "profile": ("debug.profiling", "profile"),
+    **{name: ("metrics", name) for name in ("prometheus", "stats")},
     **{name: ("passes.extending", name) for name in (
         "register_decomposition", "register_lowering", "register_op", "register_pass", "unregister_decomposition",
         "unregister_lowering", "unregister_op",

@@ -313,14 +313,19 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
         from fuser import pipeline
 
         if not known:
-            _beside(lambda: plans.keep_operators(pipeline.lowered_operators()))
+            _beside(lambda: plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators()))
     else:
         others = list(dict.fromkeys(node.op for node in graph.calls))
     found = {op: why_not_lowered([op]) for op in others}
     for op, reason in found.items():
-        if reason is not None and not config.check_ir and refusals.recall(_QUESTION.format(op)) is None:
-            refusals.remember(_QUESTION.format(op), reason)
+        _remember(op, reason)
     return _sentences(found)
+
+
+def _remember(op: str, reason: str | None) -> None:
+    """Keep for other processes why an operator is not lowered, if it is not."""
+    if reason is not None and not config.check_ir and refusals.recall(_QUESTION.format(op)) is None:
+        refusals.remember(_QUESTION.format(op), reason)
 
 
 def _beside(function: Callable[[], object]) -> None:
@@ -346,6 +351,35 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
     from fuser import pipeline
 
     return pipeline.why_not_lowered(operators)
+
+
+def lowered_of(operators: Iterable[str]) -> frozenset[str]:
+    """Those of some ATen operators that kernels of some device can have in them."""
+    if _REGISTRY not in sys.modules and (known := plans.operators()):
+        return known.intersection(operators)
+    from fuser.lowering import registry
+
+    return frozenset(op for op in operators if registry.supports(op) is None)
+
+
+def why_not_on(operator: str, device_type: str) -> str | None:
+    """None if kernels on a device can have this ATen operator in them, else why not."""
+    if _REGISTRY not in sys.modules:
+        target = targets.known(device_type)
+        if target is not None and target.ordered and operator in plans.operators(ordered=True):
+            return None
+        kept = refusals.recall(_QUESTION.format(operator))
+        if kept:
+            return kept
+    from fuser.lowering import registry
+
+    reason = registry.supports(operator, device_type)
+    if registry.find(operator) is None:
+        _remember(operator, reason)
+    return reason
+
+
+_REGISTRY = "fuser.lowering.registry"  # where it is imported, it is asked
 
 
 def broadcast_groups(graph: CanonicalGraph, pointwise: frozenset[int]) -> tuple[tuple[int, ...], ...]:

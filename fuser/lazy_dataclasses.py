@@ -144,6 +144,7 @@ def _with_fields(cls: Any, slots: bool) -> Any:
     there are none, it is given others meanwhile.
     """
     make = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)
+    cls.__doc__ = cls.__doc__ or cls.__name__  # else it would write a signature there, for 0.2 ms
     types = vars(cls).get("__annotations__")
     if not types or any(not isinstance(t, str) or "ClassVar" in t for t in types.values()):
         return make(cls)

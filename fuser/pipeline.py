@@ -17,11 +17,10 @@ import torch
 from fuser import config, targets
 from fuser.canonical import HOST_OF_PACKET, HOST_OPS, CanonicalGraph, CanonicalNode, Ref
 from fuser.errors import FuserError, LoweringError, Unsupported, is_refusal
-from fuser.lowering import supports
 from fuser.lowering.decisive import rounded_nodes
 from fuser.lowering.graph import COPIES_IF_NEEDED, lower_graph, may_share
 from fuser.lowering.host import is_host
-from fuser.lowering.registry import LOWERINGS
+from fuser.lowering.registry import LOWERINGS, ORDERED, supports
 from fuser.lowering.survey import Survey, alone, survey
 from fuser.refusals import Refusals
 from fuser.runtime.counting import COUNTS
@@ -168,5 +167,10 @@ def why_not_lowered(operators: Iterable[str]) -> str | None:
 
 
 def lowered_operators() -> frozenset[str]:
-    """The canonical operators of which every kernel can be part, on the CPU."""
+    """The canonical operators that kernels of some device can have in them."""
     return frozenset(op for op in {*LOWERINGS, *HOST_OPS, "getitem"} if why_not_lowered([op]) is None)
+
+
+def unordered_operators() -> frozenset[str]:
+    """Those of them that need points in no order (`Target.ordered`)."""
+    return frozenset(ORDERED)

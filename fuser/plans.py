@@ -289,24 +289,35 @@ def keep(key: str, kernel: FusedKernel, keeper: Keeper, about: dict[str, Any]) -
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
-def operators() -> frozenset[str]:
-    """The operators that kernels can be made of, as far as an earlier process has kept them."""
-    return _operators(settings.cache_dir, settings.prebuilt_cache)
+def operators(ordered: bool = False) -> frozenset[str]:
+    """The operators that kernels can be made of, as far as an earlier process has kept them: for some device.
+
+    `ordered`: where points run in order, as on the CPU.
+    """
+    return _operators(settings.cache_dir, settings.prebuilt_cache)[ordered]
 
 
 @functools.lru_cache(maxsize=8)
-def _operators(cache_dir: str, prebuilt_cache: str) -> frozenset[str]:
+def _operators(cache_dir: str, prebuilt_cache: str) -> tuple[frozenset[str], frozenset[str]]:
     if version() is None:
-        return frozenset()
+        return frozenset(), frozenset()
     name = f"{version()}.operators"
     found = next((kept for kept in everywhere(name) if kept is not None), None)
-    return frozenset(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else frozenset()
+    if not isinstance(found, list) or len(found) != 2 or not all(map(_are_names, found)):
+        return frozenset(), frozenset()
+    every, unordered = map(frozenset, found)
+    return every, every - unordered
 
 
-def keep_operators(names: Iterable[str]) -> None:
-    """Keep them for other processes."""
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, str) for n in value)
+
+
+def keep_operators(names: Iterable[str], unordered: Iterable[str] = ()) -> None:
+    """Keep them for other processes; `unordered` are those that need points in no order."""
     if version() is not None:
-        write(f"{version()}.operators", sorted(extensions.without(names)), shared=True)
+        kept = [sorted(extensions.without(names)), sorted(extensions.without(unordered))]
+        write(f"{version()}.operators", kept, shared=True)
 
 
 # -- launch programs as JSON -------------------------------------------------------------------------------------------

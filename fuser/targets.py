@@ -22,6 +22,7 @@ DTYPES = frozenset(
     }
 )  # fmt: skip
 HOST = "cpu"  # torch's name for the device of a graph without tensors, and of all that names none
+LEAST_WEIGHT = 1 << 16  # elements of a weight, below which a product of few rows is left to libraries
 
 
 @dataclass(frozen=True)

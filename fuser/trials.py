@@ -34,7 +34,6 @@ from fuser.kernel_cache import FusedKernel, KernelSpec
 from fuser.kernel_spec import OUT_OF_BOUNDS
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
-from fuser.reproduce import write_reproducer
 from fuser.runtime import heap, launcher
 from fuser.runtime.bounds import bounds_error
 from fuser.runtime.python_launcher import ALL_MAGNITUDES, magnitude_of
@@ -203,6 +202,8 @@ class Trials:
         return want if problem is not None else got
 
     def _condemn(self, kernel: FusedKernel, args: tuple[Any, ...], problem: str) -> None:
+        from fuser.reproduce import write_reproducer  # hardly any process needs it
+
         reason = because("verify", f"kernel {kernel.name} failed verification: {problem}")
         self._spec.store.disable(kernel, reason)
         try:

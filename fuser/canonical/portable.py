@@ -20,6 +20,7 @@ from fuser.canonical.build import REQUIRED, Registered, Row
 from fuser.canonical.graph import ROUNDED, Ref, map_refs
 from fuser.canonical.schemas import Kind
 from fuser.errors import GraphError
+from fuser.startup import import_at_rest
 
 _BUILTINS = frozenset("abs bool float getattr int len max min round slice sum tuple list".split())
 _MODULES: dict[str, ModuleType] = {
@@ -55,6 +56,8 @@ def target_of(name: str) -> Any:
     """The operator or function of a name. GraphError if there is none in this process."""
     if "::" in name:
         space, _, rest = name.partition("::")
+        if space == "fuser":
+            import_at_rest("fuser.ops")  # which registers the package's own
         packet, _, overload = rest.partition(".")
         found = getattr(getattr(torch.ops, space, None), packet, None) if _are_plain(space, packet) else None
         if isinstance(found, torch._ops.OpOverloadPacket):

@@ -15,27 +15,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
-from fuser.cuda.graphs import Recorded
 from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, training
-from fuser.frontends.containers import flattened, takes_containers
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import compile_functional, written_inputs
-from fuser.frontends.higher_order import differentiable_twice, has_own_gradients
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
-from fuser.frontends.thin import thin
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
 from fuser.frontends.views_of_inputs import view_written_inputs
-from fuser.passes.attention import has_softmax
+from fuser.passes.calls import called
 from fuser.passes.checking import copied
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
-from fuser.passes.freezing import mark_frozen
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
 from fuser.progress import working
@@ -129,6 +124,8 @@ def _compile(
     if is_in_forward_mode():
         return _run_eager(gm, FORWARD, options)
     if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
+        from fuser.frontends.containers import flattened, takes_containers  # few graphs have such inputs
+
         flat = flattened(gm, example_inputs)
         if flat is None:
             return _run_eager(
@@ -176,6 +173,12 @@ def _remember_eager(reason: str, options: dict[str, Any]) -> None:
     guarantees.check(record)
 
 
+def _has_own_gradients(gm: fx.GraphModule) -> bool:
+    from fuser.frontends.higher_order import has_own_gradients  # processes that only infer do not need it
+
+    return has_own_gradients(gm)
+
+
 class _GraphCompiler:
     """Compiles one graph, with its backward where gradients are needed; `recorded`: under CUDA graphs."""
 
@@ -198,7 +201,7 @@ class _GraphCompiler:
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
         hide_transformed(self.gm)
-        before = copied(self.gm.graph) if has_softmax(self.gm.graph) else None
+        before = copied(self.gm.graph) if "softmax" in called(self.gm.graph) else None
         self.passes = run_stage("pre_grad", self.gm)
         if before is not None and any(r.name == "fuse_attention" and r.changed for r in self.passes):
             self.differentiable = fx.GraphModule(self.gm, before)
@@ -211,7 +214,7 @@ class _GraphCompiler:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
         if self.direct is not None:
             return self.direct
-        if steps.gains_nothing and not has_own_gradients(self.gm):
+        if steps.gains_nothing and not _has_own_gradients(self.gm):
             return self.gm.forward
         written = self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
@@ -219,18 +222,23 @@ class _GraphCompiler:
         # DDP's graphs are split at its buckets, and Dynamo keeps AOTAutograd's analysis of each part that is counted.
         torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         written = frozenset(range(len(self.example_inputs))) if written is None else written
-        again = steps.cut and self._may_run_again(steps)
-        if again:
-            meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
-            outputs = getattr(meta, "output_info", ())
-            wrapped = guarded(
-                differentiable_twice(wrapped, self.differentiable, outputs), self.differentiable, self.by_eager
-            )
-        if steps.cut and self._may_be_thin(steps):
-            wrapped = thin(wrapped, self.differentiable, steps, again, self.by_eager)
+        if steps.cut:
+            wrapped = self._trainable(wrapped, steps)
         if not written or len(self.example_inputs) == 1:
             return wrapped
         return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
+
+    def _trainable(self, wrapped: Function, steps: training.Training) -> Function:
+        """What AOTAutograd made of a graph with gradients: with gradients of these, and a thin autograd node."""
+        from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
+        from fuser.frontends.thin import thin
+
+        again = self._may_run_again(steps)
+        if again:
+            meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+            twice = differentiable_twice(wrapped, self.differentiable, getattr(meta, "output_info", ()))
+            wrapped = guarded(twice, self.differentiable, self.by_eager)
+        return thin(wrapped, self.differentiable, steps, again, self.by_eager) if self._may_be_thin(steps) else wrapped
 
     def _why_not_traced(self, error: Exception) -> str:
         """Why AOTAutograd could not make graphs of a program that eager may run; raises what is meant for others."""
@@ -276,7 +284,7 @@ class _GraphCompiler:
     def _may_run_again(self, steps: training.Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
         reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), viewed=True)
-        own = any(True for _ in self.gm.parameters()) or has_own_gradients(self.gm)
+        own = any(True for _ in self.gm.parameters()) or _has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 
@@ -294,7 +302,10 @@ class _GraphCompiler:
         view_written_inputs(gm, with_tokens=False)
         if len(self.example_inputs) == sum(n.op == "placeholder" for n in gm.graph.nodes):
             self.written = written_inputs(gm.graph)
-        mark_frozen(gm.graph, _static_inputs())
+        if config.freeze:
+            from fuser.passes.freezing import mark_frozen  # the libraries' packed weights are behind it
+
+            mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
         wrapper_reason = self._why_wrapped(gm)
         if wrapper_reason is not None and compiled.gains_nothing(self.options) and not self.recorded:
@@ -302,6 +313,8 @@ class _GraphCompiler:
         elif compiled.program is not None and wrapper_reason is None:
             self.direct = compiled.alone or compiled.program.function
             if self.recorded:
+                from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
+
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
             if compiled.alone is None and not any(map(training.draws, gm.graph.nodes)):
                 self.direct = guarded(self.direct, self.gm, self.by_eager)

@@ -17,7 +17,6 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser import config, interface
-from fuser.cuda.graphs import Recorded
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import guarantees
 from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
@@ -35,6 +34,7 @@ from fuser.passes.runner import PassRecord
 from fuser.runtime import torch_abi
 
 if TYPE_CHECKING:
+    from fuser.cuda.graphs import Recorded
     from fuser.frontends.matmuls import Raced
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Compiled:
 
     def recorded(self, name: str, forward: Recorded | None = None) -> Function:
         """`boxed` under CUDA graphs; `forward` is the one of which this is the backward."""
+        from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
+
         if self.program is None:
             return self.boxed
         return Recorded(self.boxed, name=name, written=self.written, boxed=True, lender=forward)

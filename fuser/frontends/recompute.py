@@ -18,7 +18,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuser import forks
-from fuser.lowering.registry import VIEWS
 from fuser.passes.classify import after_tangents, is_pointwise, is_read, is_view
 
 # Elementwise, or moved elements: computed again where they are read.
@@ -64,6 +63,8 @@ def _with_own(original: Any, joint: fx.GraphModule) -> Any:
 
     Of these torch's list has those that the process had met when it was first asked for.
     """
+    from fuser.lowering.registry import VIEWS  # processes that only infer need no lowerings
+
     known = original()
     views = _packets(VIEWS)
     met = {n.target.overloadpacket for n in joint.graph.nodes if is_pointwise(n.target)}

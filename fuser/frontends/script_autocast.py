@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fuser import lowering
 from fuser.frontends.script_memory import every_node
 from fuser.frontends.script_nodes import FENCES, Node
+from fuser.lowering import registry
 
 _C: Any = torch._C
 _NEEDED = ("_jit_pass_autocast", "_DisableAutocast", "_dispatch_has_kernel_for_dispatch_key")
@@ -106,7 +106,7 @@ def _is_indifferent(schema: str, keys: tuple[str, ...]) -> bool:
         return True
     if composite:
         return name in _COMPOSITES
-    return not any("Tensor" in r.type.str() for r in parsed.returns) or lowering.supports(f"aten.{name}") is None
+    return not any("Tensor" in r.type.str() for r in parsed.returns) or registry.supports(f"aten.{name}") is None
 
 
 def _is_cast(node: Node) -> bool:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from fuser import config
-from fuser.cuda.graphs import Recorded
 from fuser.frontends.functional import Compiled, compile_functional
-from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
-from fuser.passes.cleanup import keep_results_apart
+from fuser.passes.cleanup import keep_results_apart, merge_joint
 from fuser.passes.grouping import group_nodes
-from fuser.passes.norm_results import recompose_norms
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
 from fuser.runtime.warm import WARM_MIN
+
+if TYPE_CHECKING:
+    from fuser.cuda.graphs import Recorded
 
 Function = Callable[..., Any]
 # Operators that run another one under a state of the generator.
@@ -71,6 +71,8 @@ class Training:
             boxed = compiled.boxed
             if self.recorded:
                 boxed = compiled.recorded(stage, self.forward)
+                from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
+
                 self.forward = boxed if isinstance(boxed, Recorded) else None
             return self.under_options(stage, boxed)
 
@@ -101,6 +103,9 @@ class Training:
         from torch._functorch import config as functorch_config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
+        from fuser.passes.norm_results import recompose_norms
+
         self.cut, self.random = True, any(draws(n) and not _drops_nothing(n) for n in all_nodes(joint))
         written = written_inputs(joint)
         with config.override(**self.options):
@@ -115,8 +120,10 @@ class Training:
         else:
             keep_for_products(joint)
         budget = max(kept, _LEAST_KEPT)
+        if functorch_config.cse:
+            merge_joint(joint)
         settings = functorch_config.patch(
-            ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget
+            ban_recompute_materialized_backward=not on_cpu, activation_memory_budget=budget, cse=False
         )
         with settings, told_to_the_cut(joint):
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

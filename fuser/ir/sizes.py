@@ -10,8 +10,9 @@ cross over to it at the frontends, where sizes come from `torch.fx`'s shape envi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Union
+
+from fuser.lazy_dataclasses import dataclass
 
 # Kinds of symbol. A "size" is positive or zero and fixed for a run; a "stride" any integer, fixed for a run; a "loop"
 # variable runs from 0 to its size - 1; an "indirect" one is the value of an `indirect` row of the same loop body,
@@ -19,12 +20,15 @@ from typing import Any, Union
 SIZE, STRIDE, LOOP, INDIRECT = "size", "stride", "loop", "indirect"
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Sym:
     """A named integer. `name` is unique within a kernel plan."""
 
     name: str
     kind: str = SIZE
+
+    def __lt__(self, other: Sym) -> bool:
+        return (self.name, self.kind) < (other.name, other.kind)
 
     def __str__(self) -> str:
         return self.name

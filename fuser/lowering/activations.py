@@ -13,8 +13,8 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, expr
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import elementwise, result_dtype
-from fuser.lowering.registry import lower
 from fuser.lowering.selection import lower_clamp
 from fuser.reasons import because
 

@@ -12,8 +12,8 @@ from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, floordiv
 from fuser.lowering.context import LoweringContext, Operand, as_expr
+from fuser.lowering.entries import lower, refuse
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import lower, refuse
 from fuser.lowering.views import Int, Ints, lower_diagonal, wrap_dim
 from fuser.reasons import because
 

@@ -13,11 +13,11 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, product
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import lower
 from fuser.lowering.losses import MEAN
 from fuser.lowering.norms import Loader, by_channel, inverse_root, lies_by_channel, over_channels
 from fuser.lowering.pointwise import elementwise, result_dtype
 from fuser.lowering.reductions import number_of, reduce, reduce_to_result
-from fuser.lowering.registry import lower
 
 Gradients = tuple[TensorBox | None, ...]
 

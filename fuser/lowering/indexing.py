@@ -13,8 +13,8 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import lower
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import unsqueeze_box, wrap_dim
 from fuser.reasons import because

@@ -18,8 +18,8 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, maximum, minimum, mod, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext, Operand, as_expr
+from fuser.lowering.entries import lower, refuse
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.shapes import copies_overlap
 from fuser.lowering.views import (

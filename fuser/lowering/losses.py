@@ -14,9 +14,9 @@ from fuser.ir.sizes import ZERO, Expr, product
 from fuser.lowering import demands
 from fuser.lowering.activations import log_sigmoid
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import lower, refuse
 from fuser.lowering.pointwise import elementwise, ensured, result_dtype
 from fuser.lowering.reductions import expanded, number_of, reduce, reduce_to_result
-from fuser.lowering.registry import lower, refuse
 from fuser.reasons import because
 
 NONE, MEAN, SUM = 0, 1, 2  # how torch spells a loss's reduction

@@ -13,9 +13,9 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand, memory_order
+from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import Element, divided, moments, reduce
-from fuser.lowering.registry import lower
 from fuser.reasons import because
 
 Statistics = tuple[TensorBox, TensorBox, TensorBox]

@@ -14,7 +14,7 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Operand, Scalar
-from fuser.lowering.registry import DECISIVE, EVERY, LOWERINGS, lower, refuse
+from fuser.lowering.entries import DECISIVE, EVERY, LOWERINGS, lower, refuse
 from fuser.ops import OPS
 from fuser.reasons import because
 

@@ -19,9 +19,9 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr, floordiv, maximum, minimum, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import EVERY, lower, refuse
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import number_of, reduce
-from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.ops.reductions import smallest
 from fuser.reasons import because

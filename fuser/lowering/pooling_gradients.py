@@ -11,9 +11,9 @@ from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr, floordiv, mod
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import EVERY, lower, refuse_in_order
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.pooling import Sliding, n_dims, number_in_int8, offset_number, places, sliding, window_number
-from fuser.lowering.registry import EVERY, lower, refuse_in_order
 from fuser.reasons import because
 
 

@@ -12,11 +12,11 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import elementwise
-from fuser.lowering.registry import lower
 from fuser.reasons import because
+from fuser.targets import LEAST_WEIGHT
 
-LEAST_WEIGHT = 1 << 16  # elements of a weight, below which a product is left to libraries
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -50,4 +50,4 @@ def lower_product(ctx: LoweringContext, bias: TensorBox | None, x: TensorBox, w:
     return elementwise(ctx, [total, bias], lambda a, b: ops.add(a, b), ctx.meta.dtype)
 
 
-__all__ = ["LEAST_WEIGHT", "product"]
+__all__ = ["product"]

@@ -11,7 +11,7 @@ from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, expr
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.registry import lower
+from fuser.lowering.entries import lower
 from fuser.ops.random import normal_of
 
 

@@ -14,8 +14,8 @@ from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, product
 from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Scalar
+from fuser.lowering.entries import EVERY, lower, refuse
 from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
-from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.reasons import because
 
 Dims = Sequence[int] | int | None

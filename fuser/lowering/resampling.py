@@ -17,7 +17,7 @@ from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import Expr, expr, floordiv
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.registry import lower, refuse
+from fuser.lowering.entries import lower, refuse
 from fuser.reasons import because
 
 F32 = torch.float32

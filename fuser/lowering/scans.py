@@ -10,8 +10,8 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import EVERY, lower, refuse
 from fuser.lowering.pointwise import elementwise, result_dtype
-from fuser.lowering.registry import EVERY, lower, refuse
 from fuser.lowering.views import slice_box, wrap_dim
 from fuser.reasons import because
 

@@ -18,9 +18,9 @@ from fuser.ir.sizes import ZERO, Expr
 from fuser.lowering import demands
 from fuser.lowering.atomics import Target, target, why_not_atomic
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import ask_elsewhere, lower, refuse
 from fuser.lowering.indexing import Indexed, index_tensor, place
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import ask_elsewhere, lower, refuse
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.selection import select
 from fuser.lowering.views import unsqueeze_box, wrap_dim

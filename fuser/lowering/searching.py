@@ -11,9 +11,9 @@ from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ZERO, Expr
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import EVERY, ask_elsewhere, lower
 from fuser.lowering.indexing import looked_at, place
 from fuser.lowering.pointwise import cast_loader, result_dtype
-from fuser.lowering.registry import EVERY, ask_elsewhere, lower
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.views import expand_box
 from fuser.reasons import because

@@ -11,9 +11,9 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.lowering.context import LoweringContext, Operand
+from fuser.lowering.entries import lower, refuse
 from fuser.lowering.known_shapes import AUTOCASTS
 from fuser.lowering.pointwise import cast_loader, elementwise, result_dtype
-from fuser.lowering.registry import lower, refuse
 from fuser.reasons import because
 
 

@@ -7,9 +7,9 @@ from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, expr
 from fuser.lowering.context import LoweringContext
+from fuser.lowering.entries import lower
 from fuser.lowering.joining import Load, Piece, at_dim, joined
 from fuser.lowering.pointwise import result_dtype
-from fuser.lowering.registry import lower
 from fuser.lowering.views import wrap_dim
 from fuser.reasons import because
 

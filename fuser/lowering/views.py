@@ -11,7 +11,7 @@ from fuser.errors import Unsupported
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, floordiv, minimum, product
 from fuser.lowering.context import LoweringContext, as_expr
-from fuser.lowering.registry import LOWERINGS, lower
+from fuser.lowering.entries import LOWERINGS, lower
 from fuser.lowering.reshape import infer, reshape_box
 from fuser.reasons import because
 

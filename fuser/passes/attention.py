@@ -29,6 +29,7 @@ from fuser.passes.calls import (
     autocasts,
     call_of,
     emit,
+    is_dead_dropout,
     number_of,
     position_of_writes,
     shape_of,
@@ -90,11 +91,6 @@ def fuse_attention(module: fx.GraphModule) -> int:
     return changed
 
 
-def has_softmax(graph: fx.Graph) -> bool:
-    """Whether a graph may hold attention that is written as products and a softmax."""
-    return any((call := call_of(node)) is not None and call.name == "softmax" for node in graph.nodes)
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 Calm = Callable[[fx.Node, fx.Node], bool]
 
@@ -152,11 +148,6 @@ def _live_dropout(call: Call, before: float) -> float:
     if not fused or before or not isinstance(share, float) or not 0 < share < 1:
         raise Mismatch
     return share
-
-
-def is_dead_dropout(call: Call) -> bool:
-    """Whether a dropout gives back its argument."""
-    return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
 def _read_scores(node: Any, shape: tuple[Any, ...], found: _Found) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from fuser.canonical import mutation
 from fuser.lazy_dataclasses import dataclass
+from fuser.startup import import_at_rest
 
 _NAMES: dict[Any, str] = {
     operator.matmul: "matmul", torch.matmul: "matmul", torch.bmm: "matmul", torch.functional.einsum: "matmul",
@@ -59,6 +60,33 @@ def call_of(node: Any) -> Call | None:
     if name == "where" and node.op == "call_method" and len(args) == 3:
         args = (args[1], args[0], args[2])  # x.where(condition, other)
     return Call(node, name, args, dict(node.kwargs))
+
+
+def called(graph: fx.Graph) -> frozenset[str]:
+    """The names of what a graph calls: "aten.add" of ATen's overloads, those of `call_of` of torch's functions and
+    methods, and else the callables' own."""
+    return frozenset(map(_name_of, (node for node in graph.nodes if node.op in ("call_function", "call_method"))))
+
+
+def _name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op == "call_method":
+        return _METHODS.get(str(target), str(target))
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    return _NAMES[target] if target in _NAMES else str(getattr(target, "__name__", target))
+
+
+def own_operator(name: str) -> torch._ops.OpOverload:
+    """The operator `fuser::name`. The tables of scalar ops, which most processes need not, register it."""
+    import_at_rest("fuser.ops")
+    found: torch._ops.OpOverload = getattr(torch.ops.fuser, name).default
+    return found
+
+
+def is_dead_dropout(call: Call) -> bool:
+    """Whether a dropout gives back its argument."""
+    return call.name == "dropout" and (call.arg(2, "training", True) is False or call.arg(1, "p", 0.5) == 0)
 
 
 def value_of(node: Any) -> torch.Tensor | None:

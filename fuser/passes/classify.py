@@ -14,11 +14,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from fuser import config, examples, interface, lowering, refusals
+from fuser import compiler, config, examples, interface, refusals
 from fuser.canonical import canonicalize
 from fuser.errors import FuserError
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.survey import survey
 from fuser.reasons import because, reason_of_call
 from fuser.runtime.counting import COUNTS
 from fuser.runtime.memory import Recent
@@ -184,9 +183,15 @@ def schema_reason(target: torch._ops.OpOverload) -> str | None:
     if draws(target):
         return because("random", "it draws random numbers")
     by_data = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
-    if by_data and (op_name(target) not in _BY_ARGUMENTS or str(target) in lowering.REFUSED):
+    if by_data and (op_name(target) not in _BY_ARGUMENTS or _is_refused(str(target))):
         return because("data_size", "its result's size or value depends on data")
     return None
+
+
+def _is_refused(name: str) -> bool:
+    from fuser.lowering.registry import REFUSED  # few graphs have an operator of which this is asked
+
+    return name in REFUSED
 
 
 def _argument_reason(node: fx.Node) -> str | None:
@@ -227,6 +232,8 @@ def _kept_reason(question: str, node: fx.Node) -> str | None:
 
 
 def _try_lowering(node: fx.Node) -> str | None:
+    from fuser.lowering.survey import survey  # asked of few operators, and answers are kept
+
     graph = fx.Graph()
     env = {a: graph.placeholder(a.name) for a in node.all_input_nodes}
     for outer, inner in env.items():
@@ -262,7 +269,7 @@ def _extern_reason(node: fx.Node) -> str | None:
             return reason
     if _is_read_by_place(node) and any(map(_has_gaps, results)):
         return because("layout", "as_strided reads its memory, which has gaps that a kernel's results have not")
-    known = _device_reason([*args, *results]) or lowering.supports(op_name(target), results[0].device.type)
+    known = _device_reason([*args, *results]) or compiler.why_not_on(op_name(target), results[0].device.type)
     return known or _argument_reason(node)
 
 

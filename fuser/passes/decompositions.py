@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser import lowering
+from fuser import compiler
 from fuser.passes import fast_paths
 from fuser.passes.classify import LIBRARY, op_name
 
@@ -27,10 +27,6 @@ _KEPT_FOR_ATEN = frozenset(
 )
 
 
-def _is_kept(name: str) -> bool:
-    return name in _KEPT_FOR_ATEN or name in LIBRARY or lowering.supports(name) is None
-
-
 FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.register_decomposition`
 
 
@@ -44,7 +40,10 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     import torch._decomp as decomp
 
     core = getattr(decomp, "_core_aten_decompositions_post_autograd", None) or decomp.core_aten_decompositions
-    table = {op: f for op, f in dict(core()).items() if not _is_kept(op_name(op))}
+    torchs = dict(core())
+    names = {op: op_name(op) for op in torchs}
+    kept = {*_KEPT_FOR_ATEN, *LIBRARY, *compiler.lowered_of(names.values())}
+    table = {op: f for op, f in torchs.items() if names[op] not in kept}
     unfold_backward = torch.ops.aten.unfold_backward.default
     if unfold_backward in table:
         table[unfold_backward] = functools.partial(_unfold_backward, table[unfold_backward])

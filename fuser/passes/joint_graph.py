@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from fuser.passes.attention_reach import bound_attention
-from fuser.passes.conv_tensor_cores import tensor_cores_channels_last
-from fuser.passes.convolutions import convolutions_channels_last
-from fuser.passes.flex_attention import drop_single_blocks
 from fuser.passes.folding import fold_uniform, merge_casts, merge_views, numbers_on_device
-from fuser.passes.foreach import split_foreach
-from fuser.passes.kinks import kinks_by_masks
-from fuser.passes.losses import keep_logits
-from fuser.passes.matmuls import add_to_addmm, addmm_to_add
-from fuser.passes.norm_results import decompose_norms
-from fuser.passes.norms import norms_again
-from fuser.passes.pools import pools_by_offsets
 from fuser.passes.randomness import functional_random
-from fuser.passes.runner import Pass
-from fuser.passes.statistics import forget_statistics
+from fuser.passes.runner import Pass, later
+
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_cudnn_attention "
+    "aten._scaled_dot_product_efficient_attention"
+)
+_CONVOLUTION = "aten.convolution"
+_FLEX = "flex_attention flex_attention_backward"
+_KINKS = "aten.threshold_backward aten.leaky_relu_backward aten.hardtanh_backward"
+_NORMS = (
+    "aten.native_layer_norm aten._fused_rms_norm aten._native_batch_norm_legit_functional "
+    "aten._native_batch_norm_legit aten.native_group_norm"
+)
+_POOLS = "aten.max_pool2d_with_indices aten.max_pool3d_with_indices"
 
 JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
-    Pass("split_foreach", split_foreach),
-    Pass("drop_single_blocks", drop_single_blocks),
-    Pass("bound_attention", bound_attention),
+    Pass("split_foreach", later("foreach", "split_foreach"), calls="aten._foreach_*"),
+    Pass("drop_single_blocks", later("flex_attention", "drop_single_blocks"), calls=_FLEX),
+    Pass("bound_attention", later("attention_reach", "bound_attention"), calls=_ATTENTION),
     Pass("numbers_on_device", numbers_on_device),
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),
     Pass("merge_views", merge_views),
-    Pass("add_to_addmm", add_to_addmm),
-    Pass("addmm_to_add", addmm_to_add),
-    Pass("forget_statistics", forget_statistics),
-    Pass("norms_again", norms_again),
-    Pass("keep_logits", keep_logits),
-    Pass("pools_by_offsets", pools_by_offsets),
-    Pass("kinks_by_masks", kinks_by_masks),
-    Pass("convolutions_channels_last", convolutions_channels_last),
-    Pass("tensor_cores_channels_last", tensor_cores_channels_last),
-    Pass("decompose_norms", decompose_norms),
+    Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
+    Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
+    Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),
+    Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional"),
+    Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax"),
+    Pass("pools_by_offsets", later("pools", "pools_by_offsets"), calls=_POOLS),
+    Pass("kinks_by_masks", later("kinks", "kinks_by_masks"), calls=_KINKS),
+    Pass("convolutions_channels_last", later("convolutions", "convolutions_channels_last"), calls=_CONVOLUTION),
+    Pass("tensor_cores_channels_last", later("conv_tensor_cores", "tensor_cores_channels_last"), calls=_CONVOLUTION),
+    Pass("decompose_norms", later("norm_results", "decompose_norms"), calls=_NORMS),
 )

@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from fuser.canonical.mutation import Effect, effect
-from fuser.passes.attention import is_dead_dropout
-from fuser.passes.calls import Call, call_of, shape_of, value_of
+from fuser.passes.calls import Call, call_of, is_dead_dropout, shape_of, value_of
 
 
 def name_written(module: fx.GraphModule) -> int:

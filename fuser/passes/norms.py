@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.passes.again import AGAIN
 from fuser.passes.classify import after_tangents, draws, is_pointwise
 from fuser.passes.hints import same
 from fuser.passes.norm_results import batch_operands, normalised
@@ -18,8 +19,6 @@ from fuser.passes.writing import Writer
 
 aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default
-AGAIN = "again"  # marks calls that the backward computes again; `apart` gives each reader its own
-_MOST_READERS = 3
 
 
 def norms_again(module: fx.GraphModule) -> int:
@@ -129,16 +128,3 @@ def _is_activation(node: fx.Node) -> bool:
         return False
     given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return isinstance(value, torch.Tensor) and same(value.shape, given.shape) and value.dtype is given.dtype
-
-
-def norms_apart(module: fx.GraphModule) -> int:
-    """What a backward computes again is computed by each reader, whose kernel has read most of what it takes."""
-    changed = 0
-    for node in reversed(list(module.graph.nodes)):
-        if AGAIN not in node.meta or not 1 < len(node.users) <= _MOST_READERS:
-            continue
-        for reader in list(node.users)[1:]:
-            with module.graph.inserting_before(reader):
-                reader.replace_input_with(node, module.graph.node_copy(node))
-            changed += 1
-    return changed

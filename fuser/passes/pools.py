@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fuser import targets
-from fuser.lowering.pooling import MOST_PLACES, overlap
+from fuser.passes.calls import own_operator
 from fuser.passes.hints import is_contiguous
 from fuser.passes.writing import Writer
 
@@ -48,6 +48,8 @@ def _windows(pool: fx.Node) -> tuple[Any, ...] | None:
         return None
     target = targets.known(value.device.type) if hasattr(value, "fake_mode") else None
     kernel, stride, _, dilation = lists
+    from fuser.lowering.pooling import MOST_PLACES, overlap  # most processes have no pools
+
     shared = overlap(kernel, stride, dilation)
     if target is None or target.ordered or n > target.window_dims and shared > 1:
         return None
@@ -70,7 +72,7 @@ def _is_gradient(node: fx.Node, pool: fx.Node, indices: fx.Node) -> bool:
 def _rewrite(pool: fx.Node, items: dict[Any, fx.Node], windows: tuple[Any, ...]) -> None:
     write = Writer(pool)
     write.mode = pool.args[0].meta["val"].fake_mode  # type: ignore[union-attr]
-    found = write(torch.ops.fuser.max_pool_offsets.default, pool.args[0], *windows)
+    found = write(own_operator("max_pool_offsets"), pool.args[0], *windows)
     parts = [write(operator.getitem, found, i) for i in range(2)]
     if 0 in items:
         Writer(items[0]).instead(parts[0])
@@ -80,7 +82,7 @@ def _rewrite(pool: fx.Node, items: dict[Any, fx.Node], windows: tuple[Any, ...])
         size = [write.size(x, d) for d in range(value.dim())]
         last = not is_contiguous(value)
         write.instead(
-            write(torch.ops.fuser.max_pool_offsets_backward.default, node.args[0], parts[1], size, *windows, last)
+            write(own_operator("max_pool_offsets_backward"), node.args[0], parts[1], size, *windows, last)
         )
     for node in (items[1], pool):
         pool.graph.erase_node(node)

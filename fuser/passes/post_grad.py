@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from fuser.passes.accumulate import add_rows_in_place, add_rows_to_zeros
-from fuser.passes.attention_blocks import attention_by_blocks
-from fuser.passes.attention_providers import attention_by_parts
+from fuser.passes.again import norms_apart
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
-from fuser.passes.conv_bias import bias_behind_convolution
-from fuser.passes.cublas import fold_into_cublas
-from fuser.passes.flex_attention import serve_flex_attention
 from fuser.passes.folding import join_pieces
-from fuser.passes.freezing import pack_weights
-from fuser.passes.frozen_values import fold_frozen
-from fuser.passes.norms import norms_apart
-from fuser.passes.onednn import fold_epilogues, large_products, linear_to_onednn
-from fuser.passes.runner import Pass
+from fuser.passes.runner import Pass, later
 from fuser.passes.scatters import scatters_in_place
-from fuser.passes.wide_products import products_in_float32
-from fuser.passes.written_pieces import join_writes
+
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward"
+)
+_ON_CUDA = (
+    "aten._scaled_dot_product_cudnn_attention aten._scaled_dot_product_cudnn_attention_backward "
+    "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_efficient_attention_backward"
+)
+_EMBEDDING = "aten.embedding_dense_backward"
+_FLEX = "flex_attention flex_attention_backward"
+_LIBRARY = "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convolution_backward"
+_PARTS = "aten.select_scatter aten.slice_scatter"
 
 POST_GRAD: tuple[Pass, ...] = (
     Pass("remove_noops", remove_noops),
     Pass("split_to_slices", split_to_slices),
     Pass("join_pieces", join_pieces),
-    Pass("join_writes", join_writes),
+    Pass("join_writes", later("written_pieces", "join_writes"), calls=_PARTS),
     Pass("merge_equal", merge_equal),
-    Pass("fold_frozen", fold_frozen),
+    Pass("fold_frozen", later("frozen_values", "fold_frozen"), setting="freeze"),
     Pass("norms_apart", norms_apart),
-    Pass("serve_flex_attention", serve_flex_attention),
-    Pass("attention_by_blocks", attention_by_blocks),
-    Pass("attention_by_parts", attention_by_parts),
-    Pass("products_in_float32", products_in_float32),
-    Pass("large_products", large_products),
-    Pass("linear_to_onednn", linear_to_onednn),
-    Pass("fold_epilogues", fold_epilogues),
-    Pass("pack_weights", pack_weights),
-    Pass("fold_into_cublas", fold_into_cublas),
-    Pass("bias_behind_convolution", bias_behind_convolution),
-    Pass("add_rows_in_place", add_rows_in_place),
-    Pass("add_rows_to_zeros", add_rows_to_zeros),
+    Pass("serve_flex_attention", later("flex_attention", "serve_flex_attention"), calls=_FLEX),
+    Pass("attention_by_blocks", later("attention_blocks", "attention_by_blocks"), calls=_ON_CUDA),
+    Pass("attention_by_parts", later("attention_providers", "attention_by_parts"), calls=_ATTENTION),
+    Pass("products_in_float32", later("wide_products", "products_in_float32"), calls=_LIBRARY),
+    Pass("large_products", later("onednn", "large_products"), calls="aten.mm"),
+    Pass("linear_to_onednn", later("onednn", "linear_to_onednn"), calls="aten.mm aten.addmm"),
+    Pass("fold_epilogues", later("onednn", "fold_epilogues"), calls="mkldnn._linear_pointwise"),
+    Pass("pack_weights", later("freezing", "pack_weights"), setting="freeze"),
+    Pass("fold_into_cublas", later("cublas", "fold_into_cublas"), calls="aten.mm aten.addmm"),
+    Pass("bias_behind_convolution", later("conv_bias", "bias_behind_convolution"), calls="aten.convolution"),
+    Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
+    Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),
     Pass("drop_dead", drop_dead),
     Pass("scatters_in_place", scatters_in_place),
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from fuser.passes.attention import fuse_attention
-from fuser.passes.batch_norms import fold_batch_norms
 from fuser.passes.normalise import drop_identities, name_written
-from fuser.passes.runner import Pass
+from fuser.passes.runner import Pass, later
 from fuser.passes.written_layouts import keep_written_layouts
 
 PRE_GRAD: tuple[Pass, ...] = (
     Pass("keep_written_layouts", keep_written_layouts),
     Pass("name_written", name_written),
     Pass("drop_identities", drop_identities),
-    Pass("fuse_attention", fuse_attention),
-    Pass("fold_batch_norms", fold_batch_norms),
+    Pass("fuse_attention", later("attention", "fuse_attention"), calls="softmax scaled_dot_product_attention"),
+    Pass("fold_batch_norms", later("batch_norms", "fold_batch_norms"), calls="batch_norm"),
 )

@@ -31,7 +31,8 @@ from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.products import LEAST_WEIGHT
+from fuser.passes.calls import own_operator
+from fuser.targets import LEAST_WEIGHT
 
 aten: Any = torch.ops.aten
 LEAST_WORK = 1 << 23  # multiplications, below which calls of other libraries than ATen's own cost more than they gain
@@ -121,7 +122,7 @@ def pack_op() -> Any:
 
 def product_op() -> Any:
     """The operator of products that kernels of the package make."""
-    return torch.ops.fuser.product.default
+    return own_operator("product")
 
 
 def takes_dtype(dtype: torch.dtype) -> bool:

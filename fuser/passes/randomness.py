@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fuser import compiler, config
+from fuser.passes.calls import own_operator
 from fuser.passes.classify import Kind, classify
 from fuser.passes.hints import is_contiguous
 
@@ -37,11 +38,11 @@ class _Writer:
 
     def uniform(self, like: fx.Node) -> fx.Node:
         """float32 in [0, 1) in the sizes of `like`."""
-        return self.call(torch.ops.fuser.uniform_like.default, self.seed, 0, like)
+        return self.call(own_operator("uniform_like"), self.seed, 0, like)
 
     def normal(self, like: fx.Node) -> fx.Node:
         """Standard normal float32 in the sizes of `like`."""
-        return self.call(torch.ops.fuser.normal_like.default, self.seed, 0, like)
+        return self.call(own_operator("normal_like"), self.seed, 0, like)
 
     def full(self, size: Any, value: float, dtype: torch.dtype = torch.float32) -> fx.Node:
         """One number everywhere; where only the sizes are asked for a kernel never makes it."""

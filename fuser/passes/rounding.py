@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from fuser.canonical.graph import ROUNDED
-from fuser.lowering.decisive import deciding, reads_elements
 from fuser.passes.classify import Kind, op_name, tensors_of
 
 
@@ -22,6 +21,8 @@ def round_both(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
     Nodes have the names that they had in the joint graph, of which the two are parts.
     """
+    if not any(map(_may_stay_unrounded, (*forward.graph.nodes, *backward.graph.nodes))):
+        return
     behind = _behind(_decided(backward.graph.nodes), ()) | _normed(forward.graph)
     names = {n.name for n in behind}
     for part in (forward, backward):
@@ -52,6 +53,8 @@ _WITH_STATISTICS = frozenset(
 
 def round_decided(graph: fx.Graph, kinds: dict[fx.Node, Kind]) -> None:
     """Mark what decisions and marked nodes of a graph depend on, back to what is in memory: inputs, results of ATen."""
+    if not any(map(_may_stay_unrounded, graph.nodes)):
+        return
     stored = {n for n, kind in kinds.items() if kind is Kind.EXTERN}
     marked = [n for n in graph.nodes if ROUNDED in n.meta]
     behind = _behind([*marked, *_decided(n for n in graph.nodes if n not in stored)], stored)
@@ -82,6 +85,8 @@ def _is_shared_summand(node: fx.Node) -> bool:
 
 def _decided(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes by whose values some call decides."""
+    from fuser.lowering.decisive import deciding, reads_elements  # it imports all lowerings, for few graphs
+
     found: list[fx.Node] = []
     for node in nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -108,6 +113,8 @@ def _is_whole(node: fx.Node) -> bool:
 
 def _behind(roots: Iterable[fx.Node], stored: Collection[fx.Node]) -> set[fx.Node]:
     """`roots` and all that their values depend on; not what is behind those that are `stored`."""
+    from fuser.lowering.decisive import reads_elements
+
     found: set[fx.Node] = set()
     pending = list(roots)
     while pending:
@@ -120,11 +127,15 @@ def _behind(roots: Iterable[fx.Node], stored: Collection[fx.Node]) -> set[fx.Nod
 
 
 def _mark(nodes: Iterable[fx.Node]) -> None:
-    """Mark nodes whose results kernels may keep unrounded: low precision, and on a GPU products that are added to."""
     for node in nodes:
-        tensors = tensors_of(node.meta.get("val"))
-        if any(t.is_floating_point() and (t.dtype.itemsize < 4 or t.device.type == "cuda") for t in tensors):
+        if _may_stay_unrounded(node):
             node.meta[ROUNDED] = True
+
+
+def _may_stay_unrounded(node: fx.Node) -> bool:
+    """Whether kernels may keep results unrounded: low precision, and on a GPU products that are added to."""
+    tensors = tensors_of(node.meta.get("val"))
+    return any(t.is_floating_point() and (t.dtype.itemsize < 4 or t.device.type == "cuda") for t in tensors)
 
 
 __all__ = ["round_both", "round_decided"]

@@ -9,6 +9,7 @@ import difflib
 import functools
 import logging
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,8 @@ from fuser import config, notices
 from fuser.errors import ConfigError, PassError
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import checking, sources
+from fuser.passes.calls import called
+from fuser.startup import import_at_rest
 
 _log = logging.getLogger(__name__)
 
@@ -29,17 +32,49 @@ class Pass:
 
     One that a user registered may also return a bool, None (changed, perhaps), another graph module or a PassResult.
     `line` says what it does. `built_in` passes are trusted where `config.check_passes` is off, users' never.
+    `calls`: the names (see `calls.called`) of which a graph has to call one for the pass to change anything, without
+    spaces between; a last `*` stands for any ending. `setting`: one of `fuser.config` that has to be on for that. No
+    others are run, but to check this where `config.check_passes` is on.
     """
 
     name: str
     function: Callable[[fx.GraphModule], Any]
     line: str = ""
     built_in: bool = True
+    calls: str = ""
+    setting: str = ""
 
     @property
     def doc(self) -> str:
         """What it does, in one line: as given, else the first line of the function's docstring."""
-        return self.line or (self.function.__doc__ or "").strip().split("\n")[0]
+        function = self.function.loaded if isinstance(self.function, later) else self.function
+        return self.line or (function.__doc__ or "").strip().split("\n")[0]
+
+    def may_change(self, present: frozenset[str]) -> bool:
+        """Whether the pass may change a graph that calls what is `present`, under the settings in force."""
+        if self.setting and not getattr(config, self.setting):
+            return False
+        return not self.calls or any(
+            name in present or name.endswith("*") and any(p.startswith(name[:-1]) for p in present)
+            for name in self.calls.split()
+        )
+
+
+class later:
+    """The function `name` of a module in this folder, which is imported when a graph first needs the pass."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = f"{__package__}.{module}", name
+
+    @property
+    def loaded(self) -> Callable[[fx.GraphModule], Any]:
+        """The function itself."""
+        import_at_rest(self.module)
+        function: Callable[[fx.GraphModule], Any] = getattr(sys.modules[self.module], self.name)
+        return function
+
+    def __call__(self, module: fx.GraphModule) -> Any:
+        return self.loaded(module)
 
 
 @dataclass(frozen=True)
@@ -91,8 +126,30 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Numbered], disabled: fro
     A pass that asks for a size that depends on data is skipped: nobody can tell which graph it would have made.
     """
     unknown = _has_unknown_sizes(module)
+    records: list[PassRecord] = []
+    present = called(module.graph)
     with sources.kept(module):
-        return tuple(_run(module, p, unknown) for p in passes if is_enabled(p, disabled))
+        for p in passes:
+            if not is_enabled(p, disabled):
+                continue
+            if not p.item.may_change(present):
+                records.append(_left_out(module, p, unknown))
+                continue
+            records.append(_run(module, p, unknown))
+            if records[-1].changed or not p.item.built_in:
+                present = called(module.graph)
+    return tuple(records)
+
+
+def _left_out(module: fx.GraphModule, p: Numbered, unknown: bool) -> PassRecord:
+    """The record of a pass that finds nothing in a graph. PassError if it does, where that is checked."""
+    if not config.check_passes:
+        return PassRecord(p.item.name, 0, 0.0, p.stage)
+    record = _run(module, p, unknown)
+    if record.changed:
+        wanted = p.item.calls or f"config.{p.item.setting}"
+        raise PassError(f"pass {p.item.name!r} changed a graph without what it is said to need: {wanted}")
+    return record
 
 
 def _has_unknown_sizes(module: fx.GraphModule) -> bool:

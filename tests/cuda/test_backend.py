@@ -13,7 +13,7 @@ import fuser
 from fuser import compiler, config, interface
 from fuser.cuda import driver, fused_kernel, toolchain
 from fuser.errors import CompileError, Unsupported
-from fuser.lowering import supports
+from fuser.lowering.registry import supports
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import pathlib
+import sys
 import warnings
 
 import pytest
@@ -16,6 +18,8 @@ from fuser import config, debug
 from fuser.errors import ConfigError
 from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
 from fuser.passes import registry
+from fuser.passes.runner import Pass
+from tests import forked
 
 aten = torch.ops.aten
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
@@ -289,3 +293,63 @@ def test_page_is_current():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (root / "docs" / "passes.md").read_text() == module.text(), "run python tools/passes_doc.py"
+
+
+def listed(monkeypatch, **needs):
+    """Have `swap` run as a pass of the package that says what it needs; how often it was called."""
+    called = []
+    item = Pass("swap", lambda module: (called.append(module), swap(module))[1], **needs)
+    monkeypatch.setitem(registry._passes, "joint_graph", (item, *registry._passes["joint_graph"]))
+    return called
+
+
+@pytest.mark.parametrize("needs", [{"calls": "aten.sin aten.cos*"}, {"setting": "freeze"}])
+def test_a_pass_whose_calls_a_graph_lacks_is_not_run(needs, monkeypatch):
+    called = listed(monkeypatch, **needs)
+    torch.testing.assert_close(run(check_passes=False), f(X, Y))
+    assert not called and changed("swap") == 0
+
+
+@pytest.mark.parametrize("needs", [{"calls": "aten.sin aten.relu"}, {"calls": "aten.rel*"}, {}])
+def test_a_pass_whose_calls_a_graph_has_is_run(needs, monkeypatch):
+    listed(monkeypatch, **needs)
+    torch.testing.assert_close(run(check_passes=False), 2 * torch.sigmoid(X * Y))
+    assert changed("swap") == 2
+
+
+def test_a_pass_that_changes_a_graph_without_what_it_says_is_found(monkeypatch):
+    listed(monkeypatch, calls="aten.sin")
+    with pytest.raises(Exception, match="pass 'swap' changed a graph without what it is said to need: aten.sin"):
+        run(check_passes=True)
+
+
+def test_what_an_earlier_pass_wrote_counts(monkeypatch):
+    listed(monkeypatch, calls="aten.sigmoid")
+    fuser.passes.register("joint_graph", "before", swap, before="swap")
+    later: list[fx.GraphModule] = []
+    item = Pass("behind", lambda module: len(later.append(module) or ()), calls="aten.sigmoid")
+    monkeypatch.setitem(registry._passes, "post_grad", (item, *registry._passes["post_grad"]))
+    run(check_passes=False)
+    assert changed("before") == 2 and len(later) == 1
+
+
+LAZY = """
+import sys, torch, fuser
+with torch.no_grad():
+    torch.compile(lambda x, y: torch.relu(x * y) - y, backend=fuser.backend)(torch.ones(4), torch.ones(4))
+print([m for m in sys.modules if m.startswith(tuple(f"fuser.passes.{name}" for name in (
+    "attention", "batch_norms", "conv", "cublas", "flex_attention", "foreach", "freezing", "losses", "matmuls", "norm",
+    "onednn", "pools", "providers", "wide_products", "written_pieces",
+))) and m != "fuser.passes.normalise"])
+"""
+
+
+def test_passes_are_imported_where_a_graph_needs_them():
+    env = {**os.environ, "FUSER_CHECK_PASSES": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = forked.run(["-c", LAZY], env)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+
+
+def test_every_pass_can_be_loaded_and_says_what_it_does():
+    for p in registry.numbered():
+        assert p.item.doc and callable(getattr(p.item.function, "loaded", p.item.function))

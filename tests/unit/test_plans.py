@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
-from fuser import compiler, config, interface, kernel_cache, notices, pipeline, plans
+from fuser import compiler, config, interface, kernel_cache, notices, pipeline, plans, refusals
 from fuser.cpu import toolchain
+from fuser.lowering import registry
+from fuser.passes.classify import op_name
+from fuser.passes.decompositions import decomposition_table
 from fuser.runtime import files
 from tests import forked
 from tests.unit.test_cache_files import DAMAGE, TRUST, TRUST_CASES
@@ -114,6 +117,84 @@ def test_a_warm_process_imports_no_compiler_and_asks_none(tmp_path):
     assert "fuser.lowering" in said[0] and said[1] == "1 [] 1\n"
 
 
+_COMPILED = """
+import sys, torch, fuser, torch.nn.functional as F
+def f(x, y):
+    return torch.relu(F.layer_norm(x * y + 1, (3,))) - y, (x + 1).sort(0)[0] @ x.t()
+x, y = torch.arange(12.0).reshape(4, 3), torch.ones(3)
+with torch.no_grad():
+    torch.testing.assert_close(torch.compile(f, backend=fuser.backend)(x, y), f(x, y))
+heavy = ("lowering.registry", "ops", "scheduler", "codegen", "pipeline", "cpu.codegen")
+print([m for m in sys.modules if m.startswith(tuple(f"fuser.{name}" for name in heavy))], fuser.num_compiled_kernels())
+"""
+
+
+def test_a_warm_process_imports_no_lowerings_for_torch_compile(tmp_path):
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    said = []
+    for _ in range(2):
+        done = forked.run(["-c", _COMPILED], env=env, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert "fuser.lowering" in said[0] and said[1].startswith("[]") and int(said[1].split()[1]) >= 1
+
+
+_OWN_OPERATORS = """
+import torch, fuser, torch.nn.functional as F
+torch.manual_seed(0)
+def dropped(x, w):
+    return F.dropout(torch.relu(x), 0.5).sum() + w.sum()
+def pooled(x, w):
+    return (F.max_pool2d(torch.relu(x)[None], 2) * 2).sum() + w.sum()
+def drawn(x, w):
+    return (torch.rand_like(x) + torch.randn_like(x)).mul(x).sum() + w.sum()
+def product(x, w):
+    return torch.relu(x[0] @ w).sum() + x.sum()
+for f in (dropped, pooled, drawn, product):
+    for needs in (True, False):
+        torch._dynamo.reset()
+        x, w = torch.rand(3, 8, 512, requires_grad=needs), torch.randn(512, 512, requires_grad=needs)
+        result = torch.compile(f, backend=fuser.backend)(x, w)
+        if f in (pooled, product):
+            torch.testing.assert_close(result, f(x, w), rtol=1e-4, atol=1e-3)
+        if needs:
+            result.backward()
+print(fuser.num_compiled_kernels())
+"""
+
+
+def test_a_warm_process_has_the_operators_of_the_package(tmp_path):
+    """What the tables of scalar ops register, which a warm process does not import for anything else."""
+    env = os.environ | {"FUSER_CACHE_DIR": str(tmp_path), "FUSER_CHECK_IR": "0", "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        done = forked.run(["-c", _OWN_OPERATORS], env=env, timeout=200)
+        assert done.returncode == 0 and int(done.stdout) >= 4, done.stderr
+
+
+def test_what_is_kept_of_operators_says_what_the_lowerings_say(cache, monkeypatch):
+    names = {*registry.LOWERINGS, *registry.REFUSED, *map(op_name, decomposition_table()), "aten.sort", "prims.mul"}
+    names = {n for n in names if n.count(".") == 1}
+    lowered = compiler.lowered_of(names)
+    want = {n: (n in lowered, *(compiler.why_not_on(n, d) for d in ("cpu", "cuda", "meta"))) for n in names}
+    assert any(on_cpu and not on_cuda for _, on_cpu, on_cuda, _ in want.values()), "an operator for points in no order"
+    plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators())
+    plans._operators.cache_clear()
+    asked, supports = [], registry.supports
+    monkeypatch.setattr(registry, "supports", lambda name, *device: (asked.append(name), supports(name, *device))[1])
+    for recalled in (None, lambda question: want[question.split()[2]][1]):
+        with monkeypatch.context() as m:
+            asked.clear()
+            if recalled is not None:
+                m.setattr(refusals, "recall", recalled)
+            m.delitem(sys.modules, "fuser.lowering.registry")
+            assert compiler.lowered_of(names) == lowered and not asked
+            for n, (_, on_cpu, _, _) in want.items():
+                if on_cpu is None:
+                    assert compiler.why_not_on(n, "cpu") is None and not asked, n
+                if recalled is not None:
+                    assert compiler.why_not_on(n, "cpu") == on_cpu and not asked, n
+
+
 def test_what_no_kernel_can_be_made_of_has_its_reason_in_a_warm_process(fresh, monkeypatch):
     names = pipeline.lowered_operators()
     assert {"aten.add", "aten.softmax", "getitem"} <= set(names) and "aten.sort" not in names
@@ -181,7 +262,8 @@ def test_a_package_without_sources_keeps_no_plans(fresh, cache, tmp_path, monkey
         fresh.run(scaled, (X, Y))
         assert len(fresh.made) == 1
     plans.keep_operators(["aten.add"])
-    assert plans._operators.__wrapped__(str(cache), "") == frozenset() and not list(cache.glob("plans/*"))
+    assert plans._operators.__wrapped__(str(cache), "") == (frozenset(), frozenset())
+    assert not list(cache.glob("plans/*"))
 
 
 def test_another_compiler_or_setting_finds_nothing(fresh, monkeypatch, tmp_path):

@@ -43,3 +43,19 @@ def test_the_collector_is_left_as_it_was(before: str) -> None:
     first, second = out.stdout.splitlines() or [out.stderr[-2000:], ""]
     same, result = first.split(" ", 1)
     assert same == "True" and result == "[0.0, 6.0]" and second == "None"
+
+
+TRAINING = """
+import sys, torch, fuser
+f = torch.compile(lambda x, y: torch.relu(x * y + 1) * torch.relu(x * y + 1), backend=fuser.backend)
+x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+f(x, y).sum().backward()
+print(x.grad.tolist(), sorted({"pattern_matcher", "lowering", "scheduler", "select_algorithm"}
+      & {name.removeprefix("torch._inductor.") for name in sys.modules}))
+"""
+
+
+def test_a_training_step_imports_nothing_of_torchs_own_compiler() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    out = subprocess.run([sys.executable, "-c", TRAINING], env=env, capture_output=True, text=True, timeout=300)
+    assert out.stdout.strip() == "[4.0, 4.0, 4.0] []", out.stderr[-2000:]
