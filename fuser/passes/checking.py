@@ -103,7 +103,12 @@ def _outputs(module: fx.GraphModule, key: str) -> list[Any]:
 
 
 def _is_computable(node: fx.Node, key: str) -> bool:
-    """Whether running the node again on fake values says what it gives, and does nothing else."""
+    """Whether running the node again on fake values says what it gives, and does nothing else.
+
+    A node whose result has a size that depends on data would make a new symbol for it.
+    """
+    if node.meta.get("unbacked_bindings"):
+        return False
     if key == "val" and not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
         return False
     if node.op not in ("call_function", "call_method") or writes(node):
@@ -130,9 +135,13 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _number(size: Any) -> str:
-    """A size or stride, a symbol by the number seen while tracing: equal sizes may be spelled differently."""
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return str(size if hint is None else hint)
+    """A size or stride, a symbol by the number seen while tracing: equal sizes may be spelled differently.
+
+    Nothing is known of a size that depends on data, so any two are taken as equal.
+    """
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return "?" if node is not None and hint is None else str(size if hint is None else hint)
 
 
 def _shape(value: Any) -> Any:

@@ -29,12 +29,14 @@ def reaches_output(graph: fx.Graph) -> set[fx.Node]:
 
 
 def same_static_shape(a: Any, b: Any) -> bool:
-    """Equal sizes and strides, without adding a guard on a symbol."""
+    """Equal dtype, device, sizes, strides, conjugate and negative bits, without adding a guard on a symbol."""
 
     def plain(t: torch.Tensor) -> tuple[Any, ...]:
         return tuple(s if isinstance(s, int) else str(s) for s in (*t.shape, *t.stride()))
 
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
         return False
     return a.dtype == b.dtype and a.device == b.device and len(a.shape) == len(b.shape) and plain(a) == plain(b)
 

@@ -353,3 +353,28 @@ def test_passes_are_imported_where_a_graph_needs_them():
 def test_every_pass_can_be_loaded_and_says_what_it_does():
     for p in registry.numbered():
         assert p.item.doc and callable(getattr(p.item.function, "loaded", p.item.function))
+
+
+SIZED_BY_DATA = {
+    "index": lambda x: (x > 0).nonzero().float().sum() + x[x > 0].sum(),
+    "masked_select": lambda x: x.masked_select(x > 0).sum() + x.masked_select(x > 0).exp().sum(),
+    "nonzero": lambda x: (x + 1 > 0).nonzero() + (x + 1 > 0).nonzero(),
+    "unique": lambda x: x.to(torch.int64).to(torch.int64).unique(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.flatten().long().abs().reshape(-1).reshape(-1)[:6], 0) * 2,
+    "bincount": lambda x: torch.bincount(x.long().abs().reshape(-1).reshape(-1)) + (x.t().t() > 0).sum(),
+    "item": lambda x: torch.zeros(x.reshape(-1).reshape(-1).abs().sum().long().item()) + (x > 0).sum() + (x > 0).sum(),
+    "slice": lambda x: x.flatten()[: (x > 0).sum().item()] + (x > 0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SIZED_BY_DATA)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_checked_graphs_may_have_sizes_that_depend_on_data(name, requires_grad):
+    """A pass that changes what such a node reads does not change its size."""
+    g = SIZED_BY_DATA[name]
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    x = torch.linspace(-3, 4, 24).reshape(6, 4).requires_grad_(requires_grad)
+    with torch._dynamo.config.patch(settings), config.override(check_passes=True):
+        result = torch.compile(g, backend=fuser_backend)(x)
+    torch.testing.assert_close(result, g(x))
+    assert last_compilation().passes
