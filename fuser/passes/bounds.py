@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser.lazy_dataclasses import dataclass
 
@@ -53,9 +54,10 @@ class Interval:
         return Interval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
 
-_ALL = Interval.of(-math.inf, math.inf)
-_EITHER = Interval.of(0, 1)
-ZERO = Interval.of(0, 0)
+with _disable_current_modes():  # passes are imported while fake tensors are traced
+    _ALL = Interval.of(-math.inf, math.inf)
+    _EITHER = Interval.of(0, 1)
+    ZERO = Interval.of(0, 0)
 Index = tuple[Interval, ...]
 Rule = Callable[["Bounds", fx.Node, Index], "Interval | None"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -238,6 +240,20 @@ def test_by_parts_beside_float64(dtype, sizes, monkeypatch):
 
 def test_a_share_is_that_of_scores():
     assert Reach(((0, 10), (0, 0)), 100, 10).share == pytest.approx(0.64)
+
+
+def test_the_first_graph_of_a_process():
+    """Passes are imported when a graph first needs them, while its tensors are fake."""
+    text = (
+        "import torch, torch.nn.functional as F\n"
+        "def f(q):\n"
+        "    d = torch.arange(300)[:, None] - torch.arange(300)\n"
+        "    return F.scaled_dot_product_attention(q, q, q, attn_mask=(d >= 0) & (d < 9))\n"
+        "q = torch.randn(1, 1, 300, 16)\n"
+        "torch.testing.assert_close(torch.compile(f, backend='fuser')(q), f(q))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_it_can_be_switched_off(noted):
