@@ -248,7 +248,8 @@ def test_the_first_graph_of_a_process():
         "import torch, torch.nn.functional as F\n"
         "def f(q):\n"
         "    d = torch.arange(300)[:, None] - torch.arange(300)\n"
-        "    return F.scaled_dot_product_attention(q, q, q, attn_mask=(d >= 0) & (d < 9))\n"
+        "    bias = (torch.arange(1.0, 2.0)[:, None, None] * d).masked_fill((d < 0) | (d > 9), -float('inf'))\n"
+        "    return F.scaled_dot_product_attention(q, q, q, attn_mask=bias[None])\n"
         "q = torch.randn(1, 1, 300, 16)\n"
         "torch.testing.assert_close(torch.compile(f, backend='fuser')(q), f(q))\n"
     )
