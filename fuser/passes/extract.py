@@ -5,15 +5,17 @@ Placeholders are created in the order in which members first read them, so equal
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fuser import targets
 from fuser.canonical.graph import ROUNDED
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
-from fuser.passes.classify import Kind, op_name
+from fuser.passes.classify import Kind, op_name, tensors_of
 from fuser.passes.grouping import Grouping
 
 # Views with constants that differ from one call site to the next: taken into a group, they would make equal groups
@@ -112,7 +114,24 @@ def _external_inputs(grouping: Grouping, group: int) -> tuple[fx.Node, ...]:
 
     for member in grouping.groups[group].nodes:
         visit(member)
-    return tuple(found)
+    anchor = _anchor(grouping.groups[group].nodes, found)
+    return tuple(found) if anchor is None else (*found, anchor)
+
+
+def _anchor(members: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node | None:
+    """An input of the graph that tells a group which reads no tensor on which device it runs: the one of fewest dims.
+
+    None where the group reads one, on the host, and where the graph has no tensor on the device.
+    """
+    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in inputs):
+        return None
+    devices = {t.device for n in members for t in tensors_of(n.meta.get("val"))}
+    if len(devices) != 1 or next(iter(devices)).type == targets.HOST:
+        return None
+    given = members[0].graph.find_nodes(op="placeholder")
+    values = [(n, n.meta.get("val")) for n in given]
+    there = [(n, v) for n, v in values if isinstance(v, torch.Tensor) and v.device in devices]
+    return min(there, key=lambda pair: pair[1].dim())[0] if there else None
 
 
 # Views that give a new tensor's elements, in order, other sizes.

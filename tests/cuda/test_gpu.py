@@ -294,3 +294,16 @@ def test_some_of_the_random_programs_and_of_the_operators(name: str) -> None:
     )  # fmt: skip
     if done.returncode:
         pytest.fail(f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}", pytrace=False)
+
+
+def test_tensors_made_of_nothing_are_kernels() -> None:
+    """A mask, which reads no tensor, is one kernel beside the operators that read it."""
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[0], device="cuda")
+        return torch.where(places[:, None] >= places, 0.0, -1.0) @ x
+
+    x = torch.randn(64, 64, device="cuda")
+    before = fuser.num_compiled_kernels()
+    torch.testing.assert_close(torch.compile(masked, backend="fuser")(x), masked(x))
+    assert fuser.num_compiled_kernels() == before + 1

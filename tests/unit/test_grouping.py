@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuser import interface
@@ -292,3 +293,27 @@ def test_what_as_strided_reads_lies_where_eager_puts_it(make):
         got, want = fuser_backend(graph, [make()])(given), program(wanted)
     for a, b in zip((*got, given), (*want, wanted), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_group_that_reads_no_tensor_is_told_its_device():
+    """On the host there is one device; on others an input of the graph says which."""
+
+    def masked(x, w):
+        places = torch.arange(8)
+        return torch.where(places[:, None] >= places, 0.0, -1.0).mm(w) + x.mm(w).sum()
+
+    def devices(kind: str):
+        module = trace(masked, X[None].expand(2, -1, -1)[0], W)
+        with FakeTensorMode():
+            for node in module.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, torch.Tensor):
+                    node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=kind)
+                if "device" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "device": torch.device(kind)}
+        plan = extract(module.graph, group_nodes(module.graph))
+        (group,) = (g for g in plan.groups if "aten.where" in g.ops)
+        return [n.name for n in group.inputs]
+
+    assert devices("cpu") == []
+    assert devices("cuda") == ["x_1"]
