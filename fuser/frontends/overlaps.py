@@ -133,7 +133,10 @@ def overlap(tensors: Sequence[Any], spans: Sequence[Span], written: frozenset[in
 
 
 def _is_strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+    """Whether a value has memory of its own: no sparse tensor, and none inside a transform of `torch.func`."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _are_apart(addresses: list[int], lengths: list[int]) -> bool:

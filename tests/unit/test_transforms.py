@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from fuser.frontends.dynamo import compilations, fuser_backend
+from tests.versions import IS_OLD
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -63,8 +64,13 @@ def compiled(f, **kwargs):
     return torch.compile(f, backend=fuser_backend, **kwargs)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", PROGRAMS)
+# With torch before 2.12 `aot_eager` is wrong there, too.
+WRONG_BEFORE = {("one_hot", "vjp"), ("one_hot", "jacrev")} if IS_OLD else set()
+INSIDE = [(n, t) for n in PROGRAMS for t in TRANSFORMS if (n, t) not in WRONG_BEFORE]
+old_levels = pytest.mark.skipif(IS_OLD, reason="torch drops the error, with aot_eager too")
+
+
+@pytest.mark.parametrize("name, transform", INSIDE)
 def test_inside(name, transform):
     f, shape = PROGRAMS[name]
     x, t = torch.randn(shape), torch.randn(shape)
@@ -107,6 +113,7 @@ def level():
         return torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
+@old_levels
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "dual"])
 def test_levels_are_left_after_an_error(transform):
     whole = TRANSFORMS[transform](lambda x: torch.linalg.cholesky(x * 1) * 2)
@@ -125,7 +132,8 @@ def test_levels_are_left_where_no_graph_can_be_made(transform, monkeypatch):
     monkeypatch.setattr("fuser.passes.dispatched._one_hot", refuse)
     x = torch.randn(3, 4)
     torch.testing.assert_close(compiled(whole)(x, x), whole(x, x))
-    assert [c.route for c in compilations()] == ["eager"] and level() == 0
+    assert [c.route for c in compilations()] == ([] if IS_OLD and transform == "grad" else ["eager"])
+    assert level() == 0
 
 
 class Cube(torch.autograd.Function):
