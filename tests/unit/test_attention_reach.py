@@ -98,6 +98,7 @@ def operands(dtype, heads=2, n=N):
 def noted(monkeypatch):
     """The shares of scores that were found, with contests that are won by parts."""
     found = []
+    monkeypatch.setattr(providers, "is_faster_written", lambda a: False)
     monkeypatch.setattr(providers, "choose", lambda a: found.append(a) or (ATEN if a.reach is None else PARTS))
     return found
 
@@ -148,6 +149,7 @@ def reach_in(function, n=N):
     found = []
     whole = attention_reach.reach_of
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "is_faster_written", lambda a: False)
         patch.setattr(attention_reach, "reach_of", lambda *args: found.append(whole(*args)) or found[-1])
         torch.compile(function, backend="fuser")(*operands(torch.float32, n=n))
     return found[0]
