@@ -78,7 +78,7 @@ def reach_of(
     shape = bounds.sizes(mask)
     batch = [Interval.of(0, n - 1 if isinstance(n, int) else math.inf) for n in shape[:-2]]
     index = [ZERO if n == 1 else i for n, i in zip(shape, (*batch, q, k))]
-    found = bounds.of(source, tuple(index))
+    found = bounds.operand(mask, source, tuple(index))
     high = found.high.expand(q.low.shape[0], k.low.shape[0])
     left = high > HUGE
     if bool(left.all()):
