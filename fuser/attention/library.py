@@ -233,12 +233,10 @@ def _around(mask: torch.Tensor | None, part: Part, sizes: _Sizes) -> tuple[slice
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         picked = mask[tuple(s if n > 1 else slice(None) for s, n in zip((b, sizes.of_queries(h), r), mask.shape))]
-        if mask.shape[3] == 1:
-            found.append(picked)
-        else:
-            if sizes.reach is not None and not sizes.reach.is_enough(picked[..., seen]):
-                seen = slice(0, sizes.keys)
-            found.append(picked[..., seen])
+        single = mask.shape[3] == 1
+        if sizes.reach is not None and not sizes.reach.is_enough(picked if single else picked[..., seen]):
+            seen = slice(0, sizes.keys)
+        found.append(picked if single else picked[..., seen])
     if sizes.causal:
         places = _places(max(sizes.rows, sizes.keys))
         found += [places[r].view(1, 1, -1, 1), places[seen].view(1, 1, 1, -1)]
@@ -306,6 +304,9 @@ def _backward(causal: bool, masked: bool, scale: float, paired: bool, dtype: tor
 
     weights = call(aten.exp.default, call(aten.sub.Tensor, value, logs))
     middle = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weights, wide), [-1], True)
+    if masked:  # weights of a query that finite numbers mask are 1 for each key, as ATen's are: the logarithm is lost
+        total = call(aten.sum.dim_IntList, weights, [-1], True)
+        middle = call(aten.div.Tensor, middle, call(aten.clamp_min.default, total, 1.0))
     slopes = call(aten.mul.Tensor, weights, call(aten.sub.Tensor, wide, middle))
     slopes = call(aten.mul.Tensor, slopes, scale)
     graph.output(tuple(call(aten._to_copy.default, t, dtype=dtype) for t in (weights, slopes)))

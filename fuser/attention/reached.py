@@ -62,7 +62,8 @@ class Reached:
                 return *self._gradients(grad, q, k, v, bias, out, logs[..., : q.shape[2]]), None
         q, k, v, bias, logs_read = args[:5]
         out, sums = self._kernels(logs_read).forward(q, k, v, self._blocks(q, k), self._mask(bias))
-        logs = None if sums is None else sums * _LN2
+        # Those of a query without a key are infinite, so that its weights are 0 in ATen's gradient, too.
+        logs = None if sums is None else (sums * _LN2).masked_fill_(sums == -math.inf, math.inf)
         number = _zero(q.device)
         if self.target is CUDNN:
             logs = None if logs is None else logs.unsqueeze(-1)

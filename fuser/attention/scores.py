@@ -245,7 +245,7 @@ def write_scores(
     inliner = _Inliner(graph, score)
     scaled = inliner.call(aten.mul.Tensor, score, mods.scale)
     mod = _single(inliner.inline(mods.mod, (scaled, *index, *of_mod)))
-    if scaled not in _behind(mod):
+    if scaled not in behind(mod):
         raise Unsupported("the modified score does not depend on the score")
     mod = inliner.call(aten._to_copy.default, mod, dtype=working)
     masks, masked = mods.masks, mod
@@ -256,7 +256,7 @@ def write_scores(
         return Scores(graph, tuple(index), mod, masked)
     outputs = inliner.inline(mods.joint, (scaled, *index, gradient, *of_mod))
     through = _single(outputs)
-    if gradient not in _behind(through):
+    if gradient not in behind(through):
         raise Unsupported("the gradient of the score does not depend on that of the modified score")
     through = inliner.call(aten.mul.Tensor, inliner.call(aten._to_copy.default, through, dtype=working), mods.scale)
     kept = inliner.call(aten.where.ScalarOther, mask, through, 0.0) if masks else through
@@ -287,7 +287,7 @@ def _single(output: Any) -> fx.Node:
     return found
 
 
-def _behind(node: fx.Node) -> set[fx.Node]:
+def behind(node: fx.Node) -> set[fx.Node]:
     """All nodes that `node` depends on, and itself."""
     seen: set[fx.Node] = set()
     pending = [node]

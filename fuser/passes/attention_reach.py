@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser.attention.reach import BLOCK, HUGE, RANGES, Reach, Reaching
+from fuser.attention.scores import behind
 from fuser.passes.bounds import MOST_NODES, ZERO, Bounds, Interval
 from fuser.passes.hints import are_numbers, size_hint
 
@@ -78,7 +79,7 @@ def reach_of(
     shape = bounds.sizes(mask)
     batch = [Interval.of(0, n - 1 if isinstance(n, int) else math.inf) for n in shape[:-2]]
     index = [ZERO if n == 1 else i for n, i in zip(shape, (*batch, q, k))]
-    found = bounds.of(source, tuple(index))
+    found = bounds.operand(mask, source, tuple(index))
     high = found.high.expand(q.low.shape[0], k.low.shape[0])
     left = high > HUGE
     if bool(left.all()):
@@ -124,19 +125,13 @@ def _open(mask: fx.Node, rows: Any, keys: Any) -> _Open | None:
     """What is known of a mask for sizes of which one is a symbol; None for sizes that are made of others."""
     if not all(are_numbers(n) or n.node.expr.is_Symbol for n in (rows, keys)):
         return None
-    behind: set[fx.Node] = set()
-    waiting = [mask]
-    while waiting:
-        node = waiting.pop()
-        if node not in behind:
-            behind.add(node)
-            waiting += node.all_input_nodes
-    if len(behind) > MOST_NODES:
+    kept = behind(mask)
+    if len(kept) > MOST_NODES:
         return None
     graph = fx.Graph()  # one of its own, which no pass changes
     env: dict[fx.Node, fx.Node] = {}
     for node in mask.graph.nodes:
-        if node in behind:
+        if node in kept:
             env[node] = graph.node_copy(node, env.__getitem__)
     return _Open(env[mask], rows, keys)
 

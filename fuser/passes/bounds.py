@@ -19,7 +19,7 @@ from fuser.lazy_dataclasses import dataclass
 aten: Any = torch.ops.aten
 MOST_NODES = 256
 _DEEPEST = 48
-_EXACT = 2.0**53  # integers that float64 holds
+_EXACT = 2.0**53 - 1  # up to it float64 tells all integers apart
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,17 @@ class Bounds:
 
 
 def _in_dtype(found: Interval, dtype: torch.dtype) -> Interval:
-    """Bounds of elements that may be rounded to a dtype; every number of it where they may be NaN or wrap around."""
+    """Bounds of elements converted to a dtype or not yet; every number of it where they may be NaN or wrap around."""
     low, high = found.low, found.high
     if dtype.is_floating_point:
         if dtype is not torch.float64:
             low, high = torch.minimum(low, low.to(dtype).double()), torch.maximum(high, high.to(dtype).double())
         bad = low.isnan() | high.isnan()
     elif dtype is torch.bool:
-        return found
+        return found.truth()
     else:
         info = torch.iinfo(dtype)
+        low, high = low.trunc(), high.trunc()
         bad = ~((low >= max(info.min, -_EXACT)) & (high <= min(info.max, _EXACT)))
     return Interval(low.masked_fill(bad, -math.inf), high.masked_fill(bad, math.inf))
 
@@ -223,9 +224,12 @@ def _mul(node: fx.Node, a: Interval, b: Interval) -> Interval:
 
 
 def _div(node: fx.Node, a: Interval, b: Interval) -> Interval | None:
+    dtype = node.meta["val"].dtype
+    if dtype.is_floating_point:
+        a, b = (_in_dtype(i, dtype) for i in (a, b))  # integers are converted first
     low, high = _corners(a, b, torch.div)
     rounding = node.kwargs.get("rounding_mode", "floor" if node.target in _pairs("floor_divide") else None)
-    if rounding is not None and node.meta["val"].dtype.is_floating_point:
+    if rounding is not None and dtype.is_floating_point:
         return None  # which side of a whole number a quotient falls on depends on its rounding
     match rounding:
         case "floor":
@@ -258,15 +262,14 @@ def _abs(_: fx.Node, a: Interval) -> Interval:
 
 
 def _clamp(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    a = bounds.operand(node, node.args[0], index)
-    limits: list[Any] = [
-        bounds.argument(node.args[n] if len(node.args) > n else node.kwargs.get(k, math.nan))
-        for n, k in ((1, "min"), (2, "max"))
-    ]
-    if not all(isinstance(n, (int, float)) for n in limits):
-        return None
-    least, most = (missing if n != n else n for n, missing in zip(limits, (-math.inf, math.inf)))
-    return _where_numbers((a,), a.low.clamp(least, most), a.high.clamp(least, most))
+    def limit(place: int, name: str, missing: float) -> Interval:
+        given = node.args[place] if len(node.args) > place else node.kwargs.get(name)
+        if given is None:
+            return Interval.of(missing, missing)
+        return _in_dtype(bounds.of(given, ()), node.meta["val"].dtype)
+
+    raised = _most(node, bounds.operand(node, node.args[0], index), limit(1, "min", -math.inf))
+    return _least(node, raised, limit(2, "max", math.inf))
 
 
 def _least(_: fx.Node, a: Interval, b: Interval) -> Interval:
@@ -344,14 +347,8 @@ def _filled(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     return condition.truth().choose(_in_dtype(filler, node.meta["val"].dtype), value)
 
 
-def _cast(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-    found, dtype = bounds.operand(node, node.args[0], index), node.meta["val"].dtype
-    if dtype is torch.bool:
-        return found.truth()
-    return found if dtype.is_floating_point else Interval(found.low.trunc(), found.high.trunc())
-
-
 def _copied(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
+    """A copy or a cast."""
     return bounds.operand(node, node.args[0], index)
 
 
@@ -360,12 +357,7 @@ def _number(place: int | float) -> Rule:
     """A tensor filled with an argument, by its number, or with a number itself where that is a float."""
 
     def rule(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
-        value: Any = place if isinstance(place, float) else bounds.argument(node.args[place])
-        if not isinstance(value, (bool, int, float)) or value != value:
-            return None
-        dtype = node.meta["val"].dtype
-        value = bool(value) if dtype is torch.bool else value if dtype.is_floating_point else math.trunc(value)
-        return Interval.of(value, value)
+        return bounds.of(place if isinstance(place, float) else node.args[place], ())
 
     return rule
 
@@ -376,11 +368,16 @@ def _counted(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         start, step = (bounds.argument(node.kwargs.get(name)) for name in ("start", "step"))
     else:
         start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
-    if not isinstance(start, (int, float)) or not isinstance(step, (int, float)):
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (start, step)):
         return None
-    moved = Interval(index[0].low * step, index[0].high * step)
-    moved = moved if step >= 0 else Interval(moved.high, moved.low)
-    return _widened(node, moved.low + start, moved.high + start)
+    (at,), dtype = index, node.meta["val"].dtype
+    if not dtype.is_floating_point:
+        start, step = math.trunc(start), math.trunc(step)
+    low, high = _corners(at, Interval.of(step, step), torch.mul)
+    if start % 1 or step % 1:  # eager adds steps to rounded numbers
+        slack = 4 * torch.finfo(dtype).eps * (abs(start) + abs(step) * at.high)
+        low, high = low - slack, high + slack
+    return _widened(node, low + start, high + start)
 
 
 # -- moved ------------------------------------------------------------------------------------------------------------
@@ -451,8 +448,8 @@ def _selected(bounds: Bounds, node: fx.Node, index: Index) -> Sequence[Interval]
 def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     args: Any = node.args
     source, pads = args[0], [bounds.argument(p) for p in args[1]]
-    value = bounds.argument(args[2]) if len(args) > 2 else 0
-    if not all(type(p) is int for p in pads) or not isinstance(value, (int, float)):
+    value = bounds.of(args[2] if len(args) > 2 else 0, ())
+    if not all(type(p) is int for p in pads):
         return None
     found, sizes = list(index), bounds.sizes(source)
     inside = perhaps = torch.tensor(True, device="cpu")
@@ -464,11 +461,11 @@ def _padded(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
         if type(size) is not int:
             return None
         at = Interval(found[dim].low - pads[2 * n], found[dim].high - pads[2 * n])
+        inside = inside & (at.low >= 0) & (at.high < size)
+        perhaps = perhaps & (at.high >= 0) & (at.low < size)
         last = max(size - 1, 0)
-        inside = inside & (at.low >= 0) & (at.high <= last)
-        perhaps = perhaps & (at.high >= 0) & (at.low <= last)
         found[dim] = Interval(at.low.clamp(0, last), at.high.clamp(0, last))
-    return _truths(inside, perhaps).choose(bounds.of(source, tuple(found)), bounds.of(value, ()))
+    return _truths(inside, perhaps).choose(bounds.of(source, tuple(found)), value)
 
 
 def _looked_up(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
@@ -479,7 +476,8 @@ def _looked_up(bounds: Bounds, node: fx.Node, index: Index) -> Interval | None:
     if len(places) != len(sizes) or not all(isinstance(p, fx.Node) for p in places):
         return None
     found = [bounds.operand(node, p, index) for p in places]
-    if any(p.meta["val"].dtype is torch.bool for p in places) or any(bool((i.low < 0).any()) for i in found):
+    of_truths = any(p.meta["val"].dtype in (torch.bool, torch.uint8) for p in places)
+    if of_truths or any(bool((i.low < 0).any()) for i in found):
         return None
     return bounds.of(source, tuple(ZERO if n == 1 else i for n, i in zip(sizes, found)))
 
@@ -516,12 +514,14 @@ _RULES: dict[Any, Rule] = {
     aten.logical_not.default: _elementwise(_negated(lambda node, a: a.truth()), 1),
     aten.bitwise_not.default: _elementwise(_bitwise_not, 1),
     **{getattr(aten.where, o): _elementwise(_where, 3, 1) for o in ("self", "ScalarOther", "ScalarSelf", "Scalar")},
-    **{
-        getattr(aten.masked_fill, o): _filled for o in ("Scalar", "Tensor")
-    },
-    aten._to_copy.default: _cast,
-    torch.ops.prims.convert_element_type.default: _cast,
-    **dict.fromkeys([aten.clone.default, aten.alias.default, aten.detach.default], _copied),
+    **{getattr(aten.masked_fill, o): _filled for o in ("Scalar", "Tensor")},
+    **dict.fromkeys(
+        [
+            aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, aten.alias.default,
+            aten.detach.default,
+        ],
+        _copied,
+    ),  # fmt: skip
     **dict.fromkeys([aten.full.default, aten.full_like.default], _number(1)),
     aten.new_full.default: _number(2),
     aten.scalar_tensor.default: _number(0),

@@ -118,6 +118,21 @@ def test_which_calls_are_replaced(target: Any) -> None:
         assert not replaced(graph_of(target, "window", wanted=True))
 
 
+@pytest.mark.parametrize("target", (CUDNN, EFFICIENT), ids=str)
+def test_logarithms_of_queries_without_keys(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen's gradient subtracts them from minus infinity, which must not be NaN."""
+
+    class Stub:
+        def forward(self, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return q, torch.tensor([-math.inf, 1.0]).expand(1, 1, 2)
+
+    monkeypatch.setattr(Reached, "_kernels", lambda self, sums: Stub())
+    monkeypatch.setattr(Reached, "_blocks", lambda self, q, k: None)
+    q = torch.zeros(1, 1, 2, 4)
+    logs = Reached(target, None, (2, 3), 1.0)(q, q, q, torch.full((2, 2), -math.inf), True)[1]  # type: ignore[arg-type]
+    assert logs.flatten()[:2].tolist() == pytest.approx([math.inf, math.log(2)])
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torch.Tensor:
     mask = mask_of(name, q.shape[2], k.shape[2], "cuda")
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -194,6 +194,53 @@ def test_queries_that_are_masked_as_a_whole(grad, noted):
     assert all(a.reach.checked for a in noted if a.reach is not None)
 
 
+@pytest.mark.parametrize("grad", (False, True), ids=("inference", "training"))
+@pytest.mark.parametrize("fill", (-1e30, -math.inf))
+def test_masks_of_one_key(fill, grad, noted):
+    """What such a mask says of a query holds for all keys."""
+
+    def rows(q, k, v, pad):
+        bias = torch.where(torch.arange(N)[:, None] >= 2 * BLOCK, fill, 0.0).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    args = operands(torch.float32)
+    got, expected = (run(f, args, grad) for f in (torch.compile(rows, backend="fuser"), rows))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert any(a.reach is not None for a in noted)
+
+
+def test_lost_rows_of_a_mask_of_fewer_dims(noted):
+    """NaN in rows of each batch, put over a mask that all batches share."""
+
+    def shared(q, k, v, pad):
+        places = torch.arange(N)
+        bias = torch.where(places[:, None] - places > 0, -math.inf, 0.0).t()
+        bias = bias.masked_fill((pad.cumsum(1) < 1)[:, None, :, None], math.nan)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    args = operands(torch.float32)
+    got, expected = torch.compile(shared, backend="fuser")(*args), shared(*args)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    assert any(a.reach is not None for a in noted)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_of_queries_that_are_masked_by_finite_numbers(dtype, noted):
+    """ATen's own, whose weights of such queries are 1 for each key: the numbers absorb the logarithms of sums."""
+
+    def padded(q, k, v, pad):
+        least = torch.finfo(q.dtype).min
+        bias = torch.where((ordered(q) >= 0) & pad[:, None, None, :], 0.0, least).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    args = operands(dtype)
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-4
+    got, expected = (run(f, args, True) for f in (torch.compile(padded, backend="fuser"), padded))
+    for a, b in zip(got, expected):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+    assert any(a.backward and a.reach is not None for a in noted)
+
+
 def test_nothing_is_known_of_a_mask_from_outside():
     def given(q, k, v, pad):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=pad[:, None, None, :])

@@ -135,6 +135,11 @@ EXPRESSIONS = {
     "transposed": lambda f, i, b, v: difference().transpose(0, 1).contiguous().transpose(-1, -2),
     "scalar": lambda f, i, b, v: torch.where(difference() > 0, torch.scalar_tensor(2), torch.scalar_tensor(-1)),
     "logical not": lambda f, i, b, v: difference().logical_not(),
+    "counted across zero": lambda f, i, b, v: torch.arange(5, 5 - KEYS * 0.1 + 0.05, -0.1).expand(ROWS, -1),
+    "an integer that no float is": lambda f, i, b, v: difference() * 0 + (2**53 + 1) == 2**53,
+    "quotient of rounded integers": lambda f, i, b, v: (difference() * 0 + 3 * (2**24 + 1)) / (2**24 + 1),
+    "nothing padded": lambda f, i, b, v: torch.constant_pad_nd(torch.ones(ROWS, 0), (KEYS, 0), -7.0),
+    "looked up by bytes": lambda f, i, b, v: torch.arange(2 * KEYS)[(places()[0] + places()[1]).to(torch.int32)],
     **{
         f"{name} {kind}": called(name, kind)
         for name, kind in itertools.product(BINARY, OPERANDS)
@@ -163,19 +168,56 @@ def expand(t, block=BLOCK):
     return t.repeat_interleave(block, 0)[:ROWS].repeat_interleave(block, 1)[:, :KEYS]
 
 
+def inside(function, block):
+    """Fails if an element is outside of its bounds."""
+    low, high, elements = read(function, block)
+    low, high = expand(low, block), expand(high, block)
+    any_number = (low == -math.inf) & (high == math.inf)
+    assert bool(((low <= elements) & (elements <= high) | any_number).all())
+
+
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_elements_are_inside(name):
     for block in (1, BLOCK):
-        low, high, elements = read(EXPRESSIONS[name], block)
-        low, high = expand(low, block), expand(high, block)
-        any_number = (low == -math.inf) & (high == math.inf)
-        assert bool(((low <= elements) & (elements <= high) | any_number).all())
+        inside(EXPRESSIONS[name], block)
 
 
+NUMBERS = (2.7, -0.5, 5, -1, 300, math.nan, math.inf, 2**53 + 1)
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, I64, F16, BF16, F32, F64)
+OF_A_NUMBER = {
+    "full": lambda d, n: torch.full((ROWS, KEYS), n, dtype=d),
+    "new_full": lambda d, n: torch.zeros(0, dtype=d).new_full((ROWS, KEYS), n),
+    "full_like": lambda d, n: torch.full_like(difference(), n, dtype=d),
+    "cast": lambda d, n: torch.full((ROWS, KEYS), n).to(d),
+    "masked_fill": lambda d, n: (difference() > 0).to(d).masked_fill(difference() > 3, n),
+    "where": lambda d, n: torch.where(difference() > 3, (difference() > 0).to(d), n),
+    "pad": lambda d, n: torch.constant_pad_nd((difference() > 0).to(d)[:, 3:], (3, 0), n),
+    "clamp_min": lambda d, n: (difference() > 0).to(d).clamp(min=n),
+    "clamp_max": lambda d, n: (difference() > 0).to(d).clamp(max=n),
+    "clamp": lambda d, n: (difference() > 0).to(d).clamp(n, 0.5),
+    "arange from": lambda d, n: torch.arange(n, n + KEYS + 2, dtype=d)[:KEYS].expand(ROWS, -1),
+    "arange by": lambda d, n: torch.arange(2, 2 + 5 * n * (KEYS + 2), 5 * n, dtype=d)[:KEYS].expand(ROWS, -1),
+    **{
+        name: lambda d, n, name=name: getattr(torch, name)((difference() > 0).to(d), n)
+        for name in "add sub mul div floor_divide remainder lt le eq bitwise_and bitwise_xor".split()
+    },
+}
 KNOWN = (
     "causal", "window", "far", "prefix", "padding", "tril", "tril of bool", "extended", "filled", "chosen", "clamped",
     "padding added", "sliced", "looked up in a row", "turned", "reshaped", "padded and cut",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OF_A_NUMBER)
+def test_numbers_of_other_dtypes(name, dtype):
+    """A number is converted to the dtype of the elements as eager does it."""
+    for number in NUMBERS:
+        try:
+            OF_A_NUMBER[name](dtype, number)
+        except (RuntimeError, ValueError, OverflowError):
+            continue  # eager refuses it
+        inside(lambda *_, number=number: OF_A_NUMBER[name](dtype, number), 1)
 
 
 @pytest.mark.parametrize("name", KNOWN)
