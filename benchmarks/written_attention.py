@@ -1,6 +1,6 @@
 """Attention as programs write it, beside the call of `scaled_dot_product_attention` that an expert would write.
 
-Twelve spellings (`tests/attention_spellings.py` has all that tests know), with the sizes of GPT-2's heads.
+Fourteen spellings (`tests/attention_spellings.py` has all that tests know), with the sizes of GPT-2's heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADS, WIDTH = 12, 64
 _NAMES = (
     "scale_divides", "softmax_in_float32", "scores_in_float32", "einsum_of_tokens", "batched_products",
     "causal_by_tril", "causal_by_triu", "sliding_window", "padding_filled", "alibi", "relative_positions",
-    "groups_repeated",
+    "groups_repeated", "window_of_an_eighth", "padded_and_causal",
 )  # fmt: skip
 
 
@@ -29,10 +29,10 @@ def _none(q: Tensor, *others: Tensor) -> Tensor | None:
     return None
 
 
-def _window(q: Tensor, *others: Tensor) -> Tensor:
+def _window(q: Tensor, width: int = 5) -> Tensor:
     at = torch.arange(q.shape[-2], device=q.device)
     apart = at[:, None] - at[None, :]
-    return (apart >= 0) & (apart < 5)
+    return (apart >= 0) & (apart < width)
 
 
 def _alibi(q: Tensor, *others: Tensor) -> Tensor:
@@ -43,6 +43,8 @@ def _alibi(q: Tensor, *others: Tensor) -> Tensor:
 
 _MASKS: dict[str, Callable[..., Tensor | None]] = {
     "sliding_window": _window,
+    "window_of_an_eighth": lambda q: _window(q, max(q.shape[-2] // 8, 4)),
+    "padded_and_causal": lambda q, keep: _window(q, q.shape[-2]) & keep[:, None, None, :],
     "padding_filled": lambda q, keep: keep[:, None, None, :],
     "alibi": _alibi,
     "relative_positions": lambda q, bias: bias[None].to(q.dtype),
