@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,20 +158,9 @@ def merge_equal(module: fx.GraphModule) -> int:
     """Compute equal calls once, except those whose result is, or shares memory with, a result of the graph."""
     graph = module.graph
     kept = reaches_output(graph)
-    seen: dict[Any, fx.Node] = {}
-    changed = 0
     if any(_writes_midway(n) for n in graph.nodes):
         return 0
-    for node in list(graph.nodes):
-        if not _is_pure(node) or node in kept:
-            continue
-        key = (node.target, _key(node.args), tuple((k, _key(v)) for k, v in sorted(node.kwargs.items())))
-        first = seen.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-            changed += 1
-    return changed
+    return _merge(graph, lambda node: 0 if _is_pure(node) and node not in kept else None)
 
 
 def merge_joint(joint: fx.GraphModule) -> int:
@@ -182,13 +172,25 @@ def merge_joint(joint: fx.GraphModule) -> int:
     graph = joint.graph
     graph.eliminate_dead_code()
     results = {_memory(n) for n in graph.output_node().all_input_nodes} - {None}
-    seen: dict[Any, fx.Node] = {}
-    changed = writes = 0
-    for node in list(graph.nodes):
+    writes = 0
+
+    def writes_before(node: fx.Node) -> int | None:
+        nonlocal writes
         writes += isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if not (_is_pure(node) or _is_arithmetic(node)) or _memory(node) in results:
+        return writes if (_is_pure(node) or _is_arithmetic(node)) and _memory(node) not in results else None
+
+    return _merge(graph, writes_before)
+
+
+def _merge(graph: fx.Graph, class_of: Callable[[fx.Node], int | None]) -> int:
+    """Compute equal calls of one class once; nodes without a class stay. How many went."""
+    seen: dict[Any, fx.Node] = {}
+    changed = 0
+    for node in list(graph.nodes):
+        own = class_of(node)
+        if own is None:
             continue
-        key = (writes, node.target, _key(node.args), tuple((k, _key(v)) for k, v in sorted(node.kwargs.items())))
+        key = (own, node.target, _key(node.args), tuple((k, _key(v)) for k, v in sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
