@@ -8,6 +8,7 @@ incumbent stays, and nothing is kept on disk.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -27,6 +28,7 @@ _FEWEST, _MOST = 3, 15  # rounds
 _SECONDS, _NOISY_SECONDS = 0.02, 0.06  # no round begins after so long, but for the fewest
 _NOISE = 1.25  # usual over least time, from which a machine counts as noisy
 _BUSY = 2.0  # the same, from which nothing is kept
+_LOADED = 1.25  # load for each processor, from which nothing is kept
 _CLEARLY = 1.05  # whose least time is this times the usual time of the best is timed no longer
 # How far results of two contestants may differ, as a part of the largest absolute value.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -105,9 +107,20 @@ def race(
                 raise Unfinished("too little memory for a contest") from e
             raise
     choice = _judged(seconds, incumbent)
-    lasting = all(median(s) <= _BUSY * min(s) for s in seconds.values())
+    lasting = all(median(s) <= _BUSY * min(s) for s in seconds.values()) and not _is_loaded()
     reason = "; ".join([choice.reason, *([] if lasting else ["the machine was busy"]), *failed])
     return dataclasses.replace(choice, what=what, reason=reason), lasting
+
+
+def _is_loaded() -> bool:
+    """Whether more threads want processors than the machine has: those of a library's team then take turns.
+
+    That slows down contestants unequally, and evenly enough for each that its own samples do not show it.
+    """
+    try:
+        return os.getloadavg()[0] > _LOADED * (os.cpu_count() or 1)
+    except OSError:
+        return False
 
 
 def _checked(contestants: Mapping[str, Contestant], incumbent: str) -> tuple[dict[str, Callable[[], Any]], list[str]]:

@@ -26,6 +26,7 @@ def alone(monkeypatch, fresh_cache_dir):
     """No choices of earlier tests, and contests instead of the fixed library of other tests."""
     forget(monkeypatch)
     monkeypatch.setattr(race, "_LEAST_SHARE", 0.0)  # tests run where others do
+    monkeypatch.setattr(race.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     with config.override(linear_backend="measured"):
         yield
 
@@ -139,6 +140,16 @@ def test_a_busy_machine_keeps_nothing(monkeypatch):
     forget(monkeypatch)
     entered(monkeypatch, slow=quick, quick=slow)
     assert providers.choose(PRODUCT) == "slow"
+
+
+def test_a_loaded_machine_keeps_nothing(monkeypatch):
+    """Teams of threads that take turns on too few processors are slow all the time, so that samples are steady."""
+    entered(monkeypatch, slow=slow, quick=quick)
+    monkeypatch.setattr(race, "_BUSY", 1e9)
+    monkeypatch.setattr(race.os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    assert providers.choose(PRODUCT) == "quick" == providers.choose(PRODUCT)
+    assert "busy" in fuser.debug.choices()[0].reason
+    assert not list(records.cpu_folder().glob("*.choice.json"))
 
 
 def test_threads_are_part_of_the_class(monkeypatch):
