@@ -106,15 +106,19 @@ def report_of(title: str, results: list[Result], names: list[str], notes: list[s
     return report
 
 
+_NAMED = 3  # rows below a target that a claim names, the worst first
+
+
 def _claims(results: list[Result], rival: str) -> list[Claim]:
     found = [(r.row, v) for r in results if (v := r.over(rival)) is not None]
     mean = geomean([v for _, v in found]) if found else None
     target = 1.0 if rival == BY_HAND else TARGET
     least = 1.0 if rival == "eager" else LEAST
-    below = [f"{row} {v:.2f}" for row, v in found if v < least]
+    below = [f"{row} {v:.2f}" for row, v in sorted(found, key=lambda pair: pair[1]) if v < least]
+    said = "; ".join([*below[:_NAMED], *([f"{len(below) - _NAMED} more"] if len(below) > _NAMED else [])])
     return [
         at_least(f"over {rival} (geometric mean of {len(found)})", mean, target),
-        Claim(f"no row below {least:g} of {rival}", "none", "; ".join(below) or "none", not below if found else None),
+        Claim(f"no row below {least:g} of {rival}", "none", said or "none", not below if found else None),
     ]
 
 
