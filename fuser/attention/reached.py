@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +40,8 @@ class Reached:
     def __init__(self, target: Any, reach: Reaching, dims: tuple[int, ...], scale: float) -> None:
         self.target, self.reach, self.dims = target, reach, dims
         self._added = Added(dims, scale, target in BACKWARD)
+        self._made: dict[bool, Any] = {}
+        self._listed: dict[Any, Blocks] = {}
         self.reason: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,15 +54,14 @@ class Reached:
         return self.target(*args, **kwargs)
 
     def _run(self, *args: Any) -> tuple[Any, ...]:
-        match self.target:
-            case _ if self.target is CUDNN_BACKWARD:
-                grad, q, k, v, out, logs, bias = *args[:6], args[8]
-                return self._gradients(grad, q, k, v, bias, out, logs.squeeze(-1))
-            case _ if self.target is EFFICIENT_BACKWARD:
-                grad, q, k, v, bias, out, logs = args[:7]
-                return *self._gradients(grad, q, k, v, bias, out, logs[..., : q.shape[2]]), None
+        if self.target is CUDNN_BACKWARD:
+            grad, q, k, v, out, logs, bias = *args[:6], args[8]
+            return self._gradients(grad, q, k, v, bias, out, logs.squeeze(-1))
+        if self.target is EFFICIENT_BACKWARD:
+            grad, q, k, v, bias, out, logs = args[:7]
+            return *self._gradients(grad, q, k, v, bias, out, logs[..., : q.shape[2]]), None
         q, k, v, bias, logs_read = args[:5]
-        out, sums = self._kernels(logs_read).forward(q, k, v, self._blocks(q, k), self._mask(bias))
+        out, sums = self._kernels(bool(logs_read)).forward(q, k, v, self._blocks(q, k), self._mask(bias))
         # Those of a query without a key are infinite, so that its weights are 0 in ATen's gradient, too.
         logs = None if sums is None else (sums * _LN2).masked_fill_(sums == -math.inf, math.inf)
         number = _zero(q.device)
@@ -76,13 +76,11 @@ class Reached:
         return kernels.backward((q, k, v), out, sums, grad, None, self._blocks(q, k), self._mask(bias))  # type: ignore[no-any-return]
 
     def _kernels(self, sums: bool) -> Any:
-        return self._made(bool(sums))
+        if sums not in self._made:
+            from fuser.attention.kernels import Kernels  # it imports the generator for GPUs
 
-    @functools.cached_property
-    def _made(self) -> Callable[[bool], Any]:
-        from fuser.attention.kernels import Kernels  # it imports the generator for GPUs
-
-        return functools.cache(lambda sums: Kernels(self._added, sums))
+            self._made[sums] = Kernels(self._added, sums)
+        return self._made[sums]
 
     def _mask(self, bias: torch.Tensor) -> tuple[torch.Tensor]:
         """The mask without the dims that it has one element along."""
@@ -90,10 +88,13 @@ class Reached:
         return (bias[tuple(slice(None) if d in self.dims else 0 for d in range(first, 4))],)
 
     def _blocks(self, q: torch.Tensor, k: torch.Tensor) -> Blocks:
-        found = self.reach.at(q.shape[2], k.shape[2])
-        if found is None or found.checked:
-            raise NotNow("no keys are known to be masked at these sizes")
-        return blocks_on(found, q.device)
+        key = q.shape[2], k.shape[2], q.device
+        if key not in self._listed:  # a reach takes longer to hash than a kernel to launch
+            found = self.reach.at(*key[:2])
+            if found is None or found.checked:
+                raise NotNow("no keys are known to be masked at these sizes")
+            self._listed[key] = blocks_on(found, q.device)
+        return self._listed[key]
 
 
 @functools.lru_cache(maxsize=64)

@@ -52,8 +52,11 @@ def _reached(node: fx.Node, reach: Reaching) -> Reached | None:
         return None
     if query.device.type != "cuda" or reach.share > _MOST[backward] or not _is_plain(node, backward):
         return None
-    few = min(size_hint(query.shape[2]), size_hint(key.shape[2])) < _FEWEST[backward]
-    if few or max(size_hint(t.shape[3]) for t in (query, value)) > _LONGEST_HEAD:
+    sizes = size_hint(query.shape[2]), size_hint(key.shape[2])
+    here = reach.at(*sizes)
+    if here is None or here.checked or min(sizes) < _FEWEST[backward]:
+        return None
+    if max(size_hint(t.shape[3]) for t in (query, value)) > _LONGEST_HEAD:
         return None
     if str(query.shape[1]) != str(key.shape[1]) or not all(u.target is operator.getitem for u in node.users):
         return None
