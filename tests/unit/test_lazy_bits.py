@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fuser
-from fuser.frontends.dynamo import forget_compilations
 
+pytestmark = pytest.mark.usefixtures("clean")
 VIEWS = {
     "conj": lambda z: (z * 2).conj(),
     "conj of a view": lambda z: z.conj(),
@@ -21,14 +21,6 @@ COPIES = {
     "cast": lambda t: t.to(t.dtype, copy=True).resolve_conj().resolve_neg(),
     "copied": lambda t: torch.empty_like(t).copy_(t),
 }
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    forget_compilations()
-    yield
-    torch._dynamo.reset()
 
 
 def as_bits(t):
