@@ -27,6 +27,7 @@ RESIZING = (
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
+WHOLE = ("multilabel_margin_loss_forward",)  # what stands for it counts labels behind the end of a row
 _lock = forks.lock()
 _inside = 0
 _before: dict[Any, dict[Any, Callable[..., Any]]] = {}  # an overload's own functions, while others stand for them
@@ -54,6 +55,8 @@ def _replace() -> None:
         vec, plain = getattr(aten, name).vec, getattr(aten, name).default
         _stand(plain, {})
         _stand(vec, {key: _Resized(vec, plain, own) for key, own in _own(vec).items()})
+    for name in WHOLE:
+        _stand(getattr(aten, name).default, {})
     _stand(aten._pad_circular.default, {COMPOSITE: _joined})
     _stand(aten.one_hot.default, {COMPOSITE: _one_hot})
     _stand(aten.dropout.default, {key: _Dropped(own) for key, own in _own(aten.dropout.default).items()})

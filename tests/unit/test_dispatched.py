@@ -170,7 +170,7 @@ def test_no_other_operator_that_is_kept_is_taken_apart_by_the_dispatcher():
         packet = getattr(torch.ops.aten, name.removeprefix("aten."))
         for overload in packet.overloads():
             apart = [k for k in dispatched.KEYS if k in getattr(packet, overload).py_kernels]
-            assert not apart or packet.__name__ in (*dispatched.RESIZING, "lstm", "gru"), name
+            assert not apart or packet.__name__ in (*dispatched.RESIZING, *dispatched.WHOLE, "lstm", "gru"), name
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
@@ -246,3 +246,33 @@ def test_classes_as_vectors_are_row_major(clean, dynamic):
     compiled = torch.compile(fn, backend=fuser_backend, dynamic=dynamic)
     for got, want in zip(compiled(index), fn(index), strict=True):
         assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+LOSSES = {
+    "labels": lambda x, r: F.multilabel_margin_loss(
+        x, torch.tensor([[1, 3, -1, 0], [0, -1, 1, 2], [3, 2, 0, 1]]), reduction=r
+    ),
+    "no labels": lambda x, r: F.multilabel_margin_loss(x, torch.full((3, 4), -1), reduction=r),
+    "one row of labels": lambda x, r: F.multilabel_margin_loss(x[0], torch.tensor([2, -1, 1, 0]), reduction=r),
+    "classes": lambda x, r: F.multi_margin_loss(x, torch.tensor([1, 3, 0]), reduction=r),
+    "squares and weights": lambda x, r: F.multi_margin_loss(
+        x, torch.tensor([1, 3, 0]), p=2, margin=0.5, weight=torch.arange(1.0, 5.0), reduction=r
+    ),
+    "hardshrink": lambda x, r: F.hardshrink(x, 0.3),
+    "softshrink": lambda x, r: F.softshrink(x, 0.3),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_the_dispatcher_takes_apart_is_as_in_eager(clean, name, reduction):
+    """Functions of autograd's key in Python, but for images and recursions, which have tests of their own."""
+    fn = LOSSES[name]
+    found = []
+    for f in (torch.compile(lambda x: fn(x * 2, reduction), backend=fuser_backend), lambda x: fn(x * 2, reduction)):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = f(x)
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
+        with torch.no_grad():
+            found[-1] += (f(x),)
+    torch.testing.assert_close(*found)
