@@ -20,7 +20,7 @@ def run(ranks: int, folder: pathlib.Path, device: str, names: list[str], timeout
     """What each rank says of the cases `names`; its error output if it ends otherwise. They share an empty cache."""
     env = os.environ | {
         "FUSER_CACHE_DIR": str(folder / "cache"), "FUSER_CHECK_IR": "0", "FUSER_CHECK_PASSES": "0",
-        "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0",
+        "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
     arguments = [str(ranks), str(folder / "store"), device, *names]
@@ -41,9 +41,9 @@ def run(ranks: int, folder: pathlib.Path, device: str, names: list[str], timeout
             process.kill()
             process.wait()
     found = []
-    for rank, (out, err) in enumerate(outputs):
+    for rank, ((out, err), process) in enumerate(zip(outputs, processes)):
         lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # NCCL may write there, too
-        assert lines, f"rank {rank}: {err.read_text()[-3000:]}"
+        assert lines, f"rank {rank} ended with {process.returncode}: {err.read_text()[-6000:]}"
         found.append(json.loads(lines[-1]))
     return found
 
