@@ -135,8 +135,11 @@ class ProgramBuilder:
         """Memory for the scheduled buffers; outputs of the graph are torch's, the rest temporaries."""
         outputs = {name for kind, name in self.lowered.outputs if kind == "buffer"}
         for b in buffers:
-            is_output = b.name in outputs
-            self.add_buffer(b.name, b.dtype, b.size, result_strides(self.ctx, b) if is_output else b.stride, is_output)
+            if b.name in outputs:
+                size = self.ctx.result_sizes.get(b.name, b.size)
+                self.add_buffer(b.name, b.dtype, size, result_strides(self.ctx, b), True)
+            else:
+                self.add_buffer(b.name, b.dtype, b.size, b.stride, False)
 
     @property
     def n_inputs(self) -> int:
@@ -163,7 +166,8 @@ class ProgramBuilder:
 
 def result_strides(ctx: LoweringContext, b: Buffer) -> tuple[Expr, ...]:
     """Dense strides as torch gives them to results, where a size of 0 counts as 1."""
-    at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in b.size)
+    size = ctx.result_sizes.get(b.name, b.size)
+    at_least_one = tuple(s if s.as_int() else maximum(s, 1) for s in size)
     return strides_of(at_least_one, ctx.result_orders.get(b.name, b.order))
 
 

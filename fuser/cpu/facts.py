@@ -26,6 +26,7 @@ from fuser.scheduler.nodes import row_cost
 STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
 MOST_STREAMS = 6  # results whose tiles fit into the first level cache
 MOST_OF_A_GROUP = 4  # most stores of a group with gaps: g++ took ten seconds for 11 of 12 float16
+WORK_OF_ONE = 3  # operations for each access at an odd distance, from which vectors are worth its scattered elements
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,20 @@ class Facts:
         return f"{s.phase}_{self.streams_of(s.phase).index(s)}" if s in self.streams else ""
 
     @functools.cached_property
-    def gapped_steps(self) -> frozenset[int]:
-        """Distances between neighbouring lanes of many stores that leave some elements between them out."""
-        own = (self.along.sym,)
-        steps = [(s.buffer, abs(c)) for s in self.plan.stores for monomial, c in s.address.terms if monomial == own]
-        counts = Counter(steps)
-        return frozenset(step for (_, step), n in counts.items() if MOST_OF_A_GROUP < n < step)
+    def scattered_steps(self) -> frozenset[int]:
+        """Distances between neighbouring lanes at which elements are taken one by one, and not as groups.
+
+        Those at which many stores leave some elements between them out. In a kernel of much arithmetic also those that
+        g++ has no permutation for, all but 3 and the powers of two: it would work on vectors of two elements.
+        """
+        own, rows = (self.along.sym,), self.plan.rows
+        near = lambda e: [abs(c) for monomial, c in e.terms if monomial == own]  # noqa: E731
+        stores = Counter((s.buffer, step) for s in self.plan.stores for step in near(s.address))
+        gapped = frozenset(step for (_, step), n in stores.items() if MOST_OF_A_GROUP < n < step)
+        loads = [step for r in rows if r.op == "load" for e in r.attr[1] for step in near(e)]
+        odd = [step for step in (*loads, *(step for _, step in stores.elements())) if step != 3 and step.bit_count() > 1]
+        worth = sum(map(row_cost, rows)) >= WORK_OF_ONE * len(odd)
+        return gapped | frozenset(odd if worth else ())
 
     def is_narrow_gather(self, buffer: str, address: Expr) -> bool:
         """Whether lanes look up elements of less than a word."""

@@ -91,7 +91,7 @@ class Rows:
             return address
         sym = self.facts.vector.sym
         step = next((c for monomial, c in address.terms if monomial == (sym,)), 0)
-        if abs(step) <= MOST_INTERLEAVED and abs(step) not in self.facts.gapped_steps:
+        if abs(step) <= MOST_INTERLEAVED and abs(step) not in self.facts.scattered_steps:
             return address
         self.hidden.add(abs(step))
         name = symbol(f"far{abs(step)}", LOOP)

@@ -65,6 +65,8 @@ def lowered_to_fx(lowered: Lowered, single: bool) -> fx.GraphModule:
     builder = Builder(graph, env, floats, buffers, lowered.ctx.canon)
     for b in lowered.ctx.buffers:
         builder.buffer(b)
+    for name, shape in lowered.ctx.result_sizes.items():
+        buffers[name] = graph.call_method("view", (buffers[name], [builder.size(e) for e in shape]))
     results = [arguments[where] if kind == "input" else buffers[where] for kind, where in lowered.outputs]
     graph.output(results[0] if single else tuple(results))
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))

@@ -13,7 +13,7 @@ import torch
 
 from fuser.ir.interpreter import run_buffers
 from fuser.ir.printer import exprs_text, print_buffers
-from fuser.ir.sizes import STRIDE, Sym
+from fuser.ir.sizes import STRIDE, Sym, evaluate
 from fuser.lowering.graph import Lowered, NumberInput, TensorInput
 from fuser.scheduler.interpreter import run_plans
 from fuser.scheduler.printer import print_plan
@@ -26,18 +26,25 @@ def interpret_lowered(lowered: Lowered, args: Sequence[Any]) -> list[torch.Tenso
     ctx = lowered.ctx
     env, floats, inputs = bind(lowered, args)
     made = run_buffers(ctx.buffers, inputs, env, floats, ctx.canon)
-    return _results(lowered, made, args)
+    return _results(lowered, made, args, env)
 
 
 def interpret_schedule(lowered: Lowered, schedule: Schedule, args: Sequence[Any]) -> list[torch.Tensor]:
     """The results of a lowered graph's kernel plans for `args`."""
     env, floats, inputs = bind(lowered, args)
     made = run_plans(schedule.plans, schedule.buffers, inputs, env, floats, lowered.ctx.canon)
-    return _results(lowered, made, args)
+    return _results(lowered, made, args, env)
 
 
-def _results(lowered: Lowered, made: dict[str, torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
-    return [args[where] if kind == "input" else made[where] for kind, where in lowered.outputs]
+def _results(
+    lowered: Lowered, made: dict[str, torch.Tensor], args: Sequence[Any], env: dict[Sym, int]
+) -> list[torch.Tensor]:  # fmt: skip
+    ctx, out = lowered.ctx, []
+    for kind, where in lowered.outputs:
+        given = args[where] if kind == "input" else made[where]
+        shape = ctx.result_sizes.get(where) if kind == "buffer" else None
+        out.append(given if shape is None else given.view([evaluate(ctx.canon(e), env) for e in shape]))
+    return out
 
 
 def bind(
@@ -75,7 +82,9 @@ def print_lowered(lowered: Lowered, schedule: Schedule | None = None) -> str:
     lines += [f"known: {s} = {e}" for s, e in sorted(ctx.facts.items())]
     lines += [f"guard: {a} {relation} {b}" for relation, a, b in ctx.guards]
     text = "\n".join(lines) + "\n" + print_buffers(ctx.buffers)
-    results = ", ".join(f"in{where}" if kind == "input" else where for kind, where in lowered.outputs)
+    shapes = {name: f" as {exprs_text(size)}" for name, size in ctx.result_sizes.items()}
+    named = (f"in{where}" if kind == "input" else f"{where}{shapes.get(where, '')}" for kind, where in lowered.outputs)
+    results = ", ".join(named)
     text += f"return {results}\n"
     if schedule is not None:
         text += "".join("\n" + print_plan(p) for p in schedule.plans)

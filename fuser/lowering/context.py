@@ -72,6 +72,7 @@ class LoweringContext:
         self.scalars: list[Scalar] = []
         self.writes: list[tuple[str, int]] = []  # buffers that go into inputs, by the input's number
         self.result_orders: dict[str, tuple[int, ...]] = {}  # of results with dims of one element, by the buffer
+        self.result_sizes: dict[str, tuple[Expr, ...]] = {}  # of results that are reshaped, by the buffer
         self.perhaps_views: set[str] = set()  # copies of what Python's x[0-dim tensor] gives a view of
         self.origin = ""
         self.op = ""  # the operator being lowered, its result(s) and arguments as meta tensors

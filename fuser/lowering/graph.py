@@ -19,8 +19,10 @@ import torch
 from fuser import targets
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, LoweringError, Unsupported
+from fuser.ir.loop_body import loop_variables
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
-from fuser.ir.sizes import STRIDE, Expr, Sym, expr, product, symbol
+from fuser.ir.ranges import recombined, simplify_divmod
+from fuser.ir.sizes import STRIDE, ZERO, Expr, Sym, expr, product, symbol
 from fuser.kernel_spec import is_aligned
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import host, unit_dims
@@ -408,7 +410,8 @@ def place_outputs(state: State, refused: dict[int, str] | None = None) -> list[t
 class _Placed:
     """Results placed so far: by memory who holds it. `memories` counts the values that share each.
 
-    `given` are buffers that are results, with eager's memory: results that are apart in eager have their own buffers.
+    `given` are buffers that are results, with eager's memory and their sizes: results that are apart in eager, or of
+    another shape, have their own buffers.
     """
 
     state: State
@@ -416,7 +419,7 @@ class _Placed:
     written: dict[str, int]
     plain: bool
     memories: Counter[int]
-    given: dict[str, int] = field(default_factory=dict)
+    given: dict[str, tuple[int, Sequence[Expr]]] = field(default_factory=dict)
 
 
 def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
@@ -445,8 +448,11 @@ def _place(placed: _Placed, o: Any) -> tuple[str, Any]:
     placed.seen.setdefault(_memory(meta), value)
     if not graph.functional:
         _keep_dense(ctx, value, meta, placed.plain, placed.memories[_memory(meta)] > 1)
-    ready = whole and buffer.input_number < 0 and _has_layout(ctx, buffer, meta)
-    ready = ready and placed.given.setdefault(buffer.name, _memory(meta)) == _memory(meta)
+    ready = buffer.input_number < 0 and (_has_layout(ctx, buffer, meta) if whole else _is_reshaped(ctx, value, meta))
+    as_given = _memory(meta), value.size
+    ready = ready and placed.given.setdefault(buffer.name, as_given) == as_given
+    if ready and not whole:
+        ctx.result_sizes[buffer.name] = value.size
     name = buffer.name if ready else _copy(ctx, value, meta)
     _keep_units(ctx, name, value, meta)
     return "buffer", name
@@ -469,6 +475,21 @@ def _has_layout(ctx: LoweringContext, buffer: Buffer, meta: torch.Tensor) -> boo
     order = memory_order(meta.shape, meta.stride())
     mine = [ctx.hint(s) for s in buffer.stride]
     return order is None or all(n <= 1 or a == b for n, a, b in zip(meta.shape, mine, meta.stride()))
+
+
+def _is_reshaped(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> bool:
+    """Whether a view is its buffer, row-major, in another shape, and eager's result is row-major."""
+    buffer, view = value.storage.buffer, value.view
+    if view is None or not meta.is_contiguous() or buffer.order not in (None, tuple(range(len(buffer.size)))):
+        return False
+    if buffer.name in dict(ctx.writes):
+        return False
+    index = loop_variables(len(view.size))
+    sizes = {s: n for i, n in zip(index, view.size) if (s := i.as_symbol()) is not None}
+    own = sum((i * s for i, s in zip(view.reindex(index), buffer.stride)), ZERO)
+    seen = sum((i * s for i, s in zip(index, strides_of(view.size))), ZERO)
+    whole = ctx.canon(product(view.size)) == ctx.canon(product(buffer.size))
+    return whole and recombined(simplify_divmod(ctx.canon(own), sizes)) == ctx.canon(seen)
 
 
 def _keep_choice(ctx: LoweringContext, value: TensorBox, meta: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.shapes import copies_overlap
 from fuser.lowering.views import (
+    MOST_FEW,
     Int,
     Ints,
     diagonal_size,
@@ -82,6 +83,7 @@ def joined(
 ) -> TensorBox:  # fmt: skip
     """The pieces one after another along `dim` of a tensor with the sizes `rest` in the other dims."""
     pieces = [p for p in pieces if ctx.canon(p.size) != ZERO] or list(pieces[:1])
+    together = _are_components(ctx, pieces, dim == len(rest) - 1 > 0)
     sizes = [(*rest[:dim], ctx.canon(p.size), *rest[dim + 1 :]) for p in pieces]
     total = ctx.canon(sum((p.size for p in pieces), ZERO))
     size = (*rest[:dim], total, *rest[dim + 1 :])
@@ -89,7 +91,7 @@ def joined(
     apart = ctx.is_scanned and ctx.target.scans_alone
     if ctx.is_normed and ctx.target.joins_stored:
         apart |= math.prod(map(ctx.hint, size)) >= ctx.target.joins_stored
-    if len(pieces) == 1 or (ctx.n_readers and len(pieces) <= MOST_CHOICES and not apart):
+    if len(pieces) == 1 or together or (ctx.n_readers and len(pieces) <= MOST_CHOICES and not apart):
         return ctx.pointwise(size, dtype, chosen(pieces, dim), ctx.order_of_meta())
     if len({own[dim] for own in sizes}) > MOST_SIZES:
         raise Unsupported(f"more than {MOST_SIZES} tensors of different sizes to be joined")
@@ -99,6 +101,16 @@ def joined(
         ctx.into_slice(out, own, p.load, _shifted(dim, start))
         start = ctx.canon(start + p.size)
     return out
+
+
+def _are_components(ctx: LoweringContext, pieces: Sequence[Piece], last: bool) -> bool:
+    """Whether one turn of a loop computes the few components of all pieces of more than one; their sizes are known then."""
+    found = [ctx.hint(p.size) for p in pieces]
+    if not ctx.target.vector_bytes or not last or sum(found) > MOST_FEW or max(found) < 2 or len(pieces) < 2:
+        return False
+    for p in pieces:
+        ctx.specialise(p.size)
+    return True
 
 
 def _shifted(dim: int, start: Expr) -> Callable[[Index], Index]:

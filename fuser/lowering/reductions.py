@@ -16,6 +16,7 @@ from fuser.lowering import demands
 from fuser.lowering.context import LoweringContext, Scalar
 from fuser.lowering.entries import EVERY, lower, refuse
 from fuser.lowering.pointwise import elementwise, lower_maximum, lower_minimum, result_dtype
+from fuser.lowering.views import keep_few
 from fuser.reasons import because
 
 Dims = Sequence[int] | int | None
@@ -38,8 +39,10 @@ def reduce(
     value: Element | None = None, compute: torch.dtype | None = None, order: tuple[int, ...] | None = None,
 ) -> TensorBox:  # fmt: skip
     """`kind` of `value(element, index)` over `dims`; the result's memory has `dtype`, elements are `compute`."""
+    reduced = normal_dims(dims, len(x.size))
+    if len(reduced) == 1:
+        keep_few(ctx, x, reduced[0])
     size = ctx.size_of(x)
-    reduced = normal_dims(dims, len(size))
     kept = [d for d in range(len(size)) if d not in reduced]
     load = ctx.loader(x, size, compute_dtype(compute if compute is not None else dtype))
 

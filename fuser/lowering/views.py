@@ -106,10 +106,21 @@ def expand_box(ctx: LoweringContext, x: TensorBox, shape: Ints) -> TensorBox:
     return x.viewed(tuple(out), lambda index: tuple(i if k else ZERO for i, k in zip(index[lead:], keep)))
 
 
+MOST_FEW = 4  # components of a point, a colour or a box
+
+
+def keep_few(ctx: LoweringContext, x: TensorBox, dim: int) -> None:
+    """Have a kernel for each small size of the last dim, if `dim` is that: steps that are numbers fill registers."""
+    size = ctx.size_of(x)
+    if ctx.target.vector_bytes and 0 <= dim == len(size) - 1 > 0 and 1 < ctx.hint(size[dim]) <= MOST_FEW:
+        ctx.specialise(size[dim])
+
+
 def slice_box(
     ctx: LoweringContext, x: TensorBox, dim: int, start: Int | None, end: Int | None, step: int = 1
 ) -> TensorBox:  # fmt: skip
     """Places start, start + step, … below end; both clamped to the dim as Python does."""
+    keep_few(ctx, x, dim)
     size = ctx.size_of(x)[dim]
     first, last, count = slice_range(ctx, size, start, end, step)
     if first == ZERO and last == size and step == 1:
@@ -341,6 +352,7 @@ def lower_narrow(ctx: LoweringContext, x: TensorBox, dim: int, start: Any, lengt
 def lower_select(ctx: LoweringContext, x: TensorBox, dim: int, index: Int) -> TensorBox:
     """x[index] along `dim`, which goes."""
     d = wrap_dim(dim, len(x.size))
+    keep_few(ctx, x, d)
     return select_box(ctx, x, d, place_in(ctx, index, ctx.size_of(x)[d]))
 
 

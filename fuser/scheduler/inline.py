@@ -55,6 +55,7 @@ class Producers:
     shared: Collection[str] = ()  # buffers that loops read which no scan can join
     apart: bool = False  # whether what each row or column has one value of is computed with the reduction before it
     reductions: Collection[str] = ()  # the buffers that these make
+    components: int = 0  # of a place, up to which one turn of a loop computes them all
     table_work: int = 0  # operations to spare from which what comes from indices alone lies in memory; 0: it never does
     evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
@@ -91,16 +92,17 @@ def inline_cheap(
     scans_share: bool = False,
     table_work: int = 0,
     apart: bool = False,
+    components: int = 0,
 ) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
 
     `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
-    `table_work`, `apart`: as in `Target`.
+    `table_work`, `apart`: as in `Target`. `components`: as in `Producers`.
     """
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
     reductions = {n.buffer.name for n in nodes if n.is_reduction}
-    producers = Producers(makers, hint, stored, shared, apart, reductions, table_work)
+    producers = Producers(makers, hint, stored, shared, apart, reductions, components, table_work)
     producers = replace(producers, evaluations=_evaluations(nodes, producers))
     for node in nodes:
         if node.contracts:
@@ -162,11 +164,15 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     innermost = next(iter(_inwards(reader)), None)
     # Once for a row; where rows are turned, what varies along them alone is made once for all, as generators do.
     hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
-    hoisted = hoisted and (innermost in read or innermost is None or _turns(producers, reader, read) >= FEW)
+    components = innermost is not None and reader.sizes()[innermost].as_int() or producers.components + 1
+    together = components <= producers.components and not reader.is_reduction and reader.identity_store
+    hoisted = hoisted and (innermost in read or innermost is None or together or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
     if producers.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
         return False
+    if together and load.args and _varies_along(rows, (indirect_symbol(load.args[0]),)) == {innermost}:
+        return True  # a piece of a join: only the turn of its own components computes it
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
 

@@ -23,6 +23,7 @@ from fuser.ir.sizes import (
 )  # fmt: skip
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS, SCANS, compute_dtype
+from fuser.scheduler.choices import write_out
 from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
@@ -97,12 +98,18 @@ def build_plan(
         return _ordered_plan(ctx, kernel, ordered, builder, dtypes)
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
+    run = 1
+    if ctx.target.vector_bytes and not reductions:
+        gone, builder.out.rows, builder.stores = write_out([(a.sym, a.size) for a in axes], rows, stores)
+        run = next((a.hint for a in axes if a.sym is gone), 1)
+        axes = [a for a in axes if a.sym is not gone]
+        rows, stores, _ = _live(builder)
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _column_axis(axes, rows, reductions, dtypes)
     if vector is None and ctx.target.square_tiles and reductions:
         vector = _crossed(axes, rows)
-    vector = vector or _choose_vector(axes, rows, stores, short)
+    vector = vector or _choose_vector(axes, rows, stores, short, run)
     across = next((a for a in axes if a.sym == vector and not a.reduced), None)
     along = _choose_vector(axes, rows, stores, 0) if across is not None and short else None
     for a in axes:
@@ -249,11 +256,12 @@ def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
 
 
 def _choose_vector(
-    axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], short: int
+    axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], short: int, run: int = 1
 ) -> Sym | None:
     """The axis with most neighbouring accesses, each counted for as much as it reads or writes.
 
-    A reduced axis of fewer elements than `short` gives way to a kept one.
+    Neighbours follow each other, or lie `run` elements apart where others fill the gap. A reduced axis of fewer elements
+    than `short` gives way to a kept one.
     """
     if not axes:
         return None
@@ -270,7 +278,7 @@ def _choose_vector(
                 continue  # outside the reduced loops
             c = coefficient(e, a.sym)
             weight *= shares[e]
-            if c == ONE:
+            if c is not None and c.as_int() in (1, run):
                 total += weight
             elif c is not None and c == ZERO:
                 total += weight / 4

@@ -49,9 +49,11 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     if any(_is_checking(b) for b in ctx.buffers if b not in live):
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
     nodes = make_nodes(ctx, live, _empty(lowered))
-    if ctx.target.unrolls:
-        unroll_short(nodes)
-    inline_cheap(nodes, ctx.hint, roots, ctx.target.scans_alone, ctx.target.table_work, ctx.target.apart)
+    unroll_short(nodes, ctx.target.unrolls, ctx.target.unrolls_beside)
+    target = ctx.target
+    inline_cheap(
+        nodes, ctx.hint, roots, target.scans_alone, target.table_work, target.apart, target.unrolls_beside
+    )  # fmt: skip
     nodes = _live_nodes(nodes, roots)
     strides: dict[str, tuple[Expr, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}

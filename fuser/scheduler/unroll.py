@@ -15,26 +15,27 @@ from fuser.ir.sizes import Expr, Sym, expr, product, substitute, symbols
 from fuser.ops import REDUCTIONS
 from fuser.scheduler.nodes import Node
 
-MOST_POINTS, MOST_ROWS = 8, 64
+MOST_ROWS = 64
 # By reduction: what combines a further value with those before it. Of equal extremes the first stays.
 
 
-def unroll_short(nodes: list[Node]) -> None:
-    """Turn each reduction over at most eight points that lie apart in memory into a pointwise loop."""
+def unroll_short(nodes: list[Node], apart: int, beside: int) -> None:
+    """Turn each reduction over at most `apart` points that lie apart in memory, or `beside` others, into a pointwise
+    loop."""
     for node in nodes:
-        if _is_short(node):
+        if _is_short(node, apart, beside):
             _unroll(node)
 
 
-def _is_short(node: Node) -> bool:
+def _is_short(node: Node, apart: int, beside: int) -> bool:
     n = product(size for _, size in node.reduced).as_int()
     if not node.kind or not REDUCTIONS[node.kind].pointwise or n is None:
         return False
-    if not 1 < n <= MOST_POINTS or n * len(node.rows) > MOST_ROWS:
+    if not 1 < n <= max(apart, beside) or n * len(node.rows) > MOST_ROWS or not node.kept:
         return False
     reduced = {v for v, _ in node.reduced}
     neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
-    return bool(node.kept) and not any(symbols(e) & reduced for e in neighbours)
+    return n <= (beside if any(symbols(e) & reduced for e in neighbours) else apart)
 
 
 def _unroll(node: Node) -> None:
