@@ -284,14 +284,18 @@ class Facts:
         Those at which many stores leave some elements between them out. In a kernel of much arithmetic also those that
         g++ has no permutation for, all but 3 and the powers of two: it would work on vectors of two elements.
         """
-        own, rows = (self.along.sym,), self.plan.rows
-        near = lambda e: [abs(c) for monomial, c in e.terms if monomial == own]  # noqa: E731
-        stores = Counter((s.buffer, step) for s in self.plan.stores for step in near(s.address))
+        rows = self.plan.rows
+        stores = Counter((s.buffer, step) for s in self.plan.stores for step in self._steps(s.address))
         gapped = frozenset(step for (_, step), n in stores.items() if MOST_OF_A_GROUP < n < step)
-        loads = [step for r in rows if r.op == "load" for e in r.attr[1] for step in near(e)]
-        odd = [step for step in (*loads, *(step for _, step in stores.elements())) if step != 3 and step.bit_count() > 1]
+        loads = [step for r in rows if r.op == "load" for e in r.attr[1] for step in self._steps(e)]
+        steps = (*loads, *(step for _, step in stores.elements()))
+        odd = [step for step in steps if step != 3 and step.bit_count() > 1]
         worth = sum(map(row_cost, rows)) >= WORK_OF_ONE * len(odd)
         return gapped | frozenset(odd if worth else ())
+
+    def _steps(self, address: Expr) -> list[int]:
+        own = (self.along.sym,)
+        return [abs(c) for monomial, c in address.terms if monomial == own]
 
     def is_narrow_gather(self, buffer: str, address: Expr) -> bool:
         """Whether lanes look up elements of less than a word."""

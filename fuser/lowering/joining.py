@@ -104,7 +104,8 @@ def joined(
 
 
 def _are_components(ctx: LoweringContext, pieces: Sequence[Piece], last: bool) -> bool:
-    """Whether one turn of a loop computes the few components of all pieces of more than one; their sizes are known then."""
+    """Whether one turn of a loop computes the few components of all pieces, not all of one. Their sizes are known then.
+    """
     found = [ctx.hint(p.size) for p in pieces]
     if not ctx.target.vector_bytes or not last or sum(found) > MOST_FEW or max(found) < 2 or len(pieces) < 2:
         return False

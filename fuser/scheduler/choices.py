@@ -1,8 +1,8 @@
 """Components that lie side by side in memory, written out: of a point, a colour, a box, a complex number.
 
 A rotation of pairs or a stack along the last dim chooses by the place in a short innermost axis what an element is made
-of; a point divided by its length computes that for each component. A loop along that axis fills no register, and one along
-another does all of it again for each place and writes with steps. Without the axis one turn computes all
+of; a point divided by its length computes that for each component. A loop along that axis fills no register, and one
+along another does all of it again for each place and writes with steps. Without the axis one turn computes all
 components: a choice is known when the kernel is written, and what they share is computed once.
 """
 
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from fuser.ir.loop_body import Recorder, Row, indirect_rows, map_exprs, renumber_expr, row_exprs
-from fuser.ir.sizes import LOOP, ONE, Expr, Sym, coefficient, expr, substitute, symbols
-
+from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
+from fuser.ir.sizes import ONE, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
 MOST_PLACES, MOST_ROWS = 4, 256
-SHARED = 0.4  # of the work, from which components are computed together
+SHARED = 0.4  # of the work, from which components are computed together though nothing chooses between them
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 } | {"logical_not": operator.not_, "logical_and": operator.and_, "logical_or": operator.or_}
@@ -50,31 +49,28 @@ def _work(rows: Sequence[Row]) -> float:
 
 
 def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
-    """Whether a choice hangs on `axis` and on no other."""
-    along: list[set[Sym] | None] = []  # of each row the axes that its value hangs on, if it hangs on nothing else
+    """Whether a choice hangs on `axis` and on nothing else."""
+    behind: list[set[Sym] | None] = []  # of each row what its value hangs on, if that is places alone
     for row in rows:
-        found: set[Sym] | None = None
-        if row.op in ("const", "index") or row.op in _KNOWN:
-            own = [{s for s in symbols(e)} for e in row_exprs(row)] + [along[a] for a in row.args]
-            known = [s for s in own if s is not None]
-            found = set().union(*known) if len(known) == len(own) else None
-        along.append(found)
-    return any(row.op == "where" and along[row.args[0]] == {axis} for row in rows) and not any(
-        s.kind != LOOP for found in along if found == {axis} for s in found
-    )
+        of_args = [behind[a] for a in row.args]
+        own = {s for e in row_exprs(row) for s in symbols(e)}
+        known = row.op in ("const", "index") or row.op in _KNOWN
+        found = [s for s in of_args if s is not None]
+        behind.append(own.union(*found) if known and len(found) == len(of_args) else None)
+    return any(row.op == "where" and behind[row.args[0]] == {axis} for row in rows)
 
 
 def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tuple[list[Row], Stores]:
     """Rows and stores for each place of `axis`. What is equal for all is there once."""
     out, kept = Recorder(), list[tuple[str, Expr, int]]()
-    for place in range(places):
+    for place in map(expr, range(places)):
         number: dict[int, int] = {}
 
-        def moved(e: Expr, number: dict[int, int] = number, at: Expr = expr(place)) -> Expr:
-            return substitute(renumber_expr(e, number), {axis: at})
+        def moved(e: Expr, number: dict[int, int] = number, place: Expr = place) -> Expr:
+            return substitute(renumber_expr(e, number), {axis: place})
 
         for n, row in enumerate(rows):
-            if row_exprs(row) or indirect_rows(row):
+            if row_exprs(row):
                 row = map_exprs(row, moved)
             number[n] = _settled(out, Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr))
         kept += [(buffer, moved(e), number[r]) for buffer, e, r in stores]
@@ -95,9 +91,9 @@ def _settled(out: Recorder, row: Row) -> int:
         value = _KNOWN[row.op](*known)
     elif row.op == "logical_and" and False in known:
         value = False
-    elif row.op == "load" and known == [False]:
+    elif row.op == "load" and known == [False]:  # nobody uses it
         value = 0.0 if row.dtype.is_floating_point else row.dtype is not torch.bool and 0
-    elif row.op in ("load", "indirect") and known and known[-1] is True and len(known) == 1 + (row.op == "indirect"):
+    elif row.op in ("load", "indirect") and len(known) == 1 + (row.op == "indirect") and known[-1] is True:
         row = Row(row.op, row.args[:-1], row.dtype, row.attr)
     return out.add_row(row if value is None else Row("const", (), row.dtype, repr(value))).row
 

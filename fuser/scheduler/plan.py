@@ -260,8 +260,8 @@ def _choose_vector(
 ) -> Sym | None:
     """The axis with most neighbouring accesses, each counted for as much as it reads or writes.
 
-    Neighbours follow each other, or lie `run` elements apart where others fill the gap. A reduced axis of fewer elements
-    than `short` gives way to a kept one.
+    Neighbours follow each other, or lie `run` elements apart where others fill the gap. A reduced axis of fewer
+    elements than `short` gives way to a kept one.
     """
     if not axes:
         return None

@@ -70,6 +70,10 @@ def yuv(im):
     return torch.stack([y, (b - y) * 0.492, (r - y) * 0.877], -1)
 
 
+def butterfly(x):
+    return torch.stack([x[..., 0] + x[..., 1], x[..., 0] - x[..., 1]], -1).flatten(1)
+
+
 def rounded_pairs(q, c, s):
     return pairs(q.float(), c, s).to(torch.bfloat16)
 
@@ -93,7 +97,7 @@ PROGRAMS = {
     "every_two": (every_two, values(2, 6, 4, 32), values(6, 1, 32), values(6, 1, 32).flip(0)),
     "rounded_pairs": (rounded_pairs, values(2, 6, 4, 32).bfloat16(), values(6, 1, 16) / 64, values(6, 1, 16) / 32),
     "product": (product, values(9, 21, 2), values(9, 21, 2).flip(0)),
-    "butterfly": (lambda x: torch.stack([x[..., 0] + x[..., 1], x[..., 0] - x[..., 1]], -1).flatten(1), values(9, 21, 2)),
+    "butterfly": (butterfly, values(9, 21, 2)),
     "three_of_four": (lambda x: torch.cat((x[:, :2] * 2 - 0.5, F.relu(x[:, 2:])), -1), X),
     "pieces_of_pieces": (lambda x: torch.cat((torch.stack((x[:, 0], x[:, 1] * 2), -1), x[:, 2:]), -1) + 1, X),
     "integers": (lambda x: torch.stack((x, x + 1, x * 2), -1).flatten(), values(77, dtype=torch.int32)),
@@ -102,6 +106,10 @@ PROGRAMS = {
                  X[:, 0].contiguous(), X),
     "numbers": (lambda x: torch.stack((x, torch.full_like(x, 3.0)), -1).flatten(), X[:, 0].contiguous()),
 }  # fmt: skip
+
+
+TOGETHER = ("corners", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product", "butterfly",
+            "three_of_four")  # fmt: skip
 
 
 @needs_compiler
@@ -129,7 +137,7 @@ def test_the_interpreters_agree(name):
     compare(interpret_schedule(lowered, plans, args), [want], tol=close)
 
 
-@pytest.mark.parametrize("name", ["corners", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product", "butterfly", "three_of_four"])  # fmt: skip
+@pytest.mark.parametrize("name", TOGETHER)
 def test_one_loop_computes_all_components_of_a_place(name):
     _, plans, _, want = lowered_for(name)
     (plan,) = plans.plans
