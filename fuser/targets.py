@@ -61,8 +61,8 @@ class Target:
       together with the scan for its places.
     sums_by_dims: whether windows of many elements are summed along one dim after the other.
     window_dims: dims that the windows of a pooling extend along at most, if they overlap.
-    unrolls, unrolls_beside: points of a reduction up to which it is written out as arithmetic, if they lie apart in
-      memory, and if they do not.
+    unrolls: points of a reduction up to which it is written out as arithmetic, if they lie apart in memory.
+    components: elements that the last dim may have for one turn of a loop to compute all of them.
     apart: whether what each row or column has one value of, such as a deviation, is computed by the kernel of its
       reduction where another kernel reads it, and not by that one for every element.
     joins: whether plans along rows and along columns are looked at as one.
@@ -104,7 +104,7 @@ class Target:
     sums_by_dims: bool = True
     window_dims: int = 3
     unrolls: int = 0
-    unrolls_beside: int = 0
+    components: int = 0
     joins: bool = False
     joins_stored: int = 0
     recompute_cost: int = 8

@@ -23,7 +23,6 @@ from fuser.lowering.pointwise import cast_loader, result_dtype
 from fuser.lowering.reshape import reshape_box
 from fuser.lowering.shapes import copies_overlap
 from fuser.lowering.views import (
-    MOST_FEW,
     Int,
     Ints,
     diagonal_size,
@@ -107,7 +106,7 @@ def _are_components(ctx: LoweringContext, pieces: Sequence[Piece], last: bool) -
     """Whether one turn of a loop computes the few components of all pieces, not all of one. Their sizes are known then.
     """
     found = [ctx.hint(p.size) for p in pieces]
-    if not ctx.target.vector_bytes or not last or sum(found) > MOST_FEW or max(found) < 2 or len(pieces) < 2:
+    if not last or sum(found) > ctx.target.components or max(found) < 2 or len(pieces) < 2:
         return False
     for p in pieces:
         ctx.specialise(p.size)

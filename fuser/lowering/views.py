@@ -106,13 +106,10 @@ def expand_box(ctx: LoweringContext, x: TensorBox, shape: Ints) -> TensorBox:
     return x.viewed(tuple(out), lambda index: tuple(i if k else ZERO for i, k in zip(index[lead:], keep)))
 
 
-MOST_FEW = 4  # components of a point, a colour or a box
-
-
 def keep_few(ctx: LoweringContext, x: TensorBox, dim: int) -> None:
     """Have a kernel for each small size of the last dim, if `dim` is that: steps that are numbers fill registers."""
     size = ctx.size_of(x)
-    if ctx.target.vector_bytes and 0 <= dim == len(size) - 1 > 0 and 1 < ctx.hint(size[dim]) <= MOST_FEW:
+    if 0 <= dim == len(size) - 1 > 0 and 1 < ctx.hint(size[dim]) <= ctx.target.components:
         ctx.specialise(size[dim])
 
 

@@ -19,7 +19,8 @@ from fuser.passes.classify import Kind, op_name, tensors_of
 from fuser.passes.grouping import Grouping
 
 # Views with constants that differ from one call site to the next: taken into a group, they would make equal groups
-# differ. They stay outside when what they view is computed outside; views of the graph's own inputs are taken in.
+# differ. They stay outside when what they view is computed outside; views of the graph's own inputs are taken in, and
+# so are components, of which a group most often reads several: side by side in memory they are read in runs.
 _POSITIONAL = frozenset({"aten.slice", "aten.select", "aten.narrow"})
 
 
@@ -90,9 +91,20 @@ def is_inlined(grouping: Grouping, node: fx.Node) -> bool:
         return True
     base = node.args[0]
     assert isinstance(base, fx.Node)
+    if _is_component(node, base):
+        return True
     while grouping.kinds[base] is Kind.FREE and base.args and isinstance(base.args[0], fx.Node):
         base = base.args[0]
     return grouping.kinds[base] is not Kind.EXTERN and not _is_item_of_extern(grouping, base)
+
+
+def _is_component(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a view takes some of the few elements in the last dim."""
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return False
+    dim, few = node.args[1] if len(node.args) > 1 else 0, value.shape[-1]
+    return dim in (-1, value.dim() - 1) and type(few) is int and few <= targets.of(value.device.type).components
 
 
 def _is_item_of_extern(grouping: Grouping, node: fx.Node) -> bool:

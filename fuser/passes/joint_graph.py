@@ -10,6 +10,7 @@ _ATTENTION = (
     "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_cudnn_attention "
     "aten._scaled_dot_product_efficient_attention"
 )
+_COMPLEX = "aten.view_as_real aten.view_as_complex aten.complex aten.polar aten.angle aten.abs aten.sgn aten.eq"
 _CONVOLUTION = "aten.convolution"
 _FLEX = "flex_attention flex_attention_backward"
 _KINKS = "aten.threshold_backward aten.leaky_relu_backward aten.hardtanh_backward"
@@ -22,6 +23,7 @@ _POOLS = "aten.max_pool2d_with_indices aten.max_pool3d_with_indices"
 JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("functional_random", functional_random),
     Pass("split_foreach", later("foreach", "split_foreach"), calls="aten._foreach_*"),
+    Pass("complex_by_parts", later("complex_numbers", "complex_by_parts"), calls=_COMPLEX),
     Pass("drop_single_blocks", later("flex_attention", "drop_single_blocks"), calls=_FLEX),
     Pass("bound_attention", later("attention_reach", "bound_attention"), calls=_ATTENTION),
     Pass("numbers_on_device", numbers_on_device),

@@ -19,7 +19,7 @@ from fuser.ir.sizes import ONE, Expr, Sym, coefficient, expr, substitute, symbol
 from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
-MOST_PLACES, MOST_ROWS = 4, 256
+MOST_ROWS = 256
 SHARED = 0.4  # of the work, from which components are computed together though nothing chooses between them
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -27,15 +27,15 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 
 
 def write_out(
-    sizes: Sequence[tuple[Sym, Expr]], rows: list[Row], stores: Stores
+    sizes: Sequence[tuple[Sym, Expr]], rows: list[Row], stores: Stores, most: int
 ) -> tuple[Sym | None, list[Row], Stores]:
     """The rows and stores of a loop nest without one of its axes, and which that is; None where there is no such one.
 
-    `sizes`: the axes, none of them reduced.
+    `sizes`: the axes, none of them reduced. `most`: places of an axis that is written out.
     """
     for axis, size in sizes:
         n = size.as_int() or 0
-        if not 1 < n <= MOST_PLACES or n * len(rows) > MOST_ROWS or len(sizes) == 1:
+        if not 1 < n <= most or n * len(rows) > MOST_ROWS or len(sizes) == 1:
             continue
         if all(coefficient(e, axis) == ONE for _, e, _ in stores):
             copies, kept = _copies(rows, stores, axis, n)

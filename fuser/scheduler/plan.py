@@ -99,8 +99,9 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     run = 1
-    if ctx.target.vector_bytes and not reductions:
-        gone, builder.out.rows, builder.stores = write_out([(a.sym, a.size) for a in axes], rows, stores)
+    if ctx.target.components and not reductions:
+        sizes = [(a.sym, a.size) for a in axes]
+        gone, builder.out.rows, builder.stores = write_out(sizes, rows, stores, ctx.target.components)
         run = next((a.hint for a in axes if a.sym is gone), 1)
         axes = [a for a in axes if a.sym is not gone]
         rows, stores, _ = _live(builder)

@@ -49,10 +49,10 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
     if any(_is_checking(b) for b in ctx.buffers if b not in live):
         raise Unsupported("an index is read for its size alone: no kernel would look at its places")
     nodes = make_nodes(ctx, live, _empty(lowered))
-    unroll_short(nodes, ctx.target.unrolls, ctx.target.unrolls_beside)
+    unroll_short(nodes, ctx.target.unrolls, ctx.target.components)
     target = ctx.target
     inline_cheap(
-        nodes, ctx.hint, roots, target.scans_alone, target.table_work, target.apart, target.unrolls_beside
+        nodes, ctx.hint, roots, target.scans_alone, target.table_work, target.apart, target.components
     )  # fmt: skip
     nodes = _live_nodes(nodes, roots)
     strides: dict[str, tuple[Expr, ...]] = {}

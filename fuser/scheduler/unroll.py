@@ -19,23 +19,24 @@ MOST_ROWS = 64
 # By reduction: what combines a further value with those before it. Of equal extremes the first stays.
 
 
-def unroll_short(nodes: list[Node], apart: int, beside: int) -> None:
-    """Turn each reduction over at most `apart` points that lie apart in memory, or `beside` others, into a pointwise
-    loop."""
+def unroll_short(nodes: list[Node], apart: int, components: int) -> None:
+    """Turn each reduction over at most `apart` points that lie apart in memory, or all `components`, into a pointwise
+    loop.
+    """
     for node in nodes:
-        if _is_short(node, apart, beside):
+        if _is_short(node, apart, components):
             _unroll(node)
 
 
-def _is_short(node: Node, apart: int, beside: int) -> bool:
+def _is_short(node: Node, apart: int, components: int) -> bool:
     n = product(size for _, size in node.reduced).as_int()
     if not node.kind or not REDUCTIONS[node.kind].pointwise or n is None:
         return False
-    if not 1 < n <= max(apart, beside) or n * len(node.rows) > MOST_ROWS or not node.kept:
+    if not 1 < n <= max(apart, components) or n * len(node.rows) > MOST_ROWS or not node.kept:
         return False
     reduced = {v for v, _ in node.reduced}
     neighbours = (r.attr[1][-1] for r in node.rows if r.op == "load" and r.attr[1])
-    return n <= (beside if any(symbols(e) & reduced for e in neighbours) else apart)
+    return n <= (components if any(symbols(e) & reduced for e in neighbours) else apart)
 
 
 def _unroll(node: Node) -> None:
