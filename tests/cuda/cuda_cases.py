@@ -561,8 +561,24 @@ def readable(results: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in results]
 
 
+def reshaped(x: torch.Tensor) -> torch.Tensor:
+    """A join of many pieces, in another shape."""
+    a, b, c = x.unbind(-1)
+    return torch.stack((a, b, c, a * b, b * c, c * a), -1).reshape(x.shape[0], 2, 3)
+
+
+def rotated(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """Pairs turned, as complex products are made of their parts."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * f[..., 0] - b * f[..., 1], a * f[..., 1] + b * f[..., 0]), -1).flatten(-2)
+
+
+COMPONENTS = (
+    Case("components/reshaped", reshaped, lambda i: (i.normal(37, 3),)),
+    Case("components/rotated", rotated, lambda i: (i.normal(5, 7, 12), i.normal(7, 6, 2))),
+)
 _ROWS = (_row_case(r, size) for r in ROWS if not r.mutates for size in (0, 2))
-_ALL = (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *EXACT)
+_ALL = (*_ROWS, *EXTRA, *SCATTERS, *SCANS, *LONG_SCANS, *FLOAT8, *POOLS, *EXACT, *COMPONENTS)
 CASES: dict[str, Case] = {c.name: c for c in _ALL}
 # Each kind of kernel once or twice: the interpreter is slow.
 INTERPRETED = (
@@ -582,7 +598,8 @@ INTERPRETED = (
     "norm_gradients", "norm_gradients/odd", "norm_gradients/summed", "norm_gradients/layer", "norm_gradients/softmax",
     "key_gradient",
     "gather/along", "gather/outer", "index_select", "padded_search",
-    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *EXACT)), "column_sum/many/passing",
+    *(c.name for c in (*SCATTERS, *SCANS, *FLOAT8, *POOLS, *EXACT, *COMPONENTS)),
+    "column_sum/many/passing",
 )  # fmt: skip
 # Of these, also with the tiles that races are about: the bits are the same.
 TUNED = (

@@ -49,7 +49,8 @@ PROGRAMS = {
     "spectrum": (lambda x: torch.fft.rfft(x).abs().log1p(), reals(4, 16)),
     "filtered": (lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * w, n=16) * 2, reals(4, 16), made(9, seed=1)),
     "phase_of_a_spectrum": (
-        lambda x: torch.fft.irfft(torch.polar(torch.fft.rfft(x).abs() + 1, torch.fft.rfft(x).angle()), n=16), reals(4, 16)
+        lambda x: torch.fft.irfft(torch.polar(torch.fft.rfft(x).abs() + 1, torch.fft.rfft(x).angle()), n=16),
+        reals(4, 16),
     ),
     "many": (many, made(3, 4), made(4, seed=1)),
     "divided": (lambda a, b: torch.view_as_real(a / b), made(5, 7), made(5, 7, seed=1)),
