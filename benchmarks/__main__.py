@@ -23,6 +23,7 @@ SUITES = {
     "models": "compile seconds, steady milliseconds and memory of five models; --mode train: of training steps",
     "contractions": "convolutions and products with what follows, in several layouts and dtypes",
     "attention": "flex_attention with the modifications and masks of public models; on a GPU with gradients, too",
+    "components": "points, colours, boxes, rotated pairs and complex numbers, whose last dim is short",
     "decode": "tokens per second of a 100 million parameter decoder, one token at a time",
     "convnets": "small public convolutional architectures, inference",
     "steps": "small networks at batch 1, where the host decides; --mode train: with gradients",
