@@ -6,12 +6,14 @@ Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 7,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fuser.ops import bessel_fits, special_cpp, special_fits
-from fuser.ops.float_cpp import horner
-from fuser.ops.special_cpp import double_pair, function, polynomial
+from fuser.ops.float_cpp import define, horner
+from fuser.ops.special_cpp import double_pair, polynomial
 
 HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which its own call
+_add = partial(define, HELPERS)
 
 
 def _fit(name: str, mid: str, x: str) -> str:
@@ -20,18 +22,15 @@ def _fit(name: str, mid: str, x: str) -> str:
 
 # float64's are the maths library's; eager has no values at infinity.
 for _name in ("j0", "j1"):
-    HELPERS[f"fuser_{_name}_f64"] = function(
-        f"fuser_{_name}_f64", "double", "double x", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n'
-    )
+    _add(f"fuser_{_name}_f64", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n', kind="double")
 for _name in ("y0", "y1"):
-    HELPERS[f"fuser_{_name}_f64"] = function(
+    _add(
         f"fuser_{_name}_f64",
-        "double",
-        "double x",
         f"""\
   if (x == 0) return -__builtin_inf();
   return x > 0 && x < __builtin_inf() ? {_name}(x) : __builtin_nan("");
 """,
+        kind="double",
     )
 # float32's: up to 8 by x^2, from there on 9.2.5 and 9.2.6 with the rest of x modulo pi/2.
 _NEAR = """\
@@ -57,10 +56,8 @@ _J = {0: "p * plus - q * minus", 1: "p * minus + q * plus"}
 _Y = {0: "p * minus + q * plus", 1: "q * minus - p * plus"}
 for _order in (0, 1):
     _small = _fit(f"J{_order}", "", "t")
-    HELPERS[f"fuser_j{_order}_f32"] = function(
+    _add(
         f"fuser_j{_order}_f32",
-        "float",
-        "float x",
         _NEAR
         + f"  const double near = {'b * ' if _order else ''}{_small};\n"
         + _FAR
@@ -71,10 +68,8 @@ for _order in (0, 1):
     _log = "double l = 0.6366197723675814 * fuser_log_normal(b > 0 ? b : 1.0)"
     _rest = _fit(f"Y{_order}", "", "t")
     _near = f"FUSER_FMA(l, j, {_rest})" if _order == 0 else f"b * FUSER_FMA(l, j, {_rest}) - 0.6366197723675814 / b"
-    HELPERS[f"fuser_y{_order}_f32"] = function(
+    _add(
         f"fuser_y{_order}_f32",
-        "float",
-        "float x",
         _NEAR
         + f"  const {_log}, j = {_small}, near = {_near};\n"
         + _FAR
@@ -84,14 +79,13 @@ for _order in (0, 1):
         + "  return (x > 0) & (x < __builtin_inff()) ? y : edge;\n",
     )
 for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
-    HELPERS[f"fuser_spherical_bessel_j0_{_d}"] = function(
+    _add(
         f"fuser_spherical_bessel_j0_{_d}",
-        _type,
-        f"{_type} x",
         f"""\
   const {_type} a = __builtin_fabs{_f}(x), b = a == __builtin_inf{_f}() ? 1 : a, y = fuser_sin_{_d}(b) / b;
   return a == __builtin_inf{_f}() ? 0 : a == 0 ? 1 : y;
 """,
+        kind=_type,
     )
 
 
@@ -152,10 +146,8 @@ double_pair(
     ),
 )
 # The inverse of erf at 2 x - 1, which is right where x is near 0 as well. In double ATen's is faster outside (0, 1).
-HELPERS["fuser_ndtri_f32"] = function(
+_add(
     "fuser_ndtri_f32",
-    "float",
-    "float x",
     f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;

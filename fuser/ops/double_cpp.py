@@ -5,15 +5,12 @@ The other functions of float64 are libm's, in libmvec's vector form where there 
 
 from __future__ import annotations
 
-from fuser.ops.float_cpp import horner
+from functools import partial
+
+from fuser.ops.float_cpp import define, horner
 
 HELPERS: dict[str, str] = {}
-
-
-def _add(name: str, body: str, args: str = "double x", result: str = "double") -> None:
-    HELPERS[name] = f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
-
-
+_add = partial(define, HELPERS, kind="double")
 _EXP = (
     0.5000000000000001, 0.16666666666666669, 0.04166666666662348, 0.008333333333330011, 0.0013888888917538296,
     0.00019841269863303223, 2.4801520792572694e-05, 2.75572680728901e-06, 2.762032742826824e-07, 2.5100569275813683e-08,

@@ -9,7 +9,15 @@ tail and scalar code.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 HELPERS: dict[str, str] = {}
+
+
+def define(helpers: dict[str, Any], name: str, body: str, args: str = "", kind: str = "float") -> None:
+    """Add the C++ helper `name`, which gives a `kind`; without `args` it takes one such number, `x`."""
+    helpers[name] = f"FUSER_FN {kind} {name}({args or f'{kind} x'}) {{\n{body}}}\n"
 
 
 def horner(x: str, *coefficients: float | str, double: bool = False) -> str:
@@ -22,10 +30,7 @@ def horner(x: str, *coefficients: float | str, double: bool = False) -> str:
     return text
 
 
-def _add(name: str, body: str, args: str = "float x", result: str = "float") -> None:
-    HELPERS[name] = f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
-
-
+_add = partial(define, HELPERS)
 EXP = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668262, 0.008368671, 0.0013821038)
 _EXPM1 = (0.5, 0.16666667, 0.04166648, 0.008333208, 0.0013933566, 0.0001994427)
 _EXP2 = (0.6931472, 0.2402265, 0.055503577, 0.00961806, 0.0013392067, 0.00015464141)

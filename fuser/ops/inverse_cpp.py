@@ -7,16 +7,13 @@ the errors were level, each coefficient rounded to float32 before the next was f
 
 from __future__ import annotations
 
+from functools import partial
+
 from fuser.ops import float_cpp
-from fuser.ops.float_cpp import horner
+from fuser.ops.float_cpp import define, horner
 
 HELPERS: dict[str, str] = {}
-
-
-def _add(name: str, body: str, args: str = "float x") -> None:
-    HELPERS[name] = f"FUSER_FN float {name}({args}) {{\n{body}}}\n"
-
-
+_add = partial(define, HELPERS)
 # (asin(s) / s - 1) / z by z = s^2, z <= 1/4: 4.9e-9 of asin.
 _ASIN = (0.16666752, 0.07495307, 0.04546964, 0.024181498, 0.04216512)
 # (atan(t) / t - 1) / z by z = t^2, z <= 1: 2.6e-9 of atan.
