@@ -21,7 +21,7 @@ from fuser.cpu.prepared import prepared
 from fuser.cpu.records import Function, Generated
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.cpu.vir.printer import SCANNED
+from fuser.cpu.vir.calls import SCANNED
 from fuser.ir.sizes import ONE, Expr, coefficient, minimum, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES

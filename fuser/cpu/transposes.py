@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from fuser.cpu.vir.printer import WORDS
+from fuser.cpu.vir.calls import WORDS
 from fuser.machines import Machine
 
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
