@@ -23,7 +23,7 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
     """One row of a block of columns."""
     facts, count = rows.facts, ir.Name("count")
     prefetch_columns(rows, phase, loops)
-    with prepared(rows, phase, "v0", "l", facts.lanes, count):
+    with prepared(rows, phase, rows.block()):
         with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count):
             rows.inner(phase, fold)
     count_rows(rows.out, facts, own, 1)

@@ -160,15 +160,10 @@ def helpers(uses: Set[str], machine: Machine) -> str:
     if not calls:
         return ""
     head = _HEAD + _KEEP + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
-    lanes = _lanes(machine)
+    lanes = machine.vector_bytes // 4
     head += _FOLD.replace("ROUNDS", _rounds(lanes))
     head = head.replace("LANES", str(lanes)).replace("BYTES", str(4 * lanes))
     return head + "".join(_function(dtype, rows, machine) for dtype, rows in calls)
-
-
-def _lanes(machine: Machine) -> int:
-    """Float32 values in a register."""
-    return machine.vector_bytes // 4
 
 
 def _rounds(lanes: int) -> str:
@@ -196,7 +191,7 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
     cache, while those of the next unit are asked into the second: a core that computes has few loads of its own under
     way. Machines without such prefetches read few rows of `w` in the order of memory.
     """
-    lanes = _lanes(machine)
+    lanes = machine.vector_bytes // 4
     width = lanes if dtype == "f32" else 2 * lanes
     blocks = "\n".join(_parts(dtype, rows, width, machine))
     unroll = min(4, machine.registers // (2 * rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.cpu.facts import Facts
-from fuser.cpu.rows import Place, Rows
+from fuser.cpu.rows import Place, Rows, Stretch
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, coefficient, substitute, symbol
 
@@ -30,22 +30,19 @@ def _is_line(facts: Facts, n: int) -> bool:
     return coefficient(index.attr, facts.along.sym) == ONE
 
 
-def drawn(rows: Rows, phase: int, start: str, place: ir.Value, length: int, count: ir.Value) -> dict[int, Place]:
-    """Draw the numbers of a loop of `count` elements from `start` on, at most `length`; returns where it finds them.
-
-    `place` is the current index of the loop.
-    """
+def drawn(rows: Rows, phase: int, loop: Stretch) -> dict[int, Place]:
+    """Draw the numbers of a loop of a pass; returns where it finds them."""
     facts, found = rows.facts, dict[int, Place]()
     for n in drawn_rows(facts, phase):
         row = facts.plan.rows[n]
         seed, stream, index = row.args
         assert row.traits.draw is not None
         numbers = ir.Name(f"drawn{n}")
-        rows.out.scratch("float", numbers.name, length, aligned=facts.machine.line_bytes)
-        first = substitute(facts.plan.rows[index].attr, {facts.along.sym: symbol(start, LOOP)})
+        rows.out.scratch("float", numbers.name, loop.length, aligned=facts.machine.line_bytes)
+        first = substitute(facts.plan.rows[index].attr, {facts.along.sym: symbol(loop.start, LOOP)})
         at = rows.index(first, "floor")
-        rows.out.add(ir.Draw(numbers, rows.ref(seed), rows.ref(stream), at, count, row.traits.draw[0]))
-        found[n] = Place(numbers[place])
+        rows.out.add(ir.Draw(numbers, rows.ref(seed), rows.ref(stream), at, loop.count, row.traits.draw[0]))
+        found[n] = Place(numbers[loop.at])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Set
 
 import torch
 
@@ -15,14 +16,19 @@ WHOLE = SMALL | {torch.int16, torch.int32, torch.int64}
 
 def exact_rows(plan: KernelPlan, dtype: torch.dtype) -> frozenset[int]:
     """The float32 rows of a plan that are exact in the 16-bit float `dtype`: rounding does not change them."""
+    return _found(plan, lambda row, found: _is_exact(plan, row, dtype, found))
+
+
+def _found(plan: KernelPlan, holds: Callable[[Row, Set[int]], bool]) -> frozenset[int]:
+    """The float32 rows of which something holds, where it does of those before."""
     found: set[int] = set()
     for n, row in enumerate(plan.rows):
-        if row.dtype is torch.float32 and _is_exact(plan, row, dtype, found):
+        if row.dtype is torch.float32 and holds(row, found):
             found.add(n)
     return frozenset(found)
 
 
-def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -> bool:
+def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: Set[int]) -> bool:
     if row.op == "load":
         return dict(plan.buffers)[row.attr[0]] is dtype
     if row.op == "round_to":
@@ -37,7 +43,7 @@ def _is_exact(plan: KernelPlan, row: Row, dtype: torch.dtype, found: set[int]) -
     if row.traits.sign == "*" and dtype is torch.bfloat16:
         a, b = row.args
         return (_doubles(plan.rows[a]) and b in found) or (_doubles(plan.rows[b]) and a in found)
-    return bool(row.traits.selects) and found.issuperset(_chosen(row))
+    return bool(row.traits.selects) and found >= _chosen(row)
 
 
 def _doubles(row: Row) -> bool:
@@ -49,9 +55,9 @@ def _doubles(row: Row) -> bool:
     return row.op == "const" and abs(float(row.attr)) >= 1 and math.frexp(abs(float(row.attr)))[0] == 0.5
 
 
-def _chosen(row: Row) -> tuple[int, ...]:
+def _chosen(row: Row) -> set[int]:
     """The arguments of an operator that selects one of them as its result."""
-    return tuple(row.args[k] for k in row.traits.selects)
+    return {row.args[k] for k in row.traits.selects}
 
 
 def tame_rows(plan: KernelPlan) -> frozenset[int]:
@@ -63,14 +69,10 @@ def tame_rows(plan: KernelPlan) -> frozenset[int]:
     elementary functions, whose powers of two have a mantissa of 0). NaNs of float32, of half (whose ten bits reach
     down to bit 13), of float64 and of approximated functions may have any bits.
     """
-    found: set[int] = set()
-    for n, row in enumerate(plan.rows):
-        if row.dtype is torch.float32 and _is_tame(plan, row, found):
-            found.add(n)
-    return frozenset(found)
+    return _found(plan, lambda row, found: _is_tame(plan, row, found))
 
 
-def _is_tame(plan: KernelPlan, row: Row, found: set[int]) -> bool:
+def _is_tame(plan: KernelPlan, row: Row, found: Set[int]) -> bool:
     if row.op == "load":
         return dict(plan.buffers)[row.attr[0]] is torch.bfloat16
     if row.op == "const":
@@ -80,8 +82,8 @@ def _is_tame(plan: KernelPlan, row: Row, found: set[int]) -> bool:
     if row.op == "to_dtype":
         return row.attr in WHOLE
     if row.traits.selects:
-        return found.issuperset(_chosen(row))
-    return row.traits.plain_nan and found.issuperset(row.args)
+        return found >= _chosen(row)
+    return row.traits.plain_nan and found >= set(row.args)
 
 
 __all__ = ["exact_rows", "tame_rows"]

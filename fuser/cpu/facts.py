@@ -313,6 +313,11 @@ def size(e: Expr) -> ir.Value:
     return ir.Offset(e, "floor", _SIZES)
 
 
+def whole_lines(size_in_bytes: Expr) -> ir.Value:
+    """Bytes, rounded up to whole lines of a cache."""
+    return (size(size_in_bytes) + 63) // 64 * 64
+
+
 def no_row(n: int) -> ir.Value:
     """For scopes of sizes, which no row computes."""
     raise AssertionError(f"a size depends on the computed index t{n}")
@@ -320,4 +325,4 @@ def no_row(n: int) -> ir.Value:
 
 _SIZES = ir.Scope(no_row, NO_LOOPS)
 
-__all__ = ["Facts", "constant", "no_row", "size", "storage_type"]
+__all__ = ["Facts", "constant", "no_row", "size", "storage_type", "whole_lines"]

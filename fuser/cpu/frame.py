@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,7 +34,7 @@ def opened(facts: Facts, suffix: str = "") -> Rows:
         out.let("i64", f"n_{a.sym.name}", size(a.size))
     if facts.guarded:
         none = [ir.Name(f"n_{a.sym.name}").same(0) for a in facts.reduced_axes]
-        out.let("bool", "empty", functools.reduce(ir.Value.__or__, none))
+        out.let("bool", "empty", functools.reduce(operator.or_, none))
     if facts.has_checks:
         out.var("int", "bad", 0)
         for row in plan.rows:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from fuser.cpu.facts import Facts, size
+from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import closed, each_unit, open_range, opened
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import Reducing, decided, kept_rows, results, row_buffers
@@ -114,8 +114,7 @@ class _Walk:
         columns = product(a.size for a in self.facts.reduced_axes)
         for buffer in self.sums:
             dtype = self.facts.dtypes[buffer]
-            at = (size(before) + 63) // 64 * 64
-            self.rows.out.add(ir.Pointer(CPP_TYPES[dtype], buffer, ir.Name("scratch") + at, False))
+            self.rows.in_scratch(CPP_TYPES[dtype], buffer, whole_lines(before))
             before = before + columns * dtype.itemsize + 64
         return before
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
@@ -341,7 +342,7 @@ class LaneLoop:
         out.add(a.fold(self.facts.lanes, self.facts.machine.vector_bytes))
         if a.notes_nans:
             nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
-            found = functools.reduce(ir.Value.__or__, (n.differs(n) for n in nans))
+            found = functools.reduce(operator.or_, (n.differs(n) for n in nans))
             out.set(best, ir.Select(ir.Mask(found, any=True), ir.Number(math.nan, self.float), best))
 
     def _name(self, n: int, at: int) -> ir.Value:

@@ -44,7 +44,7 @@ def line(
         prefetch_later(rows, phase)
         unrolled = ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS)
         loop = unrolled if _unrolls(facts, own, phase) else rows.simd("l", 0, "count")
-        with prepared(rows, phase, "v0", "l", facts.lanes, "count"), out.block(loop):
+        with prepared(rows, phase, rows.block()), out.block(loop):
             out.let("i64", v, ir.Name("v0") + "l")
             rows.inner(phase, fold)
     _call_pass(rows, own, phase, bounds, overlaps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -72,11 +72,8 @@ def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | 
 def _lanes(rows: Rows, prepares: bool) -> Iterator[None]:
     if rows.facts.vector is None:
         yield
-    elif not prepares:
-        with rows.lanes():
-            yield
     else:
-        with prepared(rows, 0, "v0", "l", rows.facts.lanes, "count"), rows.lanes():
+        with prepared(rows, 0, rows.block()) if prepares else nullcontext(), rows.lanes():
             yield
 
 

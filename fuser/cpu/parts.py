@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from fuser.cpu.facts import Facts, storage_type
-from fuser.cpu.rows import Place, Rows
+from fuser.cpu.rows import Place, Rows, Stretch
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, Expr, expr, substitute, symbol
 
@@ -18,11 +18,8 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 """
 
 
-def prepared(rows: Rows, phase: int, start: str, place: ir.Value, count: ir.Value) -> dict[int, Place]:
-    """Write what comes before a loop of `count` elements from `start` on; returns where the loop finds such loads.
-
-    `place` is the current index of the loop.
-    """
+def prepared(rows: Rows, phase: int, loop: Stretch) -> dict[int, Place]:
+    """Write what comes before a loop of a pass; returns where the loop finds such loads."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
     if facts.checked:
         return {}
@@ -31,18 +28,18 @@ def prepared(rows: Rows, phase: int, start: str, place: ir.Value, count: ir.Valu
         if not _runs_back(facts, n):
             continue
         buffer, (address,) = facts.plan.rows[n].attr
-        at = rows.index(_from(facts, start, address))
+        at = rows.index(_from(facts, loop.start, address))
         part = ir.Name(f"part{n}")
         out.scratch(storage_type(facts.dtypes[buffer]), part.name, LONGEST, aligned=facts.machine.line_bytes)
-        with out.block(ir.For("k", ir.Number(0), count, simd=True)):
+        with out.block(ir.For("k", ir.Number(0), loop.count, simd=True)):
             out.set(part["k"], ir.Name(buffer)[at - "k"])
-        found[n] = Place(part[place], stored=True)
+        found[n] = Place(part[loop.at], stored=True)
     loads = [n for n in within if _hangs_together(facts, n)]
     for n in facts.passes.closure(facts.plan.rows[n].args[0] for n in loads):
         rows.declare(n)
     for n in loads:
-        open_part(rows, n, _from(facts, start, facts.plan.rows[n].attr[1][0]))
-        found[n] = Place(ir.Name(f"part{n}")[place], stored=True)
+        open_part(rows, n, _from(facts, loop.start, facts.plan.rows[n].attr[1][0]))
+        found[n] = Place(ir.Name(f"part{n}")[loop.at], stored=True)
     return found
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from fuser.cpu import accumulators as acc
 from fuser.cpu import batches, columns, lines
 from fuser.cpu.accumulators import Accumulator
-from fuser.cpu.facts import Facts, size
+from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.records import Function
@@ -87,10 +88,7 @@ def _whole_rows(facts: Facts) -> int:
 
 def kept_rows(facts: Facts) -> tuple[int, ...]:
     """Costly rows that a later pass needs again: they get a row buffer."""
-    hint = 1
-    for a in facts.reduced_axes:
-        hint *= a.hint
-    per_unit = 8 * hint * (facts.lanes if facts.is_column else 1)
+    per_unit = 8 * math.prod(a.hint for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1)
     earlier, kept = set[int](), dict[int, None]()
     for p in facts.passes:
         mine = set(p.inner)
@@ -157,9 +155,8 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
 
     def buffers() -> None:
         for k, n in enumerate(facts.kept):
-            at = ir.Number(k) * ((size(whole) + 63) // 64 * 64) + batches.R * (row // 64 * 64)
-            kind = CPP_TYPES[facts.plan.rows[n].dtype]
-            rows.out.add(ir.Pointer(kind, f"kept{k}", ir.Name("scratch") + at, False))
+            at = ir.Number(k) * whole_lines(whole) + batches.R * (row // 64 * 64)
+            rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", at)
 
     batch, reducing = batches.Batch(rows, digits, buffers), Reducing(rows)
     with batch.each():
@@ -175,14 +172,11 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
 
 def row_buffers(rows: Rows) -> Expr:
     """Pointers to the row buffers in scratch memory; returns the bytes of all."""
-    offset, facts = expr(0), rows.facts
+    facts = rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
     for k, n in enumerate(facts.kept):
-        at = ir.Number(k) * ((size(each) + 63) // 64 * 64)
-        kind = CPP_TYPES[facts.plan.rows[n].dtype]
-        rows.out.add(ir.Pointer(kind, f"kept{k}", ir.Name("scratch") + at, False))
-        offset = offset + each + 64
-    return offset
+        rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", ir.Number(k) * whole_lines(each))
+    return expr(len(facts.kept)) * (each + 64)
 
 
 def results(rows: Rows, phase: int, total: Total) -> None:
