@@ -17,7 +17,7 @@ import torch
 
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import Digits, closed, digits_of, open_chunks, opened
-from fuser.cpu.ordered import Scan, in_scalars, step
+from fuser.cpu.ordered import Scan, step
 from fuser.cpu.records import Function, Generated, Partial
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
@@ -87,7 +87,7 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
             with chains.each():
                 out.set(ir.Name(f"{facts.name}_p")[first + J], ACCS[J])
     units = floordiv(product(a.size for a in facts.kept_axes) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
-    return in_scalars(closed(rows, units * minimum(scan.axis.size, 1), suffix=suffix))
+    return closed(rows, units * minimum(scan.axis.size, 1), suffix=suffix, sequential=True)
 
 
 def _fills(scan: Scan) -> bool:

@@ -25,9 +25,8 @@ from fuser.cpu.sharing import shared
 from fuser.cpu.split import split
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
-from fuser.cpu.vir.nodes import Kernel
+from fuser.cpu.vir.passes import through_passes
 from fuser.cpu.vir.printer import Text
-from fuser.cpu.vir.staging import stage_stores
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
@@ -35,8 +34,6 @@ from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.together import Joined
 
 Helper = Callable[[frozenset[str], Machine], str]
-# Passes over the vector IR of a function, in order.
-PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
 
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
@@ -50,17 +47,7 @@ def generate_joined(both: Joined, name: str, bindings: Bindings) -> Generated | 
 
 
 def _through_passes(made: Generated, machine: Machine) -> Generated:
-    functions = made.functions
-    for run in PASSES:
-        if config.check_ir:
-            _verify(functions)
-        functions = tuple(replace(f, code=run(f.code, machine)) for f in functions)
-    return replace(made, functions=functions)
-
-
-def _verify(functions: Iterable[Function]) -> None:
-    for function in functions:
-        verify_kernel(function.code)
+    return replace(made, functions=tuple(replace(f, code=through_passes(f.code, machine)) for f in made.functions))
 
 
 def _functions(facts: Facts) -> Generated:
@@ -119,7 +106,8 @@ def source_parts(functions: Sequence[Function], comment: str, machine: Machine) 
     Those that are equal up to their arguments share a body, and a source with it. The comment is in the first source.
     """
     if config.check_ir:
-        _verify(functions)
+        for function in functions:
+            verify_kernel(function.code)
     parts: list[list[Text]] = [[]]
     length = 0
     for texts in shared(functions):

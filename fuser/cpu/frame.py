@@ -71,7 +71,7 @@ def _symbols(facts: Facts) -> set[Sym]:
 
 
 def closed(
-    rows: Rows, units: Expr, work: Expr | None = None, scratch: Expr = ZERO, suffix: str = ""
+    rows: Rows, units: Expr, work: Expr | None = None, scratch: Expr = ZERO, suffix: str = "", sequential: bool = False
 ) -> Function:  # fmt: skip
     """The function whose head `opened` wrote, with its tail. `work` is the nest's unless given."""
     facts, out = rows.facts, rows.out
@@ -83,7 +83,7 @@ def closed(
         with out.block(ir.If(bad)):
             out.set(STATUS, 1)
     far = (ir.Let("i64", f"far{n}", ir.call("hidden", n)) for n in sorted(rows.hidden))
-    code = ir.Kernel(facts.name + suffix, (*far, *out.statements), facts.checked)
+    code = ir.Kernel(facts.name + suffix, (*far, *out.statements), facts.checked, sequential)
     return Function(code, units, facts.work() if work is None else work, scratch)
 
 
