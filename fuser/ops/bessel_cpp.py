@@ -24,14 +24,10 @@ def _fit(name: str, mid: str, x: str) -> str:
 for _name in ("j0", "j1"):
     _add(f"fuser_{_name}_f64", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n', kind="double")
 for _name in ("y0", "y1"):
-    _add(
-        f"fuser_{_name}_f64",
-        f"""\
+    _add(f"fuser_{_name}_f64", f"""\
   if (x == 0) return -__builtin_inf();
   return x > 0 && x < __builtin_inf() ? {_name}(x) : __builtin_nan("");
-""",
-        kind="double",
-    )
+""", kind="double")  # fmt: skip
 # float32's: up to 8 by x^2, from there on 9.2.5 and 9.2.6 with the rest of x modulo pi/2.
 _NEAR = """\
   const double a = __builtin_fabsf(x), b = a < 8.0 ? a : 8.0, c = a < 8.0 ? 8.0 : a;
@@ -79,14 +75,10 @@ for _order in (0, 1):
         + "  return (x > 0) & (x < __builtin_inff()) ? y : edge;\n",
     )
 for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
-    _add(
-        f"fuser_spherical_bessel_j0_{_d}",
-        f"""\
+    _add(f"fuser_spherical_bessel_j0_{_d}", f"""\
   const {_type} a = __builtin_fabs{_f}(x), b = a == __builtin_inf{_f}() ? 1 : a, y = fuser_sin_{_d}(b) / b;
   return a == __builtin_inf{_f}() ? 0 : a == 0 ? 1 : y;
-""",
-        kind=_type,
-    )
+""", kind=_type)  # fmt: skip
 
 
 # exp(x) K(x): up to 1 the series 9.6.11 and 9.6.13, whose terms but log(x / 2) + gamma < 0 are positive.
@@ -146,14 +138,11 @@ double_pair(
     ),
 )
 # The inverse of erf at 2 x - 1, which is right where x is near 0 as well. In double ATen's is faster outside (0, 1).
-_add(
-    "fuser_ndtri_f32",
-    f"""\
+_add("fuser_ndtri_f32", f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;
   const float far = s * {horner("v", *special_fits.NDTRI_FAR_SINGLE)};
   const float p = w < 5.0f ? {horner("t", *special_fits.NDTRI_SINGLE)} : far;
   const float edge = x == 1 ? __builtin_inff() : x == 0 ? -__builtin_inff() : __builtin_nanf("");
   return square > 0 ? FUSER_FMAF(2.0f, x, -1.0f) * p : edge;
-""",
-)
+""")  # fmt: skip

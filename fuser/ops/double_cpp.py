@@ -25,14 +25,10 @@ _add(
     "  return FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);\n",
     "double t",
 )
-_add(
-    "fuser_scale_f64",
-    """\
+_add("fuser_scale_f64", """\
   const u64 b = FUSER_BITS(u64, t), half = FUSER_BITS(u64, t_half);
   return p * fuser_pow2_of_f64(t_half) * FUSER_BITS(double, (b - half + 1023u) << 52);
-""",
-    "double p, double t, double t_half",
-)
+""", "double p, double t, double t_half")  # fmt: skip
 _EXP_BODY = f"""\
   const double t = FUSER_FMA(c, 1.4426950408889634, 6755399441055744.0), n = t - 6755399441055744.0;
   const double h = FUSER_FMA(n, -6.93147180369123816490e-01, c), l = n * -1.90821492927058770002e-10, r = h + l;
@@ -128,16 +124,11 @@ for _name, (_argument, _inside, _edge) in {
         "(x > -6.5) & (x < 27.3)", "x < 0.0 ? 2.0 : x != x ? x : 0.0",
     ),
 }.items():  # fmt: skip
-    _add(
-        f"fuser_{_name}_f64",
-        f"""\
+    _add(f"fuser_{_name}_f64", f"""\
   const double value = {_name}({_argument}), edge = {_edge.replace("NAN", '__builtin_nan("")')};
   return {_inside} ? value : edge;
-""",
-    )
-_add(
-    "fuser_pow_f64",
-    """\
+""")  # fmt: skip
+_add("fuser_pow_f64", """\
   const double a = __builtin_fabs(x), half = 0.5 * y;
   const bool zero = a == 0.0, inside = (a > 0.0) & (a < __builtin_inf());
   const double unless_zero = FUSER_BITS(double, FUSER_BITS(u64, a) | (zero ? 0x3ff0000000000000ULL : 0ULL));
@@ -151,7 +142,5 @@ _add(
   const bool unit = (x == -1.0) & (__builtin_fabs(y) == __builtin_inf());
   const double one = unit | (x == 1.0) | (y == 0.0) ? 1.0 : y_is_nan;
   return undefined & (y == y) ? __builtin_nan("") : one;
-""",
-    "double x, double y",
-)
+""", "double x, double y")  # fmt: skip
 _add("fuser_half_erfc_f64", "  return 0.5 * fuser_erfc_f64(x);\n")

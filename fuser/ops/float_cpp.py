@@ -51,14 +51,10 @@ _SPLIT = _ROUND + "  const float h = FUSER_FMAF(n, -0.693145752f, {x}), l = n * 
 # 2^n with n in the low bits of t, as long as that is normal. (Adding n to a result's exponent would undo a NaN.)
 _add("fuser_pow2_of", "  return FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f800000u);\n", "float t")
 # p 2^n for every n that a result can need: two factors of about half of it, and only the second product rounds.
-_add(
-    "fuser_scale_f32",
-    """\
+_add("fuser_scale_f32", """\
   const i32 k = FUSER_BITS(i32, t) - 0x4b400000, half = k >> 1;
   return p * FUSER_BITS(float, (u32)(half + 127) << 23) * FUSER_BITS(float, (u32)(k - half + 127) << 23);
-""",
-    "float p, float t",
-)
+""", "float p, float t")  # fmt: skip
 _add(
     "fuser_exp_f32",
     "  const bool low = x < -104.0f, high = x > 89.0f;\n"
@@ -101,14 +97,11 @@ _add(
     + "  return __builtin_copysignf(2.0f * FUSER_FMAF(s, p, s - 0.5f), x);\n",
 )
 # An odd polynomial up to 0.6, from there on 1 - 2e/(1 + e) with e = e^(-2|x|).
-_add(
-    "fuser_tanh_f32",
-    f"""\
+_add("fuser_tanh_f32", f"""\
   const float a = -2.0f * __builtin_fabsf(x), c = a < -20.0f ? -20.0f : a, z = x * x;
   const float small = FUSER_FMAF(x, z * {horner("z", *_TANH)}, x), e = fuser_exp_near_f32(c);
   return __builtin_copysignf(c > -1.2f ? small : 1.0f - 2.0f * e / (1.0f + e), x);
-""",
-)
+""")  # fmt: skip
 _add(
     "fuser_sigmoid_f32",
     "  const float e = fuser_exp_below_f32(-__builtin_fabsf(x));\n  return (x < 0.0f ? e : 1.0f) / (1.0f + e);\n",
@@ -118,13 +111,10 @@ _add(
 _NORMAL = (
     -0.7978853, -0.3182991, -0.036386825, 0.0048948964, -9.407396e-05, -0.0001294024, 2.7369723e-05, -1.9713068e-06,
 )  # fmt: skip
-_add(
-    "fuser_normal_cdf_f32",
-    f"""\
+_add("fuser_normal_cdf_f32", f"""\
   const float a = __builtin_fabsf(x), h = 0.5f * fuser_exp_down_f32(a * {horner("a", *_NORMAL)});
   return x > 0.0f ? 1.0f - h : h;
-""",
-)
+""")  # fmt: skip
 
 # x = 2^e (1 + f) with 1 + f in [2/3, 4/3): then log(1 + f) = f + q. Ranges are found by bits: g++ folds a comparison of
 # floats into one of `clamp` before it, and does not vectorise what comes of that.
@@ -195,15 +185,12 @@ _ERF_SMALL = (0.12837917, -0.3761263, 0.11283618, -0.026855126, 0.005190734, -0.
 _ERF_LARGE = (
     0.00018846603, -1.1295803, -0.63321656, -0.108421884, 0.025210192, -0.0042052306, 0.00044146288, -2.1696991e-05,
 )  # fmt: skip
-_add(
-    "fuser_erf_f32",
-    f"""\
+_add("fuser_erf_f32", f"""\
   const float a = __builtin_fabsf(x), t = a > 3.95f ? 3.95f : a, z = x * x;
   const float small = FUSER_FMAF(x, {horner("z", *_ERF_SMALL)}, x);
   const float large = 1.0f - fuser_exp_near_f32({horner("t", *_ERF_LARGE)});
   return a < 1.0f ? small : __builtin_copysignf(large, x);
-""",
-)
+""")  # fmt: skip
 # erfc(a) e^(a^2) (a + 3) by t = (a - 3) / (a + 3), 0 <= a <= 10.4: 7.6e-9 (mpmath, least squares at Chebyshev's points,
 # weighted again until the errors were level).
 _ERFC_FAR = (
@@ -211,9 +198,7 @@ _ERFC_FAR = (
     -0.00046962756, -0.00031449695,
 )  # fmt: skip
 # Half of erfc: below 3/4 by erf, from there on with e^(-a^2) of a square in two parts, and 2^n as in exp_below.
-_add(
-    "fuser_half_erfc_f32",
-    f"""\
+_add("fuser_half_erfc_f32", f"""\
   const float a = __builtin_fabsf(x), c = a > 10.5f ? 10.5f : a, z = x * x, h = c * c, l = FUSER_FMAF(c, c, -h);
   const float small = FUSER_FMAF(x, {horner("z", *_ERF_SMALL)}, x), q = 1.0f / (c + 3.0f), v = (c - 3.0f) * q;
 {REDUCE.format(x="-h").replace("float r =", "float s =")}\
@@ -221,8 +206,7 @@ _add(
   const float power = FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u);
   const float far = FUSER_FMAF(g, e, g) * power * 0x1p-65f, other = x < 0.0f ? 1.0f - far : far;
   return a < 0.75f ? FUSER_FMAF(-0.5f, small, 0.5f) : other;
-""",
-)
+""")  # fmt: skip
 
 # The rest of x modulo pi/2 is taken in double. From 2^50 on, where the quotient would not be exact, x is an integer m
 # times 2^27, 2^54 or 2^79, whose rest modulo 2 pi is known to 106 bits. These three were chosen so that their products
@@ -264,24 +248,17 @@ _add(
 # (sin(r) / r - 1) / z, 2.5e-10 of sin; (cos(r) - 1 + z / 2) / z^2, 6.2e-10 of cos.
 _SIN = (-0.16666667, 0.008333364, -0.00019845663, 2.752959e-06)
 _COS = (0.041666612, -0.0013885917, 2.4295729e-05)
-_add(
-    "fuser_turned_f32",
-    f"""\
+_add("fuser_turned_f32", f"""\
   const float z = r * r, s = __builtin_copysignf(FUSER_FMAF(r * z, {horner("z", *_SIN)}, r), r);
   const float c = FUSER_FMAF(z * z, {horner("z", *_COS)}, FUSER_FMAF(-0.5f, z, 1.0f)), y = (turn & 1u) != 0u ? c : s;
   return FUSER_BITS(float, FUSER_BITS(u32, y) ^ ((turn & 2u) << 30));
-""",
-    "float r, u32 turn",
-)
+""", "float r, u32 turn")  # fmt: skip
 for _name, _turn in (("sin", 0), ("cos", 1)):
-    _add(
-        f"fuser_{_name}_f32",
-        f"""\
+    _add(f"fuser_{_name}_f32", f"""\
   u32 k;
   const float r = (float)fuser_quadrant(x, &k);
   return fuser_turned_f32(r, k + {_turn}u);
-""",
-    )
+""")  # fmt: skip
 # The same in double, as the quotient needs.
 _SIN_DOUBLE = (
     0.9999999999790946, -0.16666666543008007, 0.008333321630601418, -0.00019837391681096523, 2.703200650377624e-06,
@@ -305,9 +282,7 @@ _EXP2_DOUBLE = (
     0.6931471805599517, 0.24022650695701311, 0.055504108664295684, 0.009618129187153835, 0.001333355825585959,
     0.0001540343624222197, 1.5252642390347443e-05, 1.3259404941892608e-06, 1.0211470091072646e-07,
 )  # fmt: skip
-_add(
-    "fuser_pow_magnitude_f32",
-    f"""\
+_add("fuser_pow_magnitude_f32", f"""\
   const bool small = FUSER_BITS(i32, a) < 0x800000;
   const u32 b = FUSER_BITS(u32, small ? a * 8388608.0f : a) - 0x3f3504f3u;
   const float e = (float)((i32)b >> 23) - (small ? 23.0f : 0.0f);
@@ -319,12 +294,8 @@ _add(
   const double t = c + 6755399441055744.0, r = c - (t - 6755399441055744.0);
   const double p = FUSER_FMA(r, {horner("r", *_EXP2_DOUBLE, double=True)}, 1.0);
   return (float)(p * FUSER_BITS(double, (FUSER_BITS(u64, t) + 1023ULL) << 52));
-""",
-    "float a, float y",
-)
-_add(
-    "fuser_pow_f32",
-    """\
+""", "float a, float y")  # fmt: skip
+_add("fuser_pow_f32", """\
   const float power = fuser_pow_magnitude_f32(__builtin_fabsf(x), y), half = 0.5f * y;
   const bool whole = __builtin_floorf(y) == y, odd = whole & (__builtin_floorf(half) != half);
   const bool negative = (i32)FUSER_BITS(u32, x) < 0;
@@ -334,6 +305,4 @@ _add(
   const bool unit = (FUSER_BITS(u32, x) == 0xbf800000u) & (__builtin_fabsf(y) == __builtin_inff());
   const float one = unit | (FUSER_BITS(u32, x) == 0x3f800000u) | (y == 0.0f) ? 1.0f : y_is_nan;
   return undefined & (y == y) ? __builtin_nanf("") : one;
-""",
-    "float x, float y",
-)
+""", "float x, float y")  # fmt: skip

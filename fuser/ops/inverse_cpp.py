@@ -51,18 +51,13 @@ _add(
   return far ? beyond : near;
 """,
 )
-_add(
-    "fuser_atan_f32",
-    f"""\
+_add("fuser_atan_f32", f"""\
   const float a = __builtin_fabsf(x), inverse = 1.0f / a, t = a > 1.0f ? inverse : a, z = t * t;
   const float r = FUSER_FMAF(t * z, {horner("z", *_ATAN)}, t);
   return __builtin_copysignf(a > 1.0f ? 1.57079637f - (r + 4.371139e-8f) : r, x);
-""",
-)
+""")  # fmt: skip
 # The angle from the nearer axis, r, and that axis: 0, pi/2 or pi.
-_add(
-    "fuser_atan2_f32",
-    f"""\
+_add("fuser_atan2_f32", f"""\
   const float a = __builtin_fabsf(x), b = __builtin_fabsf(y);
   const bool steep = b > a, left = (i32)FUSER_BITS(u32, x) < 0;
   const float low = steep ? a : b, high = steep ? b : a, q = low / high, same = high == 0.0f ? 0.0f : 1.0f;
@@ -71,9 +66,7 @@ _add(
   const float level = left ? 3.14159274f : 0.0f, level_low = left ? 8.742278e-8f : 0.0f;
   const float axis = steep ? 1.57079637f : level, axis_low = steep ? 4.371139e-8f : level_low;
   return __builtin_copysignf(axis + (turned - axis_low), y);
-""",
-    "float y, float x",
-)
+""", "float y, float x")  # fmt: skip
 
 # log(1 + x + l), l much less than x.
 _add(
@@ -85,37 +78,28 @@ _add(
     "float x, float l",
 )
 # log(a + s) with s the root of a^2 + 1; s - 1 is a^2 / (1 + s). From 2^30 on it is log(2 a).
-_add(
-    "fuser_asinh_f32",
-    """\
+_add("fuser_asinh_f32", """\
   const float a = __builtin_fabsf(x);
   const bool far = a > 1073741824.0f;
   const float c = far ? 0.0f : a, w = c * c, r = w / (1.0f + __builtin_sqrtf(w + 1.0f)), h = a + r;
   const float y = fuser_log1p_sum_f32(h, far ? 0.0f : a - h + r);
   return __builtin_copysignf(y + (far ? 0.6931472f : 0.0f), x);
-""",
-)
+""")  # fmt: skip
 # log(1 + t + s) with t = x - 1 and s the root of t (t + 2).
-_add(
-    "fuser_acosh_f32",
-    """\
+_add("fuser_acosh_f32", """\
   const bool far = x > 1073741824.0f;
   const float t = x - 1.0f, c = far ? 1.0f : t, q = FUSER_FMAF(c, c, 2.0f * c), s = __builtin_sqrtf(q);
   const float near = c + s, lost = FUSER_FMAF(-s, s, q) * (0.5f / (s + 0x1p-99f));
   const float y = fuser_log1p_sum_f32(far ? x : near, far ? 0.0f : s - near + c + lost);
   const float value = y + (far ? 0.6931472f : 0.0f);
   return x < 1.0f ? __builtin_nanf("") : value;
-""",
-)
+""")  # fmt: skip
 # Half of log(1 + 2 a / (1 - a)).
-_add(
-    "fuser_atanh_f32",
-    """\
+_add("fuser_atanh_f32", """\
   const float a = __builtin_fabsf(x), d = 1.0f - a, inverse = 1.0f / d, h = 2.0f * a * inverse;
   const float l = (FUSER_FMAF(-h, d, 2.0f * a) - h * (1.0f - d - a)) * inverse;
   return __builtin_copysignf(0.5f * fuser_log1p_sum_f32(h, a < 1.0f ? l : 0.0f), x);
-""",
-)
+""")  # fmt: skip
 # Half of e^a, a >= 0: 2^n is 2^(n - 2) times 4, as 2^128 is no float.
 _add(
     "fuser_half_exp_f32",
@@ -124,12 +108,9 @@ _add(
     + f"  return {horner('r', *float_cpp.EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3e800000u) * 2.0f;\n",
     "float a",
 )
-_add(
-    "fuser_sinh_f32",
-    f"""\
+_add("fuser_sinh_f32", f"""\
   const float a = __builtin_fabsf(x), z = x * x, e = fuser_half_exp_f32(a);
   const float small = FUSER_FMAF(a * z, {horner("z", *_SINH)}, a);
   return __builtin_copysignf(a < 1.0f ? small : e - 0.25f / e, x);
-""",
-)
+""")  # fmt: skip
 _add("fuser_cosh_f32", "  const float e = fuser_half_exp_f32(__builtin_fabsf(x));\n  return e + 0.25f / e;\n")

@@ -109,40 +109,28 @@ HELPERS["fuser_fmod_f32"] = """\
 FUSER_FMOD_ALL(fuser_fmod_float)
 FUSER_FN float fuser_fmod_f32(float a, float b) { return (float)fuser_fmod_float_any((double)a, (double)b); }
 """
-_both(
-    "remainder",
-    "a b",
-    """\
+_both("remainder", "a b", """\
   const {T} r = fuser_fmod_{D}(a, b);
   return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
-""",
-)
-_both(
-    "floor_div",
-    "a b",
-    """\
+""")  # fmt: skip
+_both("floor_div", "a b", """\
   const {T} r = fuser_fmod_{D}(a, b);
   {T} q = (a - r) / b;
   q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
   const {T} low = __builtin_floor{f}(q), exact = a / b;
   const {T} near = q - low > ({T})0.5 ? low + 1 : low;
   return b == 0 ? exact : q != 0 ? near : __builtin_copysign{f}(0, exact);
-""",
-)
+""")  # fmt: skip
 _NORMAL = "  return (double)0.5 * (1 + fuser_erf_f64(x * (double)0.70710678118654752));\n"
 define(HELPERS, "fuser_normal_cdf_f64", _NORMAL, kind="double")
 define(HELPERS, "fuser_exp_down_f64", "  return fuser_exp_f64(x);\n", kind="double")
-_both(
-    "nextafter",
-    "a b",
-    """\
+_both("nextafter", "a b", """\
   const {I} x = FUSER_BITS({I}, a);
   const {I} up = (a < b) == (a > 0) ? 1 : -1;
   const {T} tiny = __builtin_copysign{f}(FUSER_BITS({T}, ({I})1), b);
   const {T} near = a == 0 ? tiny : FUSER_BITS({T}, x + up);
   return (a != a) | (b != b) ? a + b : a == b ? b : near;
-""",
-)
+""")  # fmt: skip
 for _kind, _f, _d, _ in _WIDTHS:
     HELPERS[f"fuser_frexp_fraction_{_d}"] = (
         f"FUSER_FN {_kind} fuser_frexp_fraction_{_d}({_kind} x) {{ int e; return __builtin_frexp{_f}(x, &e); }}\n"
@@ -175,11 +163,7 @@ _PRODUCT = """\
 """
 _both("xlogy", "a b", _PRODUCT.replace("LOG", "log"))
 _both("xlog1py", "a b", _PRODUCT.replace("LOG", "log1p"))
-_both(
-    "entr",
-    "x",
-    """\
+_both("entr", "x", """\
   const {T} v = -x * fuser_log_{D}(x);
   return x != x ? x : x > 0 ? v : x == 0 ? ({T})0 : -__builtin_inf{f}();
-""",
-)
+""")  # fmt: skip
