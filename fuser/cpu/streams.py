@@ -13,6 +13,7 @@ import torch
 
 from fuser.cpu.facts import size, storage_type
 from fuser.cpu.rows import Rows, Stretch
+from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import product, symbol
 from fuser.machines import Machine
@@ -48,10 +49,7 @@ def stream_helper(uses: Set[str], machine: Machine) -> str:
     load = store.replace("movntps", "movups")
     places = range(0, span, width)
     moves = " ".join(f"{load} {at}(%%rsi), %[line]; {store} %[line], {at}(%%rdi);" for at in places)
-    text = _STREAM_HELPER.replace("MOVES", moves)
-    for word, number in {"LAST": span - 1, "SPAN": span, "WIDTH": width}.items():
-        text = text.replace(word, str(number))
-    return text
+    return filled(_STREAM_HELPER, {"MOVES": moves, "LAST": span - 1, "SPAN": span, "WIDTH": width})
 
 
 def may_stream(rows: Rows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from fuser.cpu.text import filled
 from fuser.cpu.vir.calls import WORDS
 from fuser.machines import Machine
 
@@ -77,7 +78,7 @@ def _apart(size: int) -> str:
     for count in range(2, MOST_APART + 1):
         stores = " ".join(f"tile[{i * TILE_STRIDE} + c] = in[{count} * c + {i}];" for i in range(count))
         cases.append(f"  if (count == {count}) for (i64 c = 0; c < columns; ++c) {{ {stores} }}\n")
-    return _APART.replace("CASES", "".join(cases)).replace("WORD", WORDS[size])
+    return filled(_APART, {"CASES": "".join(cases), "WORD": WORDS[size]})
 
 
 def _function(size: int, machine: Machine) -> str:
@@ -86,13 +87,14 @@ def _function(size: int, machine: Machine) -> str:
     order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
     rounds, of, to = [], "a", "b"
     for _ in range(edge.bit_length() - 1):
-        rounds.append(_ROUND.replace("OF", of).replace("TO", to))
+        rounds.append(filled(_ROUND, {"OF": of, "TO": to}))
         of, to = to, of
-    text = _FUNCTION.replace("AHEAD", _AHEAD if machine.prefetches else "")
-    text = text.replace("ROUNDS", "\n".join(rounds)).replace("RESULT", of)
-    text = text.replace("LOW", ", ".join(order[:edge])).replace("HIGH", ", ".join(order[edge:]))
-    text = text.replace("HALF", str(edge // 2)).replace("EDGE", str(edge)).replace("BYTES", str(edge * size))
-    return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
+    words = {
+        "AHEAD": _AHEAD if machine.prefetches else "", "ROUNDS": "\n".join(rounds), "RESULT": of,
+        "LOW": ", ".join(order[:edge]), "HIGH": ", ".join(order[edge:]), "HALF": edge // 2, "EDGE": edge,
+        "BYTES": edge * size, "SIZE": size, "WORD": WORDS[size], "STRIDE": TILE_STRIDE,
+    }  # fmt: skip
+    return filled(_FUNCTION, words)
 
 
 __all__ = ["EDGES", "MOST_APART", "TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "helpers"]
