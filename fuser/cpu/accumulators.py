@@ -33,7 +33,7 @@ SHUFFLE_HELPER = """\
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a reduction is kept in, and how.
+    """What a reduction of a nest is kept in, and how.
 
     value: the dtype of its values; dtype: of its lanes. number: of its arrays, which an extreme next to its own index
     shares with that (`shares`). flushes: whether partial sums go to float64 totals. notes_nans: whether an extreme is
@@ -42,12 +42,12 @@ class Accumulator:
     iteration that gave their value, not the value's own index.
     """
 
+    facts: Facts
     reduce: Reduce
     spec: ReductionRow
     value: torch.dtype
     dtype: torch.dtype
     number: int
-    is_column: bool
     flushes: bool
     notes_nans: bool
     in_order: bool
@@ -75,18 +75,17 @@ class Accumulator:
 
     def total(self, lane: ir.Like) -> ir.Value:
         """The finished value: of a lane in column nests, the only one in row nests."""
-        if self.flushes:
-            return ir.Name(f"tot{self.number}")[lane] if self.is_column else ir.Name(f"tot{self.number}")
-        return ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
+        name, lane = f"{'tot' if self.flushes else 'acc'}{self.number}", lane if self.facts.is_column else 0
+        return ir.Name(name) if self.flushes and not self.facts.is_column else ir.Name(name)[lane]
 
     @property
-    def sums(self) -> ir.Name:
-        """The float32 sums that go to float64 totals."""
-        return ir.Name(f"acc{self.number}" if self.is_column else f"mid{self.number}")
+    def lanes(self) -> ir.Name:
+        """The array of lanes: of row nests' float32 sums that go to totals, that to which turns add theirs."""
+        return ir.Name(f"{'mid' if self.flushes and not self.facts.is_column else 'acc'}{self.number}")
 
     def to_total(self, lane: ir.Value) -> ir.Set:
         """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
-        held = self.sums[lane if self.is_column else 0]
+        held = self.lanes[lane if self.facts.is_column else 0]
         return ir.Set(self.total(lane), ir.Cast("double", held), "+")
 
     def join(self, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value) -> ir.Statement:
@@ -96,15 +95,15 @@ class Accumulator:
             return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
         return ir.Set(a, ir.Op("combine", self.reduce.kind, dtype, (a, b)))
 
-    def fold(self, lanes: int, vector_bytes: int, wide: bool = False) -> ir.Fold:
+    def fold(self, wide: bool = False) -> ir.Fold:
         """Folds the lanes into lane 0, or if `wide` as float64 into the total."""
         table, name = "combine", self.spec.value or self.reduce.kind
         if self.notes_nans:
             table, name = "wins", self.spec.extreme
         elif self.spec.wraps and not self.dtype.is_floating_point and self.dtype is not torch.bool:
             table, name = "sign", self.spec.wraps
-        array = self.sums.name if self.flushes else f"acc{self.number}"
-        return ir.Fold(array, self.dtype, lanes, vector_bytes, table, name, self.total(0) if wide else None)
+        lanes, vector_bytes = self.facts.lanes, self.facts.machine.vector_bytes
+        return ir.Fold(self.lanes.name, self.dtype, lanes, vector_bytes, table, name, self.total(0) if wide else None)
 
 
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
@@ -128,7 +127,7 @@ def _accumulator(facts: Facts, r: Reduce) -> Accumulator:
     extreme = bool(spec.extreme) and not spec.index and dtype.is_floating_point
     in_order = _is_in_order(facts, r)
     return Accumulator(
-        r, spec, value, dtype, _holder(facts, r).number, facts.is_column, spec.adds and dtype is torch.float32,
+        facts, r, spec, value, dtype, _holder(facts, r).number, spec.adds and dtype is torch.float32,
         extreme and not facts.is_column, in_order, in_order and not facts.is_column,
     )  # fmt: skip
 
@@ -162,24 +161,21 @@ def _holder(facts: Facts, r: Reduce) -> Reduce:
     return r
 
 
-def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> list[ir.Statement]:
-    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`.
-
-    Sums of a row nest that flush are `mid`; turns of a pass add to arrays of their own first (`sums.block`).
-    """
+def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
+    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`."""
     starts: list[ir.Statement] = []
 
     def array(kind: str, name: str, start: ir.Value) -> None:
-        out.scratch(kind, name, lanes)
+        out.scratch(kind, name, a.facts.lanes)
         starts.append(ir.Set(ir.Name(name)["l"], start))
 
     k, first = a.number, ir.Cast("i32", low) if a.in_order else ir.Number(NO_PLACE)
-    array(a.kind, a.sums.name if a.flushes else f"acc{k}", a.identity)
+    array(a.kind, a.lanes.name, a.identity)
     if a.notes_nans:
         array(INTEGERS[a.dtype.itemsize], f"nan{k}", ir.Number(0))
     if a.spec.index:
         array("i32", f"at{k}", ir.Number(0) if a.counts_turns else first)
-    if a.flushes and a.is_column:
+    if a.flushes and a.facts.is_column:
         array("double", f"tot{k}", ir.Number(0.0, torch.float64))
     elif a.flushes:
         out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
@@ -220,30 +216,30 @@ def _accumulate_index(out: Builder, a: Accumulator, now: ir.Value, index: ir.Val
     out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
 
 
-def fold(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
     """Fold the lanes of an accumulator of a row nest that does not flush. `low` is where the pass began."""
     if a.spec.index:
-        _fold_index(out, a, lanes, vector_bytes, low, overlaps)
+        _fold_index(out, a, low, overlaps)
         return
-    out.add(a.fold(lanes, vector_bytes))
+    out.add(a.fold())
     if a.notes_nans:
         found, best = ir.Name(f"any{a.number}"), ir.Name(f"acc{a.number}")[0]
         out.var(INTEGERS[a.dtype.itemsize], found.name, 0)
-        out.each(lanes, ir.Set(found, ir.Name(f"nan{a.number}")["l"], "|"))
+        out.each(a.facts.lanes, ir.Set(found, ir.Name(f"nan{a.number}")["l"], "|"))
         out.set(best, ir.Select(found, ir.Number(math.nan, a.dtype), best))
 
 
-def _fold_index(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
     """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
 
     Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
     """
-    k, l = a.number, ir.Name("l")
+    k, l, lanes = a.number, ir.Name("l"), a.facts.lanes
     values, at, found = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}")
     held, best = values[l], ir.Name(f"acc{k}")[0]
     out.scratch(a.kind, values.name, lanes)
     out.each(lanes, ir.Set(held, ir.Name(f"acc{k}")[l]))
-    out.add(a.fold(lanes, vector_bytes))
+    out.add(a.fold())
     index = at[l] + ir.Cast("i32", l) if a.counts_turns else at[l]
     same = held.same(best)
     if a.dtype.is_floating_point:

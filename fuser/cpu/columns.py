@@ -26,7 +26,7 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
     with prepared(rows, phase, rows.block()):
         with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count):
             rows.inner(phase, fold)
-    count_rows(rows.out, facts, own, 1)
+    count_rows(rows.out, own, 1)
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:
@@ -69,7 +69,7 @@ def rows_together(
             with out.block(rows.simd("l", 0, "count")):
                 for n in range(together):
                     out.do(point, "l", row + n)
-            count_rows(out, facts, own, together, exactly=False)
+            count_rows(out, own, together, exactly=False)
 
 
 __all__ = ["TOGETHER_COST", "one_row", "rows_together", "takes_rows_together"]

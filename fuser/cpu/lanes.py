@@ -311,16 +311,15 @@ class LaneLoop:
     def close_sums(self, out: Builder, own: Sequence[Accumulator], again: bool = False) -> None:
         """Their lanes to the arrays that fold them; sums begin `again`."""
         for a in own:
-            array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
             for at in range(self.vectors):
                 held = ir.Name(f"sum{a.number}_{at}")
-                out.add(ir.Store(self.float, array + ir.Number(at) * self.lanes, (held,)))
+                out.add(ir.Store(self.float, a.lanes + ir.Number(at) * self.lanes, (held,)))
                 if again:
                     out.set(held, ir.Splat(self.float, a.identity))
 
     def fold(self, out: Builder, a: Accumulator) -> None:
         """Fold the lanes of an array; of an extreme, a NaN if there was one."""
-        out.add(a.fold(self.facts.lanes, self.facts.machine.vector_bytes))
+        out.add(a.fold())
         if a.notes_nans:
             nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
             found = functools.reduce(operator.or_, (n.differs(n) for n in nans))

@@ -66,7 +66,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
             out.open(ir.If((turns >= SHORT_FLUSH) | (ir.Name("k") < "length")))
             out.set(turns, 0)
         lanes.close_sums(out, mine, bool(around))
-        flush(out, facts, mine, False)
+        flush(out, mine, False)
         if around:
             out.close()
 
@@ -86,7 +86,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
         out.close()
     lanes.close_sums(out, lanes.own if around else others)
     if around:
-        flush(out, facts, mine, False)
+        flush(out, mine, False)
     for a in others:
         lanes.fold(out, a)
 
@@ -123,17 +123,17 @@ def _call_pass(
     if mine:
         stop = ir.Name(f"stop{phase}")
         out.open(ir.While(p + lanes <= high))
-        open_group(out, facts, mine)
+        open_group(out, mine)
         out.let("i64", "room", p + ir.Number(SHORT_FLUSH) * lanes)
         out.let("i64", stop.name, ir.Select(ir.Name("room") < high, ir.Name("room"), high))
     with out.block(ir.For(p.name, None, stop, lanes, whole=True)):
         out.do(routine, *(f"acc{a.number}" for a in mine), p, lanes, *((0,) if overlaps else ()))
     if mine:
-        close_group(out, facts, mine)
+        close_group(out, mine)
         out.close()
     _call_tail(rows, mine, phase, bounds, overlaps)
     if mine and len(facts.reduced_axes) > 1:
-        count_group(out, facts, mine)
+        count_group(out, mine)
 
 
 def _call_tail(
@@ -142,7 +142,7 @@ def _call_tail(
     """Call the pass for the tail, whose sums are added to those of the row."""
     out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
     routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
-    sums = [a.sums for a in mine]
+    sums = [a.lanes for a in mine]
     if overlaps:
         out.let("i64", last.name, ir.Select(high - low < lanes, p, high - lanes))
     with out.block(ir.If(p < high)):

@@ -233,7 +233,7 @@ class Reducing:
         axes = facts.reduced_axes
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
         own = self.own(phase)
-        starts = [acc.declare(self.out, a, facts.lanes, low) for a in own]
+        starts = [acc.declare(self.out, a, low) for a in own]
         vectors = self._vectors(phase, own) if not bounds else None
         if vectors is not None:
             self.folded.add(phase)
@@ -275,7 +275,7 @@ class Reducing:
             lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate, self.overlaps)
         for _ in around:
             self.out.close()
-        flush(self.out, facts, own, facts.is_column)
+        flush(self.out, own, facts.is_column)
 
     def fold(self, phase: int, low: ir.Like = 0) -> None:
         """In a row nest, fold the lanes of each accumulator. `low` is where the pass began."""
@@ -283,10 +283,9 @@ class Reducing:
             self._fold(self.own(phase), ir.value(low))
 
     def _fold(self, own: Sequence[Accumulator], low: ir.Value) -> None:
-        facts = self.facts
         for a in own:
-            if not (facts.is_column or a.flushes):  # flushed ones are folded already
-                acc.fold(self.out, a, facts.lanes, facts.machine.vector_bytes, low, self.overlaps)
+            if not (self.facts.is_column or a.flushes):  # flushed ones are folded already
+                acc.fold(self.out, a, low, self.overlaps)
 
 
 def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:

@@ -135,7 +135,7 @@ def _declare(rows: Rows, found: Sequence[Accumulator]) -> None:
     out, lanes = rows.out, rows.facts.lanes if rows.facts.is_column else 1
     for a in found:
         kind = CPP_TYPES[a.total_dtype]
-        if a.flushes and not a.is_column:
+        if a.flushes and not rows.facts.is_column:
             out.var(kind, f"tot{a.number}")
         else:
             out.scratch(kind, f"{'tot' if a.flushes else 'acc'}{a.number}", lanes)

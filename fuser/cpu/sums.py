@@ -35,57 +35,59 @@ def flushing(of: Sequence[Accumulator]) -> list[Accumulator]:
     return [a for a in of if a.flushes]
 
 
-def count_rows(out: Builder, facts: Facts, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
+def count_rows(out: Builder, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
     """Count rows of a column nest, and flush sums after so many of them; if not `exactly`, after as many or more."""
-    mine, most = flushing(of), most_turns(facts)
+    mine = flushing(of)
     if not mine:
         return
+    most = most_turns(mine[0].facts)
     out.set(COUNTER, rows, "+")
     with out.block(ir.If(COUNTER.same(most) if exactly else COUNTER >= most)):
         out.set(COUNTER, 0)
-        flush(out, facts, mine)
+        flush(out, mine)
 
 
-def flush(out: Builder, facts: Facts, of: Sequence[Accumulator], goes_on: bool = True) -> None:
+def flush(out: Builder, of: Sequence[Accumulator], goes_on: bool = True) -> None:
     """Add float32 sums to float64 totals: of each lane in a column nest, over all lanes in a row nest.
 
     `goes_on`: the sums begin anew.
     """
-    lanes, lane, zero = facts.lanes, ir.Name("l"), ir.Number(0.0, torch.float32)
+    lane, zero = ir.Name("l"), ir.Number(0.0, torch.float32)
     for a in flushing(of):
-        if facts.is_column:
-            out.each(lanes, a.to_total(lane), ir.Set(a.sums[lane], zero))
+        empty = ir.Set(a.lanes[lane], zero)
+        if a.facts.is_column:
+            out.each(a.facts.lanes, a.to_total(lane), empty)
             continue
-        wide = facts.along.hint >= WIDE_ROW
-        out.add(a.fold(lanes, facts.machine.vector_bytes, wide))
+        wide = a.facts.along.hint >= WIDE_ROW
+        out.add(a.fold(wide))
         if not wide:
             out.add(a.to_total(lane))
         if goes_on:
-            out.each(lanes, ir.Set(a.sums[lane], zero))
+            out.each(a.facts.lanes, empty)
 
 
 # -- row nests: groups of turns ---------------------------------------------------------------------------------------
-def open_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+def open_group(out: Builder, mine: Sequence[Accumulator]) -> None:
     """Arrays for the sums of a few turns. They are declared here, so the compiler keeps them in registers."""
     for a in mine:
         held = ir.Name(f"acc{a.number}")
-        out.scratch(a.kind, held.name, facts.lanes)
-        out.each(facts.lanes, ir.Set(held["l"], a.identity))
+        out.scratch(a.kind, held.name, a.facts.lanes)
+        out.each(a.facts.lanes, ir.Set(held["l"], a.identity))
 
 
-def close_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+def close_group(out: Builder, mine: Sequence[Accumulator]) -> None:
     """Add the sums of a few turns to those of the row, so that no float32 sum has more than a few terms."""
     for a in mine:
-        out.each(facts.lanes, ir.Set(a.sums["l"], ir.Name(f"acc{a.number}")["l"], "+"))
-    count_group(out, facts, mine)
+        out.each(a.facts.lanes, ir.Set(a.lanes["l"], ir.Name(f"acc{a.number}")["l"], "+"))
+    count_group(out, mine)
 
 
-def count_group(out: Builder, facts: Facts, mine: Sequence[Accumulator]) -> None:
+def count_group(out: Builder, mine: Sequence[Accumulator]) -> None:
     """Count a group of turns; after so many of them, the sums go to totals."""
     out.set(COUNTER, 1, "+")
     with out.block(ir.If(COUNTER.same(FLUSH // SHORT_FLUSH))):
         out.set(COUNTER, 0)
-        flush(out, facts, mine)
+        flush(out, mine)
 
 
 __all__ = ["COLUMN_FLUSH", "SHORT_FLUSH", "close_group", "count_group", "count_rows", "flush", "flushing",
