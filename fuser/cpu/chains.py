@@ -92,7 +92,7 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
 
 def _fills(scan: Scan) -> bool:
     """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
-    cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.varying_rows([scan.value]))
+    cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.passes.varying([scan.value]))
     return cost >= FILLED_COST and not scan.spec.index
 
 
@@ -104,13 +104,13 @@ def _point(rows: Rows, scan: Scan, stores: bool) -> None:
         params = ((f"{scan.kind}*", "xs"), *kept, ("const i64", "from"), ("const i64", "count"))
         with out.block(ir.Routine("fill", params, inline=False)), out.block(rows.simd("l", 0, "count")):
             out.let("i64", axis, ir.Name("from") + "l")
-            for n in facts.varying_rows([scan.value]):
+            for n in facts.passes.varying([scan.value]):
                 rows.declare(n)
             out.set(ir.Name("xs")["l"], ir.Convert(scan.value_dtype, scan.dtype, rows.ref(scan.value)))
     given = ((f"const {scan.kind}", "x"),) if fills else ()
     params = ((f"{scan.kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)
     with out.block(ir.Routine("point", params)):
-        for n in facts.varying_rows(facts.passes[0].roots) if not fills else ():
+        for n in facts.passes.varying(facts.passes[0].roots) if not fills else ():
             rows.declare(n)
         step(rows, scan, stores, given=fills)
 

@@ -184,17 +184,6 @@ class Facts:
             return s.row
         return s.row if row.args[0] in self.kept or s.row in self.kept else row.args[0]
 
-    def varying_rows(self, roots: Sequence[int]) -> list[int]:
-        """The rows behind `roots` that vary along an axis, in order."""
-        seen: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n not in seen and self.plan.varies[n]:
-                seen.add(n)
-                pending += self.passes.deps[n]
-        return sorted(seen)
-
     @functools.cached_property
     def has_checks(self) -> bool:
         """Whether an index is checked."""

@@ -17,7 +17,7 @@ import torch
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import closed, each_unit, open_range, opened
 from fuser.cpu.records import Bindings, Function, Generated, Partial
-from fuser.cpu.reduction import Reducing, decided, kept_rows, results, row_buffers
+from fuser.cpu.reduction import Reducing, decided, kept_rows, row_buffers, whole_pass
 from fuser.cpu.split import combine_function
 from fuser.cpu.sums import COLUMN_FLUSH
 from fuser.cpu.vir import nodes as ir
@@ -152,10 +152,7 @@ class _Walk:
         rows.out.let("i64", outermost.sym.name, row)
         reducing = Reducing(rows)
         for phase in range(len(self.facts.passes)):
-            reducing.run(phase)
-            reducing.fold(phase)
-            results(rows, phase, reducing.total)
-            rows.after(phase)
+            whole_pass(rows, reducing, phase)
 
 
 __all__ = ["fits", "walked"]

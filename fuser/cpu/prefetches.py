@@ -129,7 +129,7 @@ def look_ahead(rows: Rows, phase: int) -> list[str]:
             out.let("i64", "next", ir.Name(unit) + 1)
             with out.block(ir.Plain()):
                 out.let("i64", unit, "next")
-                for m in facts.varying_rows(found):
+                for m in facts.passes.varying(found):
                     rows.declare(m)
                 out.set(to, rows.address(buffer, substitute(address, {v: expr(0)})))
         ahead.append(buffer)

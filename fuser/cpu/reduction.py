@@ -135,11 +135,11 @@ def whole(facts: Facts) -> Function:
     with each_unit(rows, digits):
         reducing = Reducing(rows)
         for phase in range(len(facts.passes)):
-            _pass(rows, reducing, phase)
+            whole_pass(rows, reducing, phase)
     return closed(rows, units, scratch=scratch)
 
 
-def _pass(rows: Rows, reducing: Reducing, phase: int) -> None:
+def whole_pass(rows: Rows, reducing: Reducing, phase: int) -> None:
     """A pass over a unit, and what follows from it."""
     reducing.run(phase)
     reducing.fold(phase)
@@ -166,7 +166,7 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
                     rows.outside(described.before)
             with batch.over():
                 reducing.counts = False
-                _pass(rows, reducing, phase)
+                whole_pass(rows, reducing, phase)
     return expr(len(facts.kept)) * (whole + 64)
 
 
@@ -292,4 +292,4 @@ def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
     return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
 
 
-__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole"]
+__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole", "whole_pass"]
