@@ -11,7 +11,7 @@ from collections.abc import Set
 import torch
 
 from fuser.cpu.facts import Facts, constant, storage_type
-from fuser.cpu.moves import bits_of
+from fuser.cpu.float_rows import bits_of
 from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
 from fuser.cpu.text import filled

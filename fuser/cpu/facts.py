@@ -10,8 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from fuser.cpu.exact import exact_rows, tame_rows
-from fuser.cpu.intervals import near_rows
+from fuser.cpu.float_rows import exact_rows, near_rows, tame_rows
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked

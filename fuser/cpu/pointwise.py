@@ -14,17 +14,16 @@ import torch
 from fuser.cpu import parts
 from fuser.cpu.bits import BitsLoop
 from fuser.cpu.facts import Facts, size, whole_lines
+from fuser.cpu.float_rows import moved_rows
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
 from fuser.cpu.lanes import LaneLoop
-from fuser.cpu.moves import moved_rows
 from fuser.cpu.prefetches import prefetch_rows
 from fuser.cpu.prepared import is_prepared, tiles
 from fuser.cpu.records import Function
 from fuser.cpu.rounds import going_round, table_length
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.segments import Segments, each_segment, find_segments, has_fills, stays_whole
-from fuser.cpu.tiles import fill_tiles, in_tiles, transposed
-from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS
+from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS, fill_tiles, in_tiles, transposed
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import ZERO, Expr, expr, product
 from fuser.lazy_dataclasses import dataclass

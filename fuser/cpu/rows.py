@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from fuser.cpu.facts import Facts, size, storage_type
-from fuser.cpu.moves import bits_of
+from fuser.cpu.float_rows import bits_of
 from fuser.cpu.quotients import factors
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
