@@ -1,5 +1,7 @@
-"""Facts about the rows of floats of a plan: which are exact in 16 bits, which NaNs they can be, where they lie, and
-which 16-bit floats are only moved."""
+"""Facts about a plan's rows of floats: which are exact in 16 bits, which NaNs they can be, where they lie.
+
+And which 16-bit floats a kernel only moves.
+"""
 
 from __future__ import annotations
 

@@ -331,3 +331,8 @@ def cells() -> Iterator[str]:
     for table, spell, args in ((ops.REDUCTIONS, ops.cpp_combine, "abcd"), (ops.SCANS, ops.cpp_step, "ab")):
         for row in table.values():
             yield from (spell(row.name, row.accumulate(dtype), *args) for dtype in row.dtypes)
+
+
+def test_scans_of_indices_are_of_extremes() -> None:
+    """Kernels cut no scan of extremes into chunks, so they join no indices of chunks."""
+    assert [row.name for row in ops.SCANS.values() if row.index and not row.extreme] == []
