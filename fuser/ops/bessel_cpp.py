@@ -52,28 +52,26 @@ _J = {0: "p * plus - q * minus", 1: "p * minus + q * plus"}
 _Y = {0: "p * minus + q * plus", 1: "q * minus - p * plus"}
 for _order in (0, 1):
     _small = _fit(f"J{_order}", "", "t")
-    _add(
-        f"fuser_j{_order}_f32",
-        _NEAR
-        + f"  const double near = {'b * ' if _order else ''}{_small};\n"
-        + _FAR
-        + _hankel(_order)
-        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_J[_order]}));\n"
-        + f'  return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");\n',
-    )
+    _add(f"fuser_j{_order}_f32", f"""\
+{_NEAR}\
+  const double near = {"b * " if _order else ""}{_small};
+{_FAR}\
+{_hankel(_order)}\
+  const float y = (float)(a < 8.0 ? near : scale * ({_J[_order]}));
+  return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");
+""")  # fmt: skip
     _log = "double l = 0.6366197723675814 * fuser_log_normal(b > 0 ? b : 1.0)"
     _rest = _fit(f"Y{_order}", "", "t")
     _near = f"FUSER_FMA(l, j, {_rest})" if _order == 0 else f"b * FUSER_FMA(l, j, {_rest}) - 0.6366197723675814 / b"
-    _add(
-        f"fuser_y{_order}_f32",
-        _NEAR
-        + f"  const {_log}, j = {_small}, near = {_near};\n"
-        + _FAR
-        + _hankel(_order)
-        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_Y[_order]}));\n"
-        + '  const float edge = x == 0 ? -__builtin_inff() : __builtin_nanf("");\n'
-        + "  return (x > 0) & (x < __builtin_inff()) ? y : edge;\n",
-    )
+    _add(f"fuser_y{_order}_f32", f"""\
+{_NEAR}\
+  const {_log}, j = {_small}, near = {_near};
+{_FAR}\
+{_hankel(_order)}\
+  const float y = (float)(a < 8.0 ? near : scale * ({_Y[_order]}));
+  const float edge = x == 0 ? -__builtin_inff() : __builtin_nanf("");
+  return (x > 0) & (x < __builtin_inff()) ? y : edge;
+""")  # fmt: skip
 for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
     _add(f"fuser_spherical_bessel_j0_{_d}", f"""\
   const {_type} a = __builtin_fabs{_f}(x), b = a == __builtin_inf{_f}() ? 1 : a, y = fuser_sin_{_d}(b) / b;

@@ -55,57 +55,52 @@ _add("fuser_scale_f32", """\
   const i32 k = FUSER_BITS(i32, t) - 0x4b400000, half = k >> 1;
   return p * FUSER_BITS(float, (u32)(half + 127) << 23) * FUSER_BITS(float, (u32)(k - half + 127) << 23);
 """, "float p, float t")  # fmt: skip
-_add(
-    "fuser_exp_f32",
-    "  const bool low = x < -104.0f, high = x > 89.0f;\n"
-    "  const float over = high ? 89.0f : x, c = low ? -104.0f : over;\n"
-    + REDUCE.format(x="c")
-    + f"  return fuser_scale_f32({horner('r', *EXP)}, t);\n",
-)
+_add("fuser_exp_f32", f"""\
+  const bool low = x < -104.0f, high = x > 89.0f;
+  const float over = high ? 89.0f : x, c = low ? -104.0f : over;
+{REDUCE.format(x="c")}\
+  return fuser_scale_f32({horner("r", *EXP)}, t);
+""")  # fmt: skip
 # For arguments between -87 and 88: no overflow, no denormals.
 _add("fuser_exp_near_f32", REDUCE.format(x="x") + f"  return {horner('r', *EXP)} * fuser_pow2_of(t);\n")
 # For arguments up to 0: 2^n is 2^(n + 64), which is normal, times 2^-64, which rounds.
-_add(
-    "fuser_exp_below_f32",
-    "  const float c = x < -104.0f ? -104.0f : x;\n"
-    + REDUCE.format(x="c")
-    + f"  return {horner('r', *EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;\n",
-)
+_add("fuser_exp_below_f32", f"""\
+  const float c = x < -104.0f ? -104.0f : x;
+{REDUCE.format(x="c")}\
+  return {horner("r", *EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x5f800000u) * 0x1p-64f;
+""")  # fmt: skip
 # The same with 0 for denormals, which would slow the multiplication down: 2^-127 becomes 0.
-_add(
-    "fuser_exp_down_f32",
-    "  const float c = x < -88.03f ? -88.03f : x;\n"
-    + REDUCE.format(x="c")
-    + f"  return {horner('r', *EXP)} * fuser_pow2_of(t);\n",
-)
-_add(
-    "fuser_exp2_f32",
-    "  const bool low = x < -151.0f, high = x > 129.0f;\n"
-    "  const float over = high ? 129.0f : x, c = low ? -151.0f : over;\n"
-    "  const float t = c + 12582912.0f, r = c - (t - 12582912.0f);\n"
-    f"  const float p = FUSER_FMAF(r, {horner('r', *_EXP2)}, 1.0f);\n"
-    "  return fuser_scale_f32(p, t);\n",
-)
+_add("fuser_exp_down_f32", f"""\
+  const float c = x < -88.03f ? -88.03f : x;
+{REDUCE.format(x="c")}\
+  return {horner("r", *EXP)} * fuser_pow2_of(t);
+""")  # fmt: skip
+_add("fuser_exp2_f32", f"""\
+  const bool low = x < -151.0f, high = x > 129.0f;
+  const float over = high ? 129.0f : x, c = low ? -151.0f : over;
+  const float t = c + 12582912.0f, r = c - (t - 12582912.0f);
+  const float p = FUSER_FMAF(r, {horner("r", *_EXP2)}, 1.0f);
+  return fuser_scale_f32(p, t);
+""")  # fmt: skip
 # 2^n (e^r - 1) + (2^n - 1), by half of that so that 2^128 never appears.
-_add(
-    "fuser_expm1_f32",
-    "  const bool low = x < -20.0f, high = x > 89.0f;\n"
-    "  const float over = high ? 89.0f : x, c = low ? -20.0f : over;\n"
-    + _SPLIT.format(x="c")
-    + f"  const float p = FUSER_FMAF(r * r, {horner('r', *_EXPM1)}, l) + h;\n"
-    + "  const float s = FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f000000u);\n"
-    + "  return __builtin_copysignf(2.0f * FUSER_FMAF(s, p, s - 0.5f), x);\n",
-)
+_add("fuser_expm1_f32", f"""\
+  const bool low = x < -20.0f, high = x > 89.0f;
+  const float over = high ? 89.0f : x, c = low ? -20.0f : over;
+{_SPLIT.format(x="c")}\
+  const float p = FUSER_FMAF(r * r, {horner("r", *_EXPM1)}, l) + h;
+  const float s = FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3f000000u);
+  return __builtin_copysignf(2.0f * FUSER_FMAF(s, p, s - 0.5f), x);
+""")  # fmt: skip
 # An odd polynomial up to 0.6, from there on 1 - 2e/(1 + e) with e = e^(-2|x|).
 _add("fuser_tanh_f32", f"""\
   const float a = -2.0f * __builtin_fabsf(x), c = a < -20.0f ? -20.0f : a, z = x * x;
   const float small = FUSER_FMAF(x, z * {horner("z", *_TANH)}, x), e = fuser_exp_near_f32(c);
   return __builtin_copysignf(c > -1.2f ? small : 1.0f - 2.0f * e / (1.0f + e), x);
 """)  # fmt: skip
-_add(
-    "fuser_sigmoid_f32",
-    "  const float e = fuser_exp_below_f32(-__builtin_fabsf(x));\n  return (x < 0.0f ? e : 1.0f) / (1.0f + e);\n",
-)
+_add("fuser_sigmoid_f32", """\
+  const float e = fuser_exp_below_f32(-__builtin_fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+""")  # fmt: skip
 # The normal distribution's area below x with the absolute error of 1 + erf: for |x|, half of erfc is the e-th power of
 # a polynomial, whose leading coefficient is negative, so that it falls for ever.
 _NORMAL = (
@@ -125,30 +120,26 @@ _LOG_SPLIT = """\
   const float f = FUSER_BITS(float, (b & 0x7fffffu) + 0x3f2aaaabu) - 1.0f;
 """
 _LOG_Q = f"  const float q = f * f * FUSER_FMAF(f, {horner('f', *_LOG)}, -0.5f);\n"
-_add(
-    "fuser_log_edges_f32",
-    '  const float edge = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;\n'
-    "  return FUSER_BITS(u32, x) - 1u < 0x7f7fffffu ? y : edge;\n",
-    "float x, float y",
-)
-_add(
-    "fuser_log_f32",
-    _LOG_SPLIT
-    + _LOG_Q
-    + "  return fuser_log_edges_f32(x, FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q)));\n",
-)
+_add("fuser_log_edges_f32", """\
+  const float edge = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;
+  return FUSER_BITS(u32, x) - 1u < 0x7f7fffffu ? y : edge;
+""", "float x, float y")  # fmt: skip
+_add("fuser_log_f32", f"""\
+{_LOG_SPLIT}\
+{_LOG_Q}\
+  return fuser_log_edges_f32(x, FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q)));
+""")  # fmt: skip
 for _name, _scale, _low, _sum in (
     ("log2", "1.442695f", "1.925963e-8f", "e + h + (h - (e + h - e) + m)"),
     ("log10", "0.4342945f", "-1.010305e-8f", "FUSER_FMAF(e, 0.30103f, FUSER_FMAF(e, -1.4320989e-8f, h + m))"),
 ):
-    _add(
-        f"fuser_{_name}_f32",
-        _LOG_SPLIT
-        + _LOG_Q
-        + f"  const float h = f * {_scale}, l = FUSER_FMAF(f, {_scale}, -h) + f * {_low};\n"
-        + f"  const float m = FUSER_FMAF(q, {_scale}, l);\n"
-        + f"  return fuser_log_edges_f32(x, {_sum});\n",
-    )
+    _add(f"fuser_{_name}_f32", f"""\
+{_LOG_SPLIT}\
+{_LOG_Q}\
+  const float h = f * {_scale}, l = FUSER_FMAF(f, {_scale}, -h) + f * {_low};
+  const float m = FUSER_FMAF(q, {_scale}, l);
+  return fuser_log_edges_f32(x, {_sum});
+""")  # fmt: skip
 # u = 1 + x rounded; what the rounding lost joins f.
 LOG1P_SPLIT = (
     """\
@@ -160,26 +151,20 @@ LOG1P_SPLIT = (
 """
     + _LOG_Q
 )
-_add(
-    "fuser_log1p_f32",
-    LOG1P_SPLIT.replace("{low}", "")
-    + """\
+_add("fuser_log1p_f32", f"""\
+{LOG1P_SPLIT.replace("{low}", "")}\
   const float y = FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));
   return __builtin_copysignf(fuser_log_edges_f32(u, y), x);
-""",
-)
+""")  # fmt: skip
 # For arguments from 0 to 1, of which only u above 4/3 is halved: the same bits.
-_add(
-    "fuser_log1p_unit_f32",
-    """\
+_add("fuser_log1p_unit_f32", f"""\
   const float u = 1.0f + x, lost = x - (u - 1.0f);
   const bool halved = FUSER_BITS(i32, u) >= 0x3faaaaab;
   const float s = halved ? 0.5f : 1.0f, e = halved ? 1.0f : 0.0f;
   const float f = FUSER_FMAF(lost, s, FUSER_FMAF(u, s, -1.0f));
-"""
-    + _LOG_Q
-    + "  return FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));\n",
-)
+{_LOG_Q}\
+  return FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q));
+""")  # fmt: skip
 
 _ERF_SMALL = (0.12837917, -0.3761263, 0.11283618, -0.026855126, 0.005190734, -0.00080307614, 7.920368e-05)
 _ERF_LARGE = (
@@ -231,19 +216,14 @@ def _buckets() -> str:
     )
 
 
-_add(
-    "fuser_quadrant",
-    "  const float a = __builtin_fabsf(x);\n"
-    + _buckets()
-    + """\
+_add("fuser_quadrant", f"""\
+  const float a = __builtin_fabsf(x);
+{_buckets()}\
   const double t = FUSER_FMA(p, 0x1.45f306dc9c883p-1, 6755399441055744.0), n = t - 6755399441055744.0;
   const double r = FUSER_FMA(n, -0x1.1a62633145c07p-54, FUSER_FMA(n, -0x1.921fb54442d18p+0, p));
   *k = (u32)FUSER_BITS(u64, t);
   return r - lost;
-""",
-    "float x, u32* k",
-    "double",
-)
+""", "float x, u32* k", "double")  # fmt: skip
 # Of |r| <= 0.92, by z = r^2 (mpmath, least squares at Chebyshev's points, weighted again until the errors were level):
 # (sin(r) / r - 1) / z, 2.5e-10 of sin; (cos(r) - 1 + z / 2) / z^2, 6.2e-10 of cos.
 _SIN = (-0.16666667, 0.008333364, -0.00019845663, 2.752959e-06)

@@ -32,25 +32,19 @@ _ARC = f"""\
   const float half = 0.5f * (1.0f - a), z = far ? half : x * x, s = far ? __builtin_sqrtf(half) : a;
   const float p = s * z * {horner("z", *_ASIN)}, r = s + p;
 """
-_add(
-    "fuser_asin_f32",
-    _ARC
-    + """\
+_add("fuser_asin_f32", f"""\
+{_ARC}\
   const float h = FUSER_FMAF(-2.0f, s, 1.57079637f), l = FUSER_FMAF(-2.0f, s, 1.57079637f - h);
   const float beyond = h - (FUSER_FMAF(2.0f, p, 4.371139e-8f) - l);
   return __builtin_copysignf(far ? beyond : r, x);
-""",
-)
-_add(
-    "fuser_acos_f32",
-    _ARC
-    + """\
+""")  # fmt: skip
+_add("fuser_acos_f32", f"""\
+{_ARC}\
   const float near = 1.57079637f - (__builtin_copysignf(r, x) + 4.371139e-8f);
   const float left = 3.14159274f - FUSER_FMAF(2.0f, r, 8.742278e-8f), right = 2.0f * r;
   const float beyond = x < 0.0f ? left : right;
   return far ? beyond : near;
-""",
-)
+""")  # fmt: skip
 _add("fuser_atan_f32", f"""\
   const float a = __builtin_fabsf(x), inverse = 1.0f / a, t = a > 1.0f ? inverse : a, z = t * t;
   const float r = FUSER_FMAF(t * z, {horner("z", *_ATAN)}, t);
@@ -69,14 +63,10 @@ _add("fuser_atan2_f32", f"""\
 """, "float y, float x")  # fmt: skip
 
 # log(1 + x + l), l much less than x.
-_add(
-    "fuser_log1p_sum_f32",
-    float_cpp.LOG1P_SPLIT.replace("{low}", " + l")
-    + """\
+_add("fuser_log1p_sum_f32", f"""\
+{float_cpp.LOG1P_SPLIT.replace("{low}", " + l")}\
   return fuser_log_edges_f32(u, FUSER_FMAF(e, 0.693145752f, FUSER_FMAF(e, 1.4286068e-6f, f + q)));
-""",
-    "float x, float l",
-)
+""", "float x, float l")  # fmt: skip
 # log(a + s) with s the root of a^2 + 1; s - 1 is a^2 / (1 + s). From 2^30 on it is log(2 a).
 _add("fuser_asinh_f32", """\
   const float a = __builtin_fabsf(x);
@@ -101,13 +91,11 @@ _add("fuser_atanh_f32", """\
   return __builtin_copysignf(0.5f * fuser_log1p_sum_f32(h, a < 1.0f ? l : 0.0f), x);
 """)  # fmt: skip
 # Half of e^a, a >= 0: 2^n is 2^(n - 2) times 4, as 2^128 is no float.
-_add(
-    "fuser_half_exp_f32",
-    "  const float c = a > 89.5f ? 89.5f : a;\n"
-    + float_cpp.REDUCE.format(x="c")
-    + f"  return {horner('r', *float_cpp.EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3e800000u) * 2.0f;\n",
-    "float a",
-)
+_add("fuser_half_exp_f32", f"""\
+  const float c = a > 89.5f ? 89.5f : a;
+{float_cpp.REDUCE.format(x="c")}\
+  return {horner("r", *float_cpp.EXP)} * FUSER_BITS(float, (FUSER_BITS(u32, t) << 23) + 0x3e800000u) * 2.0f;
+""", "float a")  # fmt: skip
 _add("fuser_sinh_f32", f"""\
   const float a = __builtin_fabsf(x), z = x * x, e = fuser_half_exp_f32(a);
   const float small = FUSER_FMAF(a * z, {horner("z", *_SINH)}, a);
