@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.accumulators import Accumulator, count_rows
 from fuser.cpu.facts import Facts
 from fuser.cpu.halves import half_loads
 from fuser.cpu.prefetches import prefetch_columns, prefetches_columns
 from fuser.cpu.prepared import prepared
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import count_rows
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Axis, Reduce
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
+from fuser.cpu.accumulators import COLUMN_FLUSH
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import closed, each_unit, open_range, opened
 from fuser.cpu.records import Bindings, Function, Generated, Partial
 from fuser.cpu.reduction import Reducing, decided, kept_rows, row_buffers, whole_pass
 from fuser.cpu.split import combine_function
-from fuser.cpu.sums import COLUMN_FLUSH
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row, row_exprs
 from fuser.ir.sizes import ZERO, Expr, expr, floordiv, maximum, minimum, product

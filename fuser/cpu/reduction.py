@@ -16,13 +16,12 @@ import torch
 
 from fuser.cpu import accumulators as acc
 from fuser.cpu import batches, columns, lines
-from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.accumulators import Accumulator, flush, flushing, open_counter
 from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import flush, flushing, open_counter
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, Sym, coefficient, expr, product
 from fuser.ops import CPP_TYPES, REDUCTIONS
