@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from fuser.cpu import parts
-from fuser.cpu.draws import drawn, drawn_rows
 from fuser.cpu.facts import Facts
 from fuser.cpu.halves import has_halves, pieces
 from fuser.cpu.rows import Rows, Stretch
@@ -18,7 +17,7 @@ TILE = 1024  # elements of a loop whose results may be staged in the first level
 
 def is_prepared(facts: Facts, phase: int) -> bool:
     """Whether a loop of a pass wants pieces that are written before it."""
-    return has_halves(facts, phase) or bool(drawn_rows(facts, phase))
+    return has_halves(facts, phase) or bool(parts.drawn_rows(facts, phase))
 
 
 @contextmanager
@@ -31,8 +30,7 @@ def prepared(rows: Rows, phase: int, loop: Stretch, vectors: bool = False, narro
         if vectors:
             yield
             return
-        numbers = drawn(rows, phase, loop)
-        with rows.found({**numbers, **parts.prepared(rows, phase, loop)}):
+        with rows.found(parts.prepared(rows, phase, loop)):
             with pieces(rows, phase, loop, narrow) if has_halves(rows.facts, phase) else nullcontext():
                 yield
 
