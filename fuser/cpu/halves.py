@@ -13,7 +13,7 @@ import torch
 
 from fuser.cpu.facts import Facts
 from fuser.cpu.parts import is_part
-from fuser.cpu.rows import Place, Rows, Stretch
+from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import ONE, Expr
@@ -77,7 +77,7 @@ def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
 
 
 @contextmanager
-def pieces(rows: Rows, phase: int, loop: Stretch, narrow: bool = True) -> Iterator[None]:
+def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool = True) -> Iterator[None]:
     """Around a loop of a pass: it finds float16 as float32. What it leaves so is converted after it, if `narrow`."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
     length, aligned = -(-loop.length // 16) * 16, facts.machine.line_bytes  # whole vectors
@@ -101,7 +101,7 @@ def pieces(rows: Rows, phase: int, loop: Stretch, narrow: bool = True) -> Iterat
         out.add(ir.Narrow(to, result, loop.count))
 
 
-def _declare_bounds(rows: Rows, n: int, loop: Stretch) -> None:
+def _declare_bounds(rows: Rows, n: int, loop: LoopRange) -> None:
     out = rows.out
     out.var("i64", f"low{n}", 0)
     out.var("i64", f"high{n}", loop.count)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from fuser.cpu.facts import Facts, storage_type
-from fuser.cpu.rows import Place, Rows, Stretch
+from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, substitute, symbol
 
@@ -21,7 +21,7 @@ static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 """
 
 
-def prepared(rows: Rows, phase: int, loop: Stretch) -> dict[int, Place]:
+def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
     """Write what comes before a loop of a pass; returns where the loop finds such rows."""
     facts, out, found = rows.facts, rows.out, _draw(rows, phase, loop)
     if facts.checked:
@@ -113,7 +113,7 @@ def _is_drawn(facts: Facts, n: int) -> bool:
     return coefficient(index.attr, facts.along.sym) == ONE
 
 
-def _draw(rows: Rows, phase: int, loop: Stretch) -> dict[int, Place]:
+def _draw(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
     """A block of four words is computed once for four elements."""
     facts, found = rows.facts, dict[int, Place]()
     for n in drawn_rows(facts, phase):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from fuser.cpu import parts
 from fuser.cpu.facts import Facts
 from fuser.cpu.halves import has_halves, pieces
-from fuser.cpu.rows import Rows, Stretch
+from fuser.cpu.rows import LoopRange, Rows
 from fuser.cpu.streams import staged
 from fuser.cpu.vir import nodes as ir
 
@@ -21,7 +21,7 @@ def is_prepared(facts: Facts, phase: int) -> bool:
 
 
 @contextmanager
-def prepared(rows: Rows, phase: int, loop: Stretch, vectors: bool = False, narrow: bool = True) -> Iterator[None]:
+def prepared(rows: Rows, phase: int, loop: LoopRange, vectors: bool = False, narrow: bool = True) -> Iterator[None]:
     """Around a loop of a pass. `vectors`: it is written in explicit vectors, too, which read memory themselves.
 
     `narrow`: see `pieces`.
@@ -41,7 +41,7 @@ def tiles(rows: Rows, phase: int, low: ir.Like, high: ir.Like, vectors: bool = F
     v, w0, w1 = ir.Name(rows.facts.v), ir.Name("w0"), ir.Name("w1")
     with rows.out.block(ir.For("w0", ir.value(low), ir.value(high), ir.Number(TILE))):
         rows.out.let("i64", "w1", ir.least(w0 + TILE, high))
-        with prepared(rows, phase, Stretch("w0", v - w0, TILE, w1 - w0), vectors):
+        with prepared(rows, phase, LoopRange("w0", v - w0, TILE, w1 - w0), vectors):
             yield
 
 

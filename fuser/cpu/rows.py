@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LoopRange:
     """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its current index."""
 
     start: str
@@ -310,9 +310,9 @@ class Rows:
         joins = "|:bad" if self.facts.checks_inside else ""
         return ir.For(name, ir.value(low), ir.value(high), simd=True, joins=joins)
 
-    def block(self) -> Stretch:
+    def block(self) -> LoopRange:
         """The loop over the lanes of a block, as `lanes` writes it."""
-        return Stretch("v0", ir.Name("l"), self.facts.lanes, ir.Name("count"))
+        return LoopRange("v0", ir.Name("l"), self.facts.lanes, ir.Name("count"))
 
     @contextmanager
     def lanes(self, count: ir.Like = "count") -> Iterator[None]:
@@ -342,4 +342,4 @@ def _names(arrays: set[int]) -> Callable[[int], ir.Value]:
     return lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}")
 
 
-__all__ = ["Place", "Rows", "Stretch"]
+__all__ = ["LoopRange", "Place", "Rows"]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from fuser.cpu.facts import size, storage_type
-from fuser.cpu.rows import Rows, Stretch
+from fuser.cpu.rows import LoopRange, Rows
 from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import product, symbol
@@ -60,7 +60,7 @@ def may_stream(rows: Rows) -> None:
     rows.out.let("bool", "stream", size(total) >= ir.Number(STREAM_BYTES // width, torch.int64))
 
 
-def staged(rows: Rows, phase: int, loop: Stretch) -> AbstractContextManager[None]:
+def staged(rows: Rows, phase: int, loop: LoopRange) -> AbstractContextManager[None]:
     """Around a loop of a pass: its large results may go through tiles."""
     facts, results = rows.facts, []
     for s in facts.streams_of(phase):
