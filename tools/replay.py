@@ -1,10 +1,12 @@
 """Kernel replay: the sources of a recorded set of kernels, before and after a change.
 
     python tools/replay.py record CASES tests/backend        what the tests ask kernels for (nothing is compiled)
+    python tools/replay.py programs CASES 0 2500             random programs of the fuzzer, by their seeds, in seconds
     python tools/replay.py write CASES BEFORE.json           the C++ and the Triton text of every case
     python tools/replay.py write CASES BEFORE.json cpu:avx2 cpu:scalar       the C++ for these machines' rows
     python tools/replay.py compare BEFORE.json AFTER.json    prints each text that differs; exit status 1 if any does
 
+A recorded test ends with its first kernel; random programs reach more of the generators.
 A case is a canonical graph, the layouts of its arguments and the settings that decide code. It needs neither a
 compiler nor a GPU. Cases are pickled, so they are read by the version of the package that wrote them, or a near one.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -43,27 +46,53 @@ def argument(kept: Any, device: str) -> Any:
 
 def record(path: str, pytest_args: list[str]) -> int:
     """Run tests, each kernel of which is refused once it is written down."""
-    import os
-
     os.environ.setdefault("FUSER_STRICT", "0")
     import pytest
 
-    from fuser import config, pipeline
+    from fuser import pipeline
     from fuser.errors import Unsupported
 
     found: dict[str, Any] = {}
 
     def refuse(graph: Any, args: Any, backend: Any) -> Any:
-        try:
-            case = (graph, [outline(a) for a in args], {name: getattr(config, name) for name in SETTINGS})
-            name = graph.text + repr(case[1:])
-            found.setdefault(name, pickle.dumps(case))
-        except (TypeError, AttributeError, pickle.PicklingError, NotImplementedError):
-            pass  # its arguments have no memory to speak of, or its graph holds what no file can
+        keep(found, graph, args)
         raise Unsupported("kernels are recorded, and none is made")
 
     pipeline.generate = refuse
     pytest.main(["-q", "-p", "no:cacheprovider", "--tb=no", *pytest_args])
+    return save(found, path)
+
+
+def programs(path: str, first: int, end: int) -> int:
+    """The graphs of random programs, every seventh of them with eager's roundings."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from fuser import config
+    from tests.fuzz.check import canonicalize, graph_of, make_inputs, program_of
+
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for seed in range(first, end):
+            program = program_of(seed, "plans")
+            registered = canonicalize(graph_of(program), True)
+            if not registered.blocked:
+                with config.override(numerics="eager" if seed % 7 == 0 else "fast"):
+                    keep(found, registered.graph, (*registered.bound, *make_inputs(program)))
+    return save(found, path)
+
+
+def keep(found: dict[str, Any], graph: Any, args: Sequence[Any]) -> None:
+    """Add a case, unless its arguments have no memory to speak of, or its graph holds what no file can."""
+    from fuser import config
+
+    try:
+        case = (graph, [outline(a) for a in args], {name: getattr(config, name) for name in SETTINGS})
+        found.setdefault(graph.text + repr(case[1:]), pickle.dumps(case))
+    except (TypeError, AttributeError, pickle.PicklingError, NotImplementedError):
+        pass
+
+
+def save(found: dict[str, Any], path: str) -> int:
+    """Write the cases."""
     with open(path, "wb") as f:
         pickle.dump(found, f)
     print(f"{len(found)} cases")
@@ -124,6 +153,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["record", path, *rest]:
             sys.exit(record(path, rest))
+        case ["programs", path, first, end]:
+            sys.exit(programs(path, int(first), int(end)))
         case ["write", cases, out, *devices]:
             sys.exit(write(cases, out, devices or ("cpu", "cuda")))
         case ["compare", before, after]:

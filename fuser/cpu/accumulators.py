@@ -22,6 +22,11 @@ from fuser.scheduler.kernel_plan import Reduce
 
 NO_PLACE = 2**31 - 1
 BEYOND_CACHES = 1 << 22  # elements
+FLUSH = 256  # float32 additions per lane of a row nest before they go to a float64 total
+COLUMN_FLUSH, SHORT_COLUMN_FLUSH, SHORT_COLUMN = 32, 8, 64  # the same for lanes of column nests, of up to 64 rows
+SHORT_FLUSH = 16  # additions in a row nest before they go to a second lane: a group of turns
+WIDE_ROW = 1024  # elements of a row from which lanes are folded as float64: the fold is no longer what takes the time
+COUNTER = ir.Name("turns")  # of a pass: rows of columns since the last flush, or groups of turns in a row nest
 SHUFFLE_HELPER = """\
 #if defined(__clang__) || __GNUC__ >= 12
 #define FUSER_SHUFFLE(I, a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
@@ -33,7 +38,7 @@ SHUFFLE_HELPER = """\
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a reduction is kept in, and how.
+    """What a reduction of a nest is kept in, and how.
 
     value: the dtype of its values; dtype: of its lanes. number: of its arrays, which an extreme next to its own index
     shares with that (`shares`). flushes: whether partial sums go to float64 totals. notes_nans: whether an extreme is
@@ -42,12 +47,12 @@ class Accumulator:
     iteration that gave their value, not the value's own index.
     """
 
+    facts: Facts
     reduce: Reduce
     spec: ReductionRow
     value: torch.dtype
     dtype: torch.dtype
     number: int
-    is_column: bool
     flushes: bool
     notes_nans: bool
     in_order: bool
@@ -75,18 +80,17 @@ class Accumulator:
 
     def total(self, lane: ir.Like) -> ir.Value:
         """The finished value: of a lane in column nests, the only one in row nests."""
-        if self.flushes:
-            return ir.Name(f"tot{self.number}")[lane] if self.is_column else ir.Name(f"tot{self.number}")
-        return ir.Name(f"acc{self.number}")[lane if self.is_column else 0]
+        name, lane = f"{'tot' if self.flushes else 'acc'}{self.number}", lane if self.facts.is_column else 0
+        return ir.Name(name) if self.flushes and not self.facts.is_column else ir.Name(name)[lane]
 
     @property
-    def sums(self) -> ir.Name:
-        """The float32 sums that go to float64 totals."""
-        return ir.Name(f"acc{self.number}" if self.is_column else f"mid{self.number}")
+    def lanes(self) -> ir.Name:
+        """The array of lanes: of row nests' float32 sums that go to totals, that to which turns add theirs."""
+        return ir.Name(f"{'mid' if self.flushes and not self.facts.is_column else 'acc'}{self.number}")
 
     def to_total(self, lane: ir.Value) -> ir.Set:
         """Add a lane of float32 sums, or what they have been folded to, to its float64 total."""
-        held = self.sums[lane if self.is_column else 0]
+        held = self.lanes[lane if self.facts.is_column else 0]
         return ir.Set(self.total(lane), ir.Cast("double", held), "+")
 
     def join(self, dtype: torch.dtype, a: ir.Value, b: ir.Value, ai: ir.Value, bi: ir.Value) -> ir.Statement:
@@ -96,15 +100,15 @@ class Accumulator:
             return ir.Block(ir.If(better), (ir.Set(a, b), ir.Set(ai, bi)))
         return ir.Set(a, ir.Op("combine", self.reduce.kind, dtype, (a, b)))
 
-    def fold(self, lanes: int, vector_bytes: int, wide: bool = False) -> ir.Fold:
+    def fold(self, wide: bool = False) -> ir.Fold:
         """Folds the lanes into lane 0, or if `wide` as float64 into the total."""
         table, name = "combine", self.spec.value or self.reduce.kind
         if self.notes_nans:
             table, name = "wins", self.spec.extreme
         elif self.spec.wraps and not self.dtype.is_floating_point and self.dtype is not torch.bool:
             table, name = "sign", self.spec.wraps
-        array = self.sums.name if self.flushes else f"acc{self.number}"
-        return ir.Fold(array, self.dtype, lanes, vector_bytes, table, name, self.total(0) if wide else None)
+        lanes, vector_bytes = self.facts.lanes, self.facts.machine.vector_bytes
+        return ir.Fold(self.lanes.name, self.dtype, lanes, vector_bytes, table, name, self.total(0) if wide else None)
 
 
 def accumulators(facts: Facts) -> tuple[Accumulator, ...]:
@@ -128,7 +132,7 @@ def _accumulator(facts: Facts, r: Reduce) -> Accumulator:
     extreme = bool(spec.extreme) and not spec.index and dtype.is_floating_point
     in_order = _is_in_order(facts, r)
     return Accumulator(
-        r, spec, value, dtype, _holder(facts, r).number, facts.is_column, spec.adds and dtype is torch.float32,
+        facts, r, spec, value, dtype, _holder(facts, r).number, spec.adds and dtype is torch.float32,
         extreme and not facts.is_column, in_order, in_order and not facts.is_column,
     )  # fmt: skip
 
@@ -162,24 +166,21 @@ def _holder(facts: Facts, r: Reduce) -> Reduce:
     return r
 
 
-def declare(out: Builder, a: Accumulator, lanes: int, low: ir.Value) -> list[ir.Statement]:
-    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`.
-
-    Sums of a row nest that flush are `mid`; turns of a pass add to arrays of their own first (`sums.block`).
-    """
+def declare(out: Builder, a: Accumulator, low: ir.Value) -> list[ir.Statement]:
+    """Lane arrays; returns what sets a lane to its identity. The pass begins at `low`."""
     starts: list[ir.Statement] = []
 
     def array(kind: str, name: str, start: ir.Value) -> None:
-        out.scratch(kind, name, lanes)
+        out.scratch(kind, name, a.facts.lanes)
         starts.append(ir.Set(ir.Name(name)["l"], start))
 
     k, first = a.number, ir.Cast("i32", low) if a.in_order else ir.Number(NO_PLACE)
-    array(a.kind, a.sums.name if a.flushes else f"acc{k}", a.identity)
+    array(a.kind, a.lanes.name, a.identity)
     if a.notes_nans:
         array(INTEGERS[a.dtype.itemsize], f"nan{k}", ir.Number(0))
     if a.spec.index:
         array("i32", f"at{k}", ir.Number(0) if a.counts_turns else first)
-    if a.flushes and a.is_column:
+    if a.flushes and a.facts.is_column:
         array("double", f"tot{k}", ir.Number(0.0, torch.float64))
     elif a.flushes:
         out.var("double", f"tot{k}", ir.Number(0.0, torch.float64))
@@ -220,30 +221,30 @@ def _accumulate_index(out: Builder, a: Accumulator, now: ir.Value, index: ir.Val
     out.set(at, ir.Select(ir.Name(f"better{k}"), place, at))
 
 
-def fold(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+def fold(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
     """Fold the lanes of an accumulator of a row nest that does not flush. `low` is where the pass began."""
     if a.spec.index:
-        _fold_index(out, a, lanes, vector_bytes, low, overlaps)
+        _fold_index(out, a, low, overlaps)
         return
-    out.add(a.fold(lanes, vector_bytes))
+    out.add(a.fold())
     if a.notes_nans:
         found, best = ir.Name(f"any{a.number}"), ir.Name(f"acc{a.number}")[0]
         out.var(INTEGERS[a.dtype.itemsize], found.name, 0)
-        out.each(lanes, ir.Set(found, ir.Name(f"nan{a.number}")["l"], "|"))
+        out.each(a.facts.lanes, ir.Set(found, ir.Name(f"nan{a.number}")["l"], "|"))
         out.set(best, ir.Select(found, ir.Number(math.nan, a.dtype), best))
 
 
-def _fold_index(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low: ir.Value, overlaps: bool) -> None:
+def _fold_index(out: Builder, a: Accumulator, low: ir.Value, overlaps: bool) -> None:
     """Fold the values, then take the smallest index among the lanes that hold the best one (any NaN is it).
 
     Lanes that had no value are at the identity and the turn 0: if that is best, lane 0 has it too.
     """
-    k, l = a.number, ir.Name("l")
+    k, l, lanes = a.number, ir.Name("l"), a.facts.lanes
     values, at, found = ir.Name(f"lane{k}"), ir.Name(f"at{k}"), ir.Name(f"least{k}")
     held, best = values[l], ir.Name(f"acc{k}")[0]
     out.scratch(a.kind, values.name, lanes)
     out.each(lanes, ir.Set(held, ir.Name(f"acc{k}")[l]))
-    out.add(a.fold(lanes, vector_bytes))
+    out.add(a.fold())
     index = at[l] + ir.Cast("i32", l) if a.counts_turns else at[l]
     same = held.same(best)
     if a.dtype.is_floating_point:
@@ -263,4 +264,80 @@ def _fold_index(out: Builder, a: Accumulator, lanes: int, vector_bytes: int, low
     out.set(at[0], found)
 
 
-__all__ = ["NO_PLACE", "SHUFFLE_HELPER", "Accumulator", "accumulate", "accumulators", "declare", "dtypes_of", "fold"]
+# -- how sums move on: no lane adds up more than a few float32 before they go to a float64 total ----------------------
+def most_turns(facts: Facts) -> int:
+    """Float32 additions in a lane of a column nest: fewer where there are few in all, which costs little there."""
+    few = math.prod(a.hint for a in facts.reduced_axes) <= SHORT_COLUMN
+    return SHORT_COLUMN_FLUSH if few else COLUMN_FLUSH
+
+
+def open_counter(out: Builder, declared: bool) -> None:
+    """The counter at 0; it is `declared` if an earlier pass of the function has it."""
+    out.set(COUNTER, 0) if declared else out.var("i64", COUNTER.name, 0)
+
+
+def flushing(of: Sequence[Accumulator]) -> list[Accumulator]:
+    """Those of float32 sums that go to float64 totals."""
+    return [a for a in of if a.flushes]
+
+
+def count_rows(out: Builder, of: Sequence[Accumulator], rows: ir.Like, exactly: bool = True) -> None:
+    """Count rows of a column nest, and flush sums after so many of them; if not `exactly`, after as many or more."""
+    mine = flushing(of)
+    if not mine:
+        return
+    most = most_turns(mine[0].facts)
+    out.set(COUNTER, rows, "+")
+    with out.block(ir.If(COUNTER.same(most) if exactly else COUNTER >= most)):
+        out.set(COUNTER, 0)
+        flush(out, mine)
+
+
+def flush(out: Builder, of: Sequence[Accumulator], goes_on: bool = True) -> None:
+    """Add float32 sums to float64 totals: of each lane in a column nest, over all lanes in a row nest.
+
+    `goes_on`: the sums begin anew.
+    """
+    lane, zero = ir.Name("l"), ir.Number(0.0, torch.float32)
+    for a in flushing(of):
+        empty = ir.Set(a.lanes[lane], zero)
+        if a.facts.is_column:
+            out.each(a.facts.lanes, a.to_total(lane), empty)
+            continue
+        wide = a.facts.along.hint >= WIDE_ROW
+        out.add(a.fold(wide))
+        if not wide:
+            out.add(a.to_total(lane))
+        if goes_on:
+            out.each(a.facts.lanes, empty)
+
+
+# Of row nests, by groups of turns.
+def open_group(out: Builder, mine: Sequence[Accumulator]) -> None:
+    """Arrays for the sums of a few turns. They are declared here, so the compiler keeps them in registers."""
+    for a in mine:
+        held = ir.Name(f"acc{a.number}")
+        out.scratch(a.kind, held.name, a.facts.lanes)
+        out.each(a.facts.lanes, ir.Set(held["l"], a.identity))
+
+
+def close_group(out: Builder, mine: Sequence[Accumulator]) -> None:
+    """Add the sums of a few turns to those of the row, so that no float32 sum has more than a few terms."""
+    for a in mine:
+        out.each(a.facts.lanes, ir.Set(a.lanes["l"], ir.Name(f"acc{a.number}")["l"], "+"))
+    count_group(out, mine)
+
+
+def count_group(out: Builder, mine: Sequence[Accumulator]) -> None:
+    """Count a group of turns; after so many of them, the sums go to totals."""
+    out.set(COUNTER, 1, "+")
+    with out.block(ir.If(COUNTER.same(FLUSH // SHORT_FLUSH))):
+        out.set(COUNTER, 0)
+        flush(out, mine)
+
+
+__all__ = [
+    "COLUMN_FLUSH", "NO_PLACE", "SHORT_FLUSH", "SHUFFLE_HELPER", "Accumulator", "accumulate", "accumulators",
+    "close_group", "count_group", "count_rows", "declare", "dtypes_of", "flush", "flushing", "fold", "open_counter",
+    "open_group",
+]  # fmt: skip

@@ -7,6 +7,8 @@ batch are independent, so they overlap, and their scalars are computed in vector
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,7 +36,7 @@ def pays(facts: Facts) -> bool:
     if not facts.is_row or facts.passes.loops < 2 or facts.plan.split or facts.checked or not facts.kept_axes:
         return False
     folding = sum(bool(p.folds) for p in facts.passes)
-    length = functools.reduce(lambda n, a: n * a.hint, facts.reduced_axes, 1)
+    length = math.prod(a.hint for a in facts.reduced_axes)
     low = any(dtype in LOW for _, dtype in facts.plan.buffers)
     return (folding > 1 or low) and length * bytes_of(facts) * (2 if low else 8) < BYTES
 
@@ -60,7 +62,7 @@ class Batch:
         """The loop over batches, of one row each where rows are long."""
         out = self.out
         sizes: list[ir.Value] = [ir.Name(f"n_{a.sym.name}") for a in self.rows.facts.reduced_axes]
-        length = functools.reduce(ir.Value.__mul__, sizes)
+        length = functools.reduce(operator.mul, sizes)
         out.let("i64", "fits", ir.Number(BYTES) // (length * bytes_of(self.rows.facts) + 1))
         out.let("i64", "batch", ir.Select(FITS < 1, ir.Number(1), ir.least(FITS, ROWS)))
         with out.block(ir.For("first", ir.Name("begin"), ir.Name("end"), ir.Name("batch"))):

@@ -11,9 +11,10 @@ from collections.abc import Set
 import torch
 
 from fuser.cpu.facts import Facts, constant, storage_type
-from fuser.cpu.moves import bits_of
+from fuser.cpu.float_rows import bits_of
 from fuser.cpu.rows import Rows
 from fuser.cpu.segments import find_edges
+from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import indirect_rows
 from fuser.ir.sizes import ONE, expr
@@ -53,13 +54,7 @@ _WORDS = {
 def helpers(uses: Set[str], machine: Machine) -> str:
     """The vectors of elements of one byte and of two that are used."""
     assert machine.masks or "FUSER_MASKS" not in uses
-    text = ""
-    for words in _WORDS.values():
-        if f"{words['BITS']}_store" in uses:
-            part = _TEXT
-            for word, to in words.items():
-                part = part.replace(word, to)
-            text += part
+    text = "".join(filled(_TEXT, words) for words in _WORDS.values() if f"{words['BITS']}_store" in uses)
     return f"{_FIRST}{text}#else\n#define FUSER_MASKS 0\n#endif\n" if text else ""
 
 
@@ -92,9 +87,6 @@ class BitsLoop:
         short = SHORTEST <= facts.vector.hint * self.size < LONGEST
         return short and all(map(self._store_fits, self.stores)) and all(map(self._row_fits, self.rows))
 
-    def _is_moved(self, n: int) -> bool:
-        return n in self.facts.moved or self.plan.rows[n].dtype in _BYTES
-
     def _store_fits(self, s: Store) -> bool:
         dtype = self.facts.dtypes[s.buffer]
         same = dtype is self.facts.moved.get(s.row, self.plan.rows[s.row].dtype)
@@ -105,7 +97,7 @@ class BitsLoop:
         if n in self.masks:
             return True
         data = row.args[1:] if row.op == "load" or row.traits.chooses else row.args
-        if not self._is_moved(n) or any(a in self.masks for a in data):
+        if not (n in self.facts.moved or row.dtype in _BYTES) or any(a in self.masks for a in data):
             return False
         if row.op == "load":
             own = self.facts.dtypes[row.attr[0]]

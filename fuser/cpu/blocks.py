@@ -7,8 +7,7 @@ values at once, and lanes store it. That takes sums whose order does not show, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from fuser.cpu.prepared import prepared
 from fuser.cpu.records import Function, Generated
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.cpu.vir.printer import SCANNED
+from fuser.cpu.vir.calls import SCANNED
 from fuser.ir.sizes import ONE, Expr, coefficient, minimum, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
@@ -124,7 +123,7 @@ class _Block:
     def emit(self) -> None:
         """Statements for one block, from `v0` on."""
         rows, out, scan, spec = self.rows, self.rows.out, self.scan, self.scan.spec
-        pieces = prepared(rows, 0, "v0", "l", BLOCK, "count", narrow=self.stores)
+        pieces = prepared(rows, 0, rows.block(), narrow=self.stores)
         with pieces if self.line is None else nullcontext():
             source = self._source()
             goals = {scan.is_place(s): s for s in rows.plan.stores} if self.stores else {}
@@ -147,17 +146,11 @@ class _Block:
             return ir.Name(f"piece{value}")
         xs = ir.Name("xs")
         out.scratch(CPP_TYPES[self.element], "xs", BLOCK, aligned=rows.facts.machine.line_bytes)
-        with self._lanes():
+        with rows.lanes():
             for n in rows.facts.passes[0].inner:
                 rows.declare(n)
             out.set(xs["l"], ir.Convert(self.scan.value_dtype, self.element, rows.ref(value)))
         return xs
-
-    @contextmanager
-    def _lanes(self) -> Iterator[None]:
-        with self.rows.out.block(self.rows.simd("l", 0, "count")):
-            self.rows.out.let("i64", self.scan.axis.sym.name, V0 + "l")
-            yield
 
     def _target(self, s: Store) -> ir.Value:
         """Where a block's results go: to memory straight away, or to where lanes convert them."""
@@ -173,7 +166,7 @@ class _Block:
     def _copy(self, s: Store, dtype: torch.dtype, made: ir.Value) -> None:
         """Store a block's results that are not where they belong."""
         rows = self.rows
-        with self._lanes():
+        with rows.lanes():
             result = ir.Convert(dtype, rows.plan.rows[s.row].dtype, made["l"])
             rows.out.set(ir.Name(s.buffer)[rows.index(s.address)], ir.Encode(rows.facts.dtypes[s.buffer], result))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,7 +17,7 @@ import torch
 
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import Digits, closed, digits_of, open_chunks, opened
-from fuser.cpu.ordered import Scan, in_scalars, step
+from fuser.cpu.ordered import Scan, step
 from fuser.cpu.records import Function, Generated, Partial
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
@@ -48,10 +49,7 @@ def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
     if not cut:
         return Generated((write(scan, "", chunks, True),), ())
     total = product(a.size for a in scan.facts.kept_axes) * chunks
-    partials = [Partial(f"{scan.facts.name}_p", scan.dtype, total)]
-    if scan.spec.index:
-        partials.append(Partial(f"{scan.facts.name}_i", torch.int64, total))
-    scan = Scan.of(scan.facts.with_partials(partials))
+    scan = Scan.of(scan.facts.with_partials([Partial(f"{scan.facts.name}_p", scan.dtype, total)]))
     functions = (write(scan, "_partial", chunks, False), write(scan, "_scan", chunks, True))
     return Generated(functions, scan.facts.partials)
 
@@ -59,7 +57,7 @@ def in_chunks(scan: Scan, cut: bool, write: Pass) -> Generated:
 def is_cut(scan: Scan) -> bool:
     """Whether to cut rows into chunks: few long rows, of sums that may be reassociated, so not of float64.
 
-    Extremes wait for nothing: they seldom change, which the machine foresees.
+    Extremes, and so all scans of indices, wait for nothing: they seldom change, which the machine foresees.
     """
     if scan.spec.extreme:
         return False
@@ -77,7 +75,7 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
     open_chunks(rows, chunks, scan.axis)
     out, chains = rows.out, _Chains(rows.out, scan)
     out.let("i64", "n", f"n_{scan.axis.sym.name}")
-    out.let("i64", "chains", functools.reduce(ir.Value.__mul__, (length for _, length in digits)))
+    out.let("i64", "chains", functools.reduce(operator.mul, (length for _, length in digits)))
     _point(rows, scan, stores)
     first, count, width = ir.Name("first"), ir.Name("chains"), ir.Number(SIDE_BY_SIDE)
     with out.block(ir.For("u", ir.Name("begin"), ir.Name("end"))):
@@ -88,15 +86,13 @@ def _pass(scan: Scan, suffix: str, chunks: Expr, stores: bool) -> Function:
         if not stores:
             with chains.each():
                 out.set(ir.Name(f"{facts.name}_p")[first + J], ACCS[J])
-                if scan.spec.index:
-                    out.set(ir.Name(f"{facts.name}_i")[first + J], ATS[J])
     units = floordiv(product(a.size for a in facts.kept_axes) * chunks + (SIDE_BY_SIDE - 1), expr(SIDE_BY_SIDE))
-    return in_scalars(closed(rows, units * minimum(scan.axis.size, 1), suffix=suffix))
+    return closed(rows, units * minimum(scan.axis.size, 1), suffix=suffix, sequential=True)
 
 
 def _fills(scan: Scan) -> bool:
     """Whether the values are so costly that a vectorised loop computes a block of them before the scan."""
-    cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.varying_rows([scan.value]))
+    cost = sum(row_cost(scan.facts.plan.rows[n]) for n in scan.facts.passes.varying([scan.value]))
     return cost >= FILLED_COST and not scan.spec.index
 
 
@@ -108,13 +104,13 @@ def _point(rows: Rows, scan: Scan, stores: bool) -> None:
         params = ((f"{scan.kind}*", "xs"), *kept, ("const i64", "from"), ("const i64", "count"))
         with out.block(ir.Routine("fill", params, inline=False)), out.block(rows.simd("l", 0, "count")):
             out.let("i64", axis, ir.Name("from") + "l")
-            for n in facts.varying_rows([scan.value]):
+            for n in facts.passes.varying([scan.value]):
                 rows.declare(n)
             out.set(ir.Name("xs")["l"], ir.Convert(scan.value_dtype, scan.dtype, rows.ref(scan.value)))
     given = ((f"const {scan.kind}", "x"),) if fills else ()
     params = ((f"{scan.kind}&", "acc"), ("i64&", "at"), *kept, ("const i64", axis), *given)
     with out.block(ir.Routine("point", params)):
-        for n in facts.varying_rows(facts.passes[0].roots) if not fills else ():
+        for n in facts.passes.varying(facts.passes[0].roots) if not fills else ():
             rows.declare(n)
         step(rows, scan, stores, given=fills)
 
@@ -150,21 +146,11 @@ class _Chains:
             out.set(low[J], ir.least(chunk * "each", n))
             out.set(high[J], ir.least(low[J] + "each", n))
             out.set(ACCS[J], self.scan.identity)
-            if joins:
-                self._join_chunks()
-
-    def _join_chunks(self) -> None:
-        """What the chunks before a chain's make."""
-        out, name, here = self.out, self.scan.facts.name, ir.Name("first") + J
-        with out.block(ir.For("c", here - "chunk", here)):
-            out.let(self.scan.kind, "x", ir.Name(f"{name}_p")["c"])
-            joined = self.scan.join(ACCS[J], ir.Name("x"))
-            if self.scan.spec.index:
-                with out.block(ir.If(joined)):
-                    out.set(ACCS[J], "x")
-                    out.set(ATS[J], ir.Name(f"{name}_i")["c"])
-            else:
-                out.set(ACCS[J], joined)
+            if joins:  # what the chunks before a chain's make
+                here = ir.Name("first") + J
+                with out.block(ir.For("c", here - "chunk", here)):
+                    out.let(self.scan.kind, "x", ir.Name(f"{self.scan.facts.name}_p")["c"])
+                    out.set(ACCS[J], self.scan.join(ACCS[J], ir.Name("x")))
 
     def run(self) -> None:
         """All chains side by side as far as the shortest goes, then each to its end; perhaps block by block."""

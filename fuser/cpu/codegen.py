@@ -25,39 +25,29 @@ from fuser.cpu.sharing import shared
 from fuser.cpu.split import split
 from fuser.cpu.streams import stream_helper
 from fuser.cpu.text import FLOOR_HELPERS, HIDDEN_HELPER, PLACE_HELPERS
-from fuser.cpu.vir.nodes import Kernel
+from fuser.cpu.vir.passes import through_passes
 from fuser.cpu.vir.printer import Text
-from fuser.cpu.vir.staging import stage_stores
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPEDEFS, helpers_in, known_helpers, prelude_for
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.together import Joined
 
-# Passes over the vector IR of a function, in order.
-PASSES: tuple[Callable[[Kernel, Machine], Kernel], ...] = (stage_stores,)
+Helper = Callable[[frozenset[str], Machine], str]
 
 
 def generate(plan: KernelPlan, name: str, bindings: Bindings) -> Generated:
     """C++ functions for `plan`."""
-    made = _functions(Facts(plan, name, bindings))
-    return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
+    return _through_passes(_functions(Facts(plan, name, bindings)), bindings.machine)
 
 
 def generate_joined(both: Joined, name: str, bindings: Bindings) -> Generated | None:
     """C++ functions for two plans in one; None where each is generated for itself."""
-    if not joined.fits(both):
-        return None
-    made = joined.walked(both, name, bindings)
-    return replace(made, functions=tuple(_through_passes(f, bindings.machine) for f in made.functions))
+    return _through_passes(joined.walked(both, name, bindings), bindings.machine) if joined.fits(both) else None
 
 
-def _through_passes(function: Function, machine: Machine) -> Function:
-    for run in PASSES:
-        if config.check_ir:
-            verify_kernel(function.code)
-        function = replace(function, code=run(function.code, machine))
-    return function
+def _through_passes(made: Generated, machine: Machine) -> Generated:
+    return replace(made, functions=tuple(replace(f, code=through_passes(f.code, machine)) for f in made.functions))
 
 
 def _functions(facts: Facts) -> Generated:
@@ -83,29 +73,28 @@ def _ordered(facts: Facts) -> Generated:
     return found or Generated((scan(facts),), ())
 
 
-# Helpers of the generator itself, in order: the text of each, and the names of which one is used.
-_SCALAR: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FLOOR_HELPERS, ("floor_div", "floor_mod")),
-    (HIDDEN_HELPER, ("hidden",)),
-    (PLACE_HELPERS, ("place_div", "place_mod")),
-)
-_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (SHUFFLE_HELPER, ("FUSER_SHUFFLE",)),
-    (ZEROS, ("fuser_zeros",)),
-    (CHECKED_HELPER, ("fuser_checked",)),
-)
+def _text(text: str, *names: str) -> Helper:
+    """A helper that is `text`, where one of the names is used."""
+    return lambda uses, machine: "" if uses.isdisjoint(names) else text
+
+
+# The generator's own helpers, in order: the text for the names that a source uses.
+_HELPERS: tuple[Helper, ...] = (
+    _text(FLOOR_HELPERS, "floor_div", "floor_mod"), _text(HIDDEN_HELPER, "hidden"),
+    _text(PLACE_HELPERS, "place_div", "place_mod"), transposes.helpers, bits.helpers, contraction.helpers,
+    _text(SHUFFLE_HELPER, "FUSER_SHUFFLE"), _text(ZEROS, "fuser_zeros"), _text(CHECKED_HELPER, "fuser_checked"),
+    stream_helper,
+)  # fmt: skip
 
 
 def source_text(functions: Iterable[Text], comment: str, machine: Machine) -> str:
     """A complete source for `machine`: typedefs, the helpers that are used, the functions' texts."""
     functions = list(functions)
     uses = frozenset[str]().union(*(f.uses for f in functions))
-    floors, others = ("".join(t for t, names in rows if not uses.isdisjoint(names)) for rows in (_SCALAR, _OTHERS))
-    others += stream_helper(machine) if "fuser_stream" in uses else ""
-    vectors = transposes.helpers(uses, machine) + bits.helpers(uses, machine) + contraction.helpers(uses, machine)
-    prelude = prelude_for({*helpers_in(vectors), *known_helpers(uses)}, machine)
+    helpers = "".join(helper(uses, machine) for helper in _HELPERS)
+    prelude = prelude_for({*helpers_in(helpers), *known_helpers(uses)}, machine)
     head, body = "".join(f"// {line}\n" for line in comment.splitlines()), "\n".join(f.text for f in functions)
-    return f"{head}{CPP_TYPEDEFS}{prelude}{floors}{vectors}{others}\n{body}"
+    return f"{head}{CPP_TYPEDEFS}{prelude}{helpers}\n{body}"
 
 
 PART = 12_000  # most characters of functions that are compiled together; longer sources become parts

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fuser.cpu.accumulators import Accumulator
+from fuser.cpu.accumulators import Accumulator, count_rows
 from fuser.cpu.facts import Facts
 from fuser.cpu.halves import half_loads
 from fuser.cpu.prefetches import prefetch_columns, prefetches_columns
 from fuser.cpu.prepared import prepared
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import count_rows
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Axis, Reduce
 
@@ -23,10 +22,10 @@ def one_row(rows: Rows, own: Sequence[Accumulator], phase: int, loops: Sequence[
     """One row of a block of columns."""
     facts, count = rows.facts, ir.Name("count")
     prefetch_columns(rows, phase, loops)
-    with prepared(rows, phase, "v0", "l", facts.lanes, count):
+    with prepared(rows, phase, rows.block()):
         with rows.lanes((count + 15) // 16 * 16 if _reads_pieces_only(facts, phase) else count):
             rows.inner(phase, fold)
-    count_rows(rows.out, facts, own, 1)
+    count_rows(rows.out, own, 1)
 
 
 def _reads_pieces_only(facts: Facts, phase: int) -> bool:
@@ -69,7 +68,7 @@ def rows_together(
             with out.block(rows.simd("l", 0, "count")):
                 for n in range(together):
                     out.do(point, "l", row + n)
-            count_rows(out, facts, own, together, exactly=False)
+            count_rows(out, own, together, exactly=False)
 
 
 __all__ = ["TOGETHER_COST", "one_row", "rows_together", "takes_rows_together"]

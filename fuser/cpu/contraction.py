@@ -7,7 +7,6 @@ terms one after the other than the weight's row fills registers.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Set
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fuser.cpu.facts import Facts
 from fuser.cpu.frame import closed, each_unit, opened, units_of
 from fuser.cpu.records import Function
 from fuser.cpu.reduction import results
+from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import LOOP, ONE, ZERO, Expr, Sym, expr, substitute, symbol
 from fuser.machines import Machine
@@ -160,15 +160,9 @@ def helpers(uses: Set[str], machine: Machine) -> str:
     if not calls:
         return ""
     head = _HEAD + _KEEP + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
-    lanes = _lanes(machine)
-    head += _FOLD.replace("ROUNDS", _rounds(lanes))
-    head = head.replace("LANES", str(lanes)).replace("BYTES", str(4 * lanes))
+    lanes = machine.vector_bytes // 4
+    head = filled(head + _FOLD, {"ROUNDS": _rounds(lanes), "LANES": lanes, "BYTES": 4 * lanes})
     return head + "".join(_function(dtype, rows, machine) for dtype, rows in calls)
-
-
-def _lanes(machine: Machine) -> int:
-    """Float32 values in a register."""
-    return machine.vector_bytes // 4
 
 
 def _rounds(lanes: int) -> str:
@@ -196,16 +190,16 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
     cache, while those of the next unit are asked into the second: a core that computes has few loads of its own under
     way. Machines without such prefetches read few rows of `w` in the order of memory.
     """
-    lanes = _lanes(machine)
+    lanes = machine.vector_bytes // 4
     width = lanes if dtype == "f32" else 2 * lanes
     blocks = "\n".join(_parts(dtype, rows, width, machine))
     unroll = min(4, machine.registers // (2 * rows))
     if rows <= IN_ORDER_ROWS and unroll > 1 and not machine.prefetches:
         in_order = "\n".join(_block(dtype, rows, width, 1, unroll, False))
         blocks = f"  if (sizeof(*x) * inner * ROWS <= {IN_ORDER_BYTES}) {{\n{in_order}\n  }} else {{\n{blocks}\n  }}"
-    words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": _ELEMENTS[dtype], "ROWS": str(rows), "COLUMNS": str(COLUMNS)}
-    words |= {"LANES": str(lanes), "WIDTH": str(width)}
-    return functools.reduce(lambda text, word: text.replace(*word), words.items(), _FUNCTION)
+    words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": _ELEMENTS[dtype], "ROWS": rows, "COLUMNS": COLUMNS}
+    words |= {"LANES": lanes, "WIDTH": width}
+    return filled(_FUNCTION, words)
 
 
 def _parts(dtype: str, rows: int, width: int, machine: Machine) -> list[str]:

@@ -10,8 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from fuser.cpu.exact import exact_rows, tame_rows
-from fuser.cpu.intervals import near_rows
+from fuser.cpu.float_rows import exact_rows, near_rows, tame_rows
 from fuser.cpu.records import Bindings, Partial
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import LOW_PRECISION, Row, is_checked
@@ -185,17 +184,6 @@ class Facts:
             return s.row
         return s.row if row.args[0] in self.kept or s.row in self.kept else row.args[0]
 
-    def varying_rows(self, roots: Sequence[int]) -> list[int]:
-        """The rows behind `roots` that vary along an axis, in order."""
-        seen: set[int] = set()
-        pending = list(roots)
-        while pending:
-            n = pending.pop()
-            if n not in seen and self.plan.varies[n]:
-                seen.add(n)
-                pending += self.passes.deps[n]
-        return sorted(seen)
-
     @functools.cached_property
     def has_checks(self) -> bool:
         """Whether an index is checked."""
@@ -326,6 +314,11 @@ def size(e: Expr) -> ir.Value:
     return ir.Offset(e, "floor", _SIZES)
 
 
+def whole_lines(size_in_bytes: Expr) -> ir.Value:
+    """Bytes, rounded up to whole lines of a cache."""
+    return (size(size_in_bytes) + 63) // 64 * 64
+
+
 def no_row(n: int) -> ir.Value:
     """For scopes of sizes, which no row computes."""
     raise AssertionError(f"a size depends on the computed index t{n}")
@@ -333,4 +326,4 @@ def no_row(n: int) -> ir.Value:
 
 _SIZES = ir.Scope(no_row, NO_LOOPS)
 
-__all__ = ["Facts", "constant", "no_row", "size", "storage_type"]
+__all__ = ["Facts", "constant", "no_row", "size", "storage_type", "whole_lines"]

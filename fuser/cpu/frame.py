@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,7 +34,7 @@ def opened(facts: Facts, suffix: str = "") -> Rows:
         out.let("i64", f"n_{a.sym.name}", size(a.size))
     if facts.guarded:
         none = [ir.Name(f"n_{a.sym.name}").same(0) for a in facts.reduced_axes]
-        out.let("bool", "empty", functools.reduce(ir.Value.__or__, none))
+        out.let("bool", "empty", functools.reduce(operator.or_, none))
     if facts.has_checks:
         out.var("int", "bad", 0)
         for row in plan.rows:
@@ -70,7 +71,7 @@ def _symbols(facts: Facts) -> set[Sym]:
 
 
 def closed(
-    rows: Rows, units: Expr, work: Expr | None = None, scratch: Expr = ZERO, suffix: str = ""
+    rows: Rows, units: Expr, work: Expr | None = None, scratch: Expr = ZERO, suffix: str = "", sequential: bool = False
 ) -> Function:  # fmt: skip
     """The function whose head `opened` wrote, with its tail. `work` is the nest's unless given."""
     facts, out = rows.facts, rows.out
@@ -82,7 +83,7 @@ def closed(
         with out.block(ir.If(bad)):
             out.set(STATUS, 1)
     far = (ir.Let("i64", f"far{n}", ir.call("hidden", n)) for n in sorted(rows.hidden))
-    code = ir.Kernel(facts.name + suffix, (*far, *out.statements), facts.checked)
+    code = ir.Kernel(facts.name + suffix, (*far, *out.statements), facts.checked, sequential)
     return Function(code, units, facts.work() if work is None else work, scratch)
 
 

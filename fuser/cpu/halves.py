@@ -13,7 +13,7 @@ import torch
 
 from fuser.cpu.facts import Facts
 from fuser.cpu.parts import is_part
-from fuser.cpu.rows import Place, Rows
+from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.segments import FARTHEST, find_edge
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import ONE, Expr
@@ -77,44 +77,39 @@ def _bounds(facts: Facts, mask: int) -> list[tuple[bool, ir.Value]]:
 
 
 @contextmanager
-def pieces(
-    rows: Rows, phase: int, start: str, place: ir.Value, length: int, count: ir.Value, narrow: bool = True
-) -> Iterator[None]:
-    """Around a loop of `count` elements from `start` on, at most `length`: it finds float16 as float32.
-
-    `place` is the current index of the loop. What it leaves as float32 is converted after it, if `narrow`.
-    """
+def pieces(rows: Rows, phase: int, loop: LoopRange, narrow: bool = True) -> Iterator[None]:
+    """Around a loop of a pass: it finds float16 as float32. What it leaves so is converted after it, if `narrow`."""
     facts, out, found = rows.facts, rows.out, dict[int, Place]()
-    length, aligned = -(-length // 16) * 16, facts.machine.line_bytes  # whole vectors
+    length, aligned = -(-loop.length // 16) * 16, facts.machine.line_bytes  # whole vectors
     for n in half_loads(facts, phase):
         piece, part, row = ir.Name(f"piece{n}"), rows.places.get(n), facts.plan.rows[n]
         out.scratch("float", piece.name, length, aligned=aligned)
-        at = ir.Name(f"part{n}") if part is not None else rows.address_from(start, row.attr[0], row.attr[1][0])
+        at = ir.Name(f"part{n}") if part is not None else rows.address_from(loop.start, row.attr[0], row.attr[1][0])
         if row.args and part is None:
-            _declare_bounds(rows, n, start, count)
-            out.add(ir.Widen(piece, at, count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))
+            _declare_bounds(rows, n, loop)
+            out.add(ir.Widen(piece, at, loop.count, ir.Name(f"low{n}"), ir.Name(f"high{n}")))
         else:
-            out.add(ir.Widen(piece, at, count))
-        found[n] = Place(piece[place])
+            out.add(ir.Widen(piece, at, loop.count))
+        found[n] = Place(piece[loop.at])
     stores = {s: ir.Name(f"result{phase}_{k}") for k, s in enumerate(half_stores(facts, phase))}
     for result in stores.values():
         out.scratch("float", result.name, length, aligned=aligned)
-    with rows.found(found, {s: result[place] for s, result in stores.items()}):
+    with rows.found(found, {s: result[loop.at] for s, result in stores.items()}):
         yield
     for s, result in stores.items() if narrow else ():
-        to = rows.address_from(start, s.buffer, s.address, facts.tile_of(s))
-        out.add(ir.Narrow(to, result, count))
+        to = rows.address_from(loop.start, s.buffer, s.address, facts.tile_of(s))
+        out.add(ir.Narrow(to, result, loop.count))
 
 
-def _declare_bounds(rows: Rows, n: int, start: str, count: ir.Value) -> None:
+def _declare_bounds(rows: Rows, n: int, loop: LoopRange) -> None:
     out = rows.out
     out.var("i64", f"low{n}", 0)
-    out.var("i64", f"high{n}", count)
+    out.var("i64", f"high{n}", loop.count)
     edge = ir.Name("edge")
     for before, place in _bounds(rows.facts, rows.plan.rows[n].args[0]):
         side = ir.Name(f"high{n}" if before else f"low{n}")
         with out.block(ir.Plain()):
-            out.let("i64", edge.name, place - start)
+            out.let("i64", edge.name, place - loop.start)
             out.set(side, ir.Select(edge < side if before else edge > side, edge, side))
 
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
-from fuser.cpu.facts import Facts, size
+from fuser.cpu.accumulators import COLUMN_FLUSH
+from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import closed, each_unit, open_range, opened
 from fuser.cpu.records import Bindings, Function, Generated, Partial
-from fuser.cpu.reduction import Reducing, decided, kept_rows, results, row_buffers
+from fuser.cpu.reduction import Reducing, decided, kept_rows, row_buffers, whole_pass
 from fuser.cpu.split import combine_function
-from fuser.cpu.sums import COLUMN_FLUSH
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.loop_body import Row, row_exprs
 from fuser.ir.sizes import ZERO, Expr, expr, floordiv, maximum, minimum, product
@@ -114,8 +114,7 @@ class _Walk:
         columns = product(a.size for a in self.facts.reduced_axes)
         for buffer in self.sums:
             dtype = self.facts.dtypes[buffer]
-            at = (size(before) + 63) // 64 * 64
-            self.rows.out.add(ir.Pointer(CPP_TYPES[dtype], buffer, ir.Name("scratch") + at, False))
+            self.rows.in_scratch(CPP_TYPES[dtype], buffer, whole_lines(before))
             before = before + columns * dtype.itemsize + 64
         return before
 
@@ -153,10 +152,7 @@ class _Walk:
         rows.out.let("i64", outermost.sym.name, row)
         reducing = Reducing(rows)
         for phase in range(len(self.facts.passes)):
-            reducing.run(phase)
-            reducing.fold(phase)
-            results(rows, phase, reducing.total)
-            rows.after(phase)
+            whole_pass(rows, reducing, phase)
 
 
 __all__ = ["fits", "walked"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
@@ -28,7 +29,6 @@ from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import ONE, expr
-from fuser.lazy_dataclasses import dataclass
 from fuser.ops import LOW, has_lanes
 from fuser.scheduler.kernel_plan import Store
 from fuser.scheduler.nodes import row_cost
@@ -46,20 +46,6 @@ DTYPES = (torch.float32, torch.bool, *LOW)  # that vectors read and write
 SECOND = (torch.float32, *LOW)  # of which they read every second element
 TYPES = {torch.float32: "lanes_f", torch.bool: "lanes_i"}
 WIDE = {torch.float64: "lanes_d", torch.bool: "lanes_l"}  # of passes in float64
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What is read or written along the vector axis: its pointer's name, dtype, and first element."""
-
-    name: str
-    dtype: torch.dtype
-    element: ir.Value
-
-    @property
-    def kind(self) -> str:
-        """The C++ type of its elements."""
-        return storage_type(self.dtype)
 
 
 class LaneLoop:
@@ -187,11 +173,21 @@ class LaneLoop:
         out = rows.out
         for n in self.scalars:
             rows.declare(n)
-        streams = [*((self._read(rows, n), True) for n in (*self.loads, *(n for n in self.rows if n in self.found)))]
-        streams += [(self._write(rows, k, s), False) for k, s in enumerate(self.full)]
-        streams += [(Stream(f"keep{n}", self.float, rows.kept(n)), False) for n in self.fresh]
-        for stream, const in streams:
-            out.add(ir.Let(f"{stream.kind}* const", stream.name, ir.Unary("&", stream.element), const))
+
+        def pointer(name: str, dtype: torch.dtype, first: ir.Value, const: bool = False) -> None:
+            out.add(ir.Let(f"{storage_type(dtype)}* const", name, ir.Unary("&", first), const))
+
+        for n in self.loads:
+            buffer, (address,) = self.plan.rows[n].attr
+            part = rows.places.get(n)
+            first = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
+            pointer(f"from{n}", self.facts.dtypes[buffer], first, True)
+        for n in (n for n in self.rows if n in self.found):
+            pointer(f"from{n}", self.float, rows.kept(n), True)
+        for number, s in enumerate(self.full):
+            pointer(f"into{number}", self.facts.dtypes[s.buffer], rows.target(s))
+        for n in self.fresh:
+            pointer(f"keep{n}", self.float, rows.kept(n))
         needed = {*self.rows, *self.stored, *(m for n in self.rows for m in self._deps(n))}
         for n in sorted((needed | {a.reduce.row for a in self.own}) - set(self.rows)):
             dtype = self.plan.rows[n].dtype
@@ -280,17 +276,6 @@ class LaneLoop:
         plain = n in self.edges or n in self.found or (row.op == "load" and n not in self.masked)
         return () if plain else row.args
 
-    def _read(self, rows: Rows, n: int) -> Stream:
-        if n in self.found:
-            return Stream(f"from{n}", self.float, rows.kept(n))
-        buffer, (address,) = self.plan.rows[n].attr
-        part = rows.places.get(n)
-        element = part.value if part is not None else ir.Name(buffer)[rows.index(address)]
-        return Stream(f"from{n}", self.facts.dtypes[buffer], element)
-
-    def _write(self, rows: Rows, k: int, s: Store) -> Stream:
-        return Stream(f"into{k}", self.facts.dtypes[s.buffer], rows.target(s))
-
     def _body(self, out: Builder, vectors: int, some: ir.Value | None, true: Container[int] = ()) -> None:
         """All rows and stores of as many vectors; of one, if `some` names its lanes. Conditions in `true` hold."""
         for n in self.rows:
@@ -303,7 +288,8 @@ class LaneLoop:
         for a in self.own:
             for at in range(vectors):
                 held, x = ir.Name(f"sum{a.number}_{at}"), self._name(a.reduce.row, at)
-                if some is not None and not self._adds_nothing(a):
+                # What a masked load leaves out is 0 and may be added.
+                if some is not None and not (a.spec.adds and a.reduce.row in self.loads):
                     x = ir.Select(ir.Name("here"), x, ir.Splat(self.float, a.identity))
                     out.let(self.types[self.float], f"x{a.number}", x)
                     x = ir.Name(f"x{a.number}")
@@ -313,10 +299,6 @@ class LaneLoop:
                     out.set(held, ir.Select(ir.Binary(a.spec.extreme, x, held), x, held))
                 else:
                     out.set(held, ir.Op("combine", a.reduce.kind, self.float, (held, x)))
-
-    def _adds_nothing(self, a: Accumulator) -> bool:
-        """Whether what a masked load leaves out is 0 and may be added."""
-        return a.spec.adds and a.reduce.row in self.loads
 
     def open_sums(self, out: Builder, own: Sequence[Accumulator]) -> None:
         """Vectors of accumulators at their identities."""
@@ -329,19 +311,18 @@ class LaneLoop:
     def close_sums(self, out: Builder, own: Sequence[Accumulator], again: bool = False) -> None:
         """Their lanes to the arrays that fold them; sums begin `again`."""
         for a in own:
-            array = ir.Name(a.sums.name if a.flushes else f"acc{a.number}")
             for at in range(self.vectors):
                 held = ir.Name(f"sum{a.number}_{at}")
-                out.add(ir.Store(self.float, array + ir.Number(at) * self.lanes, (held,)))
+                out.add(ir.Store(self.float, a.lanes + ir.Number(at) * self.lanes, (held,)))
                 if again:
                     out.set(held, ir.Splat(self.float, a.identity))
 
     def fold(self, out: Builder, a: Accumulator) -> None:
         """Fold the lanes of an array; of an extreme, a NaN if there was one."""
-        out.add(a.fold(self.facts.lanes, self.facts.machine.vector_bytes))
+        out.add(a.fold())
         if a.notes_nans:
             nans, best = [ir.Name(f"nan{a.number}_{at}") for at in range(self.vectors)], ir.Name(f"acc{a.number}")[0]
-            found = functools.reduce(ir.Value.__or__, (n.differs(n) for n in nans))
+            found = functools.reduce(operator.or_, (n.differs(n) for n in nans))
             out.set(best, ir.Select(ir.Mask(found, any=True), ir.Number(math.nan, self.float), best))
 
     def _name(self, n: int, at: int) -> ir.Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+from fuser.cpu import accumulators as acc
 from fuser.cpu.accumulators import Accumulator
 from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
@@ -12,7 +13,6 @@ from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.prefetches import look_ahead, prefetch_later
 from fuser.cpu.prepared import is_prepared, prepared, tiles
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import SHORT_FLUSH, close_group, count_group, flush, flushing, open_group
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
 
@@ -35,7 +35,7 @@ def line(
         return
     ahead = look_ahead(rows, phase)
     numbers = ("v0", "count", "skip") if overlaps else ("v0", "count")
-    params = [*(("auto&", f"acc{a.number}") for a in flushing(own)), *(("const i64", name) for name in numbers)]
+    params = [*(("auto&", f"acc{a.number}") for a in acc.flushing(own)), *(("const i64", name) for name in numbers)]
     with out.block(ir.Routine(f"pass{phase}", tuple(params))):
         for k, buffer in enumerate(ahead):
             out.add(rows.prefetch(buffer, ir.Name(f"ahead{k}") + "v0" + "q", "count"))
@@ -44,7 +44,7 @@ def line(
         prefetch_later(rows, phase)
         unrolled = ir.For("l", ir.Number(0), ir.Name("count"), unroll=MOST_VECTORS)
         loop = unrolled if _unrolls(facts, own, phase) else rows.simd("l", 0, "count")
-        with prepared(rows, phase, "v0", "l", facts.lanes, "count"), out.block(loop):
+        with prepared(rows, phase, rows.block()), out.block(loop):
             out.let("i64", v, ir.Name("v0") + "l")
             rows.inner(phase, fold)
     _call_pass(rows, own, phase, bounds, overlaps)
@@ -53,7 +53,7 @@ def line(
 def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
     """A pass in explicit vectors, from its accumulators' first values to the folded ones."""
     facts, out = rows.facts, rows.out
-    mine, others = flushing(lanes.own), [a for a in lanes.own if not a.flushes]
+    mine, others = acc.flushing(lanes.own), [a for a in lanes.own if not a.flushes]
     around = [a for a in facts.reduced_axes if a is not facts.vector]
     turns = ir.Name("turns")
 
@@ -63,10 +63,10 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
         lanes.row(rows)
         if around:
             out.set(turns, ir.Name("whole") // facts.lanes + 1, "+")
-            out.open(ir.If((turns >= SHORT_FLUSH) | (ir.Name("k") < "length")))
+            out.open(ir.If((turns >= acc.SHORT_FLUSH) | (ir.Name("k") < "length")))
             out.set(turns, 0)
         lanes.close_sums(out, mine, bool(around))
-        flush(out, facts, mine, False)
+        acc.flush(out, mine, False)
         if around:
             out.close()
 
@@ -86,7 +86,7 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
         out.close()
     lanes.close_sums(out, lanes.own if around else others)
     if around:
-        flush(out, facts, mine, False)
+        acc.flush(out, mine, False)
     for a in others:
         lanes.fold(out, a)
 
@@ -116,24 +116,24 @@ def _call_pass(
     rows: Rows, own: Sequence[Accumulator], phase: int, bounds: tuple[ir.Value, ir.Value], overlaps: bool
 ) -> None:  # fmt: skip
     """Call the pass for full arrays of lanes, in groups where sums are flushed; then for the tail."""
-    facts, out, (low, high), mine = rows.facts, rows.out, bounds, flushing(own)
+    facts, out, (low, high), mine = rows.facts, rows.out, bounds, acc.flushing(own)
     routine, p, lanes = f"pass{phase}", ir.Name(f"p{phase}"), ir.Number(facts.lanes)
     stop = high
     out.var("i64", p.name, low)
     if mine:
         stop = ir.Name(f"stop{phase}")
         out.open(ir.While(p + lanes <= high))
-        open_group(out, facts, mine)
-        out.let("i64", "room", p + ir.Number(SHORT_FLUSH) * lanes)
+        acc.open_group(out, mine)
+        out.let("i64", "room", p + ir.Number(acc.SHORT_FLUSH) * lanes)
         out.let("i64", stop.name, ir.Select(ir.Name("room") < high, ir.Name("room"), high))
     with out.block(ir.For(p.name, None, stop, lanes, whole=True)):
         out.do(routine, *(f"acc{a.number}" for a in mine), p, lanes, *((0,) if overlaps else ()))
     if mine:
-        close_group(out, facts, mine)
+        acc.close_group(out, mine)
         out.close()
     _call_tail(rows, mine, phase, bounds, overlaps)
     if mine and len(facts.reduced_axes) > 1:
-        count_group(out, facts, mine)
+        acc.count_group(out, mine)
 
 
 def _call_tail(
@@ -142,7 +142,7 @@ def _call_tail(
     """Call the pass for the tail, whose sums are added to those of the row."""
     out, (low, high), lanes = rows.out, bounds, ir.Number(rows.facts.lanes)
     routine, p, last = f"pass{phase}", ir.Name(f"p{phase}"), ir.Name(f"last{phase}")
-    sums = [a.sums for a in mine]
+    sums = [a.lanes for a in mine]
     if overlaps:
         out.let("i64", last.name, ir.Select(high - low < lanes, p, high - lanes))
     with out.block(ir.If(p < high)):

@@ -6,11 +6,9 @@ axis runs over the lanes of a block. The other axes run in the plan's order, so 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -21,22 +19,11 @@ from fuser.cpu.records import Function
 from fuser.cpu.reduction import decided
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.cpu.vir import rewrite
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import minimum, product
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES, SCANS, ScanRow, compute_dtype
 from fuser.scheduler.kernel_plan import Axis, Store
-
-
-def lone_halves(kernel: ir.Kernel) -> ir.Kernel:
-    """`kernel` with scalar conversions of float16: g++ does not vectorise a sequential scan."""
-
-    def lone(v: ir.Value) -> ir.Value:
-        return dataclasses.replace(v, lone=True) if isinstance(v, ir.Decode | ir.Encode) else v
-
-    changed: ir.Kernel = rewrite.values(kernel, lone)
-    return changed
 
 
 def how_of(facts: Facts) -> str:
@@ -65,18 +52,16 @@ def _in_order(rows: Rows, put: Callable[[], None], before: Callable[[], None] | 
             put()
         for _ in facts.reduced_axes:
             out.close()
-    return closed(rows, units * minimum(product(a.size for a in facts.reduced_axes), 1))
+    units = units * minimum(product(a.size for a in facts.reduced_axes), 1)
+    return closed(rows, units, sequential=before is not None and facts.vector is None)
 
 
 @contextmanager
 def _lanes(rows: Rows, prepares: bool) -> Iterator[None]:
     if rows.facts.vector is None:
         yield
-    elif not prepares:
-        with rows.lanes():
-            yield
     else:
-        with prepared(rows, 0, "v0", "l", rows.facts.lanes, "count"), rows.lanes():
+        with prepared(rows, 0, rows.block()) if prepares else nullcontext(), rows.lanes():
             yield
 
 
@@ -156,13 +141,7 @@ def scan(facts: Facts) -> Function:
     """The function of a scan over points in the plan's order, perhaps of neighbours side by side in lanes."""
     found = Scan.of(decided(facts))
     rows = opened(found.facts)
-    made = _in_order(rows, lambda: step(rows, found), lambda: _start(rows, found))
-    return made if facts.vector is not None else in_scalars(made)
-
-
-def in_scalars(function: Function) -> Function:
-    """A function without lanes, with scalar conversions."""
-    return replace(function, code=lone_halves(function.code))
+    return _in_order(rows, lambda: step(rows, found), lambda: _start(rows, found))
 
 
 def _start(rows: Rows, scan: Scan) -> None:
@@ -224,4 +203,4 @@ def _take_extreme(rows: Rows, scan: Scan) -> None:
 
 _LOSES = {">": "<", "<": ">"}  # how a value loses, by how it wins
 
-__all__ = ["Scan", "how_of", "in_scalars", "lone_halves", "scan", "scatter", "step"]
+__all__ = ["Scan", "how_of", "scan", "scatter", "step"]

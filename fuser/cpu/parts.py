@@ -1,29 +1,29 @@
-"""Loads that g++ does not vectorise, prepared before the loop.
+"""Rows that g++ does not vectorise, or not well, prepared before the loop.
 
 - A load under a condition that all neighbours along the vector axis share: the loop reads memory, or a page of zeros.
 - A load that runs backwards, in a loop over elements of several widths: a piece of it is turned round before.
+- Random numbers of neighbours.
 """
 
 from __future__ import annotations
 
 from fuser.cpu.facts import Facts, storage_type
-from fuser.cpu.rows import Place, Rows
+from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, Expr, expr, substitute, symbol
+from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, substitute, symbol
 
 FEWEST_HELD = 2  # conditions, from which a loop is written without them, too
+SHORTEST_DRAWN = 16  # elements of the vector axis: a call draws 32 numbers at a time
+MOST_DRAWN = 6  # rows of numbers of a pass, which are in the first-level cache with what it reads
 LONGEST = 1024  # elements of a loop: of as many is the page of zeros
 ZEROS = f"""\
 static const u64 fuser_zeros[{LONGEST}] __attribute__((aligned(64))) = {{}};
 """
 
 
-def prepared(rows: Rows, phase: int, start: str, place: ir.Value, count: ir.Value) -> dict[int, Place]:
-    """Write what comes before a loop of `count` elements from `start` on; returns where the loop finds such loads.
-
-    `place` is the current index of the loop.
-    """
-    facts, out, found = rows.facts, rows.out, dict[int, Place]()
+def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
+    """Write what comes before a loop of a pass; returns where the loop finds such rows."""
+    facts, out, found = rows.facts, rows.out, _draw(rows, phase, loop)
     if facts.checked:
         return {}
     within = facts.rows_of(phase)
@@ -31,18 +31,18 @@ def prepared(rows: Rows, phase: int, start: str, place: ir.Value, count: ir.Valu
         if not _runs_back(facts, n):
             continue
         buffer, (address,) = facts.plan.rows[n].attr
-        at = rows.index(_from(facts, start, address))
+        at = rows.index(_from(facts, loop.start, address))
         part = ir.Name(f"part{n}")
         out.scratch(storage_type(facts.dtypes[buffer]), part.name, LONGEST, aligned=facts.machine.line_bytes)
-        with out.block(ir.For("k", ir.Number(0), count, simd=True)):
+        with out.block(ir.For("k", ir.Number(0), loop.count, simd=True)):
             out.set(part["k"], ir.Name(buffer)[at - "k"])
-        found[n] = Place(part[place], stored=True)
+        found[n] = Place(part[loop.at], stored=True)
     loads = [n for n in within if _hangs_together(facts, n)]
     for n in facts.passes.closure(facts.plan.rows[n].args[0] for n in loads):
         rows.declare(n)
     for n in loads:
-        open_part(rows, n, _from(facts, start, facts.plan.rows[n].attr[1][0]))
-        found[n] = Place(ir.Name(f"part{n}")[place], stored=True)
+        open_part(rows, n, _from(facts, loop.start, facts.plan.rows[n].attr[1][0]))
+        found[n] = Place(ir.Name(f"part{n}")[loop.at], stored=True)
     return found
 
 
@@ -93,4 +93,40 @@ def open_part(rows: Rows, n: int, address: Expr) -> None:
     rows.out.let(f"{kind} const", f"part{n}", ir.Cast(f"const {kind}", source))
 
 
-__all__ = ["LONGEST", "ZEROS", "conditions", "is_part", "open_part", "prepared"]
+# -- random numbers ---------------------------------------------------------------------------------------------------
+def drawn_rows(facts: Facts, phase: int) -> list[int]:
+    """Rows of random numbers whose places follow each other along the vector axis."""
+    if facts.checked or facts.vector is None or facts.vector.hint < SHORTEST_DRAWN:
+        return []
+    found = [n for n in facts.rows_of(phase) if _is_drawn(facts, n)]
+    return found if len(found) <= MOST_DRAWN else []
+
+
+def _is_drawn(facts: Facts, n: int) -> bool:
+    row = facts.plan.rows[n]
+    if row.traits.draw is None:
+        return False
+    *outer, place = row.args
+    index = facts.plan.rows[place]
+    if index.op != "index" or any(map(facts.is_full, outer)) or any(map(facts.is_lane, outer)):
+        return False
+    return coefficient(index.attr, facts.along.sym) == ONE
+
+
+def _draw(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
+    """A block of four words is computed once for four elements."""
+    facts, found = rows.facts, dict[int, Place]()
+    for n in drawn_rows(facts, phase):
+        row = facts.plan.rows[n]
+        seed, stream, index = row.args
+        assert row.traits.draw is not None
+        numbers = ir.Name(f"drawn{n}")
+        rows.out.scratch("float", numbers.name, loop.length, aligned=facts.machine.line_bytes)
+        first = substitute(facts.plan.rows[index].attr, {facts.along.sym: symbol(loop.start, LOOP)})
+        at = rows.index(first, "floor")
+        rows.out.add(ir.Draw(numbers, rows.ref(seed), rows.ref(stream), at, loop.count, row.traits.draw[0]))
+        found[n] = Place(numbers[loop.at])
+    return found
+
+
+__all__ = ["LONGEST", "ZEROS", "conditions", "drawn_rows", "is_part", "open_part", "prepared"]

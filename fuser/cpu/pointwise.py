@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,18 +13,17 @@ import torch
 
 from fuser.cpu import parts
 from fuser.cpu.bits import BitsLoop
-from fuser.cpu.facts import Facts, size
+from fuser.cpu.facts import Facts, size, whole_lines
+from fuser.cpu.float_rows import moved_rows
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
 from fuser.cpu.lanes import LaneLoop
-from fuser.cpu.moves import moved_rows
 from fuser.cpu.prefetches import prefetch_rows
 from fuser.cpu.prepared import is_prepared, tiles
 from fuser.cpu.records import Function
 from fuser.cpu.rounds import going_round, table_length
 from fuser.cpu.rows import Place, Rows
 from fuser.cpu.segments import Segments, each_segment, find_segments, has_fills, stays_whole
-from fuser.cpu.tiles import fill_tiles, in_tiles, transposed
-from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS
+from fuser.cpu.transposes import TILE_COLUMNS, TILE_ROWS, fill_tiles, in_tiles, transposed
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import ZERO, Expr, expr, product
 from fuser.lazy_dataclasses import dataclass
@@ -142,8 +142,7 @@ def _tables(rows: Rows, block: Expr) -> Expr:
         if facts.around is None:
             rows.out.scratch(facts.kind(n), f"lane{n}", BLOCK if facts.tiled is None else TILE_COLUMNS)
             continue
-        at = ir.Number(k) * ((size(each) + 63) // 64 * 64)
-        rows.out.add(ir.Pointer(facts.kind(n), f"lane{n}", ir.Name("scratch") + at, False))
+        rows.in_scratch(facts.kind(n), f"lane{n}", ir.Number(k) * whole_lines(each))
     if facts.hoisted:
         rows.out.var("i64", "ready", -1)
     return ZERO if facts.around is None else (each + 64) * len(facts.hoisted)
@@ -220,7 +219,7 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
         usual = choice.segments.usual if choice.segments is not None else every
         if usual:  # g++ vectorises a loop whose conditions are no matter, and makes no jumps of them
             tests = [c if holds else c.same(0) for c, holds in usual.items()]
-            with out.block(ir.If(functools.reduce(ir.Value.__and__, tests))):
+            with out.block(ir.If(functools.reduce(operator.and_, tests))):
                 for c, holds in usual.items():
                     out.let("bool", c.name, ir.Number(holds, torch.bool))
                 _plain_loop(rows, low, high)

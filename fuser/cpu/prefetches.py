@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from fuser.cpu.facts import Facts, size, storage_type
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, substitute, symbol, symbols
+from fuser.ir.sizes import LOOP, ONE, Expr, Sym, coefficient, expr, substitute, symbol, symbols
 from fuser.scheduler.kernel_plan import Axis, address_rows
 
 ROWS_AHEAD = 8  # distance of prefetches, in rows of a tile or of a block of columns
 PIECE = 4096  # elements of a piece of a row up to which the next piece is asked for
+
+
+def _line(facts: Facts) -> dict[Sym, Expr]:
+    """Element `q` of a line along the lanes' axis."""
+    return {facts.along.sym: symbol("v0", LOOP) + symbol("q", LOOP)}
 
 
 def prefetch_rows(rows: Rows, tiled: Axis) -> None:
@@ -19,8 +24,8 @@ def prefetch_rows(rows: Rows, tiled: Axis) -> None:
     facts = rows.facts
     if not facts.machine.prefetches:
         return
-    v, t = facts.along.sym, tiled.sym
-    ahead = {v: symbol("v0", LOOP) + symbol("q", LOOP), t: expr(t) + ROWS_AHEAD}
+    t = tiled.sym
+    ahead = {**_line(facts), t: expr(t) + ROWS_AHEAD}
     for buffer, address in facts.lines_read([n for n in range(len(facts.plan.rows)) if n not in facts.staged]):
         if t in symbols(address):
             at = rows.address(buffer, substitute(address, ahead))
@@ -35,7 +40,6 @@ def prefetch_later(rows: Rows, phase: int) -> None:
     facts = rows.facts
     if facts.checked or not facts.machine.prefetches or facts.plan.split or phase != facts.costliest_pass:
         return
-    v = facts.along.sym
     wanted = [(s.buffer, s.address, 1) for s in facts.streams if s.phase > phase]
     if facts.kept_axes and phase > 0:
         unit = facts.kept_axes[-1].sym
@@ -48,7 +52,7 @@ def prefetch_later(rows: Rows, phase: int) -> None:
     for buffer, address, write in dict.fromkeys(wanted):
         if facts.step(address) != ONE:
             continue
-        at = rows.address(buffer, substitute(address, {v: symbol("v0", LOOP) + symbol("q", LOOP)}))
+        at = rows.address(buffer, substitute(address, _line(facts)))
         loop = rows.prefetch(buffer, at, "count", write)
         rows.out.add(ir.Block(ir.If(ir.Unary("!", ir.Name("stream"))), (loop,)) if write else loop)
 
@@ -90,10 +94,9 @@ def prefetch_columns(rows: Rows, phase: int, loops: Sequence[Axis]) -> None:
     facts = rows.facts
     if not prefetches_columns(facts, phase, loops):
         return
-    v, a = facts.along.sym, loops[-1].sym
+    v, a, line = facts.along.sym, loops[-1].sym, _line(facts)
     outer = next((a.sym for a in reversed(facts.kept_axes) if a is not facts.vector), None)
     for buffer, address in facts.lines_read(facts.passes[0].inner):
-        line = {v: symbol("v0", LOOP) + symbol("q", LOOP)}
         if facts.passes.loops == 1:
             at = rows.index(substitute(address, {**line, a: expr(a) + ROWS_AHEAD}))
         else:
@@ -126,7 +129,7 @@ def look_ahead(rows: Rows, phase: int) -> list[str]:
             out.let("i64", "next", ir.Name(unit) + 1)
             with out.block(ir.Plain()):
                 out.let("i64", unit, "next")
-                for m in facts.varying_rows(found):
+                for m in facts.passes.varying(found):
                     rows.declare(m)
                 out.set(to, rows.address(buffer, substitute(address, {v: expr(0)})))
         ahead.append(buffer)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,13 +16,12 @@ import torch
 
 from fuser.cpu import accumulators as acc
 from fuser.cpu import batches, columns, lines
-from fuser.cpu.accumulators import Accumulator
-from fuser.cpu.facts import Facts, size
+from fuser.cpu.accumulators import Accumulator, flush, flushing, open_counter
+from fuser.cpu.facts import Facts, size, whole_lines
 from fuser.cpu.frame import Digits, closed, each_unit, opened, units_of
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.records import Function
 from fuser.cpu.rows import Rows
-from fuser.cpu.sums import flush, flushing, open_counter
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import Expr, Sym, coefficient, expr, product
 from fuser.ops import CPP_TYPES, REDUCTIONS
@@ -87,10 +87,7 @@ def _whole_rows(facts: Facts) -> int:
 
 def kept_rows(facts: Facts) -> tuple[int, ...]:
     """Costly rows that a later pass needs again: they get a row buffer."""
-    hint = 1
-    for a in facts.reduced_axes:
-        hint *= a.hint
-    per_unit = 8 * hint * (facts.lanes if facts.is_column else 1)
+    per_unit = 8 * math.prod(a.hint for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1)
     earlier, kept = set[int](), dict[int, None]()
     for p in facts.passes:
         mine = set(p.inner)
@@ -137,11 +134,11 @@ def whole(facts: Facts) -> Function:
     with each_unit(rows, digits):
         reducing = Reducing(rows)
         for phase in range(len(facts.passes)):
-            _pass(rows, reducing, phase)
+            whole_pass(rows, reducing, phase)
     return closed(rows, units, scratch=scratch)
 
 
-def _pass(rows: Rows, reducing: Reducing, phase: int) -> None:
+def whole_pass(rows: Rows, reducing: Reducing, phase: int) -> None:
     """A pass over a unit, and what follows from it."""
     reducing.run(phase)
     reducing.fold(phase)
@@ -157,9 +154,8 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
 
     def buffers() -> None:
         for k, n in enumerate(facts.kept):
-            at = ir.Number(k) * ((size(whole) + 63) // 64 * 64) + batches.R * (row // 64 * 64)
-            kind = CPP_TYPES[facts.plan.rows[n].dtype]
-            rows.out.add(ir.Pointer(kind, f"kept{k}", ir.Name("scratch") + at, False))
+            at = ir.Number(k) * whole_lines(whole) + batches.R * (row // 64 * 64)
+            rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", at)
 
     batch, reducing = batches.Batch(rows, digits, buffers), Reducing(rows)
     with batch.each():
@@ -169,20 +165,17 @@ def _in_batches(rows: Rows, digits: Digits) -> Expr:
                     rows.outside(described.before)
             with batch.over():
                 reducing.counts = False
-                _pass(rows, reducing, phase)
+                whole_pass(rows, reducing, phase)
     return expr(len(facts.kept)) * (whole + 64)
 
 
 def row_buffers(rows: Rows) -> Expr:
     """Pointers to the row buffers in scratch memory; returns the bytes of all."""
-    offset, facts = expr(0), rows.facts
+    facts = rows.facts
     each = product(a.size for a in facts.reduced_axes) * (facts.lanes if facts.is_column else 1) * 8 + 64
     for k, n in enumerate(facts.kept):
-        at = ir.Number(k) * ((size(each) + 63) // 64 * 64)
-        kind = CPP_TYPES[facts.plan.rows[n].dtype]
-        rows.out.add(ir.Pointer(kind, f"kept{k}", ir.Name("scratch") + at, False))
-        offset = offset + each + 64
-    return offset
+        rows.in_scratch(CPP_TYPES[facts.plan.rows[n].dtype], f"kept{k}", ir.Number(k) * whole_lines(each))
+    return expr(len(facts.kept)) * (each + 64)
 
 
 def results(rows: Rows, phase: int, total: Total) -> None:
@@ -239,7 +232,7 @@ class Reducing:
         axes = facts.reduced_axes
         low = _range(axes[0], bounds)[0] if len(axes) == 1 else ir.Number(0)
         own = self.own(phase)
-        starts = [acc.declare(self.out, a, facts.lanes, low) for a in own]
+        starts = [acc.declare(self.out, a, low) for a in own]
         vectors = self._vectors(phase, own) if not bounds else None
         if vectors is not None:
             self.folded.add(phase)
@@ -281,7 +274,7 @@ class Reducing:
             lines.line(self.rows, own, phase, _range(facts.along, bounds), self.accumulate, self.overlaps)
         for _ in around:
             self.out.close()
-        flush(self.out, facts, own, facts.is_column)
+        flush(self.out, own, facts.is_column)
 
     def fold(self, phase: int, low: ir.Like = 0) -> None:
         """In a row nest, fold the lanes of each accumulator. `low` is where the pass began."""
@@ -289,14 +282,13 @@ class Reducing:
             self._fold(self.own(phase), ir.value(low))
 
     def _fold(self, own: Sequence[Accumulator], low: ir.Value) -> None:
-        facts = self.facts
         for a in own:
-            if not (facts.is_column or a.flushes):  # flushed ones are folded already
-                acc.fold(self.out, a, facts.lanes, facts.machine.vector_bytes, low, self.overlaps)
+            if not (self.facts.is_column or a.flushes):  # flushed ones are folded already
+                acc.fold(self.out, a, low, self.overlaps)
 
 
 def _range(a: Axis, bounds: Bounds) -> tuple[ir.Value, ir.Value]:
     return bounds.get(a.sym) or (ir.Number(0), ir.Name(f"n_{a.sym.name}"))
 
 
-__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole"]
+__all__ = ["Reducing", "decided", "kept_rows", "results", "row_buffers", "whole", "whole_pass"]

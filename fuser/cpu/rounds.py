@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fuser.cpu.facts import Facts
-from fuser.ir.loop_body import Row, map_exprs, row_exprs
+from fuser.ir.loop_body import map_exprs, row_exprs
 from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, expr, floordiv, maximum, mod, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, address_rows
@@ -68,7 +68,7 @@ def _tables(plan: KernelPlan, pair: _Pair) -> tuple[int, ...]:
     comparisons of an index, they are masks of lanes, or cut a row into segments.
     """
     both, alone = {pair.outer.sym, pair.inner.sym}, {pair.inner.sym}
-    if not plan.stores or not all(pair.joins(s.address) and s.row in _full(plan, both) for s in plan.stores):
+    if not plan.stores or not all(pair.joins(s.address) and both <= plan.varies[s.row] for s in plan.stores):
         return ()
     needed: set[int] = set()
     for n, row in enumerate(plan.rows):
@@ -86,10 +86,6 @@ def _tables(plan: KernelPlan, pair: _Pair) -> tuple[int, ...]:
     return () if any(plan.rows[n].dtype is torch.bool for n in tables) else tables
 
 
-def _full(plan: KernelPlan, both: set[Sym]) -> set[int]:
-    return {n for n, along in enumerate(plan.varies) if both <= along}
-
-
 def _flat(plan: KernelPlan, pair: _Pair) -> KernelPlan:
     """The plan with one axis in place of two, along which lanes run."""
     flat = Sym(f"a{len(plan.axes) + max(int(a.sym.name[1:]) for a in plan.axes)}", pair.inner.sym.kind)
@@ -99,13 +95,10 @@ def _flat(plan: KernelPlan, pair: _Pair) -> KernelPlan:
     def moved(e: Expr) -> Expr:
         return substitute(e, along if pair.outer.sym in symbols(e) else around)
 
-    def row_of(row: Row) -> Row:
-        return map_exprs(row, moved) if row_exprs(row) else row
-
     size, hint = pair.outer.size * pair.inner.size, pair.outer.hint * pair.inner.hint
     axes = [a for a in plan.axes if a not in (pair.outer, pair.inner)]
     axes.append(Axis(flat, size, False, hint))
-    rows = tuple(map(row_of, plan.rows))
+    rows = tuple(map_exprs(row, moved) if row_exprs(row) else row for row in plan.rows)
     phases, varies = phases_of(axes, rows, [])
     stores = tuple(replace(s, address=moved(s.address)) for s in plan.stores)
     return replace(plan, axes=tuple(axes), vector=flat, rows=rows, phases=phases, varies=varies, stores=stores)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from fuser.cpu.facts import Facts, size, storage_type
-from fuser.cpu.moves import bits_of
+from fuser.cpu.float_rows import bits_of
 from fuser.cpu.quotients import factors
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
@@ -33,6 +33,16 @@ class Place:
 
     value: ir.Value
     stored: bool = False
+
+
+@dataclass(frozen=True)
+class LoopRange:
+    """A loop over `count` elements, at most `length`, from the variable `start` on; `at` is its current index."""
+
+    start: str
+    at: ir.Value
+    length: int
+    count: ir.Value
 
 
 class Rows:
@@ -290,11 +300,19 @@ class Rows:
             for s in stores:
                 self.store(s)
 
+    def in_scratch(self, kind: str, name: str, at: ir.Value) -> None:
+        """A pointer to the function's own memory, so many bytes from its begin."""
+        self.out.add(ir.Pointer(kind, name, ir.Name("scratch") + at, False))
+
     # -- loops ---------------------------------------------------------------------------------------------------------
     def simd(self, name: str, low: ir.Like, high: ir.Like) -> ir.For:
         """A vectorised loop. It names a reduction only if it has one: a needless one costs more than a short row."""
         joins = "|:bad" if self.facts.checks_inside else ""
         return ir.For(name, ir.value(low), ir.value(high), simd=True, joins=joins)
+
+    def block(self) -> LoopRange:
+        """The loop over the lanes of a block, as `lanes` writes it."""
+        return LoopRange("v0", ir.Name("l"), self.facts.lanes, ir.Name("count"))
 
     @contextmanager
     def lanes(self, count: ir.Like = "count") -> Iterator[None]:
@@ -324,4 +342,4 @@ def _names(arrays: set[int]) -> Callable[[int], ir.Value]:
     return lambda n: ir.Name(f"t{n}")["l"] if n in arrays else ir.Name(f"t{n}")
 
 
-__all__ = ["Place", "Rows"]
+__all__ = ["LoopRange", "Place", "Rows"]

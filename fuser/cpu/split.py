@@ -7,6 +7,7 @@ any number of threads gives the same bits.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,7 +91,7 @@ def _undecided(rows: Rows) -> Iterator[None]:
     chunk = ir.Name("chunk")
     before, here = _partial_at(facts, chunk - 1), _partial_at(facts, chunk)
     values = [_array(facts, a, "p") for a in found]
-    nan = functools.reduce(ir.Value.__and__, (p[before].differs(p[before]) for p in values))
+    nan = functools.reduce(operator.and_, (p[before].differs(p[before]) for p in values))
     with rows.out.block(ir.If(ir.Binary("&&", (ir.Name("u") > "begin") & (chunk > 0), nan))):
         for p in (*values, *(_array(facts, a, "i") for a in found)):
             rows.out.set(p[here], p[before])
@@ -134,7 +135,7 @@ def _declare(rows: Rows, found: Sequence[Accumulator]) -> None:
     out, lanes = rows.out, rows.facts.lanes if rows.facts.is_column else 1
     for a in found:
         kind = CPP_TYPES[a.total_dtype]
-        if a.flushes and not a.is_column:
+        if a.flushes and not rows.facts.is_column:
             out.var(kind, f"tot{a.number}")
         else:
             out.scratch(kind, f"{'tot' if a.flushes else 'acc'}{a.number}", lanes)

@@ -6,12 +6,14 @@ known at run time alone: `stream` in the function says so, and else the loops wr
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from fuser.cpu.facts import size, storage_type
-from fuser.cpu.rows import Rows
+from fuser.cpu.rows import LoopRange, Rows
+from fuser.cpu.text import filled
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import product, symbol
 from fuser.machines import Machine
@@ -39,16 +41,15 @@ static inline void fuser_stream_end() { __asm__ volatile("sfence" : : : "memory"
 """
 
 
-def stream_helper(machine: Machine) -> str:
+def stream_helper(uses: Set[str], machine: Machine) -> str:
     """What a nest with `streams` calls."""
+    if "fuser_stream" not in uses:
+        return ""
     store, span, width = machine.past_cache, machine.line_bytes, machine.vector_bytes
     load = store.replace("movntps", "movups")
     places = range(0, span, width)
     moves = " ".join(f"{load} {at}(%%rsi), %[line]; {store} %[line], {at}(%%rdi);" for at in places)
-    text = _STREAM_HELPER.replace("MOVES", moves)
-    for word, number in {"LAST": span - 1, "SPAN": span, "WIDTH": width}.items():
-        text = text.replace(word, str(number))
-    return text
+    return filled(_STREAM_HELPER, {"MOVES": moves, "LAST": span - 1, "SPAN": span, "WIDTH": width})
 
 
 def may_stream(rows: Rows) -> None:
@@ -59,15 +60,15 @@ def may_stream(rows: Rows) -> None:
     rows.out.let("bool", "stream", size(total) >= ir.Number(STREAM_BYTES // width, torch.int64))
 
 
-def staged(
-    rows: Rows, phase: int, start: str, place: ir.Value, length: int, count: ir.Value
-) -> AbstractContextManager[None]:  # fmt: skip
-    """Around a loop of `count` elements from `start` on, at most `length`: its large results may go through tiles."""
+def staged(rows: Rows, phase: int, loop: LoopRange) -> AbstractContextManager[None]:
+    """Around a loop of a pass: its large results may go through tiles."""
     facts, results = rows.facts, []
     for s in facts.streams_of(phase):
-        dtype, memory = facts.dtypes[s.buffer], rows.address_from(start, s.buffer, s.address)
+        dtype, memory = facts.dtypes[s.buffer], rows.address_from(loop.start, s.buffer, s.address)
         results.append(ir.Result(facts.tile_of(s), storage_type(dtype), dtype.itemsize, memory))
-    return rows.out.block(ir.Staged(tuple(results), place, length, count)) if results else nullcontext()
+    if not results:
+        return nullcontext()
+    return rows.out.block(ir.Staged(tuple(results), loop.at, loop.length, loop.count))
 
 
 __all__ = ["STREAM_BYTES", "may_stream", "staged", "stream_helper"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fuser.ir.ranges import NO_LOOPS, Extents, is_nonnegative
 from fuser.ir.sizes import INDIRECT, Call, Expr, Sym
@@ -66,6 +66,13 @@ def _call(c: Call, name: Callable[[Sym], str], of: str, extents: Extents, uses: 
     if uses is not None:
         uses.add(helper)
     return f"{helper}({a}, {b})"
+
+
+def filled(template: str, words: Mapping[str, object]) -> str:
+    """`template` with each of the words, in order, replaced by what it stands for."""
+    for word, to in words.items():
+        template = template.replace(word, str(to))
+    return template
 
 
 class Lines:

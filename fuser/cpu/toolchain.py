@@ -259,15 +259,15 @@ def _library_of(parts: tuple[str, ...], machine: Machine, entries: Sequence[str]
     flags, libraries, is_sure = _flags_now(compiler, machine)
     hung = process.times_hung(compiler[0])
     try:
-        return _found_or_made(parts, machine, entries, flags, libraries)
+        return _found_or_made(parts, entries, flags, libraries)
     except CompileError:
         if is_sure or process.times_hung(compiler[0]) > hung or flags_for(compiler, machine) == (flags, libraries):
             raise
-    return _found_or_made(parts, machine, entries, *flags_for(compiler, machine))
+    return _found_or_made(parts, entries, *flags_for(compiler, machine))
 
 
 def _found_or_made(
-    parts: tuple[str, ...], machine: Machine, entries: Sequence[str], flags: tuple[str, ...], libraries: tuple[str, ...]
+    parts: tuple[str, ...], entries: Sequence[str], flags: tuple[str, ...], libraries: tuple[str, ...]
 ) -> str:  # fmt: skip
     compiler = find_compiler()
     identity = "\n".join((*parts, *compiler, *flags, *libraries, _stamp(compiler[0]), _cpu()))

@@ -1,11 +1,21 @@
-"""Transposed reads: square blocks of elements in registers, and narrow rows that are taken apart."""
+"""Transposed reads of pointwise nests: a band of each operand is read along its own rows, into a tile.
+
+The helpers take square blocks of elements in registers, and take narrow rows apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
-from fuser.cpu.vir.printer import WORDS
+from fuser.cpu.facts import Facts, size, storage_type
+from fuser.cpu.rows import Place, Rows
+from fuser.cpu.text import filled
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.calls import WORDS
+from fuser.ir.loop_body import indirect_rows
+from fuser.ir.sizes import LOOP, ONE, coefficient, expr, substitute, symbol
 from fuser.machines import Machine
+from fuser.scheduler.kernel_plan import Axis
 
 EDGES = {1: 16, 2: 16, 4: 16, 8: 8}  # tiles are read in blocks of so many rows and columns, by an element's bytes
 LEAST_BYTES = 16  # of a row of a block
@@ -13,6 +23,76 @@ TILE_ROWS, TILE_COLUMNS = 128, 128  # a transposed read goes through a tile in t
 TILE_STRIDE = TILE_COLUMNS + 16  # the rows of a tile start in different sets of the cache
 MOST_APART = 4  # elements of whole rows, such as the channels of a pixel, up to which a block would be mostly padding
 
+R0, R1, V0, V1 = map(ir.Name, ("r0", "r1", "v0", "v1"))  # a tile's rows and columns
+
+
+def transposed(facts: Facts) -> dict[int, Axis]:
+    """Loads that run along another axis than the vector axis, with that axis, if it is one for all; else none."""
+    if facts.vector is None or facts.checked:
+        return {}
+    others = [a for a in facts.kept_axes if a is not facts.vector]
+    along: dict[int, Axis] = {}
+    for n, row in enumerate(facts.plan.rows):
+        if row.op != "load" or row.args or indirect_rows(row):
+            continue
+        address = row.attr[1][0]
+        c = coefficient(address, facts.vector.sym)
+        if c is None or c.as_int() in (0, 1, -1):
+            continue
+        axis = next((a for a in others if coefficient(address, a.sym) == ONE), None)
+        if axis is not None:
+            along[n] = axis
+    return along if len({a.sym for a in along.values()}) == 1 else {}
+
+
+def in_tiles(facts: Facts) -> dict[int, Place]:
+    """Where transposed loads are staged."""
+    return {n: Place(_in_tile(facts, k)) for k, n in enumerate(facts.staged)}
+
+
+def _in_tile(facts: Facts, k: int) -> ir.At:
+    assert facts.tiled is not None
+    return ir.Name(f"tile{k}")[(ir.Name(facts.tiled.sym.name) - R0) * TILE_STRIDE + facts.v - V0]
+
+
+def fill_tiles(rows: Rows) -> None:
+    """Read a band of each transposed operand along its own rows."""
+    facts, out = rows.facts, rows.out
+    assert facts.tiled is not None
+    for k, n in enumerate(facts.staged):
+        kind, begin = facts.kind(n), ir.value(V0)
+        out.scratch(kind, f"tile{k}", TILE_ROWS * TILE_STRIDE, aligned=facts.machine.line_bytes)
+        if storage_type(facts.dtypes[facts.plan.rows[n].attr[0]]) == kind:
+            begin = _fill_blocks(rows, n, k)
+        with out.block(ir.For(facts.v, begin, V1)), out.block(ir.For(facts.tiled.sym.name, R0, R1)):
+            out.set(_in_tile(facts, k), rows.decoded(n, rows.element(n)))
+
+
+def _fill_blocks(rows: Rows, n: int, k: int) -> ir.Value:
+    """Read what makes whole blocks of tile `k` by registers; returns where the vector axis goes on from."""
+    facts, out, (buffer, (address,)) = rows.facts, rows.out, rows.plan.rows[n].attr
+    assert facts.tiled is not None
+    width = facts.dtypes[buffer].itemsize
+    count, step, last, end, columns = (ir.Name(f"{name}{k}") for name in ("rows", "step", "last", "end", "columns"))
+    edge, length = EDGES[width], ir.Name(f"n_{facts.v}")
+    out.let("i64", step.name, size(coefficient(address, facts.along.sym) or expr(0)))
+    # Rows are rounded up to whole blocks if the elements that are read past them are inside the buffer.
+    out.let("i64", count.name, (R1 - R0 + (edge - 1)) // edge * edge)
+    past = ir.Select(step > 0, (count - (R1 - R0) + step - 1) // step, length)
+    out.let("i64", last.name, length - past)
+    out.let("i64", end.name, ir.least(last, V1))
+    blocks = ir.Select(end > V0, (end - V0) // edge * edge, ir.Number(0))
+    apart = ir.Name(f"apart{k}")
+    out.let("bool", apart.name, step.same(R1 - R0) & (step > 1) & (step <= MOST_APART))
+    out.let("i64", columns.name, ir.Select(apart, V1 - V0, blocks))
+    origin = {facts.tiled.sym: symbol("r0", LOOP), facts.along.sym: symbol("v0", LOOP)}
+    corner, to = rows.address(buffer, substitute(address, origin)), ir.Name(f"tile{k}")
+    out.add(ir.Block(ir.If(apart), (ir.Transpose(width, corner, step, to, None, columns),)))
+    out.add(ir.Block(ir.Else(), (ir.Transpose(width, corner, step, to, count, columns),)))
+    return V0 + columns
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
 _SHUFFLE = """\
 #if defined(__clang__) || __GNUC__ >= 12
 #define FUSER_INTERLEAVE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -44,55 +124,52 @@ static void apart_WORD(const void* from, i64 count, void* to, i64 columns) {
   apart_bits_WORD* __restrict tile = (apart_bits_WORD*)to;
 CASES}
 """
-
-
 _ROUND = """\
     for (int i = 0; i < HALF; ++i) {
       TO[2 * i] = FUSER_INTERLEAVE(lines_WORD, OF[i], OF[i + HALF], LOW);
       TO[2 * i + 1] = FUSER_INTERLEAVE(lines_WORD, OF[i], OF[i + HALF], HIGH);
     }"""
-
-
 _AHEAD = "    for (int i = EDGE; i < 2 * EDGE; ++i) __builtin_prefetch(in + (c + i) * step + r, 0, 2);\n"
 
 
-def edge_of(size: int, machine: Machine) -> int:
+def edge_of(width: int, machine: Machine) -> int:
     """The edge of a block. A block needs two registers for each of its rows, and a register holds one row.
 
     In ns an element of 4 bytes with 16 registers of 32: 1.5 with an edge of 16, 0.16 with 8, 0.18 with 4.
     """
-    fits = min(EDGES[size], machine.registers // 2, machine.vector_bytes // size)
-    return max(LEAST_BYTES // size, fits)
+    fits = min(EDGES[width], machine.registers // 2, machine.vector_bytes // width)
+    return max(LEAST_BYTES // width, fits)
 
 
 def helpers(uses: Set[str], machine: Machine) -> str:
     """The functions `transpose_u8` … `transpose_u64` that are used, each with its `apart_u8` …."""
-    out = "".join(_function(size, machine) + _apart(size) for size, w in WORDS.items() if f"transpose_{w}" in uses)
+    out = "".join(_function(width, machine) + _apart(width) for width, w in WORDS.items() if f"transpose_{w}" in uses)
     return _SHUFFLE + out if out else ""
 
 
-def _apart(size: int) -> str:
+def _apart(width: int) -> str:
     """The function `apart_u8` … `apart_u64`: rows of 2 to MOST_APART elements, each element into a row of the tile."""
     cases = []
     for count in range(2, MOST_APART + 1):
         stores = " ".join(f"tile[{i * TILE_STRIDE} + c] = in[{count} * c + {i}];" for i in range(count))
         cases.append(f"  if (count == {count}) for (i64 c = 0; c < columns; ++c) {{ {stores} }}\n")
-    return _APART.replace("CASES", "".join(cases)).replace("WORD", WORDS[size])
+    return filled(_APART, {"CASES": "".join(cases), "WORD": WORDS[width]})
 
 
-def _function(size: int, machine: Machine) -> str:
+def _function(width: int, machine: Machine) -> str:
     """Rounds of interleaving row i with the row half a block below, one for each bit of a row's number."""
-    edge = edge_of(size, machine)
+    edge = edge_of(width, machine)
     order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
     rounds, of, to = [], "a", "b"
     for _ in range(edge.bit_length() - 1):
-        rounds.append(_ROUND.replace("OF", of).replace("TO", to))
+        rounds.append(filled(_ROUND, {"OF": of, "TO": to}))
         of, to = to, of
-    text = _FUNCTION.replace("AHEAD", _AHEAD if machine.prefetches else "")
-    text = text.replace("ROUNDS", "\n".join(rounds)).replace("RESULT", of)
-    text = text.replace("LOW", ", ".join(order[:edge])).replace("HIGH", ", ".join(order[edge:]))
-    text = text.replace("HALF", str(edge // 2)).replace("EDGE", str(edge)).replace("BYTES", str(edge * size))
-    return text.replace("SIZE", str(size)).replace("WORD", WORDS[size]).replace("STRIDE", str(TILE_STRIDE))
+    words = {
+        "AHEAD": _AHEAD if machine.prefetches else "", "ROUNDS": "\n".join(rounds), "RESULT": of,
+        "LOW": ", ".join(order[:edge]), "HIGH": ", ".join(order[edge:]), "HALF": edge // 2, "EDGE": edge,
+        "BYTES": edge * width, "SIZE": width, "WORD": WORDS[width], "STRIDE": TILE_STRIDE,
+    }  # fmt: skip
+    return filled(_FUNCTION, words)
 
 
-__all__ = ["EDGES", "MOST_APART", "TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "helpers"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "fill_tiles", "helpers", "in_tiles", "transposed"]

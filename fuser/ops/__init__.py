@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from fuser.errors import Unsupported
@@ -56,6 +58,14 @@ REDUCTIONS: dict[str, ReductionRow] = {row.name: row for row in reductions.ROWS}
 NO_OP = OpRow("", 0, torch.clone, None)  # the traits of rows that are no op of the table: none
 SCANS: dict[str, ScanRow] = {row.name: row for row in scans.ROWS}
 
+_Row = TypeVar("_Row", OpRow, ReductionRow, ScanRow)
+
+
+def _row(table: dict[str, _Row], name: str, what: str) -> _Row:
+    if name not in table:
+        raise Unsupported(f"{name} is not {what}")
+    return table[name]
+
 
 def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of op `name` on `args`, of compute dtype `dtype`; Unsupported if there is none.
@@ -63,9 +73,7 @@ def cpp_cell(name: str, dtype: torch.dtype, *args: str) -> str:
     Arguments are used more than once and should be names or constants. `prelude_for(helpers_in(source))` gives the
     helpers that the expressions of a source call.
     """
-    row = OPS.get(name)
-    if row is None:
-        raise Unsupported(f"{name} is not a loop-level op")
+    row = _row(OPS, name, "a loop-level op")
     if len(args) != row.arity:
         raise TypeError(f"{name} takes {row.arity} arguments, not {len(args)}")
     if row.text:
@@ -103,10 +111,7 @@ def cpp_lanes_near(name: str, dtype: torch.dtype, *args: str) -> str | None:
 
 def cpp_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of reduction `name`'s combine cell, for an accumulator of `dtype` (see `ReductionRow`)."""
-    row = REDUCTIONS.get(name)
-    if row is None:
-        raise Unsupported(f"{name} is not a reduction")
-    return expand(template(row, dtype), dtype, args)
+    return expand(template(_row(REDUCTIONS, name, "a reduction"), dtype), dtype, args)
 
 
 def cpp_overtakes(name: str, dtype: torch.dtype, accumulator: str, value: str) -> str:
@@ -117,10 +122,7 @@ def cpp_overtakes(name: str, dtype: torch.dtype, accumulator: str, value: str) -
 
 def cpp_step(name: str, dtype: torch.dtype, *args: str) -> str:
     """The C++ expression of scan `name`'s combine cell, for an accumulator of `dtype` (see `ScanRow`)."""
-    row = SCANS.get(name)
-    if row is None:
-        raise Unsupported(f"{name} is not a scan")
-    return expand(template(row, dtype), dtype, args)
+    return expand(template(_row(SCANS, name, "a scan"), dtype), dtype, args)
 
 
 def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
@@ -128,10 +130,7 @@ def triton_cell(name: str, dtype: torch.dtype, fast: bool, *args: str) -> str:
 
     `fast` takes the hardware's approximations where the table has them. Arguments should be names or constants.
     """
-    row = OPS.get(name)
-    if row is None:
-        raise Unsupported(f"{name} is not a loop-level op")
-    return triton_expand(triton_template(row, dtype, fast), dtype, args)
+    return triton_expand(triton_template(_row(OPS, name, "a loop-level op"), dtype, fast), dtype, args)
 
 
 def triton_folder(name: str) -> str:
@@ -143,64 +142,15 @@ def triton_folder(name: str) -> str:
 
 def triton_combine(name: str, dtype: torch.dtype, *args: str) -> str:
     """The Triton expression that joins accumulators of reduction `name` (see `ReductionRow.combine`)."""
-    row = REDUCTIONS.get(name)
-    if row is None:
-        raise Unsupported(f"{name} is not a reduction")
-    return triton_expand(triton_template(row, dtype), dtype, args)
+    return triton_expand(triton_template(_row(REDUCTIONS, name, "a reduction"), dtype), dtype, args)
 
 
 __all__ = [
-    "ALL",
-    "BOOL",
-    "CPP_TYPEDEFS",
-    "CPP_TYPES",
-    "FLOAT8",
-    "FLOATS",
-    "INTS",
-    "JOINING",
-    "LOGIC",
-    "LOW",
-    "NO_INDEX",
-    "NO_OP",
-    "pools",
-    "products",
-    "OPS",
-    "PRELUDE",
-    "REDUCTIONS",
-    "SCANS",
-    "TURNING",
-    "atom",
-    "OpRow",
-    "ReductionRow",
-    "ScanRow",
-    "compute_dtype",
-    "cpp_cell",
-    "cpp_combine",
-    "cpp_constant",
-    "cpp_convert",
-    "cpp_lanes",
-    "cpp_lanes_near",
-    "cpp_load",
-    "cpp_near",
-    "cpp_overtakes",
-    "cpp_round",
-    "cpp_step",
-    "cpp_store",
-    "has_lanes",
-    "helpers_in",
-    "cell_helpers",
-    "known_helpers",
-    "prelude_for",
-    "wrap_int",
-    "TRITON_POINTERS",
-    "TRITON_TYPES",
-    "triton_cell",
-    "triton_combine",
-    "triton_folder",
-    "triton_constant",
-    "triton_convert",
-    "triton_load",
-    "triton_number",
-    "triton_prelude",
-    "triton_store",
-]
+    "ALL", "BOOL", "CPP_TYPEDEFS", "CPP_TYPES", "FLOAT8", "FLOATS", "INTS", "JOINING", "LOGIC", "LOW", "NO_INDEX",
+    "NO_OP", "pools", "products", "OPS", "PRELUDE", "REDUCTIONS", "SCANS", "TURNING", "atom", "OpRow", "ReductionRow",
+    "ScanRow", "compute_dtype", "cpp_cell", "cpp_combine", "cpp_constant", "cpp_convert", "cpp_lanes", "cpp_lanes_near",
+    "cpp_load", "cpp_near", "cpp_overtakes", "cpp_round", "cpp_step", "cpp_store", "has_lanes", "helpers_in",
+    "cell_helpers", "known_helpers", "prelude_for", "wrap_int", "TRITON_POINTERS", "TRITON_TYPES", "triton_cell",
+    "triton_combine", "triton_folder", "triton_constant", "triton_convert", "triton_load", "triton_number",
+    "triton_prelude", "triton_store",
+]  # fmt: skip

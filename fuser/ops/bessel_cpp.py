@@ -6,12 +6,14 @@ Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapters 7,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fuser.ops import bessel_fits, special_cpp, special_fits
-from fuser.ops.float_cpp import horner
-from fuser.ops.special_cpp import double_pair, function, polynomial
+from fuser.ops.float_cpp import define, horner
+from fuser.ops.special_cpp import double_pair, polynomial
 
 HELPERS: dict[str, str] = dict(special_cpp.HELPERS)  # which its own call
+_add = partial(define, HELPERS)
 
 
 def _fit(name: str, mid: str, x: str) -> str:
@@ -20,19 +22,12 @@ def _fit(name: str, mid: str, x: str) -> str:
 
 # float64's are the maths library's; eager has no values at infinity.
 for _name in ("j0", "j1"):
-    HELPERS[f"fuser_{_name}_f64"] = function(
-        f"fuser_{_name}_f64", "double", "double x", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n'
-    )
+    _add(f"fuser_{_name}_f64", f'  return x - x == 0 ? {_name}(x) : __builtin_nan("");\n', kind="double")
 for _name in ("y0", "y1"):
-    HELPERS[f"fuser_{_name}_f64"] = function(
-        f"fuser_{_name}_f64",
-        "double",
-        "double x",
-        f"""\
+    _add(f"fuser_{_name}_f64", f"""\
   if (x == 0) return -__builtin_inf();
   return x > 0 && x < __builtin_inf() ? {_name}(x) : __builtin_nan("");
-""",
-    )
+""", kind="double")  # fmt: skip
 # float32's: up to 8 by x^2, from there on 9.2.5 and 9.2.6 with the rest of x modulo pi/2.
 _NEAR = """\
   const double a = __builtin_fabsf(x), b = a < 8.0 ? a : 8.0, c = a < 8.0 ? 8.0 : a;
@@ -57,42 +52,31 @@ _J = {0: "p * plus - q * minus", 1: "p * minus + q * plus"}
 _Y = {0: "p * minus + q * plus", 1: "q * minus - p * plus"}
 for _order in (0, 1):
     _small = _fit(f"J{_order}", "", "t")
-    HELPERS[f"fuser_j{_order}_f32"] = function(
-        f"fuser_j{_order}_f32",
-        "float",
-        "float x",
-        _NEAR
-        + f"  const double near = {'b * ' if _order else ''}{_small};\n"
-        + _FAR
-        + _hankel(_order)
-        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_J[_order]}));\n"
-        + f'  return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");\n',
-    )
+    _add(f"fuser_j{_order}_f32", f"""\
+{_NEAR}\
+  const double near = {"b * " if _order else ""}{_small};
+{_FAR}\
+{_hankel(_order)}\
+  const float y = (float)(a < 8.0 ? near : scale * ({_J[_order]}));
+  return x - x == 0 ? {"__builtin_copysignf(1.0f, x) * y" if _order else "y"} : __builtin_nanf("");
+""")  # fmt: skip
     _log = "double l = 0.6366197723675814 * fuser_log_normal(b > 0 ? b : 1.0)"
     _rest = _fit(f"Y{_order}", "", "t")
     _near = f"FUSER_FMA(l, j, {_rest})" if _order == 0 else f"b * FUSER_FMA(l, j, {_rest}) - 0.6366197723675814 / b"
-    HELPERS[f"fuser_y{_order}_f32"] = function(
-        f"fuser_y{_order}_f32",
-        "float",
-        "float x",
-        _NEAR
-        + f"  const {_log}, j = {_small}, near = {_near};\n"
-        + _FAR
-        + _hankel(_order)
-        + f"  const float y = (float)(a < 8.0 ? near : scale * ({_Y[_order]}));\n"
-        + '  const float edge = x == 0 ? -__builtin_inff() : __builtin_nanf("");\n'
-        + "  return (x > 0) & (x < __builtin_inff()) ? y : edge;\n",
-    )
+    _add(f"fuser_y{_order}_f32", f"""\
+{_NEAR}\
+  const {_log}, j = {_small}, near = {_near};
+{_FAR}\
+{_hankel(_order)}\
+  const float y = (float)(a < 8.0 ? near : scale * ({_Y[_order]}));
+  const float edge = x == 0 ? -__builtin_inff() : __builtin_nanf("");
+  return (x > 0) & (x < __builtin_inff()) ? y : edge;
+""")  # fmt: skip
 for _type, _d, _f in (("float", "f32", "f"), ("double", "f64", "")):
-    HELPERS[f"fuser_spherical_bessel_j0_{_d}"] = function(
-        f"fuser_spherical_bessel_j0_{_d}",
-        _type,
-        f"{_type} x",
-        f"""\
+    _add(f"fuser_spherical_bessel_j0_{_d}", f"""\
   const {_type} a = __builtin_fabs{_f}(x), b = a == __builtin_inf{_f}() ? 1 : a, y = fuser_sin_{_d}(b) / b;
   return a == __builtin_inf{_f}() ? 0 : a == 0 ? 1 : y;
-""",
-    )
+""", kind=_type)  # fmt: skip
 
 
 # exp(x) K(x): up to 1 the series 9.6.11 and 9.6.13, whose terms but log(x / 2) + gamma < 0 are positive.
@@ -152,16 +136,11 @@ double_pair(
     ),
 )
 # The inverse of erf at 2 x - 1, which is right where x is near 0 as well. In double ATen's is faster outside (0, 1).
-HELPERS["fuser_ndtri_f32"] = function(
-    "fuser_ndtri_f32",
-    "float",
-    "float x",
-    f"""\
+_add("fuser_ndtri_f32", f"""\
   const float square = 4.0f * x * (1.0f - x), w = -fuser_log_f32(square), s = __builtin_sqrtf(w);
   const float t = FUSER_FMAF(w, 0.4f, -1.0f), v = (1.0f / s - 0.2721505f) * 5.7122256f;
   const float far = s * {horner("v", *special_fits.NDTRI_FAR_SINGLE)};
   const float p = w < 5.0f ? {horner("t", *special_fits.NDTRI_SINGLE)} : far;
   const float edge = x == 1 ? __builtin_inff() : x == 0 ? -__builtin_inff() : __builtin_nanf("");
   return square > 0 ? FUSER_FMAF(2.0f, x, -1.0f) * p : edge;
-""",
-)
+""")  # fmt: skip

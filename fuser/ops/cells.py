@@ -15,17 +15,9 @@ from fuser.reasons import because
 
 # What a value of the dtype is in memory and, except for the two halves, in a register. Kernels open with the typedefs.
 CPP_TYPES: dict[torch.dtype, str] = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.float16: "u16",
-    torch.bfloat16: "u16",
-}
+    torch.float32: "float", torch.float64: "double", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64", torch.uint8: "u8", torch.bool: "bool", torch.float16: "u16", torch.bfloat16: "u16",
+}  # fmt: skip
 CPP_TYPEDEFS = """\
 typedef signed char i8; typedef unsigned char u8; typedef short i16; typedef unsigned short u16;
 typedef int i32; typedef unsigned int u32; typedef long long i64; typedef unsigned long long u64;
@@ -80,10 +72,15 @@ def template(row: OpRow | ReductionRow | ScanRow, dtype: torch.dtype, cell: Cell
     """
     if cell is None:
         cell = row.cpp if isinstance(row, OpRow) else row.combine
+    return cell_of(row, cell, dtype, "C++")
+
+
+def cell_of(row: OpRow | ReductionRow | ScanRow, cell: Cell, dtype: torch.dtype, language: str) -> str:
+    """The template that `cell` of a row has for `dtype`; Unsupported, which names the language, if there is none."""
     if callable(cell):
         cell = cell(dtype)
     if cell is None or dtype not in row.dtypes:
-        raise Unsupported(because("dtype", f"{row.name} has no C++ cell for {dtype}"))
+        raise Unsupported(because("dtype", f"{row.name} has no {language} cell for {dtype}"))
     return cell
 
 
@@ -104,10 +101,12 @@ def _float_text(value: float, dtype: torch.dtype) -> str:
     return (short if len(short) <= 8 else value.hex()) + suffix
 
 
-def wrap_int(value: int, dtype: torch.dtype) -> int:
-    """`value` modulo the range of the integer `dtype`, as eager wraps it."""
+def wrap_int(value: int | float, dtype: torch.dtype) -> int:
+    """`value` modulo the range of the integer `dtype`, as eager wraps it; infinity and NaN are the least int64."""
     bits = _BITS[dtype]
-    value &= (1 << bits) - 1
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) else -(1 << 63)
+    value = int(value) & ((1 << bits) - 1)
     return value - (1 << bits) if dtype is not torch.uint8 and value >> (bits - 1) else value
 
 
@@ -123,9 +122,7 @@ def cpp_constant(value: bool | int | float, dtype: torch.dtype) -> str:
             return _float_text(math.copysign(math.inf, value), dtype)
     if dtype not in _BITS:
         compute_dtype(dtype)
-    if isinstance(value, float):
-        value = int(value) if math.isfinite(value) else -(1 << 63)
-    number = wrap_int(int(value), dtype)
+    number = wrap_int(value, dtype)
     if dtype is not torch.int64 and dtype is not torch.int32:
         return f"({CPP_TYPES[dtype]}){number}" if number >= 0 else f"({CPP_TYPES[dtype]})({number})"
     suffix = "LL" if dtype is torch.int64 else ""

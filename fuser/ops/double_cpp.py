@@ -5,15 +5,12 @@ The other functions of float64 are libm's, in libmvec's vector form where there 
 
 from __future__ import annotations
 
-from fuser.ops.float_cpp import horner
+from functools import partial
+
+from fuser.ops.float_cpp import define, horner
 
 HELPERS: dict[str, str] = {}
-
-
-def _add(name: str, body: str, args: str = "double x", result: str = "double") -> None:
-    HELPERS[name] = f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
-
-
+_add = partial(define, HELPERS, kind="double")
 _EXP = (
     0.5000000000000001, 0.16666666666666669, 0.04166666666662348, 0.008333333333330011, 0.0013888888917538296,
     0.00019841269863303223, 2.4801520792572694e-05, 2.75572680728901e-06, 2.762032742826824e-07, 2.5100569275813683e-08,
@@ -23,44 +20,38 @@ _EXP2 = (
     0.00015403530393370558, 1.5252733842009231e-05, 1.3215486808928519e-06, 1.0178056855501161e-07,
     7.054897189206508e-09, 4.455859112330208e-10, 2.572952812566595e-11,
 )  # fmt: skip
-_add(
-    "fuser_pow2_of_f64",
-    "  return FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);\n",
-    "double t",
-)
-_add(
-    "fuser_scale_f64",
-    """\
+_add("fuser_pow2_of_f64", """\
+  return FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
+""", "double t")  # fmt: skip
+_add("fuser_scale_f64", """\
   const u64 b = FUSER_BITS(u64, t), half = FUSER_BITS(u64, t_half);
   return p * fuser_pow2_of_f64(t_half) * FUSER_BITS(double, (b - half + 1023u) << 52);
-""",
-    "double p, double t, double t_half",
-)
+""", "double p, double t, double t_half")  # fmt: skip
 _EXP_BODY = f"""\
   const double t = FUSER_FMA(c, 1.4426950408889634, 6755399441055744.0), n = t - 6755399441055744.0;
   const double h = FUSER_FMA(n, -6.93147180369123816490e-01, c), l = n * -1.90821492927058770002e-10, r = h + l;
   const double p = FUSER_FMA(r * r, {horner("r", *_EXP, double=True)}, l) + h + 1.0;
   const double e = fuser_scale_f64(p, t, FUSER_FMA(c, 0.7213475204444817, 6755399441055744.0));
 """
-_add(
-    "fuser_exp_f64",
-    "  const bool low = x < -746.0, high = x > 710.0;\n"
-    "  const double over = high ? 710.0 : x, c = low ? -746.0 : over;\n" + _EXP_BODY + "  return e;\n",
-)
-_add(
-    "fuser_sigmoid_f64",
-    "  const double a = -__builtin_fabs(x), c = a < -746.0 ? -746.0 : a;\n"
-    + _EXP_BODY
-    + "  const double d = 1.0 + e, y = (x < 0.0 ? e : 1.0) / d;\n  return FUSER_FMA(y, d - 1.0 - e, y);\n",
-)
-_add(
-    "fuser_exp2_f64",
-    "  const bool low = x < -1076.0, high = x > 1025.0;\n"
-    "  const double over = high ? 1025.0 : x, c = low ? -1076.0 : over;\n"
-    "  const double t = c + 6755399441055744.0, r = c - (t - 6755399441055744.0);\n"
-    f"  const double p = FUSER_FMA(r, {horner('r', *_EXP2, double=True)}, 1.0);\n"
-    "  return fuser_scale_f64(p, t, FUSER_FMA(c, 0.5, 6755399441055744.0));\n",
-)
+_add("fuser_exp_f64", f"""\
+  const bool low = x < -746.0, high = x > 710.0;
+  const double over = high ? 710.0 : x, c = low ? -746.0 : over;
+{_EXP_BODY}\
+  return e;
+""")  # fmt: skip
+_add("fuser_sigmoid_f64", f"""\
+  const double a = -__builtin_fabs(x), c = a < -746.0 ? -746.0 : a;
+{_EXP_BODY}\
+  const double d = 1.0 + e, y = (x < 0.0 ? e : 1.0) / d;
+  return FUSER_FMA(y, d - 1.0 - e, y);
+""")  # fmt: skip
+_add("fuser_exp2_f64", f"""\
+  const bool low = x < -1076.0, high = x > 1025.0;
+  const double over = high ? 1025.0 : x, c = low ? -1076.0 : over;
+  const double t = c + 6755399441055744.0, r = c - (t - 6755399441055744.0);
+  const double p = FUSER_FMA(r, {horner("r", *_EXP2, double=True)}, 1.0);
+  return fuser_scale_f64(p, t, FUSER_FMA(c, 0.5, 6755399441055744.0));
+""")  # fmt: skip
 
 # Three parts of pi/2 leave the rest of |x| < 2^30 right to its last bit. Beyond that libm takes over.
 _SIN = (
@@ -82,20 +73,15 @@ _TRIG = f"""\
   const double g = 0.5 * z, w = 1.0 - g, c = w + FUSER_FMA(z * z, {horner("z", *_COS, double=True)}, 1.0 - w - g);
 """
 for _name, _turn in (("sin", 0), ("cos", 1)):
-    _add(
-        f"fuser_{_name}_f64",
-        _TRIG
-        + f"""\
+    _add(f"fuser_{_name}_f64", f"""\
+{_TRIG}\
   const u64 turn = k + {_turn}u;
   const double y = turn & 1u ? c : s;
   return near ? FUSER_BITS(double, FUSER_BITS(u64, y) ^ ((turn & 2u) << 62)) : {_name}(large);
-""",
-    )
+""")  # fmt: skip
 # The quotient's second digit comes from what rounding took from r, the sine and the cosine.
-_add(
-    "fuser_tan_f64",
-    _TRIG
-    + f"""\
+_add("fuser_tan_f64", f"""\
+{_TRIG}\
   const double r_low = FUSER_FMA(n, -0x1.1a62633145c07p-54, h - m) + FUSER_FMA(n, 0x1.f1976b7ed8fbcp-110, m - r);
   const double s_low = FUSER_FMA(r * z, {horner("z", *_SIN, double=True)}, r - s);
   const double c_low = w - c + FUSER_FMA(z * z, {horner("z", *_COS, double=True)}, 1.0 - w - g);
@@ -104,8 +90,7 @@ _add(
   const double q = a / b, low = FUSER_FMA(-q, b_low, FUSER_FMA(-q, b, a) + a_low) / b;
   const double y = q + FUSER_FMA(r_low, FUSER_FMA(q, q, 1.0), low);
   return near ? __builtin_copysign(y, y == 0.0 ? x : y) : tan(large);
-""",
-)
+""")  # fmt: skip
 
 # The vector library takes what is outside a function's domain one element at a time: here it never sees that, but
 # another argument made of it. The domain is written in two ways, for the argument and for the value: of one, or of an
@@ -131,16 +116,11 @@ for _name, (_argument, _inside, _edge) in {
         "(x > -6.5) & (x < 27.3)", "x < 0.0 ? 2.0 : x != x ? x : 0.0",
     ),
 }.items():  # fmt: skip
-    _add(
-        f"fuser_{_name}_f64",
-        f"""\
+    _add(f"fuser_{_name}_f64", f"""\
   const double value = {_name}({_argument}), edge = {_edge.replace("NAN", '__builtin_nan("")')};
   return {_inside} ? value : edge;
-""",
-    )
-_add(
-    "fuser_pow_f64",
-    """\
+""")  # fmt: skip
+_add("fuser_pow_f64", """\
   const double a = __builtin_fabs(x), half = 0.5 * y;
   const bool zero = a == 0.0, inside = (a > 0.0) & (a < __builtin_inf());
   const double unless_zero = FUSER_BITS(double, FUSER_BITS(u64, a) | (zero ? 0x3ff0000000000000ULL : 0ULL));
@@ -154,7 +134,5 @@ _add(
   const bool unit = (x == -1.0) & (__builtin_fabs(y) == __builtin_inf());
   const double one = unit | (x == 1.0) | (y == 0.0) ? 1.0 : y_is_nan;
   return undefined & (y == y) ? __builtin_nan("") : one;
-""",
-    "double x, double y",
-)
+""", "double x, double y")  # fmt: skip
 _add("fuser_half_erfc_f64", "  return 0.5 * fuser_erfc_f64(x);\n")

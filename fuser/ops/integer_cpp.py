@@ -8,6 +8,8 @@ of the dividend and of what the first leaves, and is then off by one at most.
 
 from __future__ import annotations
 
+from fuser.ops.float_cpp import define
+
 _TYPES = {"i8": "float", "i16": "float", "i32": "double", "u8": "float"}
 
 # By magnitudes, which are at most 2^63.
@@ -23,7 +25,16 @@ const u64 m = a < 0 ? 0ULL - (u64)a : (u64)a, size = b < 0 ? 0ULL - (u64)b : (u6
   return b == 0 ? 0LL : (i64)((a < 0) != (b < 0) ? 0ULL - whole : whole);"""
 
 
-def _division(name: str, quotient: str | None) -> dict[str, str]:
+HELPERS: dict[str, str] = {}
+
+
+def _add(op: str, kind: str, body: str, args: str = "a b") -> None:
+    """Add `fuser_<op>_<kind>`, of integers of a type."""
+    define(HELPERS, f"fuser_{op}_{kind}", body, ", ".join(f"{kind} {a}" for a in args.split()), kind)
+
+
+def _division(name: str, wide: str, quotient: str | None) -> None:
+    """`quotient`: the type of floats in which it is taken, if in any."""
     if quotient:
         f = "f" if quotient == "float" else ""
         # The i32 quotient 2^31 (of INT_MIN / -1) has to wrap, so it goes through i64.
@@ -33,38 +44,24 @@ def _division(name: str, quotient: str | None) -> dict[str, str]:
     else:
         # A division by a number is a multiplication, but what makes a floor of it costs more than it saves.
         body = f"if (__builtin_constant_p(b)) {{\n    {_NARROW}\n  }}\n  return fuser_wide_div_i64(a, b);"
-    wide = "u64" if name == "i64" else "u32"
     floored = "fuser_wide_div_i64" if name == "i64" else f"fuser_trunc_div_{name}"
-    return {
-        f"fuser_trunc_div_{name}": f"""\
-FUSER_FN {name} fuser_trunc_div_{name}({name} a, {name} b) {{
-  {body}
-}}
-""",
-        f"fuser_floor_div_{name}": f"""\
-FUSER_FN {name} fuser_floor_div_{name}({name} a, {name} b) {{
+    _add("trunc_div", name, f"  {body}\n")
+    _add("floor_div", name, f"""\
   const {name} q = {floored}(a, b);
   const {name} r = ({name})(({wide})a - ({wide})q * ({wide})b);
   return (b != 0) & (r != 0) & ((r < 0) != (b < 0)) ? ({name})(q - 1) : q;
-}}
-""",
-        f"fuser_fmod_{name}": f"""\
-FUSER_FN {name} fuser_fmod_{name}({name} a, {name} b) {{
+""")  # fmt: skip
+    _add("fmod", name, f"""\
   const {name} q = fuser_trunc_div_{name}(a, b);
   return b == 0 ? ({name})0 : ({name})(({wide})a - ({wide})q * ({wide})b);
-}}
-""",
-        f"fuser_remainder_{name}": f"""\
-FUSER_FN {name} fuser_remainder_{name}({name} a, {name} b) {{
+""")  # fmt: skip
+    _add("remainder", name, f"""\
   const {name} r = ({name})(b == 0 ? 0 : ({wide})a - ({wide}){floored}(a, b) * ({wide})b);
   return (r != 0) & ((r < 0) != (b < 0)) ? ({name})(({wide})r + ({wide})b) : r;
-}}
-""",
-    }
+""")  # fmt: skip
 
 
-def _shifts(name: str, bits: int) -> dict[str, str]:
-    wide = "u64" if name == "i64" else "u32"
+def _shifts(name: str, wide: str, bits: int) -> None:
     most = bits if name == "u8" else bits - 1
     right = "0" if name == "u8" else f"a >> {most}"
     left = f"""\
@@ -77,34 +74,27 @@ def _shifts(name: str, bits: int) -> dict[str, str]:
         own = f"u{bits}"
         left = f"  const {own} n = ({own})b < {bits} ? ({own})b : ({own}){bits};\n  return ({name})(a << n);"
         down = f"  const {own} n = ({own})b < {most} ? ({own})b : ({own}){most};\n  return ({name})(a >> n);"
-    return {
-        f"fuser_lshift_{name}": f"FUSER_FN {name} fuser_lshift_{name}({name} a, {name} b) {{\n{left}\n}}\n",
-        f"fuser_rshift_{name}": f"FUSER_FN {name} fuser_rshift_{name}({name} a, {name} b) {{\n{down}\n}}\n",
-    }
+    _add("lshift", name, f"{left}\n")
+    _add("rshift", name, f"{down}\n")
 
 
-def _loops(name: str) -> dict[str, str]:
-    wide = "u64" if name == "i64" else "u32"
+def _loops(name: str, wide: str) -> None:
     product = "i64" if name == "i64" else "i32"
     # As many steps as a narrow exponent has bits, one after another, become vectors; a loop does not.
     step = "r = n & 1 ? r * p : r;"
     steps = {"i8": 7, "u8": 8, "i16": 15}.get(name)
     power = " p *= p; n >>= 1;\n  ".join([step] * steps) if steps else f"for (; n; n >>= 1, p *= p) {step}"
-    return {
-        # A negative exponent gives the integer part of the real power: 1, -1 or 0.
-        f"fuser_pow_{name}": f"""\
-FUSER_FN {name} fuser_pow_{name}({name} a, {name} b) {{
+    # A negative exponent gives the integer part of the real power: 1, -1 or 0.
+    _add("pow", name, f"""\
   {wide} r = 1, p = ({wide})a, n = b < 0 ? 0 : ({wide})b;
   {power}
   const {name} inverse = a == 1 ? ({name})1 : ({wide})a == ({wide})-1 ? ({name})(b % 2 ? -1 : 1) : ({name})0;
   return b < 0 ? inverse : ({name})r;
-}}
-""",
-        f"fuser_abs_{name}": f"""\
+""")  # fmt: skip
+    HELPERS[f"fuser_abs_{name}"] = f"""\
 FUSER_FN {name} fuser_abs_{name}({name} a) {{ return a < 0 ? ({name})(0 - ({wide})a) : a; }}
-""",
-        f"fuser_gcd_{name}": f"""\
-FUSER_FN {name} fuser_gcd_{name}({name} a, {name} b) {{
+"""
+    _add("gcd", name, f"""\
   a = fuser_abs_{name}(a);
   b = fuser_abs_{name}(b);
   while (a != 0) {{
@@ -113,22 +103,17 @@ FUSER_FN {name} fuser_gcd_{name}({name} a, {name} b) {{
     b = c;
   }}
   return b;
-}}
-""",
-        f"fuser_lcm_{name}": f"""\
-FUSER_FN {name} fuser_lcm_{name}({name} a, {name} b) {{
+""")  # fmt: skip
+    _add("lcm", name, f"""\
   const {name} g = fuser_gcd_{name}(a, b);
   const {product} p = ({product})(({wide})fuser_trunc_div_{name}(a, g) * ({wide})b);
   return ({name})(p < 0 ? 0 - ({wide})p : p);
-}}
-""",
-    }
+""")  # fmt: skip
 
 
-HELPERS: dict[str, str] = {
-    "fuser_wide_div_i64": f"FUSER_FN i64 fuser_wide_div_i64(i64 a, i64 b) {{\n  {_WIDE}\n}}\n",
-}
+_add("wide_div", "i64", f"  {_WIDE}\n")
 for _name, _bits in (("i8", 8), ("i16", 16), ("i32", 32), ("i64", 64), ("u8", 8)):
-    HELPERS.update(_division(_name, _TYPES.get(_name)))
-    HELPERS.update(_shifts(_name, _bits))
-    HELPERS.update(_loops(_name))
+    _unsigned = "u64" if _name == "i64" else "u32"
+    _division(_name, _unsigned, _TYPES.get(_name))
+    _shifts(_name, _unsigned, _bits)
+    _loops(_name, _unsigned)

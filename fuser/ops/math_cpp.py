@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuser.machines import Machine
+from fuser.ops.float_cpp import define
 
 HELPERS: dict[str, str | Callable[[Machine], str]] = {}
+_WIDTHS = (("float", "f", "f32", "i32"), ("double", "", "f64", "i64"))
 
 
 def _both(name: str, args: str, body: str) -> None:
-    """Add `fuser_<name>_f32` and `_f64`; in `body` T is the type, {f} and {D} are the suffixes, C(x) a constant."""
-    for kind, f, d in (("float", "f", "f32"), ("double", "", "f64")):
-        params = ", ".join(f"{kind} {a}" for a in args.split())
-        text = body.replace("{f}", f).replace("{D}", d).replace("{T}", kind)
-        HELPERS[f"fuser_{name}_{d}"] = f"FUSER_FN {kind} fuser_{name}_{d}({params}) {{\n{text}}}\n"
+    """Add `fuser_<name>_f32` and `_f64`; in `body` T is the type, I its integer, {f} and {D} are the suffixes."""
+    for kind, f, d, i in _WIDTHS:
+        text = body.replace("{f}", f).replace("{D}", d).replace("{T}", kind).replace("{I}", i)
+        define(HELPERS, f"fuser_{name}_{d}", text, ", ".join(f"{kind} {a}" for a in args.split()), kind)
 
 
-# The float32 forms go through double: each costs two half-width vectors, and is right to the last bit or nearly.
-for (
-    _name
-) in "acos acosh asin asinh atan atanh cos cosh erfc expm1 log log10 log1p log2 sin sinh tan exp exp2 erf tanh".split():
-    HELPERS[f"fuser_{_name}_f32"] = (
-        f"FUSER_FN float fuser_{_name}_f32(float x) {{ return (float){_name}((double)x); }}\n"
-    )
+# libm's own; those that the package has in better form are in `float_cpp`, `inverse_cpp` and `double_cpp`.
+for _name in "asinh atan cosh erf expm1 sinh tanh".split():
     HELPERS[f"fuser_{_name}_f64"] = f"FUSER_FN double fuser_{_name}_f64(double x) {{ return {_name}(x); }}\n"
+for _name in "atan2 hypot".split():
+    HELPERS[f"fuser_{_name}_f64"] = (
+        f"FUSER_FN double fuser_{_name}_f64(double x, double y) {{ return {_name}(x, y); }}\n"
+    )
+HELPERS["fuser_hypot_f32"] = """\
+FUSER_FN float fuser_hypot_f32(float x, float y) { return (float)hypot((double)x, (double)y); }
+"""
 HELPERS["fuser_erfc_f32"] = """\
 FUSER_FN float fuser_erfc_f32(float x) {
   const bool inside = (x > -4.0f) & (x < 10.5f), same = (x >= -3.9999998f) & (x <= 10.499999f);
@@ -33,14 +36,6 @@ FUSER_FN float fuser_erfc_f32(float x) {
   return inside ? value : edge;
 }
 """
-for _name in "atan2 hypot pow".split():
-    HELPERS[f"fuser_{_name}_f32"] = (
-        f"FUSER_FN float fuser_{_name}_f32(float x, float y) {{ return (float){_name}((double)x, (double)y); }}\n"
-    )
-    HELPERS[f"fuser_{_name}_f64"] = (
-        f"FUSER_FN double fuser_{_name}_f64(double x, double y) {{ return {_name}(x, y); }}\n"
-    )
-
 # Exact, since what is left of `a` after whole multiples of `b` is a double again: the quotient in two digits of 40
 # bits, each right to one unit at least. Vectors in which some quotient is larger ask libm, element by element. libmvec
 # has no such function: these have the names under which a compiler looks for one (the vector function ABI of x86-64).
@@ -114,50 +109,35 @@ HELPERS["fuser_fmod_f32"] = """\
 FUSER_FMOD_ALL(fuser_fmod_float)
 FUSER_FN float fuser_fmod_f32(float a, float b) { return (float)fuser_fmod_float_any((double)a, (double)b); }
 """
-_both(
-    "remainder",
-    "a b",
-    """\
+_both("remainder", "a b", """\
   const {T} r = fuser_fmod_{D}(a, b);
   return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
-""",
-)
-_both(
-    "floor_div",
-    "a b",
-    """\
+""")  # fmt: skip
+_both("floor_div", "a b", """\
   const {T} r = fuser_fmod_{D}(a, b);
   {T} q = (a - r) / b;
   q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
   const {T} low = __builtin_floor{f}(q), exact = a / b;
   const {T} near = q - low > ({T})0.5 ? low + 1 : low;
   return b == 0 ? exact : q != 0 ? near : __builtin_copysign{f}(0, exact);
-""",
-)
-_both("sigmoid", "x", "  return 1 / (1 + fuser_exp_{D}(-x));\n")
-_both("normal_cdf", "x", "  return ({T})0.5 * (1 + fuser_erf_{D}(x * ({T})0.70710678118654752));\n")
-_both("exp_down", "x", "  return fuser_exp_{D}(x);\n")
-_both("round", "x", "  return __builtin_rint{f}(x);\n")
-_both(
-    "nextafter",
-    "a b",
-    """\
+""")  # fmt: skip
+_NORMAL = "  return (double)0.5 * (1 + fuser_erf_f64(x * (double)0.70710678118654752));\n"
+define(HELPERS, "fuser_normal_cdf_f64", _NORMAL, kind="double")
+define(HELPERS, "fuser_exp_down_f64", "  return fuser_exp_f64(x);\n", kind="double")
+_both("nextafter", "a b", """\
   const {I} x = FUSER_BITS({I}, a);
   const {I} up = (a < b) == (a > 0) ? 1 : -1;
   const {T} tiny = __builtin_copysign{f}(FUSER_BITS({T}, ({I})1), b);
   const {T} near = a == 0 ? tiny : FUSER_BITS({T}, x + up);
   return (a != a) | (b != b) ? a + b : a == b ? b : near;
-""",
-)
-for _kind, _f, _d in (("float", "f", "f32"), ("double", "", "f64")):
+""")  # fmt: skip
+for _kind, _f, _d, _ in _WIDTHS:
     HELPERS[f"fuser_frexp_fraction_{_d}"] = (
         f"FUSER_FN {_kind} fuser_frexp_fraction_{_d}({_kind} x) {{ int e; return __builtin_frexp{_f}(x, &e); }}\n"
     )
     HELPERS[f"fuser_frexp_exponent_{_d}"] = (
         f"FUSER_FN i32 fuser_frexp_exponent_{_d}({_kind} x) {{ int e = 0; __builtin_frexp{_f}(x, &e); return e; }}\n"
     )
-for _d, _i in (("f32", "i32"), ("f64", "i64")):
-    HELPERS[f"fuser_nextafter_{_d}"] = str(HELPERS[f"fuser_nextafter_{_d}"]).replace("{I}", _i)
 
 
 def sum_of_logs(name: str, suffix: str, total: str, more: str = "") -> str:
@@ -173,31 +153,17 @@ FUSER_FN {kind} fuser_{name}_{suffix}({kind} a, {kind} b) {{
 """
 
 
-for _d in ("f32", "f64"):  # one after another, libm's own functions are done sooner than those made for vectors
-    HELPERS[f"fuser_logaddexp_in_order_{_d}"] = sum_of_logs(
-        "logaddexp_in_order", _d, "(m + __builtin_log1p(__builtin_exp(d)))"
-    )
-_both(
-    "xlogy",
-    "a b",
-    """\
-  const {T} v = a * fuser_log_{D}(b);
-  return b != b ? b : a == 0 ? ({T})0 : v;
-""",
+# One after another, libm's own functions are done sooner than those made for vectors.
+HELPERS["fuser_logaddexp_in_order_f64"] = sum_of_logs(
+    "logaddexp_in_order", "f64", "(m + __builtin_log1p(__builtin_exp(d)))"
 )
-_both(
-    "xlog1py",
-    "a b",
-    """\
-  const {T} v = a * fuser_log1p_{D}(b);
+_PRODUCT = """\
+  const {T} v = a * fuser_LOG_{D}(b);
   return b != b ? b : a == 0 ? ({T})0 : v;
-""",
-)
-_both(
-    "entr",
-    "x",
-    """\
+"""
+_both("xlogy", "a b", _PRODUCT.replace("LOG", "log"))
+_both("xlog1py", "a b", _PRODUCT.replace("LOG", "log1p"))
+_both("entr", "x", """\
   const {T} v = -x * fuser_log_{D}(x);
   return x != x ? x : x > 0 ? v : x == 0 ? ({T})0 : -__builtin_inf{f}();
-""",
-)
+""")  # fmt: skip

@@ -5,6 +5,8 @@ Formulas: Abramowitz and Stegun, Handbook of Mathematical Functions, chapter 22.
 
 from __future__ import annotations
 
+from fuser.ops.float_cpp import define
+
 HELPERS: dict[str, str] = {}
 # Degrees are cut off to whole numbers; what is no degree gives 0, as in eager.
 _DEGREE = """\
@@ -16,7 +18,9 @@ _DEGREE = """\
 def _polynomial(name: str, body: str) -> None:
     for kind, d in (("float", "f32"), ("double", "f64")):
         text = (_DEGREE + body).replace("{T}", kind).replace("{FMA}", "FUSER_FMAF" if d == "f32" else "FUSER_FMA")
-        HELPERS[f"fuser_{name}_{d}"] = f"FUSER_FN {kind} fuser_{name}_{d}({kind} x, {kind} n) {{\n{text}}}\n"
+        # beyond this degree eager's recurrences have overflowed
+        text = text.replace("{LIMIT}", "128" if d == "f32" else "512")
+        define(HELPERS, f"fuser_{name}_{d}", text, f"{kind} x, {kind} n", kind)
 
 
 # The four kinds of Chebyshev: the value at 1 and its size at -1, the form by angles and the degree from which it is
@@ -82,5 +86,3 @@ _polynomial(
         first="x", next="{FMA}((j + j + 1) * x, q, -(j * p)) / (j + 1)",
     ),
 )
-for _name, _text in HELPERS.items():  # beyond these degrees eager's recurrences have overflowed
-    HELPERS[_name] = _text.replace("{LIMIT}", "128" if _name.endswith("f32") else "512")

@@ -79,34 +79,24 @@ _MACROS: dict[str, Text] = {
 }
 _ALIASES = {"FUSER_FMAF": "FUSER_FMA"}
 
-# Functions with a vector form in libmvec (glibc 2.35 and later for most), by number of arguments.
-_VECTOR_1 = (
-    "acos acosh asin asinh atan atanh cbrt cos cosh erf erfc exp exp10 exp2 expm1"
-    " log log10 log1p log2 sin sinh tan tanh"
+# Functions of libm that helpers call: by number of arguments, those with a vector form in libmvec first (glibc 2.35 and
+# later for most).
+_UNARY = "acos acosh asin asinh atan atanh cos cosh erf erfc expm1 log log10 log1p log2 sin sinh tan tanh"
+_LIBM = (
+    ("FUSER_VEC ", 1, _UNARY),
+    ("FUSER_VEC ", 2, "atan2 hypot pow"),
+    ("", 1, "j0 j1 y0 y1"),
+    ("", 2, "fmod"),
 )
-_VECTOR_2 = "atan2 hypot pow"
-_SCALAR_1 = "lgamma tgamma j0 j1 y0 y1"
-_SCALAR_2 = "fmod"
-
-
-def _declarations() -> dict[str, str]:
-    out = {}
-    for names, arity, attribute in (
-        (_VECTOR_1, 1, "FUSER_VEC "),
-        (_VECTOR_2, 2, "FUSER_VEC "),
-        (_SCALAR_1, 1, ""),
-        (_SCALAR_2, 2, ""),
-    ):
-        for name in names.split():
-            for suffix, kind in (("", "double"), ("f", "float")):
-                args = ", ".join([kind] * arity)
-                out[name + suffix] = f'extern "C" {attribute}{kind} {name}{suffix}({args});\n'
-    return out
-
+_DECLARATIONS = {
+    name: f'extern "C" {attribute}double {name}({", ".join(["double"] * arity)});\n'
+    for attribute, arity, names in _LIBM
+    for name in names.split()
+}
 
 PRELUDE: dict[str, Text] = {
     **_MACROS,
-    **_declarations(),
+    **_DECLARATIONS,
     **conversions_cpp.HELPERS,
     **lanes_cpp.HELPERS,
     **gathers_cpp.HELPERS,

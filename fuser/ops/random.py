@@ -114,19 +114,15 @@ def _cpp_block() -> str:
 """
 
 
-def _cpp_helper() -> str:
-    return """\
+_CPP_WORD = """\
 FUSER_FN float fuser_philox_word(i64 seed, i64 stream, i64 place, i64 word) {
   FUSER_PHILOX_BLOCK((u64)(place >> 2))
   const u64 even = word & 2 ? c2 : c0, odd = word & 2 ? c3 : c1;
   return (float)(i32)((word & 1 ? odd : even) >> 8) * 0x1p-24f;
 }
 """
-
-
-def _cpp_fill() -> str:
-    """Numbers of `count` neighbours from `place` on. Eight blocks at a time, whose words are then put in turn."""
-    return """\
+# Numbers of `count` neighbours from `place` on. Eight blocks at a time, whose words are then put in turn.
+_CPP_FILL = """\
 FUSER_FN float fuser_philox_unit(u32 word) { return (float)(i32)(word >> 8) * 0x1p-24f; }
 static void fuser_philox_fill(float* to, i64 seed, i64 stream, i64 place, i64 count, int word) {
   const i64 skip = place & 3;
@@ -154,7 +150,7 @@ static void fuser_philox_fill(float* to, i64 seed, i64 stream, i64 place, i64 co
 
 
 HELPERS = {
-    "FUSER_PHILOX_BLOCK": _cpp_block(), "fuser_philox_word": _cpp_helper(), "fuser_philox_fill": _cpp_fill(),
+    "FUSER_PHILOX_BLOCK": _cpp_block(), "fuser_philox_word": _CPP_WORD, "fuser_philox_fill": _CPP_FILL,
 }  # fmt: skip
 # `quads` gives the words of four neighbours for each block, along the tile's last dim or the first of two, which makes
 # that four times as long. What a thread has stays with it: tl.join and tl.reshape only name registers anew.

@@ -124,15 +124,7 @@ SPECIAL = (
     _unary("entr", _sp.entr, (0.0, 9.0), "fuser_entr({0})"),
     *(
         OpRow(
-            name,
-            1,
-            eval,
-            f"fuser_{name}_{{D}}({{0}})",
-            triton,
-            FLOATS,
-            cost=cost,
-            domain=domain,
-            ulps=4.0,
+            name, 1, eval, f"fuser_{name}_{{D}}({{0}})", triton, FLOATS, cost=cost, domain=domain, ulps=4.0,
             text="special_cpp",
         )
         for name, eval, triton, cost, domain in (
@@ -147,19 +139,11 @@ SPECIAL = (
         )
     ),
     OpRow(
-        "zeta",
-        2,
-        _sp.zeta,
-        "fuser_zeta_{D}({0}, {1})",
-        None,
-        FLOATS,
-        cost=300,
-        domain=(1.1, 20.0),
-        ulps=8.0,
+        "zeta", 2, _sp.zeta, "fuser_zeta_{D}({0}, {1})", None, FLOATS, cost=300, domain=(1.1, 20.0), ulps=8.0,
         text="special_cpp",
         notes="A sum of powers, each of which the vector library gives to 4 ulps.",
     ),
-)
+)  # fmt: skip
 
 
 def _ndtri(dtype: torch.dtype) -> str:

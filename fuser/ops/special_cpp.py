@@ -9,12 +9,14 @@ that loops of them become vectors. Formulas: Abramowitz and Stegun, Handbook of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fuser.ops import special_fits as fits
-from fuser.ops.float_cpp import horner
+from fuser.ops.float_cpp import define, horner
 from fuser.ops.math_cpp import sum_of_logs
 
 HELPERS: dict[str, str] = {}
+_add = partial(define, HELPERS, kind="double")
 
 
 def polynomial(x: str, coefficients: tuple[float, ...]) -> str:
@@ -22,45 +24,25 @@ def polynomial(x: str, coefficients: tuple[float, ...]) -> str:
     return horner(x, *coefficients, double=True)
 
 
-def function(name: str, result: str, args: str, body: str) -> str:
-    """C++ text of a helper."""
-    return f"FUSER_FN {result} {name}({args}) {{\n{body}}}\n"
-
-
-HELPERS["fuser_exp_mid"] = function(
-    "fuser_exp_mid",
-    "double",
-    "double x",
-    f"""\
+_add("fuser_exp_mid", f"""\
   const double over = x > 700.0 ? 700.0 : x, c = over < -700.0 ? -700.0 : over;
   const double t = FUSER_FMA(c, 1.4426950408889634, 6755399441055744.0), n = t - 6755399441055744.0;
   const double r = FUSER_FMA(n, -0.6931471805599453, c);
   return {polynomial("r", fits.EXP_MID)} * FUSER_BITS(double, (FUSER_BITS(u64, t) << 52) + 0x3ff0000000000000ULL);
-""",
-)
+""")  # fmt: skip
 # Of what is normal: x = 2^e m with m from sqrt(1/2) to sqrt(2).
-HELPERS["fuser_log_normal"] = function(
-    "fuser_log_normal",
-    "double",
-    "double x",
-    f"""\
+_add("fuser_log_normal", f"""\
   const u64 b = FUSER_BITS(u64, x) - 0x3fe6a09e667f3bcdULL;
   const double e = FUSER_BITS(double, ((b + (1024ULL << 52)) >> 52) | 0x4330000000000000ULL) - 4503599627371520.0;
   const double m = FUSER_BITS(double, (b & 0xfffffffffffffULL) + 0x3fe6a09e667f3bcdULL), s = (m - 1.0) / (m + 1.0);
   const double z = s * s;
   return FUSER_FMA(e, 0.6931471805599453, s * {polynomial("z", fits.LOG_MID)});
-""",
-)
-HELPERS["fuser_log_mid"] = function(
-    "fuser_log_mid",
-    "double",
-    "double x",
-    """\
+""")  # fmt: skip
+_add("fuser_log_mid", """\
   const double y = fuser_log_normal(x);
   const double edge = x == 0.0 ? -__builtin_inf() : x < 0.0 ? __builtin_nan("") : x;
   return (x > 0.0) & (x < __builtin_inf()) ? y : edge;
-""",
-)
+""")  # fmt: skip
 
 
 # In float32 by short polynomials in double: m + log(1 + e^d), d <= 0. e^d is 0 long before its exponent wraps.
@@ -82,10 +64,8 @@ def double_pair(helpers: dict[str, str], name: str, body: Callable[[str], str]) 
     for suffix, mid in (("f64", ""), ("mid", "_MID")):
         exp, log = ("fuser_exp_mid", "fuser_log_mid") if mid else ("fuser_exp_f64", "fuser_log_f64")
         text = body(mid).replace("{exp}", exp).replace("{log}", log).replace("{mid}", suffix)
-        helpers[f"fuser_{name}_{suffix}"] = function(f"fuser_{name}_{suffix}", "double", "double x", text)
-    helpers[f"fuser_{name}_f32"] = function(
-        f"fuser_{name}_f32", "float", "float x", f"  return (float)fuser_{name}_mid((double)x);\n"
-    )
+        define(helpers, f"fuser_{name}_{suffix}", text, kind="double")
+    define(helpers, f"fuser_{name}_f32", f"  return (float)fuser_{name}_mid((double)x);\n")
 
 
 def fit(name: str, mid: str, x: str) -> str:
@@ -114,31 +94,21 @@ for _order in (0, 1):
     double_pair(HELPERS, f"i{_order}e", _bessel(_order, True))
 
 # By w = -log(1 - x^2), or its root where that is large. (The vector library's log is slow for what is negative.)
-HELPERS["fuser_erfinv_f64"] = function(
-    "fuser_erfinv_f64",
-    "double",
-    "double x",
-    f"""\
+_add("fuser_erfinv_f64", f"""\
   const double square = (1.0 - x) * (1.0 + x), w = -fuser_log_f64(__builtin_fabs(square)), s = __builtin_sqrt(w);
   const double t = FUSER_FMA(w, 0.32, -1.0), u = (s - 4.255) * 0.5698005698005698;
   const double p = w < 6.25 ? {polynomial("t", fits.ERFINV)} : {polynomial("u", fits.ERFINV_TAIL)};
   const double edge = __builtin_fabs(x) == 1.0 ? __builtin_copysign(__builtin_inf(), x) : __builtin_nan("");
   return square > 0 ? x * p : edge;
-""",
-)
-HELPERS["fuser_erfinv_f32"] = function(
-    "fuser_erfinv_f32",
-    "float",
-    "float x",
-    f"""\
+""")  # fmt: skip
+define(HELPERS, "fuser_erfinv_f32", f"""\
   const double y = x, square = FUSER_FMA(-y, y, 1.0), w = -fuser_log_normal(square), s = __builtin_sqrt(w);
   const double t = FUSER_FMA(w, 0.4, -1.0), u = FUSER_FMA(s, 1.12743891797001646, -3.521030061059766);
   const double p = w < 5.0 ? {polynomial("t", fits.ERFINV_MID)} : {polynomial("u", fits.ERFINV_TAIL_MID)};
   const float value = (float)(y * p);
   const float edge = __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(__builtin_inff(), x) : __builtin_nanf("");
   return __builtin_fabsf(x) < 1.0f ? value : edge;
-""",
-)
+""")  # fmt: skip
 
 
 # Of |x|: a quotient up to 3, or 8 (below 1 of y + 1), then Stirling's series 6.1.41; below 0 the reflection 6.1.17.
@@ -223,7 +193,7 @@ _ZETA = """\
   }
   return sum;
 """
-HELPERS["fuser_zeta_f64"] = function("fuser_zeta_f64", "double", "double s, double q", _ZETA)
-HELPERS["fuser_zeta_f32"] = function(
-    "fuser_zeta_f32", "float", "float s, float q", "  return (float)fuser_zeta_f64((double)s, (double)q);\n"
+_add("fuser_zeta_f64", _ZETA, "double s, double q")
+define(
+    HELPERS, "fuser_zeta_f32", "  return (float)fuser_zeta_f64((double)s, (double)q);\n", "float s, float q"
 )

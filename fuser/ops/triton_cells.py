@@ -7,61 +7,36 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import torch
 
-from fuser.errors import Unsupported
-from fuser.ops.cells import FLOAT8, LOW, compute_dtype, wrap_int
+from fuser.ops.cells import FLOAT8, LOW, atom, cell_of, compute_dtype, wrap_int
 from fuser.ops.table import OpRow, ReductionRow
-from fuser.reasons import because
 
 TRITON_TYPES: dict[torch.dtype, str] = {
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-    torch.int8: "tl.int8",
-    torch.int16: "tl.int16",
-    torch.int32: "tl.int32",
-    torch.int64: "tl.int64",
-    torch.uint8: "tl.uint8",
-    torch.bool: "tl.int1",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-}
+    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.uint8: "tl.uint8", torch.bool: "tl.int1",
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
+}  # fmt: skip
 _NARROW = (*LOW, *FLOAT8)
 # What a kernel's signature calls a pointer to the dtype. Bools and 8-bit floats lie in memory as bytes.
 TRITON_POINTERS: dict[torch.dtype, str] = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.bool: "*u8",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*u8",
-    torch.float8_e5m2: "*u8",
-}
-_ATOM = re.compile(r"[A-Za-z_]\w*|[\d.][\w.]*")
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32",
+    torch.int64: "*i64", torch.uint8: "*u8", torch.bool: "*u8", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*u8", torch.float8_e5m2: "*u8",
+}  # fmt: skip
 
 
 def triton_template(row: OpRow | ReductionRow, dtype: torch.dtype, fast: bool = False) -> str:
     """The Triton template of `row` for arguments of compute dtype `dtype`; raises Unsupported if there is none."""
     if fast and dtype is torch.float32 and isinstance(row, OpRow) and row.fast:
         return row.fast
-    cell = row.triton
-    if callable(cell):
-        cell = cell(dtype)
-    if cell is None or dtype not in row.dtypes:
-        raise Unsupported(because("dtype", f"{row.name} has no Triton cell for {dtype}"))
-    return cell
+    return cell_of(row, row.triton, dtype, "Triton")
 
 
 def triton_expand(cell: str, dtype: torch.dtype, args: tuple[str, ...]) -> str:
     """The Triton template `cell` for arguments of `dtype`: {0} {1} … are filled in, {T} is the arguments' type."""
-    return cell.format(*(a if _ATOM.fullmatch(a) else f"({a})" for a in args), T=TRITON_TYPES[dtype])
+    return cell.format(*map(atom, args), T=TRITON_TYPES[dtype])
 
 
 def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
@@ -73,9 +48,7 @@ def triton_number(value: bool | int | float, dtype: torch.dtype) -> str:
         if math.isnan(number) or math.isinf(number):
             return f"float('{number}')"
         return repr(number)
-    if isinstance(value, float):
-        value = int(value) if math.isfinite(value) else -(1 << 63)
-    return str(wrap_int(int(value), dtype))
+    return str(wrap_int(value, dtype))
 
 
 def triton_constant(value: bool | int | float, dtype: torch.dtype) -> str:
@@ -132,7 +105,7 @@ def triton_convert(source: torch.dtype, target: torch.dtype, text: str) -> str:
     """
     source = compute_dtype(source)
     compute = compute_dtype(target)
-    name = text if _ATOM.fullmatch(text) else f"({text})"
+    name = atom(text)
     if compute is torch.bool:
         text = f"({name} != 0)" if source is not torch.bool else text
     elif source.is_floating_point and compute.itemsize < 4 and not compute.is_floating_point:

@@ -15,10 +15,6 @@ _WORD = re.compile(r"\bfuser_\w+")
 _CAPABILITY = "FUSER_CAPABILITY = tl.constexpr(0)  # of the device: compile_worker.py puts it in; 0: any, or none\n"
 
 
-def _function(head: str, body: str) -> str:
-    return f"@triton.jit\ndef {head}:\n{body}"
-
-
 # Triton's integer division truncates, as C's does.
 _FLOOR = """\
     d = tl.where(b == 0, 1, b).to(b.dtype)
@@ -134,88 +130,68 @@ _INTEGER = {
     "lshift": (_SHIFT, "tl.where(far, 0, a << near)"),
     "rshift": (_SHIFT, "tl.where(far, tl.where(a < 0, -1, 0).to(a.dtype), a >> near)"),
 }
-TRITON_HELPERS: dict[str, str] = {
-    **random.TRITON_HELPERS,
-    "fuser_find_member": _function("fuser_find_member(table, pid)", _FIND_MEMBER),
-    **{
-        f"fuser_{name}": _function(f"fuser_{name}(a, b)", f"{body}    return {result}.to(a.dtype)\n")
-        for name, (body, result) in _INTEGER.items()
-    },
-    "fuser_trunc": _function("fuser_trunc(x)", "    return tl.where(x < 0, tl.ceil(x), tl.floor(x))\n"),
-    **{
-        f"fuser_floor_div_{bits}": _function(f"fuser_floor_div_{bits}(a, b)", _FLOOR_DIV.format(quotient=quotient))
-        for bits, quotient in ((32, "tl.div_rn(a - r, b)"), (64, "(a - r) / b"))
-    },
-    "fuser_remainder_float": _function(
-        "fuser_remainder_float(a, b)",
-        "    r = libdevice.fmod(a, b)\n    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)\n",
-    ),
-    "fuser_tanh": _function("fuser_tanh(x)", _TANH),
-    "fuser_tanh_fast": _function("fuser_tanh_fast(x)", _TANH_FAST),
-    "fuser_erf_fast": _function("fuser_erf_fast(x)", _ERF_FAST),
-    "fuser_normal_cdf_fast": _function("fuser_normal_cdf_fast(x)", _NORMAL_CDF_FAST),
-    "fuser_sigmoid": _function("fuser_sigmoid(x)", "    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))\n"),
-    "fuser_logaddexp": _function(
-        "fuser_logaddexp(a, b)",
-        "    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
-        "    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
-        "    same = (a == b) & (tl.abs(a) == float('inf'))\n"
-        "    return tl.where(same, a, high + libdevice.log1p(libdevice.exp(low - high)))\n",
-    ),
-    "fuser_logaddexp2": _function(
-        "fuser_logaddexp2(a, b)",
-        "    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
-        "    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)\n"
-        "    same = (a == b) & (tl.abs(a) == float('inf'))\n"
-        "    return tl.where(same, a, high + libdevice.log1p(libdevice.exp2(low - high)) * 1.4426950408889634)\n",
-    ),
-    "fuser_xlogy": _function(
-        "fuser_xlogy(a, b)", "    return tl.where(b != b, b, tl.where(a == 0, 0.0, a * libdevice.log(b)))\n"
-    ),
-    "fuser_xlog1py": _function(
-        "fuser_xlog1py(a, b)", "    return tl.where(b != b, b, tl.where(a == 0, 0.0, a * libdevice.log1p(b)))\n"
-    ),
-    "fuser_entr": _function(
-        "fuser_entr(x)",
-        "    y = tl.where(x == 0, 0.0, float('-inf'))\n"
-        "    return tl.where(x != x, x, tl.where(x > 0, -x * libdevice.log(x), y))\n",
-    ),
-    "fuser_load_float8_e4m3fn": _function("fuser_load_float8_e4m3fn(q)", _LOAD_E4M3FN),
-    "fuser_store_float8_e4m3fn": _function(
-        "fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, prepared="")
-    ),
-    "fuser_store_float8_e4m3fn_or_nan": _function(
-        "fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, prepared=_OR_NAN)
-    ),
-    "fuser_store_float8_e5m2": _function("fuser_store_float8_e5m2(x)", _STORE_FLOAT8.format(**_E5M2)),
-    # The upper byte of a half.
-    "fuser_load_float8_e5m2": _function(
-        "fuser_load_float8_e5m2(q)", "    return (q.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)\n"
-    ),
-}  # fmt: skip
+TRITON_HELPERS: dict[str, str] = dict(random.TRITON_HELPERS)
 
 
-def _combiner(name: str, text: str) -> None:
-    TRITON_HELPERS[name] = _function(f"{name}(a, b)", f"    return {text}\n")
+def _add(head: str, body: str) -> None:
+    """Add the function of that head."""
+    TRITON_HELPERS[head.partition("(")[0]] = f"@triton.jit\ndef {head}:\n{body}"
 
 
-_combiner("fuser_combine_sum", "a + b")
-_combiner("fuser_combine_prod", "a * b")
-_combiner("fuser_combine_logaddexp", "fuser_logaddexp(a, b)")
-_combiner("fuser_combine_max", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)")
-_combiner("fuser_combine_min", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)")
-
+_add("fuser_find_member(table, pid)", _FIND_MEMBER)
+for _name, (_body, _result) in _INTEGER.items():
+    _add(f"fuser_{_name}(a, b)", f"{_body}    return {_result}.to(a.dtype)\n")
+_add("fuser_trunc(x)", "    return tl.where(x < 0, tl.ceil(x), tl.floor(x))\n")
+for _bits, _quotient in ((32, "tl.div_rn(a - r, b)"), (64, "(a - r) / b")):
+    _add(f"fuser_floor_div_{_bits}(a, b)", _FLOOR_DIV.format(quotient=_quotient))
+_add("fuser_remainder_float(a, b)", """\
+    r = libdevice.fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
+""")  # fmt: skip
+_add("fuser_tanh(x)", _TANH)
+_add("fuser_tanh_fast(x)", _TANH_FAST)
+_add("fuser_erf_fast(x)", _ERF_FAST)
+_add("fuser_normal_cdf_fast(x)", _NORMAL_CDF_FAST)
+_add("fuser_sigmoid(x)", "    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))\n")
+for _name, _sum in (
+    ("logaddexp", "libdevice.log1p(libdevice.exp(low - high))"),
+    ("logaddexp2", "libdevice.log1p(libdevice.exp2(low - high)) * 1.4426950408889634"),
+):
+    _add(f"fuser_{_name}(a, b)", f"""\
+    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    same = (a == b) & (tl.abs(a) == float('inf'))
+    return tl.where(same, a, high + {_sum})
+""")  # fmt: skip
+for _name, _log in (("xlogy", "log"), ("xlog1py", "log1p")):
+    _text = f"    return tl.where(b != b, b, tl.where(a == 0, 0.0, a * libdevice.{_log}(b)))\n"
+    _add(f"fuser_{_name}(a, b)", _text)
+_add("fuser_entr(x)", """\
+    y = tl.where(x == 0, 0.0, float('-inf'))
+    return tl.where(x != x, x, tl.where(x > 0, -x * libdevice.log(x), y))
+""")  # fmt: skip
+_add("fuser_load_float8_e4m3fn(q)", _LOAD_E4M3FN)
+_add("fuser_store_float8_e4m3fn(x)", _STORE_FLOAT8.format(**_E4M3FN, top=126, prepared=""))
+_add("fuser_store_float8_e4m3fn_or_nan(x)", _STORE_FLOAT8.format(**_E4M3FN, top=127, prepared=_OR_NAN))
+_add("fuser_store_float8_e5m2(x)", _STORE_FLOAT8.format(**_E5M2))
+# The upper byte of a half.
+_add("fuser_load_float8_e5m2(q)", "    return (q.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)\n")
+for _name, _text in (
+    ("sum", "a + b"), ("prod", "a * b"), ("logaddexp", "fuser_logaddexp(a, b)"),
+    ("max", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+    ("min", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+):  # fmt: skip
+    _add(f"fuser_combine_{_name}(a, b)", f"    return {_text}\n")
 # Better value, or the same value at a lower index. NaN is better than any number and equal to NaN.
 for _name, _sign in (("argmax", ">"), ("argmin", "<")):
-    TRITON_HELPERS[f"fuser_better_{_name}"] = _function(
-        f"fuser_better_{_name}(v, i, w, j)",
-        f"    same = (w == v) | ((w != w) & (v != v))\n"
-        f"    return (w {_sign} v) | ((w != w) & (v == v)) | (same & (j < i))\n",
-    )
-    TRITON_HELPERS[f"fuser_combine_{_name}"] = _function(
-        f"fuser_combine_{_name}(v, i, w, j)",
-        f"    better = fuser_better_{_name}(v, i, w, j)\n    return tl.where(better, w, v), tl.where(better, j, i)\n",
-    )
+    _add(f"fuser_better_{_name}(v, i, w, j)", f"""\
+    same = (w == v) | ((w != w) & (v != v))
+    return (w {_sign} v) | ((w != w) & (v == v)) | (same & (j < i))
+""")  # fmt: skip
+    _add(f"fuser_combine_{_name}(v, i, w, j)", f"""\
+    better = fuser_better_{_name}(v, i, w, j)
+    return tl.where(better, w, v), tl.where(better, j, i)
+""")  # fmt: skip
 
 
 def triton_prelude(source: str) -> str:

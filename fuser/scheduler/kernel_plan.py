@@ -126,6 +126,10 @@ class Passes(Sequence[Pass]):
         """Rows outside the inner loops that `roots` need, in order, but for results of reductions."""
         return self._behind(roots, lambda n: n not in self.full and self._plan.rows[n].op != "reduced")
 
+    def varying(self, roots: Iterable[int]) -> list[int]:
+        """Rows that vary along an axis and that `roots` need, in order."""
+        return self._behind(roots, lambda n: bool(self._plan.varies[n]))
+
     def _behind(
         self, roots: Iterable[int], belongs: Callable[[int], bool], stop: Set[int] = frozenset()
     ) -> list[int]:  # fmt: skip

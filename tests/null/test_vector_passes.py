@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from fuser import machines
-from fuser.cpu.ordered import lone_halves
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
+from fuser.cpu.vir.passes import convert_alone, stage_stores
 from fuser.cpu.vir.printer import printed
-from fuser.cpu.vir.staging import stage_stores
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.debug.vector_interpreter import interpret
 
@@ -99,7 +100,9 @@ def halved() -> ir.Kernel:
 
 def test_lone_conversions():
     x = np.array([1.0, -2.5, 0.1, np.inf], np.float16)
-    before, after = halved(), lone_halves(halved())
+    before, sequential = halved(), dataclasses.replace(halved(), sequential=True)
+    assert convert_alone(before, MACHINE) == before
+    after = convert_alone(sequential, MACHINE)
     texts = [printed(k).text for k in (before, after)]
     assert [t.count("fuser_load_half") for t in texts] == [1, 0]
     assert texts[1] == texts[0].replace("fuser_load", "fuser_lone_load").replace("fuser_store", "fuser_lone_store")

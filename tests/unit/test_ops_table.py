@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import importlib
 import itertools
 import math
 import os
+import re
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fuser import ops
+from fuser import machines, ops
 from fuser.errors import Unsupported
 from tests import forked
 from tests.unit import ops_reference
@@ -293,3 +297,42 @@ def test_helpers_of_rare_functions_are_loaded_when_they_are_needed() -> None:
     )
     done = forked.run(["-c", code])
     assert done.returncode == 0, done.stderr
+
+
+def test_each_helper_is_written_once_and_called() -> None:
+    modules = [m for name, m in vars(ops.prelude).items() if name.endswith("_cpp")] + [ops.random]
+    rare = [importlib.import_module(f"fuser.ops.{row.text}") for row in ops.OPS.values() if row.text]
+    written = collections.Counter(name for m in modules for name in m.HELPERS)
+    rarely = {name for m in rare for name in m.HELPERS}
+    assert [name for name, n in written.items() if n > 1 or name in rarely] == []
+    for m in rare:
+        ops.prelude.load(m.__name__.rpartition(".")[2])
+    machines_of = [machines.find("avx512"), machines.find("avx2")]
+    called, pending = set(), list(ops.helpers_in("\n".join(cells())))
+    while pending:
+        name = pending.pop()
+        if name not in called:
+            called.add(name)
+            pending += (need for machine in machines_of for need in ops.prelude._needs(name, machine))
+    # Names that the printer makes of dtypes, and the helpers of `scans_cpp`, which all scans of blocks share.
+    made = (
+        "FUSER_", "fuser_lanes_", "fuser_load_", "fuser_store_", "fuser_round_", "fuser_gather_", "fuser_piece_",
+        "fuser_lone_", "fuser_scan_", "fuser_total_", "fuser_vector_", "fuser_word", "fuser_philox_fill",
+    )  # fmt: skip
+    converts = re.compile(r"fuser_i(32|64)_from_f(32|64)")
+    assert [n for n in ops.PRELUDE if n not in called and not n.startswith(made) and not converts.match(n)] == []
+
+
+def cells() -> Iterator[str]:
+    """The text of each cell of the tables."""
+    for row, dtype in CASES:
+        spelled = (ops.cpp_cell, ops.cpp_lanes, ops.cpp_near, ops.cpp_lanes_near)
+        yield from (text for spell in spelled if (text := spell(row.name, dtype, *"abc"[: row.arity])) is not None)
+    for table, spell, args in ((ops.REDUCTIONS, ops.cpp_combine, "abcd"), (ops.SCANS, ops.cpp_step, "ab")):
+        for row in table.values():
+            yield from (spell(row.name, row.accumulate(dtype), *args) for dtype in row.dtypes)
+
+
+def test_scans_of_indices_are_of_extremes() -> None:
+    """Kernels cut no scan of extremes into chunks, so they join no indices of chunks."""
+    assert [row.name for row in ops.SCANS.values() if row.index and not row.extreme] == []

@@ -18,7 +18,8 @@ _GO = 'extern "C" void go(void* to, const void* from, i64 n) { fuser_stream(to, 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_exactly_the_bytes_of_a_result_are_written(row):
-    source = f"typedef long long i64;\n{stream_helper(row)}{_GO}"
+    helper = stream_helper({"fuser_stream"}, row)
+    source = f"typedef long long i64;\n{helper}{_GO}"
     library = ctypes.CDLL(toolchain.compile_library((source,), row, ["go"]))
     library.go.argtypes, library.go.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong), None
     draw, room = random.Random(0), 6000

@@ -12,7 +12,7 @@ import torch.fx
 from fuser import config, fusion_handle, machines, register_fusion
 from fuser.cpu import toolchain, transposes
 from fuser.cpu.transposes import TILE_STRIDE
-from fuser.cpu.vir.printer import WORDS
+from fuser.cpu.vir.calls import WORDS
 
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TYPES = "typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32; typedef unsigned long long u64;"

@@ -5,33 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fuser.cpu.vir.nodes import (
-    Block,
-    Call,
-    Do,
-    For,
-    Head,
-    Let,
-    Like,
-    Scratch,
-    Set,
-    Statement,
-    value,
-)
+from fuser.cpu.vir import nodes as ir
+from fuser.cpu.vir.values import Like, value
 
 
 class Builder:
     """A list of statements, the last of which may be blocks that are still open."""
 
     def __init__(self) -> None:
-        self.statements: list[Statement] = []
-        self._open: list[tuple[Head, list[Statement]]] = []
+        self.statements: list[ir.Statement] = []
+        self._open: list[tuple[ir.Head, list[ir.Statement]]] = []
 
-    def add(self, statement: Statement) -> None:
+    def add(self, statement: ir.Statement) -> None:
         """One statement."""
         self.statements.append(statement)
 
-    def open(self, head: Head) -> None:
+    def open(self, head: ir.Head) -> None:
         """What follows belongs to a block."""
         self._open.append((head, self.statements))
         self.statements = []
@@ -39,11 +28,11 @@ class Builder:
     def close(self) -> None:
         """The innermost open block ends."""
         head, outer = self._open.pop()
-        outer.append(Block(head, tuple(self.statements)))
+        outer.append(ir.Block(head, tuple(self.statements)))
         self.statements = outer
 
     @contextmanager
-    def block(self, head: Head) -> Iterator[None]:
+    def block(self, head: ir.Head) -> Iterator[None]:
         """What is made inside belongs to a block."""
         self.open(head)
         yield
@@ -51,24 +40,24 @@ class Builder:
 
     def let(self, kind: str, name: str, v: Like) -> None:
         """A constant with a name."""
-        self.statements.append(Let(kind, name, value(v)))
+        self.statements.append(ir.Let(kind, name, value(v)))
 
     def var(self, kind: str, name: str, v: Like | None = None) -> None:
         """A variable."""
-        self.statements.append(Let(kind, name, None if v is None else value(v), False))
+        self.statements.append(ir.Let(kind, name, None if v is None else value(v), False))
 
     def scratch(self, kind: str, name: str, *sizes: int, aligned: int = 0, zero: bool = False) -> None:
         """A local array."""
-        self.statements.append(Scratch(kind, name, sizes, aligned, zero))
+        self.statements.append(ir.Scratch(kind, name, sizes, aligned, zero))
 
     def set(self, target: Like, v: Like, sign: str = "") -> None:
         """An assignment, or `target` joined with a value by `sign`."""
-        self.statements.append(Set(value(target), value(v), sign))
+        self.statements.append(ir.Set(value(target), value(v), sign))
 
     def do(self, function: str, *args: Like) -> None:
         """A call for its effect."""
-        self.statements.append(Do(Call(function, tuple(map(value, args)))))
+        self.statements.append(ir.Do(ir.Call(function, tuple(map(value, args)))))
 
-    def each(self, count: Like, *statements: Statement, name: str = "l") -> None:
+    def each(self, count: Like, *statements: ir.Statement, name: str = "l") -> None:
         """A loop over `count` lanes, as short as it is."""
-        self.statements.append(Block(For(name, value(0), value(count)), statements))
+        self.statements.append(ir.Block(ir.For(name, value(0), value(count)), statements))

@@ -319,8 +319,12 @@ Statement = Union[
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One function. `checked`: it has a record of its own of the first offset outside of a buffer."""
+    """One function. `checked`: it has a record of its own of the first offset outside of a buffer.
+
+    `sequential`: g++ does not vectorise its loops, each turn of which waits for the one before.
+    """
 
     name: str
     body: tuple[Statement, ...]
     checked: bool = False
+    sequential: bool = False

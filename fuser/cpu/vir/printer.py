@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fuser.cpu.text import Lines, cpp_expr
+from fuser.cpu.vir import calls
 from fuser.cpu.vir import nodes as ir
 from fuser.ir.sizes import INDIRECT, Sym
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import (
     CPP_TYPES,
     LOW,
-    SCANS,
     cell_helpers,
     compute_dtype,
     cpp_cell,
@@ -43,9 +43,6 @@ _TABLES: dict[str, Callable[..., str | None]] = {
     "near": cpp_near, "lanes_near": cpp_lanes_near,
 }  # fmt: skip
 _ARRAYS = ("fuser_zeros",)  # of the generator's helpers
-WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}  # the type that elements are moved as, by their bytes
-SCANNED = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32"}  # by helpers of blocks
-_ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bool: "bool", **LOW}
 INTEGERS = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
 
 
@@ -152,87 +149,20 @@ class Printer:
     # -- vectors -------------------------------------------------------------------------------------------------------
     def _splat(self, v: ir.Splat) -> str:
         if isinstance(v.of, int):
-            return f"(({_moved(v.of)}){{}} + {self._in(v.a, 10)})"
+            return f"(({calls.moved(v.of)}){{}} + {self._in(v.a, 10)})"
         return self._helper(f"fuser_lanes_all{'_flags' if v.of is torch.bool else ''}", v.a)
-
-    def _load(self, v: ir.Load) -> str:
-        if v.paired:
-            return self._helper("fuser_lanes_load_pairs", v.address)
-        more = v.back if v.back is not None else v.mask
-        how = "back" if v.back is not None else "load" if v.mask is None or isinstance(v.of, int) else "part"
-        how = how if v.step == 1 else {"load": "each_second", "part": "part_of_second"}[how]
-        return self._helper(_spelled(how, v.of), v.address, *(() if more is None else (more,)))
-
-    def _first(self, v: ir.First) -> str:
-        how = "fuser_first" if isinstance(v.of, int) else f"fuser_lanes_{'before' if v.flags else 'first'}"
-        how += "_double" if v.of is torch.float64 else ""
-        return self._helper(how, v.count)
 
     def _mask(self, v: ir.Mask) -> str:
         if v.any:
             return f"({self._helper('FUSER_MASK', ir.Cast('lanes_i', v.flags))} != 0)"
         return self._helper("FUSER_MASK", v.flags)
 
-    def _half(self, v: ir.Half) -> str:
-        return self._helper(f"fuser_lanes_{'odd' if v.odd else 'even'}", v.pairs)
-
-    def _blend(self, v: ir.Blend) -> str:
-        return self._helper(_spelled("pick", v.of), v.mask, v.a, v.b)
-
-    def _gather(self, v: ir.Gather) -> str:
-        return self._helper(f"fuser_gather_{v.kind}", v.buffer, v.place)
-
-    def _fma(self, v: ir.Fma) -> str:
-        return self._helper("FUSER_FMAF", v.a, v.b, v.c)
-
-    def _store(self, s: ir.Store) -> str:
-        values = s.values
-        if s.of is torch.bfloat16:
-            values = tuple(_bfloat16_bits(v, s) for v in values)
-        if len(values) > 1:
-            return f"{self._helper('fuser_lanes_store_pairs', s.address, *values)};"
-        masked = s.mask is not None
-        how = _spelled("put" if masked and not isinstance(s.of, int) else "store", s.of)
-        return f"{self._helper(how, s.address, *values, *((s.mask,) if s.mask is not None else ()))};"
-
-    def _transpose(self, s: ir.Transpose) -> str:
-        word = WORDS[s.size]
-        if s.rows is None:
-            return f"{self._helper(f'apart_{word}', s.source, s.step, s.to, s.columns)};"
-        return f"{self._helper(f'transpose_{word}', s.source, s.step, s.to, s.rows, s.columns)};"
-
-    def _widen(self, s: ir.Widen) -> str:
-        if s.low is None or s.high is None:
-            return f"{self._helper('fuser_piece_from_half', s.to, s.source, s.count)};"
-        return f"{self._helper('fuser_piece_between', s.to, s.source, s.count, s.low, s.high)};"
-
-    def _narrow(self, s: ir.Narrow) -> str:
-        return f"{self._helper('fuser_piece_to_half', s.to, s.source, s.count)};"
-
-    def _draw(self, s: ir.Draw) -> str:
-        args = self._helper("fuser_philox_fill", s.to, s.seed, s.stream, s.place, s.count, ir.Number(s.word))
-        return f"{args};"
-
-    def _scan_block(self, s: ir.ScanBlock) -> str:
-        name = f"fuser_{'total' if s.total else 'scan'}_{SCANS[s.how].helper}_{SCANNED[s.element]}"
-        none = ir.Number(0)
-        args = [s.source, s.count, s.acc, s.to or ir.Cast(f"{CPP_TYPES[s.element]}*", none)]
-        if s.place is not None and s.base is not None:
-            args += [s.place, s.base, s.places or ir.Cast("i64*", none)]
-        return f"{self._helper(name, *args)};"
-
-    def _stream(self, s: ir.Stream) -> str:
-        return f"{self._helper('fuser_stream', s.to, s.source, s.count)};"
-
-    def _stream_end(self, s: ir.StreamEnd) -> str:
-        return f"{self._helper('fuser_stream_end')};"
-
     def _bound(self, v: ir.Bound) -> str:
         self.uses.add("FUSER_BOUND")
         return f"FUSER_BOUND({self.value(v.a)}, {v.sign}, {self.value(v.b)})"
 
-    def _call(self, v: ir.Call) -> str:
-        return self._helper(v.function, *v.args)
+    def _called(self, v: ir.Value) -> str:
+        return self._helper(*calls.VALUES[type(v)](v))
 
     def _helper(self, function: str, *args: ir.Value) -> str:
         self.uses.add(function)
@@ -280,8 +210,8 @@ class Printer:
     def _set(self, s: ir.Set) -> str:
         return f"{self.value(s.target)} {s.sign}= {self.value(s.value)};"
 
-    def _do(self, s: ir.Do) -> str:
-        return f"{self._call(s.call)};"
+    def _calling(self, s: ir.Statement) -> str:
+        return f"{self._helper(*calls.STATEMENTS[type(s)](s))};"
 
     def _return(self, s: ir.Return) -> str:
         return "return;"
@@ -382,7 +312,7 @@ class Printer:
     def _if(self, head: ir.If, body: tuple[ir.Statement, ...]) -> None:
         test = self.value(head.test)
         text = f"if (__builtin_expect({test}, 0))" if head.rare else f"if ({test})"
-        if len(body) == 1 and type(body[0]) in _CALLS:
+        if len(body) == 1 and type(body[0]) in _SHORT:
             self.out.add(f"{text} {_STATEMENTS[type(body[0])](self, body[0])}")
         else:
             self._braces(text, body)
@@ -404,25 +334,6 @@ class Printer:
         params = ", ".join(f"{kind} {name}" for kind, name in head.params)
         inline = " __attribute__((always_inline))" if head.inline else ""
         self._braces(f"auto {head.name} = [&]({params}){inline}", body, "};")
-
-
-def _moved(size: int) -> str:
-    """The vector type of elements of so many bytes."""
-    return f"fuser_bits{size}"
-
-
-def _spelled(how: str, of: ir.Of) -> str:
-    """The function of vectors that are made `of` something."""
-    return f"{_moved(of)}_{how}" if isinstance(of, int) else f"fuser_lanes_{how}_{_ELEMENTS[of]}"
-
-
-def _bfloat16_bits(v: ir.Value, s: ir.Store) -> ir.Value:
-    """Floats as the bits whose upper half is the bfloat16 to store, or a NaN."""
-    if s.exact:
-        return ir.Cast("lanes_u", v)
-    if s.tame:
-        return ir.call("fuser_lanes_nearest_bfloat16", v)
-    return ir.Cast("lanes_u", ir.Round(torch.bfloat16, v, False, True))
 
 
 def _binds(v: ir.Value) -> int:
@@ -458,18 +369,13 @@ _VALUES: dict[type, Callable[[Printer, Any], str]] = {
     ir.At: Printer._at, ir.Address: Printer._address, ir.Unary: Printer._unary, ir.Binary: Printer._binary,
     ir.Select: Printer._select, ir.Cast: Printer._cast, ir.Op: Printer._op, ir.Convert: Printer._convert,
     ir.Round: Printer._round, ir.Decode: Printer._decode, ir.Encode: Printer._encode, ir.Bound: Printer._bound,
-    ir.Call: Printer._call, ir.Splat: Printer._splat, ir.Load: Printer._load, ir.First: Printer._first,
-    ir.Mask: Printer._mask, ir.Half: Printer._half, ir.Blend: Printer._blend, ir.Gather: Printer._gather,
-    ir.Fma: Printer._fma,
+    ir.Splat: Printer._splat, ir.Mask: Printer._mask, **dict.fromkeys(calls.VALUES, Printer._called),
 }  # fmt: skip
 _STATEMENTS: dict[type, Callable[[Printer, Any], str]] = {
     ir.Let: Printer._let, ir.Scratch: Printer._scratch, ir.Pointer: Printer._pointer, ir.Set: Printer._set,
-    ir.Do: Printer._do, ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, ir.Store: Printer._store,
-    ir.Transpose: Printer._transpose, ir.Widen: Printer._widen, ir.Narrow: Printer._narrow,
-    ir.Draw: Printer._draw, ir.ScanBlock: Printer._scan_block, ir.Stream: Printer._stream,
-    ir.StreamEnd: Printer._stream_end,
+    ir.Return: Printer._return, ir.Prefetch: Printer._prefetch, **dict.fromkeys(calls.STATEMENTS, Printer._calling),
 }  # fmt: skip
-_CALLS = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
+_SHORT = (ir.Do, ir.Stream, ir.StreamEnd, ir.Transpose)
 _HEADS: dict[type, Callable[[Printer, Any, tuple[ir.Statement, ...]], None]] = {
     ir.Plain: Printer._plain, ir.For: Printer._for, ir.Units: Printer._units, ir.Segments: Printer._segments,
     ir.While: Printer._while, ir.If: Printer._if, ir.Else: Printer._else, ir.Only: Printer._only,

@@ -16,54 +16,22 @@ from fuser.ir.sizes import Expr, Sym
 from fuser.lazy_dataclasses import dataclass
 
 
+def _binary(sign: str) -> Callable[[Value, Like], Value]:
+    return lambda a, b: Binary(sign, a, value(b))
+
+
 class Value:
     """Base of what has a value. Python's operators make `Binary` nodes; `same` and `differs` compare for equality."""
 
     __slots__ = ()
-
-    def __add__(self, other: Like) -> Value:
-        return Binary("+", self, value(other))
-
-    def __sub__(self, other: Like) -> Value:
-        return Binary("-", self, value(other))
-
-    def __mul__(self, other: Like) -> Value:
-        return Binary("*", self, value(other))
-
-    def __floordiv__(self, other: Like) -> Value:
-        return Binary("/", self, value(other))
-
-    def __mod__(self, other: Like) -> Value:
-        return Binary("%", self, value(other))
-
-    def __and__(self, other: Like) -> Value:
-        return Binary("&", self, value(other))
-
-    def __or__(self, other: Like) -> Value:
-        return Binary("|", self, value(other))
-
-    def __lt__(self, other: Like) -> Value:
-        return Binary("<", self, value(other))
-
-    def __le__(self, other: Like) -> Value:
-        return Binary("<=", self, value(other))
-
-    def __gt__(self, other: Like) -> Value:
-        return Binary(">", self, value(other))
-
-    def __ge__(self, other: Like) -> Value:
-        return Binary(">=", self, value(other))
+    __add__, __sub__, __mul__ = _binary("+"), _binary("-"), _binary("*")
+    __floordiv__, __mod__ = _binary("/"), _binary("%")
+    __and__, __or__ = _binary("&"), _binary("|")
+    __lt__, __le__, __gt__, __ge__ = _binary("<"), _binary("<="), _binary(">"), _binary(">=")
+    same, differs = _binary("=="), _binary("!=")
 
     def __invert__(self) -> Value:
         return Unary("~", self)
-
-    def same(self, other: Like) -> Value:
-        """Whether both are equal."""
-        return Binary("==", self, value(other))
-
-    def differs(self, other: Like) -> Value:
-        """Whether both are not."""
-        return Binary("!=", self, value(other))
 
     def __getitem__(self, place: Like) -> At:
         return At(self, value(place))
@@ -332,36 +300,7 @@ def call(function: str, *args: Like) -> Call:
 
 
 __all__ = [
-    "Value",
-    "Name",
-    "Number",
-    "Slot",
-    "Scope",
-    "Offset",
-    "At",
-    "Address",
-    "Unary",
-    "Binary",
-    "Select",
-    "Cast",
-    "Op",
-    "Convert",
-    "Round",
-    "Decode",
-    "Encode",
-    "Load",
-    "First",
-    "Mask",
-    "Half",
-    "Blend",
-    "Splat",
-    "Gather",
-    "Fma",
-    "Bound",
-    "Call",
-    "Like",
-    "Of",
-    "call",
-    "least",
-    "value",
-]
+    "Value", "Name", "Number", "Slot", "Scope", "Offset", "At", "Address", "Unary", "Binary", "Select", "Cast", "Op",
+    "Convert", "Round", "Decode", "Encode", "Load", "First", "Mask", "Half", "Blend", "Splat", "Gather", "Fma", "Bound",
+    "Call", "Like", "Of", "call", "least", "value",
+]  # fmt: skip

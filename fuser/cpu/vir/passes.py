@@ -1,19 +1,32 @@
-"""The pass that stages large results: their stores go to tiles in the first level cache, and from there past the cache.
-
-Which loops may do so, `Staged` blocks say; whether one does is known at run time, by the variable `stream`.
-"""
+"""The passes over the vector IR of a function, in the order of `PASSES`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
+from fuser import config
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
+from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 
 
+def through_passes(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
+    """`kernel` as all passes leave it; with `config.check_ir` it is verified before each."""
+    for run in PASSES:
+        if config.check_ir:
+            verify_kernel(kernel)
+        kernel = run(kernel, machine)
+    return kernel
+
+
 def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` without `Staged` blocks: a tile before each loop, stores into it or to memory, a copy behind."""
+    """`kernel` without `Staged` blocks: a tile before each loop, stores into it or to memory, a copy behind.
+
+    The tile is in the first level cache, the copy goes past the cache. Which loops may do so, the blocks say; whether
+    one does is known at run time, by the variable `stream`.
+    """
 
     def expanded(s: ir.Statement) -> Sequence[ir.Statement]:
         if not isinstance(s, ir.Block) or not isinstance(s.head, ir.Staged):
@@ -43,4 +56,16 @@ def _into_tile(v: ir.Value, places: dict[str, ir.Value]) -> ir.Value:
     return v
 
 
-__all__ = ["stage_stores"]
+def convert_alone(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
+    """`kernel` with scalar conversions of float16, if it is sequential."""
+
+    def lone(v: ir.Value) -> ir.Value:
+        return dataclasses.replace(v, lone=True) if isinstance(v, ir.Decode | ir.Encode) else v
+
+    changed: ir.Kernel = rewrite.values(kernel, lone) if kernel.sequential else kernel
+    return changed
+
+
+PASSES: tuple[Callable[[ir.Kernel, Machine], ir.Kernel], ...] = (stage_stores, convert_alone)
+
+__all__ = ["PASSES", "convert_alone", "stage_stores", "through_passes"]
