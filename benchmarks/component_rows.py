@@ -1,7 +1,7 @@
 """The rows of the `components` suite: tensors whose last dim holds a few components, as public programs have them.
 
-Boxes of detectors, quaternions and rotations of avatars and robots, points and rays, colours, rotary embeddings by pairs
-and by complex numbers, gates of interleaved columns, spectra.
+Boxes of detectors, quaternions and rotations of avatars and robots, points and rays, colours, rotary embeddings by
+pairs and by complex numbers, gates of interleaved columns, spectra.
 """
 
 from __future__ import annotations
