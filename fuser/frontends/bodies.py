@@ -1,0 +1,226 @@
+"""Operators on graphs, such as `cond`, `while_loop`, `scan` and `map`: each graph is compiled like one of its own.
+
+AOTAutograd hands such a call over with functional graphs as attributes of the module, the *bodies*. A body goes through
+the passes, the grouping and the outer program like any graph. The loops here call the bodies' programs. They give what
+torch's own loops give. Under a mode or a transform the operator itself runs, on the graphs as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fuser.lazy_dataclasses import dataclass
+from fuser.passes.checking import copied
+from fuser.passes.classify import graphs_of, runs_graphs
+from fuser.runtime import warm
+
+if TYPE_CHECKING:
+    from fuser.frontends.functional import Compiled
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Body:
+    """One graph that an operator runs: its attribute of the module, the operator's name, what was made of it."""
+
+    name: str
+    operator: str
+    compiled: Compiled
+
+
+@dataclass(frozen=True)
+class Call:
+    """What runs in place of a call of an operator on graphs: a function of the arguments that are no graphs."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def compile_bodies(
+    module: fx.GraphModule, compile_graph: Callable[[fx.GraphModule], Compiled]
+) -> tuple[tuple[Body, ...], dict[fx.Node, Call]]:
+    """The compiled bodies of a module, each once, and for each node that runs some what is called in its place."""
+    bodies: dict[str, Body] = {}
+    calls: dict[fx.Node, Call] = {}
+    for node in module.graph.nodes:
+        names = [str(a.target) for a in graphs_of(node)]
+        for name in names:
+            if name not in bodies:
+                bodies[name] = Body(name, runs_graphs(node), compile_graph(_own_copy(getattr(module, name))))
+        if not names:
+            continue
+        calls[node] = _call(module, node, {name: _function_of(bodies[name].compiled) for name in names})
+    return tuple(bodies.values()), calls
+
+
+def all_of(bodies: Sequence[Body]) -> Iterator[Body]:
+    """The bodies and those inside of them, inner ones first."""
+    for body in bodies:
+        yield from all_of(body.compiled.bodies)
+        yield body
+
+
+def _own_copy(body: fx.GraphModule) -> fx.GraphModule:
+    """A body that passes may rewrite, whose result is a tuple."""
+    made = fx.GraphModule(body, copied(body.graph))
+    output = made.graph.output_node()
+    (results,) = output.args
+    output.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
+    made.recompile()
+    return made
+
+
+def _function_of(compiled: Compiled) -> Function:
+    """A function of a body's inputs to a tuple of its results."""
+    if compiled.program is None:
+        return compiled.module.forward
+    return compiled.alone or compiled.program.function
+
+
+def _call(module: fx.GraphModule, node: fx.Node, functions: Mapping[str, Function]) -> Call:
+    """The call that takes the place of a node's; `functions` are those of its graphs, by their names."""
+    operator: Any = node.target
+    graphs = {a: getattr(module, str(a.target)) for a in graphs_of(node)}
+    others = tuple(a for a in node.args if a not in graphs)
+    named = {k: v for k, v in node.kwargs.items() if v not in graphs}
+    kwargs = {k: _as_written(functions[v.target], graphs[v]) for k, v in node.kwargs.items() if v in graphs}
+    own = partial(operator, **kwargs) if kwargs else _LOOPS[str(operator)](*(functions[a.target] for a in graphs))
+    whole = {k: graphs[v] for k, v in node.kwargs.items() if v in graphs}
+
+    def call(*args: Any, **given: Any) -> Any:
+        if not _are_modes_on():
+            return own(*args, **given)
+        rest = iter(args)
+        return operator(*[graphs[a] if a in graphs else next(rest) for a in node.args], **whole, **given)
+
+    return Call(call, others, named)
+
+
+def _as_written(function: Function, graph: fx.GraphModule) -> Function:
+    """A function with the results of a graph in the form that the graph gives them."""
+    if isinstance(graph.graph.output_node().args[0], (tuple, list)):
+        return function
+    return lambda *args: function(*args)[0]
+
+
+def _are_modes_on() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+def _cond(true: Function, false: Function) -> Function:
+    def run(predicate: Any, operands: Sequence[Any]) -> Any:
+        return true(*operands) if predicate else false(*operands)
+
+    return run
+
+
+def _while_loop(condition: Function, body: Function) -> Function:
+    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
+        if not condition(*carried, *additional)[0]:
+            return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in carried)
+        going = True
+        while going:
+            carried = body(*carried, *additional)
+            going = condition(*carried, *additional)[0]
+        return carried
+
+    return run
+
+
+def _stacking_while_loop(condition: Function, body: Function) -> Function:
+    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
+        if not condition(*carried, *additional)[0]:
+            return tuple(v.unsqueeze(0).clone() if isinstance(v, torch.Tensor) else v for v in carried)
+        made: list[Any] = []
+        going = True
+        while going:
+            carried = body(*carried, *additional)
+            made.append(carried)
+            going = condition(*carried, *additional)[0]
+        return tuple(map(torch.stack, zip(*made, strict=True)))
+
+    return run
+
+
+def _scan(body: Function) -> Function:
+    def run(init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any]) -> Any:
+        carry, steps = tuple(init), len(init)
+        count = xs[0].shape[0] if xs else 0
+        outs: list[Any] = []
+        for i in range(count):
+            results = body(*carry, *[x[i] for x in xs], *additional)
+            carry, made = results[:steps], results[steps:]
+            if i == 0:
+                outs = [_rows(t, count) for t in made]
+            for out, t in zip(outs, made, strict=True):
+                if out is not None:
+                    out[i].copy_(t)
+        return (*carry, *outs)
+
+    return run
+
+
+def _map(body: Function) -> Function:
+    def run(xs: Sequence[Any], additional: Sequence[Any]) -> Any:
+        count = xs[0].shape[0]
+        if count == 0:
+            raise RuntimeError("fuser: map of no rows: its results have no sizes")
+        outs: list[Any] = []
+        for i in range(count):
+            made = body(*[x[i] for x in xs], *additional)
+            if i == 0:
+                outs = [_rows(t, count) for t in made]
+            for out, t in zip(outs, made, strict=True):
+                if out is not None:
+                    out[i].copy_(t)
+        return tuple(outs)
+
+    return run
+
+
+def _rows(row: Any, count: int) -> Any:
+    """Row-major memory for `count` results like `row`; None for None."""
+    if row is None:
+        return None
+    size = (count, *row.shape)
+    if row.device.type == "cpu" and count * row.nbytes >= warm.WARM_MIN:
+        strides = [1]
+        for n in reversed(size[1:]):
+            strides.insert(0, strides[0] * n)
+        return warm.empty_strided(size, strides, row.dtype)
+    return torch.empty(size, dtype=row.dtype, device=row.device)
+
+
+def _once(body: Function) -> Function:
+    def run(identifier: Any, *operands: Any) -> Any:
+        return body(*operands)
+
+    return run
+
+
+def _hinted(body: Function) -> Function:
+    def run(operands: Sequence[Any], *_: Any, **__: Any) -> Any:
+        return body(*operands)
+
+    return run
+
+
+_LOOPS: dict[str, Callable[..., Function]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "while_loop_stack_output": _stacking_while_loop,
+    "scan": _scan,
+    "map_impl": _map,
+    "invoke_subgraph": _once,
+    "hints_wrapper": _hinted,
+}
+
+__all__ = ["Body", "Call", "all_of", "compile_bodies"]
