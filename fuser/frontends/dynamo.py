@@ -255,7 +255,8 @@ class _GraphCompiler:
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        with levels_kept(), fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
+        corrected = fakes.corrected_traces(), fakes.loops_may_count(self.gm)
+        with levels_kept(), corrected[0], corrected[1], in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(
