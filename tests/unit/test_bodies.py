@@ -1,0 +1,206 @@
+"""Operators on graphs: `cond`, `while_loop`, `scan`, `map`, nested regions. Their graphs are compiled, and right."""
+
+from __future__ import annotations
+
+import operator
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops import associative_scan, cond, scan, while_loop
+from torch._higher_order_ops.map import map as map_rows
+from torch.utils import _pytree as pytree
+
+import fuser
+from fuser.frontends.records import CompiledGraph, compilations, forget_compilations
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean: None) -> Iterator[None]:
+    torch._dynamo.reset()
+    forget_compilations()
+    yield
+    torch._dynamo.reset()
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+def _pointwise(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(c * 0.5 + x) * torch.sigmoid(x) + 0.1
+
+
+def _reducing(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(c + x, -1) * (x - x.mean(-1, keepdim=True)) + c.amax(0) * 0.1
+
+
+def _product(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh((c @ x.t()) @ x * 0.1 + c).relu() + x
+
+
+def _norm(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(c + x, (x.shape[-1],)) * 0.5
+
+
+def _turned(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (torch.cat([c[:, 1:], x[:, :1]], 1) + x.flip(0)).clone()
+
+
+def _unchanged(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return c.clone()
+
+
+def _branching(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return cond(c.sum() > 0, lambda c, x: (c - x).sin() * 0.5, lambda c, x: (c + x).cos() * 0.7, (c, x))
+
+
+BODIES: dict[str, Function] = {
+    f.__name__.strip("_"): f for f in (_pointwise, _reducing, _product, _norm, _turned, _unchanged, _branching)
+}
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+def _of_cond(body: Function) -> Function:
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        x = xs[0] * 2
+        return cond(c.sum() > x.sum(), lambda c, x: body(c, x) + 1, lambda c, x: body(x, c) * 2, (c, x)) * 3
+
+    return program
+
+
+def _of_while(body: Function) -> Function:
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        x = xs[0].sin()
+
+        def step(i: torch.Tensor, c: torch.Tensor) -> Any:
+            return i + 1, body(c, x)
+
+        return while_loop(lambda i, c: i < 3, step, (torch.zeros((), dtype=torch.int64), c))[1] + 1
+
+    return program
+
+
+def _of_scan(body: Function) -> Function:
+    def step(c: torch.Tensor, x: torch.Tensor) -> Any:
+        made = body(c, x)
+        return made, made * 2 - x
+
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        return scan(step, c * 1.0, xs)
+
+    return program
+
+
+def _of_reversed_scan(body: Function) -> Function:
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        weight = c[:1] + 1  # from outside the body
+
+        def step(carry: Any, x: torch.Tensor) -> Any:
+            made = body(carry[0], x) * weight
+            return [made, carry[1] + x], {"a": made.clone(), "b": made.sum(-1)}
+
+        return scan(step, [c * 1.0, c * 0.0], xs, reverse=True)
+
+    return program
+
+
+def _of_map(body: Function) -> Function:
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        return map_rows(lambda x, c: body(c, x) + 1, xs, c)
+
+    return program
+
+
+def _of_region(body: Function) -> Function:
+    region = torch.compiler.nested_compile_region(body)
+
+    def program(c: torch.Tensor, xs: torch.Tensor) -> Any:
+        for i in range(2):
+            c = region(c, xs[i]) + 1
+        return c
+
+    return program
+
+
+OPERATORS: dict[str, Function] = {
+    "cond": _of_cond, "while": _of_while, "scan": _of_scan, "reversed": _of_reversed_scan, "map": _of_map,
+    "region": _of_region,
+}  # fmt: skip
+
+
+def _inputs(dtype: torch.dtype, rows: int = 4, steps: int = 3, width: int = 5) -> list[torch.Tensor]:
+    torch.manual_seed(rows * width)
+    return [torch.randn(rows, width).to(dtype), torch.randn(steps, rows, width).to(dtype)]
+
+
+def _run(function: Function, inputs: list[torch.Tensor], gradients: bool) -> list[torch.Tensor]:
+    given = [t.clone().requires_grad_(gradients) for t in inputs]
+    made = [t for t in pytree.tree_leaves(function(*given)) if isinstance(t, torch.Tensor)]
+    if gradients:
+        sum((t.float() * t.float()).sum() for t in made if t.requires_grad).backward()  # type: ignore[union-attr]
+    return [t.detach() for t in made] + [given[i].grad if given[i].grad is not None else torch.zeros(()) for i in (0, 1)]
+
+
+def _same(found: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+    wide = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 6e-2, torch.float16: 1e-2}.get(dtype, 0.0)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=wide, atol=wide, equal_nan=True)
+
+
+def _graphs() -> list[CompiledGraph]:
+    return [r for r in compilations() if r.body]
+
+
+# Combinations that AOTAutograd refuses, with `aot_eager` too: the loop's gradient, and its results' aliases.
+def _check(program: Function, inputs: list[torch.Tensor], gradients: bool, dynamic: bool | None) -> bool:
+    """Compare a program with eager; False where AOTAutograd cannot trace it, and fuser runs it in eager."""
+    dtype = inputs[0].dtype
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="fuser", dynamic=dynamic)
+    sizes = [inputs, _inputs(dtype, 4, 5, 5), _inputs(dtype, 7, 4, 6)] if dynamic else [inputs]
+    for given in sizes:
+        for _ in range(2):
+            _same(_run(compiled, given, gradients), _run(program, given, gradients), dtype)
+    return all(r.route != "eager" for r in compilations())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("operator_", OPERATORS)
+def test_inference(operator_: str, body: str, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        assert _check(OPERATORS[operator_](BODIES[body]), _inputs(dtype), False, False)
+    assert _graphs() and all(r.route != "eager" for r in _graphs())
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("operator_", OPERATORS)
+def test_gradients(operator_: str, body: str) -> None:
+    _check(OPERATORS[operator_](BODIES[body]), _inputs(torch.float32), True, False)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("operator_", OPERATORS)
+def test_symbolic_sizes(operator_: str, body: str, gradients: bool) -> None:
+    _check(OPERATORS[operator_](BODIES[body]), _inputs(torch.float64), gradients, True)
+
+
+# -- what is said of them ----------------------------------------------------------------------------------------------
+def test_explained() -> None:
+    program = _of_scan(_pointwise)
+    with torch.no_grad():
+        told = fuser.explain(program, *_inputs(torch.float32))
+        fuser.testing.assert_fused(program, *_inputs(torch.float32))
+    body, outer = told.graphs
+    assert (body.body, outer.body) == ("scan_combine_graph_0 of scan", "") and body.groups[0].hits > 0
+    assert [o.code for o in outer.not_fused] == ["bodies"] and not body.not_fused
+    assert "inference, scan_combine_graph_0 of scan" in str(told) and str(told).startswith("1 graph,")
+    assert "scan_combine_graph_0 of scan" in told.to_json()
