@@ -37,8 +37,9 @@ def headline(e: Explanation) -> str:
     compiling = sum({g.key: g.seconds for g in groups}.values())
     traced = sum({(g.compile_id, g.at): g.traced for g in e.graphs}.values())
     kinds = len({g.key for g in groups})
+    graphs = sum(not g.body for g in e.graphs)
     return (
-        f"{_count(sum(not g.body for g in e.graphs), 'graph')}, {_count(sum(b.count for b in e.breaks), 'graph break')}, "
+        f"{_count(graphs, 'graph')}, {_count(sum(b.count for b in e.breaks), 'graph break')}, "
         f"{_count(len(e.recompilations), 'recompilation')}; {fused} of {fused + left} operators in "
         f"{_count(len(groups), 'group')} of {kinds} kinds with {_count(len(kernels), 'kernel')}; "
         f"{traced:.2f} s tracing, {compiling:.2f} s making kernels"

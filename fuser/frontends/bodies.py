@@ -87,20 +87,24 @@ def _function_of(compiled: Compiled) -> Function:
 def _call(module: fx.GraphModule, node: fx.Node, functions: Mapping[str, Function]) -> Call:
     """The call that takes the place of a node's; `functions` are those of its graphs, by their names."""
     operator: Any = node.target
-    graphs = {a: getattr(module, str(a.target)) for a in graphs_of(node)}
-    others = tuple(a for a in node.args if a not in graphs)
-    named = {k: v for k, v in node.kwargs.items() if v not in graphs}
-    kwargs = {k: _as_written(functions[v.target], graphs[v]) for k, v in node.kwargs.items() if v in graphs}
-    own = partial(operator, **kwargs) if kwargs else _LOOPS[str(operator)](*(functions[a.target] for a in graphs))
-    whole = {k: graphs[v] for k, v in node.kwargs.items() if v in graphs}
+    graphs: dict[Any, str] = {a: str(a.target) for a in graphs_of(node)}
+    whole = {name: getattr(module, name) for name in graphs.values()}
+    args = tuple(a for a in node.args if not (isinstance(a, fx.Node) and a in graphs))
+    given = {k: graphs[v] for k, v in node.kwargs.items() if isinstance(v, fx.Node) and v in graphs}
+    own: Function
+    if given:  # of a call around another operator, which runs these as they are
+        own = partial(operator, **{k: _as_written(functions[name], whole[name]) for k, name in given.items()})
+    else:
+        own = _LOOPS[str(operator)](*(functions[str(a.target)] for a in graphs_of(node)))
 
-    def call(*args: Any, **given: Any) -> Any:
+    def call(*rest: Any, **named: Any) -> Any:
         if not _are_modes_on():
-            return own(*args, **given)
-        rest = iter(args)
-        return operator(*[graphs[a] if a in graphs else next(rest) for a in node.args], **whole, **given)
+            return own(*rest, **named)
+        values = iter(rest)
+        every = [whole[graphs[a]] if isinstance(a, fx.Node) and a in graphs else next(values) for a in node.args]
+        return operator(*every, **{k: whole[name] for k, name in given.items()}, **named)
 
-    return Call(call, others, named)
+    return Call(call, args, {k: v for k, v in node.kwargs.items() if k not in given})
 
 
 def _as_written(function: Function, graph: fx.GraphModule) -> Function:

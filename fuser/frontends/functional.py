@@ -174,7 +174,8 @@ def compile_functional(
     except Unsupported as error:
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
-    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, tuple(raced.values()), bodies)
+    found = tuple(raced.values())
+    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, found, bodies)
 
 
 def _compile_body(body: fx.GraphModule) -> Compiled:
