@@ -16,13 +16,17 @@ from torch import fx
 
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.checking import copied
-from fuser.passes.classify import graphs_of, runs_graphs
+from fuser.passes.classify import ON_GRAPHS, graphs_of, runs_graphs
+from fuser.passes.registry import run_stage
 from fuser.runtime import warm
 
 if TYPE_CHECKING:
     from fuser.frontends.functional import Compiled
+    from fuser.passes.runner import PassRecord
 
 Function = Callable[..., Any]
+# Operators of Dynamo's graphs that run a graph once, as if it stood there.
+_REGIONS = frozenset("cond invoke_subgraph hints_wrapper".split())
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,61 @@ def compile_bodies(
             continue
         calls[node] = _call(module, node, {name: _function_of(bodies[name].compiled) for name in names})
     return tuple(bodies.values()), calls
+
+
+def for_eager(module: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph as eager can run and differentiate it: torch has no gradient of `invoke_subgraph` outside a trace.
+
+    The graphs of such calls are called as modules. `module` itself where there are none.
+    """
+    inner = {n: m for n, m in module.named_children() if isinstance(m, fx.GraphModule)}
+    made = {n: for_eager(m) for n, m in inner.items()}
+    if not any(map(_is_region, module.graph.nodes)) and all(made[n] is m for n, m in inner.items()):
+        return module
+    found = fx.GraphModule(module, copied(module.graph))
+    for name, body in made.items():
+        if hasattr(found, name):
+            setattr(found, name, body)
+    for node in list(found.graph.nodes):
+        if _is_region(node):
+            with found.graph.inserting_before(node):
+                call = found.graph.call_module(node.args[0].target, node.args[2:])
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            found.graph.erase_node(node)
+    found.recompile()
+    return found
+
+
+def _is_region(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) == "invoke_subgraph"
+
+
+def passed_bodies(module: fx.GraphModule) -> tuple[PassRecord, ...]:
+    """Run the passes before autograd on the bodies of Dynamo's graph; the records of those that changed one.
+
+    A body that changes is replaced by a copy. The gradient of a loop takes tensors alone from one step to another, so
+    bodies of loops stay as they are where it may be needed.
+    """
+    found: list[PassRecord] = []
+    known = _REGIONS if torch.is_grad_enabled() else _REGIONS | ON_GRAPHS
+    names = [
+        str(a.target)
+        for node in module.graph.nodes
+        if str(node.target) in known and isinstance(node.target, torch._ops.HigherOrderOperator)
+        for a in node.all_input_nodes
+        if a.op == "get_attr" and isinstance(getattr(module, str(a.target), None), fx.GraphModule)
+    ]
+    for name in dict.fromkeys(names):
+        body = fx.GraphModule(getattr(module, name), copied(getattr(module, name).graph))
+        if not isinstance(body.graph.output_node().args[0], (tuple, list)):
+            continue
+        records = [r for r in (*passed_bodies(body), *run_stage("pre_grad", body)) if r.changed]
+        if records:
+            body.recompile()
+            setattr(module, name, body)
+            found += records
+    return tuple(found)
 
 
 def all_of(bodies: Sequence[Body]) -> Iterator[Body]:
