@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fuser.frontends.loops import LOOPS, Form, store_rows
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.checking import copied
 from fuser.passes.classify import ON_GRAPHS, graphs_of, runs_graphs
 from fuser.passes.registry import run_stage
-from fuser.runtime import warm
 
 if TYPE_CHECKING:
     from fuser.frontends.functional import Compiled
@@ -36,6 +36,7 @@ class Body:
     name: str
     operator: str
     compiled: Compiled
+    forms: tuple[Form, ...] | None  # of the rows that it writes; see `loops.store_rows`
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,24 @@ class Call:
 
 
 def compile_bodies(
-    module: fx.GraphModule, compile_graph: Callable[[fx.GraphModule], Compiled]
+    module: fx.GraphModule, compile_graph: Callable[[fx.GraphModule, bool], Compiled]
 ) -> tuple[tuple[Body, ...], dict[fx.Node, Call]]:
-    """The compiled bodies of a module, each once, and for each node that runs some what is called in its place."""
+    """The compiled bodies of a module, each once, and for each node that runs some what is called in its place.
+
+    `compile_graph` takes a body, and whether all that this writes is memory that overlaps nothing.
+    """
     bodies: dict[str, Body] = {}
     calls: dict[fx.Node, Call] = {}
     for node in module.graph.nodes:
         names = [str(a.target) for a in graphs_of(node)]
         for name in names:
             if name not in bodies:
-                bodies[name] = Body(name, runs_graphs(node), compile_graph(_own_copy(getattr(module, name))))
+                body = _own_copy(getattr(module, name))
+                forms = store_rows(node, body)
+                bodies[name] = Body(name, runs_graphs(node), compile_graph(body, forms is not None), forms)
         if not names:
             continue
-        calls[node] = _call(module, node, {name: _function_of(bodies[name].compiled) for name in names})
+        calls[node] = _call(module, node, [bodies[name] for name in names])
     return tuple(bodies.values()), calls
 
 
@@ -143,10 +149,11 @@ def _function_of(compiled: Compiled) -> Function:
     return compiled.alone or compiled.program.function
 
 
-def _call(module: fx.GraphModule, node: fx.Node, functions: Mapping[str, Function]) -> Call:
-    """The call that takes the place of a node's; `functions` are those of its graphs, by their names."""
+def _call(module: fx.GraphModule, node: fx.Node, bodies: Sequence[Body]) -> Call:
+    """The call that takes the place of a node's; `bodies` are those of its graphs, in order."""
     operator: Any = node.target
     graphs: dict[Any, str] = {a: str(a.target) for a in graphs_of(node)}
+    functions = {b.name: _function_of(b.compiled) for b in bodies}
     whole = {name: getattr(module, name) for name in graphs.values()}
     args = tuple(a for a in node.args if not (isinstance(a, fx.Node) and a in graphs))
     given = {k: graphs[v] for k, v in node.kwargs.items() if isinstance(v, fx.Node) and v in graphs}
@@ -154,7 +161,7 @@ def _call(module: fx.GraphModule, node: fx.Node, functions: Mapping[str, Functio
     if given:  # of a call around another operator, which runs these as they are
         own = partial(operator, **{k: _as_written(functions[name], whole[name]) for k, name in given.items()})
     else:
-        own = _LOOPS[str(operator)](*(functions[str(a.target)] for a in graphs_of(node)))
+        own = LOOPS[str(operator)](*(functions[b.name] for b in bodies), bodies[0].forms)
 
     def call(*rest: Any, **named: Any) -> Any:
         if not _are_modes_on():
@@ -176,114 +183,4 @@ def _as_written(function: Function, graph: fx.GraphModule) -> Function:
 def _are_modes_on() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
-
-# -- loops -------------------------------------------------------------------------------------------------------------
-def _cond(true: Function, false: Function) -> Function:
-    def run(predicate: Any, operands: Sequence[Any]) -> Any:
-        return true(*operands) if predicate else false(*operands)
-
-    return run
-
-
-def _while_loop(condition: Function, body: Function) -> Function:
-    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
-        if not condition(*carried, *additional)[0]:
-            return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in carried)
-        going = True
-        while going:
-            carried = body(*carried, *additional)
-            going = condition(*carried, *additional)[0]
-        return carried
-
-    return run
-
-
-def _stacking_while_loop(condition: Function, body: Function) -> Function:
-    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
-        if not condition(*carried, *additional)[0]:
-            return tuple(v.unsqueeze(0).clone() if isinstance(v, torch.Tensor) else v for v in carried)
-        made: list[Any] = []
-        going = True
-        while going:
-            carried = body(*carried, *additional)
-            made.append(carried)
-            going = condition(*carried, *additional)[0]
-        return tuple(map(torch.stack, zip(*made, strict=True)))
-
-    return run
-
-
-def _scan(body: Function) -> Function:
-    def run(init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any]) -> Any:
-        carry, steps = tuple(init), len(init)
-        count = xs[0].shape[0] if xs else 0
-        outs: list[Any] = []
-        for i in range(count):
-            results = body(*carry, *[x[i] for x in xs], *additional)
-            carry, made = results[:steps], results[steps:]
-            if i == 0:
-                outs = [_rows(t, count) for t in made]
-            for out, t in zip(outs, made, strict=True):
-                if out is not None:
-                    out[i].copy_(t)
-        return (*carry, *outs)
-
-    return run
-
-
-def _map(body: Function) -> Function:
-    def run(xs: Sequence[Any], additional: Sequence[Any]) -> Any:
-        count = xs[0].shape[0]
-        if count == 0:
-            raise RuntimeError("fuser: map of no rows: its results have no sizes")
-        outs: list[Any] = []
-        for i in range(count):
-            made = body(*[x[i] for x in xs], *additional)
-            if i == 0:
-                outs = [_rows(t, count) for t in made]
-            for out, t in zip(outs, made, strict=True):
-                if out is not None:
-                    out[i].copy_(t)
-        return tuple(outs)
-
-    return run
-
-
-def _rows(row: Any, count: int) -> Any:
-    """Row-major memory for `count` results like `row`; None for None."""
-    if row is None:
-        return None
-    size = (count, *row.shape)
-    if row.device.type == "cpu" and count * row.nbytes >= warm.WARM_MIN:
-        strides = [1]
-        for n in reversed(size[1:]):
-            strides.insert(0, strides[0] * n)
-        return warm.empty_strided(size, strides, row.dtype)
-    return torch.empty(size, dtype=row.dtype, device=row.device)
-
-
-def _once(body: Function) -> Function:
-    def run(identifier: Any, *operands: Any) -> Any:
-        return body(*operands)
-
-    return run
-
-
-def _hinted(body: Function) -> Function:
-    def run(operands: Sequence[Any], *_: Any, **__: Any) -> Any:
-        return body(*operands)
-
-    return run
-
-
-_LOOPS: dict[str, Callable[..., Function]] = {
-    "cond": _cond,
-    "while_loop": _while_loop,
-    "while_loop_stack_output": _stacking_while_loop,
-    "scan": _scan,
-    "map_impl": _map,
-    "invoke_subgraph": _once,
-    "hints_wrapper": _hinted,
-}
-
-__all__ = ["Body", "Call", "all_of", "compile_bodies"]
+__all__ = ["Body", "Call", "all_of", "compile_bodies", "for_eager", "passed_bodies"]

@@ -178,8 +178,8 @@ def compile_functional(
     return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, found, bodies)
 
 
-def _compile_body(body: fx.GraphModule) -> Compiled:
-    return compile_functional(body, ("joint_graph", "post_grad"), in_place=False)
+def _compile_body(body: fx.GraphModule, in_place: bool) -> Compiled:
+    return compile_functional(body, ("joint_graph", "post_grad"), in_place=in_place)
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
