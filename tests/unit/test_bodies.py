@@ -188,6 +188,22 @@ def test_symbolic_sizes(operator: str, gradients: bool) -> None:
     assert _check(OPERATORS[operator](_product), _inputs(torch.float64), gradients, True)
 
 
+def _rows_of_many_kinds(c: torch.Tensor, xs: torch.Tensor) -> Any:
+    """Rows of sizes that no input of the step has, rows that are inputs, turned ones, and of other dtypes."""
+
+    def step(c: torch.Tensor, x: torch.Tensor) -> Any:
+        made = (c * x).sin()
+        return made, (torch.cat([x, made]), x.clone(), (made * 2).t(), made > 0, made.clone(), made.sum())
+
+    return scan(step, c * 1.0, xs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["numbers", "symbols"])
+def test_rows(dynamic: bool) -> None:
+    with torch.no_grad():
+        assert _check(_rows_of_many_kinds, _inputs(torch.float32), False, dynamic)
+
+
 # -- writes, random numbers, graphs that eager runs --------------------------------------------------------------------
 def _writes_in_branch(c: torch.Tensor, xs: torch.Tensor) -> Any:
     def true(c: torch.Tensor, x: torch.Tensor) -> Any:
