@@ -134,6 +134,11 @@ REASONS: tuple[Reason, ...] = (
         "write it with torch's operators",
     ),
     Reason(
+        "bodies",
+        "it is an operator on graphs, such as `cond` or `scan`; its graphs are compiled, and stand beside this one",
+        "nothing",
+    ),
+    Reason(
         "no_lowering",
         "nobody wrote a lowering for this operator yet",
         "docs/operators.md lists those that have one",

@@ -48,7 +48,7 @@ def _body(e: Explanation) -> str:
 
 
 def _graph(g: Graph) -> str:
-    title = f"Graph {g.number}: {g.stage} {g.function} {short(g.at) if g.at else ''}"
+    title = f"Graph {g.number}: {g.title} {g.function} {short(g.at) if g.at else ''}"
     why = f" ({g.reason})" if g.reason else ""
     told = [f"<h3>{_text(title)}</h3><p>{_text(g.route + why)}, {g.seconds:.3f} s</p>"]
     told += [_group(group) for group in g.groups]

@@ -37,8 +37,9 @@ def headline(e: Explanation) -> str:
     compiling = sum({g.key: g.seconds for g in groups}.values())
     traced = sum({(g.compile_id, g.at): g.traced for g in e.graphs}.values())
     kinds = len({g.key for g in groups})
+    graphs = sum(not g.body for g in e.graphs)
     return (
-        f"{_count(len(e.graphs), 'graph')}, {_count(sum(b.count for b in e.breaks), 'graph break')}, "
+        f"{_count(graphs, 'graph')}, {_count(sum(b.count for b in e.breaks), 'graph break')}, "
         f"{_count(len(e.recompilations), 'recompilation')}; {fused} of {fused + left} operators in "
         f"{_count(len(groups), 'group')} of {kinds} kinds with {_count(len(kernels), 'kernel')}; "
         f"{traced:.2f} s tracing, {compiling:.2f} s making kernels"
@@ -51,7 +52,7 @@ def _count(n: int, what: str) -> str:
 
 def _graph(g: Graph) -> Iterator[str]:
     where = f" of {g.function} ({short(g.at)})" if g.function else ""
-    yield f"graph {g.number}: {g.stage}{where}, {g.route}{f': {g.reason}' if g.reason else ''}"
+    yield f"graph {g.number}: {g.title}{where}, {g.route}{f': {g.reason}' if g.reason else ''}"
     yield from _cut(_equal_groups(g.groups))
     if g.not_fused:
         size = sum(o.bytes for o in g.not_fused)

@@ -107,6 +107,7 @@ class Graph:
     `traced` the seconds of the whole compilation of that frame, all its graphs together, and `seconds` of those what
     passes, grouping and registration of this graph took. `passes` are those that changed something. `flows` are the
     values that pass between groups ("group 0") and operators on ATen (the names of their nodes): from, to, bytes.
+    `body`: for a graph that an operator of a later one runs, such as "true_graph_0 of cond".
     """
 
     number: int
@@ -125,6 +126,12 @@ class Graph:
     by_eager: dict[str, int]
     program: str = field(repr=False, default="")
     flows: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
+    body: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its stage; of a body also what it is."""
+        return f"{self.stage}, {self.body}" if self.body else self.stage
 
 
 @dataclass(frozen=True)

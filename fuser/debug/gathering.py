@@ -45,7 +45,7 @@ def _graph(number: int, r: CompiledGraph, frame: Any) -> Graph:
         tuple(
             Operator(u.op, u.source, u.code, u.reason, u.bytes, u.node, u.reads, u.read_by) for u in r.unfused
         ),
-        dict(r.by_eager), r.source, r.flows,
+        dict(r.by_eager), r.source, r.flows, r.body,
     )  # fmt: skip
 
 

@@ -196,7 +196,12 @@ def _of_compiled(function: Function) -> Explanation:
 
 def _latest(records: Sequence[CompiledGraph]) -> list[CompiledGraph]:
     """The records whose name of a compilation is still theirs: after `torch._dynamo.reset` names begin anew."""
-    begun = {r.compile_id: n for n, r in enumerate(records) if r.stage != "backward"}
+    begun: dict[str, int] = {}
+    bodies = 0  # they stand before the graph that runs them
+    for n, r in enumerate(records):
+        if r.stage != "backward" and not r.body:
+            begun[r.compile_id] = n - bodies
+        bodies = bodies + 1 if r.body else 0
     return [r for n, r in enumerate(records) if n >= begun.get(r.compile_id, 0)]
 
 

@@ -97,7 +97,7 @@ class _Lines:
 # -- graphs ------------------------------------------------------------------------------------------------------------
 def _graph(g: Graph, lines: _Lines, spent: dict[int, float]) -> dict[str, Any]:
     return {
-        "number": g.number, "stage": g.stage, "route": g.route, "reason": g.reason, "code": g.code,
+        "number": g.number, "stage": g.title, "route": g.route, "reason": g.reason, "code": g.code,
         "function": g.function, "at": short(g.at) if g.at else "", "seconds": g.seconds, "traced": g.traced,
         "passes": [[name, changed, seconds] for name, changed, seconds in g.passes], "program": g.program,
         "groups": [_group(group, lines, spent) for group in g.groups],

@@ -17,6 +17,7 @@ from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
 from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, training
+from fuser.frontends.bodies import for_eager, passed_bodies
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
@@ -118,7 +119,7 @@ def _compile(
     if missing is not None and _devices(gm, example_inputs) <= {"cpu", "meta"}:
         notices.warn_once(f"{missing}; the groups concerned run by ATen")
         _remember_eager(missing, options)
-        return gm.forward
+        return for_eager(gm).forward
     if not config.enabled:
         return _run_eager(gm, because("disabled", "config.enabled is False"), options)
     if is_in_forward_mode():
@@ -163,7 +164,7 @@ def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
 def _run_eager(gm: fx.GraphModule, reason: str, options: dict[str, Any]) -> Function:
     say_unfused(reason)
     _remember_eager(reason, options)
-    return gm.forward
+    return for_eager(gm).forward
 
 
 def _remember_eager(reason: str, options: dict[str, Any]) -> None:
@@ -194,6 +195,7 @@ class _GraphCompiler:
         self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
         self.by_eager = Tally()
         self.passes: tuple[PassRecord, ...] = ()
+        self.eager = gm  # what runs in place of the compiled graph
         self.differentiable = gm  # what eager can differentiate twice, which fused attention cannot
 
     def compile(self) -> Function:
@@ -201,10 +203,13 @@ class _GraphCompiler:
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
         hide_transformed(self.gm)
-        before = copied(self.gm.graph) if "softmax" in called(self.gm.graph) else None
-        self.passes = run_stage("pre_grad", self.gm)
+        graphs = [self.gm.graph, *(m.graph for m in self.gm.modules() if isinstance(m, fx.GraphModule))]
+        attends = any("softmax" in called(graph) for graph in graphs)
+        before = fx.GraphModule(self.gm, copied(self.gm.graph)) if attends else None
+        self.passes = (*run_stage("pre_grad", self.gm), *passed_bodies(self.gm))
         if before is not None and any(r.name == "fuse_attention" and r.changed for r in self.passes):
-            self.differentiable = fx.GraphModule(self.gm, before)
+            self.differentiable = before
+        self.eager, self.differentiable = for_eager(self.gm), for_eager(self.differentiable)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
         steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
@@ -226,7 +231,7 @@ class _GraphCompiler:
             wrapped = self._trainable(wrapped, steps)
         if not written or len(self.example_inputs) == 1:
             return wrapped
-        return Watched(wrapped, self.gm, self.example_inputs, written, self.by_eager).call
+        return Watched(wrapped, self.eager, self.example_inputs, written, self.by_eager).call
 
     def _trainable(self, wrapped: Function, steps: training.Training) -> Function:
         """What AOTAutograd made of a graph with gradients: with gradients of these, and a thin autograd node."""
@@ -255,7 +260,8 @@ class _GraphCompiler:
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        with levels_kept(), fakes.corrected_traces(), in_fast_forms(), warnings.catch_warnings():
+        corrected = fakes.corrected_traces(), fakes.loops_may_count(self.gm)
+        with levels_kept(), corrected[0], corrected[1], in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
             wrapped: Function = aot_module_simplified(
@@ -317,7 +323,7 @@ class _GraphCompiler:
 
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
             if compiled.alone is None and not any(map(training.draws, gm.graph.nodes)):
-                self.direct = guarded(self.direct, self.gm, self.by_eager)
+                self.direct = guarded(self.direct, self.eager, self.by_eager)
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
         return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)

@@ -186,6 +186,24 @@ def _follow_aot_autograd() -> None:
     aot_autograd.construct_fake_mode = construct  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def loops_may_count(gm: fx.GraphModule) -> Iterator[None]:
+    """Let the traces in this block read numbers from tensors, if the graph calls `while_loop`.
+
+    torch's gradient of a loop reads the number of the step. Dynamo forbids that unless the whole program is one graph.
+    """
+    mode = getattr(torch._guards.TracingContext.try_get(), "fake_mode", None)
+    if mode is None or not any(getattr(n.target, "__name__", "") == "while_loop" for n in gm.graph.nodes):
+        yield
+        return
+    before = getattr(mode, "allow_scalar_outputs", False)
+    mode.allow_scalar_outputs = True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
+
+
 # -- Dynamo ------------------------------------------------------------------------------------------------------------
 def follow_dynamo(backend: Callable[..., Any]) -> None:
     """Correct the fake tensors of every graph that Dynamo captures for `backend`, from its first call on."""

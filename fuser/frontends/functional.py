@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fuser import config, interface
 from fuser.errors import FuserError, Unsupported
 from fuser.frontends import guarantees
+from fuser.frontends.bodies import Body, all_of, compile_bodies
 from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
 from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
@@ -57,6 +58,7 @@ class Compiled:
     reason: str
     seconds: float
     raced: tuple[Raced, ...] = ()
+    bodies: tuple[Body, ...] = ()  # of operators on graphs
 
     @property
     def boxed(self) -> Function:
@@ -103,10 +105,18 @@ class Compiled:
         self, route: str, reason: str, options: dict[str, Any], stage: str = "inference",
         by_eager: Counter[str] | None = None,
     ) -> None:  # fmt: skip
-        """Add this graph to the history that reports read; one that runs by ATen under the route "eager"."""
+        """Add this graph to the history that reports read, behind its bodies; one that runs by ATen under "eager"."""
+        for body in all_of(self.bodies):
+            body.compiled.tell(route, reason, options, stage, Counter(), f"{body.name} of {body.operator}")
+        self.tell(route, reason, options, stage, Counter() if by_eager is None else by_eager)
+
+    def tell(
+        self, route: str, reason: str, options: dict[str, Any], stage: str, by_eager: Counter[str], body: str = ""
+    ) -> None:
+        """Add this graph alone; `body` names one that an operator runs."""
         if self.program is None:
             _log.warning("a graph runs unfused: %s", self.reason)
-            record = CompiledGraph("eager", self.reason, options=options, stage=stage)
+            record = CompiledGraph("eager", self.reason, options=options, stage=stage, body=body)
         else:
             record = CompiledGraph(
                 route=route,
@@ -118,8 +128,9 @@ class Compiled:
                 seconds=self.seconds,
                 options=options,
                 stage=stage,
-                by_eager=Counter() if by_eager is None else by_eager,
+                by_eager=by_eager,
                 flows=flows(self.plan, self.grouping),
+                body=body,
             )
         remember(record)
         log_graph(record)
@@ -127,18 +138,22 @@ class Compiled:
 
 
 def compile_functional(
-    module: fx.GraphModule, stages: Sequence[str] = ("post_grad",), earlier: Sequence[PassRecord] = ()
-) -> Compiled:
+    module: fx.GraphModule, stages: Sequence[str] = ("post_grad",), earlier: Sequence[PassRecord] = (),
+    in_place: bool = True,
+) -> Compiled:  # fmt: skip
     """Compile a functional ATen graph whose nodes carry fake values; the module itself is rewritten.
 
-    `stages` are those whose passes have not run yet, `earlier` the records of those that have.
+    `stages` are those whose passes have not run yet, `earlier` the records of those that have. `in_place`: kernels may
+    write inputs that the graph writes, as no two inputs overlap.
     """
     start = time.perf_counter()
     passes = (*earlier, *(record for stage in stages for record in run_stage(stage, module)))
     sources.complete(module.graph)
     grouping = group_nodes(module.graph)
     round_decided(module.graph, grouping.kinds)
-    plan, writing = reinplace(extract(module.graph, grouping), grouping)
+    plan, writing = extract(module.graph, grouping), frozenset[int]()
+    if in_place:
+        plan, writing = reinplace(plan, grouping)
     made = [interface.register_handle(g.graph, in_place=i in writing) for i, g in enumerate(plan.groups)]
     keys = tuple(k for k, _ in made)
     handles = {k: interface.fusion_handle(k) for k in keys}
@@ -151,14 +166,20 @@ def compile_functional(
         plan, pairs = matmuls.join(plan, writing)
         raced = {i: matmuls.Raced(pair, handles[keys[i]]) for i, pair in pairs.items()}
         functions = [("matmul", raced[i]) if i in raced else known for i, known in enumerate(functions)]
+    bodies, calls = compile_bodies(module, _compile_body)
     program, reason = None, ""
     try:
-        program = Program(module, plan, functions)
+        program = Program(module, plan, functions, calls)
         program.boxed  # noqa: B018  written and compiled now
     except Unsupported as error:
         program, reason = None, error.reason
     seconds = time.perf_counter() - start
-    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, tuple(raced.values()))
+    found = tuple(raced.values())
+    return Compiled(module, plan, grouping, keys, handles, passes, program, reason, seconds, found, bodies)
+
+
+def _compile_body(body: fx.GraphModule, in_place: bool) -> Compiled:
+    return compile_functional(body, ("joint_graph", "post_grad"), in_place=in_place)
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
@@ -179,7 +200,8 @@ def written_inputs(graph: fx.Graph) -> frozenset[int]:
 
 
 def _has_custom_ops(module: fx.GraphModule) -> bool:
-    targets = {n.target for n in module.graph.nodes if n.op == "call_function"}
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    targets = {n.target for graph in graphs for n in graph.nodes if n.op == "call_function"}
     return any(isinstance(t, torch._ops.OpOverload) and t.namespace not in _BUILTIN for t in targets)
 
 

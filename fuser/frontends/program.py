@@ -20,8 +20,9 @@ from torch import fx
 from fuser import config
 from fuser.errors import Unsupported
 from fuser.frontends import batching, sequences
+from fuser.frontends.bodies import Call
 from fuser.frontends.statements import Statement, is_mutable, moves_memory
-from fuser.passes.classify import MARK, is_ordered, is_view
+from fuser.passes.classify import MARK, graphs_of, is_ordered, is_view, runs_graphs
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
 from fuser.reasons import because
@@ -89,17 +90,23 @@ _INFIX = {
 class Program:
     """Writes and compiles the outer function of one graph.
 
-    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text.
+    `functions` are the groups' names and callables, in the order of `plan.groups`. `source` is the text. `calls` are
+    made in place of nodes that run graphs.
     `function(*inputs)` returns a tuple; so does `boxed([inputs])`, which empties its argument to free inputs early.
     """
 
-    def __init__(self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Callable[..., Any]]]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, plan: Plan, functions: Sequence[tuple[str, Callable[..., Any]]],
+        calls: Mapping[fx.Node, Call] | None = None,
+    ) -> None:  # fmt: skip
         self.module = module
+        self.calls = calls or {}
         self.plan = plan
         self.scope: dict[str, Any] = {}
         self._bound: dict[tuple[type, Any], str] = {}
         self._names: dict[fx.Node, str] = {}
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._graphs = {a for n in self.calls for a in graphs_of(n)}
         self._functions = functions
         self.body = self._body()
         self._compiled: dict[str, Callable[..., Any]] = {}
@@ -150,6 +157,8 @@ class Program:
         """The function that a node calls, and its arguments; of a call with an effect those of the operator itself."""
         if is_ordered(node):
             return _function_of(node.args[1]), node.args[2:], node.kwargs
+        if node in self.calls:
+            return self.calls[node].function, self.calls[node].args, self.calls[node].kwargs
         return _function_of(node.target), node.args, node.kwargs
 
     def constant(self, node: fx.Node) -> Any:
@@ -219,6 +228,10 @@ class Program:
             assert isinstance(effect, torch._ops.OpOverload)
             several = "*" if len(effect._schema.returns) > 1 else ""
             return f"({self._literal(token)}, {several}{self._called(effect, rest, node.kwargs)})"
+        if node in self.calls:
+            call = self.calls[node]
+            given = [*map(self._literal, call.args), *(f"{k}={self._literal(v)}" for k, v in call.kwargs.items())]
+            return f"{self._bind(call.function, runs_graphs(node))}({', '.join(given)})"
         args = [self._literal(a) for a in node.args]
         if node.target is operator.getitem:
             return f"{args[0]}[{args[1]}]"
@@ -243,7 +256,8 @@ class Program:
         writes = [base_of(node.args[0])] if is_mutable(node) and node.args else []
         first = MARK in node.meta
         text = f"{self._name(node)} = {text}"
-        return Statement([node], node.all_input_nodes, rank, text, writes, first=first, node=node)
+        reads = [n for n in node.all_input_nodes if node not in self.calls or n not in self._graphs]
+        return Statement([node], reads, rank, text, writes, first=first, node=node)
 
     def _group(
         self, plan: GroupPlan, function: str, each: str | None, called: Callable[..., Any], numbers: tuple[Any, ...],
@@ -260,7 +274,7 @@ class Program:
 
     def _statements(self) -> list[Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
-        found = [self._outside(n, rank[n]) for n in self.plan.outside]
+        found = [self._outside(n, rank[n]) for n in self.plan.outside if n not in self._graphs]
         names: dict[int, tuple[str, str | None]] = {}
         for plan, (name, call) in zip(self.plan.groups, self._functions, strict=True):
             function, numbers = _apart(call)

@@ -73,7 +73,8 @@ class CompiledGraph:
     is "inference", "forward" or "backward".
     `by_eager` counts later calls that ran by eager nevertheless, by reason. `compile_id` is Dynamo's name of the
     compilation, such as "0/1": frame 0, compiled for the second time. `flows` are the values that pass between groups
-    ("group 0") and operators on ATen (their nodes' names): from, to, and bytes.
+    ("group 0") and operators on ATen (their nodes' names): from, to, and bytes. `body`: for a graph that an operator
+    of another one runs, its name there and the operator, as "true_graph_0 of cond".
     """
 
     route: str
@@ -88,6 +89,7 @@ class CompiledGraph:
     by_eager: collections.Counter[str] = field(default_factory=collections.Counter)
     flows: tuple[tuple[str, str, int], ...] = ()
     compile_id: str = field(default_factory=lambda: _compile_id())
+    body: str = ""
 
     @property
     def ops_fused(self) -> int:

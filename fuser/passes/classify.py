@@ -71,6 +71,8 @@ _LIBRARY_OPS = (
     "aten._scaled_dot_product_flash_attention_for_cpu mkldnn._linear_pointwise mkldnn._convolution_pointwise"
 )
 LIBRARY = dict.fromkeys(_LIBRARY_OPS.split(), because("library", "a library's kernel does this better"))
+# Operators on graphs, whose graphs are compiled like any other (`frontends/bodies.py`).
+ON_GRAPHS = frozenset("cond while_loop while_loop_stack_output scan map_impl invoke_subgraph hints_wrapper".split())
 _BARE_DTYPES = frozenset(
     getattr(torch, n)
     for n in (
@@ -151,6 +153,23 @@ def is_ordered(node: fx.Node) -> bool:
     """Whether a node is a call of an operator through `with_effects`."""
     hop = isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) == "with_effects"
     return hop and isinstance(node.args[1], torch._ops.OpOverload)
+
+
+def runs_graphs(node: fx.Node) -> str:
+    """The name of the operator on graphs that a node calls, if its graphs are compiled; "" for other nodes."""
+    target: Any = node.target
+    if str(target) == "auto_functionalized_v2" and node.args:
+        target = node.args[0]  # it calls an operator that writes arguments
+    return str(target) if isinstance(target, torch._ops.HigherOrderOperator) and str(target) in ON_GRAPHS else ""
+
+
+def graphs_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The attributes with the graphs that are compiled for an operator on graphs; empty for other nodes."""
+    if not runs_graphs(node):
+        return ()
+    module = node.graph.owning_module
+    given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node) and a.op == "get_attr"]
+    return tuple(a for a in given if isinstance(getattr(module, str(a.target), None), fx.GraphModule))
 
 
 def _tensor_reason(t: torch.Tensor) -> str | None:
@@ -254,6 +273,8 @@ def _extern_reason(node: fx.Node) -> str | None:
     if MARK in node.meta:
         return because("writes", "it writes one of its arguments")
     if not isinstance(target, torch._ops.OpOverload):
+        if graphs_of(node):
+            return because("bodies", f"{runs_graphs(node)} runs graphs of its own, each of which is compiled")
         known: str | None = reason_of_call(target) or node.meta.get(WHY)
         return known or because("python", f"{op_name(target)} is not an ATen operator")
     reason = schema_reason(target)

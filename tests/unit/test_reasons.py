@@ -89,9 +89,15 @@ def bits(x, y):
     return z * 2
 
 
-def python(x, y):
+def bodies(x, y):
     z = torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,))  # here
     return z + 1
+
+
+def python(x, y):
+    z = x + 1
+    bump(z)  # here
+    return z * 2
 
 
 def writes(x, y):
@@ -123,7 +129,7 @@ def quantized(x, y):
 BLOCKERS = {
     library: "library", random: "random", data_size: "data_size", data_repeats: "data_size",
     no_lowering: "no_lowering", own_operator: "no_lowering", left_to_aten: "left_to_aten", grid: "left_to_aten",
-    dtype: "dtype", bits: "dtype", python: "python", writes: "writes", backend: "backend",
+    dtype: "dtype", bits: "dtype", python: "python", bodies: "bodies", writes: "writes", backend: "backend",
     from_numbers: "from_numbers", arguments: "arguments", quantized: "no_lowering",
 }  # fmt: skip
 

@@ -1,0 +1,206 @@
+"""The loops of operators on graphs: what torch's own loops compute, with compiled graphs for the steps.
+
+A step of `scan` and `map` gives rows of the results. Its graph takes these rows as inputs and ends with copies into
+them, so that its kernels store there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.lazy_dataclasses import dataclass
+from fuser.runtime import warm
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one row of a result is like: its dtype and device, and of each size the number or where it is found.
+
+    A place is the number of an input of the step, and of a dim of it, or None for an input that is the size itself.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[int | tuple[int, int | None], ...]
+
+
+def store_rows(node: fx.Node, body: fx.GraphModule) -> tuple[Form, ...] | None:
+    """Have a step's graph write its rows into further inputs instead of returning them; their forms.
+
+    None, and the graph as it was, for operators without rows, and where the forms are not known before a step runs.
+    """
+    if str(node.target) not in ("scan", "map_impl"):
+        return None
+    graph = body.graph
+    (results,) = graph.output_node().args
+    init: Any = node.args[1] if str(node.target) == "scan" else ()
+    assert isinstance(results, tuple)
+    kept, rows = results[: len(init)], results[len(init) :]
+    known = _places(graph.find_nodes(op="placeholder"))
+    forms = [f for f in (_form(r, known) for r in rows) if f is not None]
+    if not rows or not known or len(forms) < len(rows):
+        return None
+    for i, row in enumerate(rows):
+        assert isinstance(row, fx.Node)
+        value = torch.empty_like(row.meta["val"], memory_format=torch.contiguous_format)
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            target = graph.placeholder(f"fuser_row_{i}")
+        target.meta["val"] = value
+        with graph.inserting_before(graph.output_node()):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (target, row))
+        copy.meta.update(row.meta, val=value)
+    graph.output_node().args = (kept,)
+    body.recompile()
+    return tuple(forms)
+
+
+def _places(inputs: Sequence[fx.Node]) -> dict[str, tuple[int, int | None]]:
+    """Where each size that is an expression can be read from the inputs of a step."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for i, node in enumerate(inputs):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found[str(value)] = i, None
+        elif isinstance(value, torch.Tensor):
+            for dim, n in enumerate(value.shape):
+                found.setdefault(str(n), (i, dim))
+    return found
+
+
+def _form(row: Any, known: dict[str, tuple[int, int | None]]) -> Form | None:
+    value = row.meta.get("val") if isinstance(row, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    sizes = [n if type(n) is int else known.get(str(n)) for n in value.shape]
+    places = tuple(n for n in sizes if n is not None)
+    return Form(value.dtype, value.device, places) if len(places) == len(sizes) else None
+
+
+def _cond(true: Function, false: Function, forms: Any) -> Function:
+    def run(predicate: Any, operands: Sequence[Any]) -> Any:
+        return true(*operands) if predicate else false(*operands)
+
+    return run
+
+
+def _while_loop(condition: Function, body: Function, forms: Any) -> Function:
+    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
+        if not condition(*carried, *additional)[0]:
+            return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in carried)
+        going = True
+        while going:
+            carried = body(*carried, *additional)
+            going = condition(*carried, *additional)[0]
+        return carried
+
+    return run
+
+
+def _stacking_while_loop(condition: Function, body: Function, forms: Any) -> Function:
+    def run(carried: Sequence[Any], additional: Sequence[Any], **_: Any) -> Any:
+        if not condition(*carried, *additional)[0]:
+            return tuple(v.unsqueeze(0).clone() if isinstance(v, torch.Tensor) else v for v in carried)
+        made: list[Any] = []
+        going = True
+        while going:
+            carried = body(*carried, *additional)
+            made.append(carried)
+            going = condition(*carried, *additional)[0]
+        return tuple(map(torch.stack, zip(*made, strict=True)))
+
+    return run
+
+
+def _scan(body: Function, forms: Sequence[Form] | None) -> Function:
+    def run(init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any]) -> Any:
+        carry, outs = _steps(body, forms, tuple(init), xs, additional)
+        return (*carry, *outs)
+
+    return run
+
+
+def _map(body: Function, forms: Sequence[Form] | None) -> Function:
+    def run(xs: Sequence[Any], additional: Sequence[Any]) -> Any:
+        if xs[0].shape[0] == 0:
+            raise RuntimeError("fuser: map of no rows: its results have no sizes")
+        return tuple(_steps(body, forms, (), xs, additional)[1])
+
+    return run
+
+
+def _steps(
+    body: Function, forms: Sequence[Form] | None, carry: tuple[Any, ...], xs: Sequence[Any], additional: Sequence[Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """The last carry and the results of all steps, which are rows of one tensor each."""
+    count, carried = len(xs[0]) if xs else 0, len(carry)
+    if not count:
+        return carry, []
+    outs: list[Any] = []
+    slots: Any = ((),) * count
+    if forms is not None:
+        first = [*carry, *(x[0] for x in xs), *additional]
+        outs = [_rows([count, *_sizes(f, first)], f.dtype, f.device) for f in forms]
+        slots = zip(*(out.unbind(0) for out in outs), strict=True)
+    for i, (given, rows) in enumerate(zip(zip(*(x.unbind(0) for x in xs), strict=True), slots, strict=True)):
+        results = body(*carry, *given, *additional, *rows)
+        carry, made = results[:carried], results[carried:]
+        if not made:
+            continue
+        if i == 0:
+            outs = [None if t is None else _rows([count, *t.shape], t.dtype, t.device) for t in made]
+        for out, t in zip(outs, made, strict=True):
+            if out is not None:
+                out[i].copy_(t)
+    return carry, outs
+
+
+def _sizes(form: Form, inputs: Sequence[Any]) -> list[int]:
+    return [n if isinstance(n, int) else _size(inputs[n[0]], n[1]) for n in form.sizes]
+
+
+def _size(value: Any, dim: int | None) -> int:
+    found: int = value if dim is None else value.shape[dim]
+    return found
+
+
+def _rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Row-major memory of some size, in warm pages where it is large."""
+    strides = [1]
+    for n in reversed(size[1:]):
+        strides.insert(0, strides[0] * n)
+    if device.type == "cpu" and size[0] * strides[0] * dtype.itemsize >= warm.WARM_MIN:
+        return warm.empty_strided(size, strides, dtype)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _once(body: Function, forms: Any) -> Function:
+    def run(identifier: Any, *operands: Any) -> Any:
+        return body(*operands)
+
+    return run
+
+
+def _hinted(body: Function, forms: Any) -> Function:
+    def run(operands: Sequence[Any], *_: Any, **__: Any) -> Any:
+        return body(*operands)
+
+    return run
+
+
+LOOPS: dict[str, Callable[..., Function]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "while_loop_stack_output": _stacking_while_loop,
+    "scan": _scan,
+    "map_impl": _map,
+    "invoke_subgraph": _once,
+    "hints_wrapper": _hinted,
+}
+
+__all__ = ["LOOPS", "Form", "store_rows"]
