@@ -56,6 +56,19 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     return {**table, **fast_paths.TABLE, **FROM_OUTSIDE}
 
 
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """What `decomposition_table` has for one overload. Operators that are kept whole do not ask for the table."""
+    if op in FROM_OUTSIDE or op in fast_paths.TABLE:
+        return FROM_OUTSIDE.get(op) or fast_paths.TABLE[op]
+    if op is not torch.ops.aten.rrelu_with_noise_functional.default and _is_kept(op_name(op)):
+        return None
+    return decomposition_table().get(op)
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_FOR_ATEN or name in LIBRARY or bool(compiler.lowered_of((name,)))
+
+
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `general` gives, row-major as eager's kernel gives it."""
     return general(*args, **kwargs).contiguous()
