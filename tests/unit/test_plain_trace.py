@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -229,15 +230,17 @@ def test_a_state_that_is_left_to_aot_autograd(clean, monkeypatch, state):
         x = x.as_subclass(Marked)
     if state == "one input twice":
         y = x
-    around = torch.autocast("cpu", torch.bfloat16) if state == "autocast" else torch.no_grad()
-    if state == "gradients":
-        around = torch.enable_grad()
 
     def f(x, y):
         return torch.relu(x @ y + 1)
 
     dynamic = state == "symbolic sizes" or None
-    with around, torch.device("cpu") if state == "a mode" else torch.enable_grad() if state == "gradients" else around:
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.enable_grad() if state == "gradients" else torch.no_grad())
+        if state == "autocast":
+            around.enter_context(torch.autocast("cpu", torch.bfloat16))
+        if state == "a mode":
+            around.enter_context(torch.device("cpu"))
         torch.testing.assert_close(torch.compile(f, backend=fuser_backend, dynamic=dynamic)(x, y), f(x, y))
     assert not any(asked) or state in ("one input twice", "a mode")
 
