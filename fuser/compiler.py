@@ -310,7 +310,6 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
             return _sentences(answers)
         toolchain.warm_up()  # beside the imports, which take as long
         import_at_rest("fuser.pipeline")
-        from fuser import pipeline
 
         if not known:
             _beside(_keep_operators)
