@@ -39,7 +39,7 @@ FORMAT = 3
 MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
 _DECIDING_FILES = ("kernel_spec.py", "machines.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
-_SEAL = re.compile(r"\n#fuser [0-9a-f]{64}\n\Z")
+_SEAL = r"\n#fuser [0-9a-f]{64}\n\Z"
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -196,7 +196,7 @@ class KeptKernel:
         """The text from which the library was made, as far as it was kept; it is for reading only."""
         path = pathlib.Path(str(self.library))
         try:
-            return _SEAL.sub("", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
+            return re.sub(_SEAL, "", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
         except OSError:
             return f"// {self.name} was taken from {self.library}; its source was not kept\n"
 
