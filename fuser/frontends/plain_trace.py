@@ -75,10 +75,13 @@ def _mode_of_context(mode: Any) -> Iterator[None]:
 
 def _mode_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """The mode of the graph's fake tensors; None where its inputs, or the state of the process, are not plain."""
+    from torch._functorch import aot_autograd
+    from torch._functorch import config as functorch_config
+
     context = torch._guards.TracingContext.try_get()
     if context is None or getattr(context, "fakify_first_call", False):
         return None
-    if torch._functorch.config.functionalize_rng_ops or torch._functorch.aot_autograd.aot_autograd_decompositions:
+    if functorch_config.functionalize_rng_ops or getattr(aot_autograd, "aot_autograd_decompositions", None):
         return None
     if _C._is_any_autocast_enabled() or _C._are_functorch_transforms_active():
         return None
@@ -104,7 +107,7 @@ def _mode_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor holds real numbers, one after the other in memory by strides."""
-    return x.layout is torch.strided and not (x.is_quantized or x.is_complex() or x.is_neg())
+    return x.layout is torch.strided and not (x.is_quantized or x.is_complex() or x.is_neg() or x._is_zerotensor())
 
 
 def _has_numbers(x: torch.Tensor) -> bool:

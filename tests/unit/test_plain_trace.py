@@ -78,6 +78,7 @@ PROGRAMS = {
     "norms": lambda x, y: F.layer_norm(x, (8,)).softmax(-1) @ y.t(),
     "views": lambda x, y: (x + y).t().reshape(2, 32)[:, 1::2],
     "detached": lambda x, y: (x.detach() * y).detach() + torch.ones(8).detach(),
+    "data": lambda x, y: x.data * 2 + (x * y).data,
     "created": lambda x, y: x + torch.arange(8) * torch.full((8, 8), 2.5) @ torch.zeros_like(y) + x.new_ones(8),
     "created from tensors": lambda x, y: torch.linspace(x[0, 0].sum(), 3.0, 8) + y,
     "several": lambda x, y: (torch.var_mean(x, 0), *torch.topk(y, 2)),
