@@ -310,16 +310,23 @@ def _unlowered(graph: CanonicalGraph) -> tuple[str, ...]:
             return _sentences(answers)
         toolchain.warm_up()  # beside the imports, which take as long
         import_at_rest("fuser.pipeline")
-        from fuser import pipeline
 
         if not known:
-            _beside(lambda: plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators()))
+            _beside(_keep_operators)
     else:
         others = list(dict.fromkeys(node.op for node in graph.calls))
     found = {op: why_not_lowered([op]) for op in others}
     for op, reason in found.items():
         _remember(op, reason)
     return _sentences(found)
+
+
+def _keep_operators() -> None:
+    """For processes that only look kernels up, and do not import the lowerings."""
+    from fuser import pipeline
+    from fuser.lowering import registry
+
+    plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators(), registry.VIEWS)
 
 
 def _remember(op: str, reason: str | None) -> None:
@@ -360,6 +367,15 @@ def lowered_of(operators: Iterable[str]) -> frozenset[str]:
     from fuser.lowering import registry
 
     return frozenset(op for op in operators if registry.supports(op) is None)
+
+
+def views() -> frozenset[str]:
+    """The ATen operators with a lowering whose result aliases their first argument."""
+    if _REGISTRY not in sys.modules and (known := plans.views()):
+        return known
+    from fuser.lowering import registry
+
+    return frozenset(registry.VIEWS)
 
 
 def why_not_on(operator: str, device_type: str) -> str | None:

@@ -39,7 +39,7 @@ FORMAT = 3
 MOST_OPERATORS = 12  # that are named
 _DECIDING = ("canonical", "codegen", "cpu", "ir", "lowering", "ops", "scheduler")
 _DECIDING_FILES = ("kernel_spec.py", "machines.py", "pipeline.py", "plans.py", "refusals.py", "targets.py")
-_SEAL = re.compile(r"\n#fuser [0-9a-f]{64}\n\Z")
+_SEAL = r"\n#fuser [0-9a-f]{64}\n\Z"
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -196,7 +196,7 @@ class KeptKernel:
         """The text from which the library was made, as far as it was kept; it is for reading only."""
         path = pathlib.Path(str(self.library))
         try:
-            return _SEAL.sub("", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
+            return re.sub(_SEAL, "", (path.with_suffix(".cpp") if path.suffix == ".so" else path).read_text())
         except OSError:
             return f"// {self.name} was taken from {self.library}; its source was not kept\n"
 
@@ -289,6 +289,9 @@ def keep(key: str, kernel: FusedKernel, keeper: Keeper, about: dict[str, Any]) -
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
+_NO_OPERATORS: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
+
+
 def operators(ordered: bool = False) -> frozenset[str]:
     """The operators that kernels can be made of, as far as an earlier process has kept them: for some device.
 
@@ -297,26 +300,31 @@ def operators(ordered: bool = False) -> frozenset[str]:
     return _operators(settings.cache_dir, settings.prebuilt_cache)[ordered]
 
 
+def views() -> frozenset[str]:
+    """Those of the operators whose result aliases their first argument, as far as an earlier process has kept them."""
+    return _operators(settings.cache_dir, settings.prebuilt_cache)[2]
+
+
 @functools.lru_cache(maxsize=8)
-def _operators(cache_dir: str, prebuilt_cache: str) -> tuple[frozenset[str], frozenset[str]]:
+def _operators(cache_dir: str, prebuilt_cache: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     if version() is None:
-        return frozenset(), frozenset()
+        return _NO_OPERATORS
     name = f"{version()}.operators"
     found = next((kept for kept in everywhere(name) if kept is not None), None)
-    if not isinstance(found, list) or len(found) != 2 or not all(map(_are_names, found)):
-        return frozenset(), frozenset()
-    every, unordered = map(frozenset, found)
-    return every, every - unordered
+    if not isinstance(found, list) or len(found) != 3 or not all(map(_are_names, found)):
+        return _NO_OPERATORS
+    every, unordered, views = map(frozenset, found)
+    return every, every - unordered, views
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(n, str) for n in value)
 
 
-def keep_operators(names: Iterable[str], unordered: Iterable[str] = ()) -> None:
-    """Keep them for other processes; `unordered` are those that need points in no order."""
+def keep_operators(names: Iterable[str], unordered: Iterable[str] = (), views: Iterable[str] = ()) -> None:
+    """Keep them for other processes; `unordered` are those that need points in no order, `views` those that alias."""
     if version() is not None:
-        kept = [sorted(extensions.without(names)), sorted(extensions.without(unordered))]
+        kept = [sorted(extensions.without(some)) for some in (names, unordered, views)]
         write(f"{version()}.operators", kept, shared=True)
 
 

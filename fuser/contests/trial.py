@@ -24,11 +24,6 @@ import torch
 from fuser.contests.middle import median
 from fuser.lazy_dataclasses import dataclass
 
-try:
-    import resource
-except ImportError:  # a system that is no Unix
-    resource = None  # type: ignore[assignment]
-
 Clock = Callable[[], tuple[float, float]]  # seconds on the clock, and of this thread on a processor
 
 _CHANCE = 0.005
@@ -50,7 +45,9 @@ def clock() -> tuple[float, float]:
 
 def _page_faults() -> int:
     """How many pages this process has begun to use; 0 where the system does not say."""
-    if resource is None:
+    try:
+        import resource  # most processes find their kernels judged already
+    except ImportError:  # a system that is no Unix
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 

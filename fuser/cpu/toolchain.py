@@ -87,14 +87,14 @@ def flags_for(
 
 
 # Compilers whose kind is known without a probe, on systems that have libmvec with all functions (glibc 2.35).
-_USUAL = re.compile(r"(?:.*-)?g\+\+(?:-[\d.]+)?")
+_USUAL = r"(?:.*-)?g\+\+(?:-[\d.]+)?"
 _asked: set[tuple[tuple[str, ...], str]] = set()  # compilers and machines of which a probe said, or tried to say
 
 
 @functools.lru_cache(maxsize=8)
 def _is_usual(compiler: tuple[str, ...]) -> bool:
     name = os.path.basename(os.path.realpath(compiler[0]))
-    return len(compiler) == 1 and _USUAL.fullmatch(name) is not None and this_machine.has("x86_64", "glibc 2.35")
+    return len(compiler) == 1 and re.fullmatch(_USUAL, name) is not None and this_machine.has("x86_64", "glibc 2.35")
 
 
 def _flags_now(compiler: tuple[str, ...], machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...], bool]:

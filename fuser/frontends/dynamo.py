@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
 from fuser.errors import ConfigError, FuserError
-from fuser.frontends import fakes, guarantees, training
+from fuser.frontends import fakes, guarantees, plain_trace, training
 from fuser.frontends.bodies import for_eager, passed_bodies
 from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import give_values
 from fuser.frontends.failures import guarded, say_unfused
-from fuser.frontends.functional import compile_functional, written_inputs
+from fuser.frontends.functional import Compiled, compile_functional, written_inputs
 from fuser.frontends.noting import log_graph
 from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
@@ -214,11 +214,11 @@ class _GraphCompiler:
             self.gm.recompile()
         steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
         try:
-            wrapped = self._trace(steps)
+            wrapped = None if self._compile_plain() else self._trace(steps)
         except Exception as error:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
-        if self.direct is not None:
-            return self.direct
+        if self.direct is not None or wrapped is None:
+            return self.direct or self.gm.forward
         if steps.gains_nothing and not _has_own_gradients(self.gm):
             return self.gm.forward
         written = self._written_inputs()
@@ -256,6 +256,17 @@ class _GraphCompiler:
         return because(
             "not_traced", f"it cannot be traced: {type(error).__name__}: {(str(error).strip() or '.').splitlines()[0]}"
         )
+
+    def _compile_plain(self) -> bool:
+        """Compile a graph for which AOTAutograd has nothing to do. False if it has, or may have."""
+        if config.freeze or _holds_tensors(self.gm):
+            return False
+        with levels_kept(), in_fast_forms(), plain_trace.tracing(self.gm, self.example_inputs) as functional:
+            if functional is None:
+                return False
+            self.written = frozenset()
+            self._use(compile_functional(functional, ("joint_graph", "post_grad"), self.passes), None)
+        return True
 
     def _trace(self, steps: training.Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
@@ -313,7 +324,11 @@ class _GraphCompiler:
 
             mark_frozen(gm.graph, _static_inputs())
         compiled = compile_functional(gm, ("joint_graph", "post_grad"), self.passes)
-        wrapper_reason = self._why_wrapped(gm)
+        self._use(compiled, self._why_wrapped(gm))
+        return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
+
+    def _use(self, compiled: Compiled, wrapper_reason: str | None) -> None:
+        """Let calls run a compiled graph for inference, by itself if there is no reason for AOTAutograd's wrapper."""
         if wrapper_reason is not None and compiled.gains_nothing(self.options) and not self.recorded:
             self.direct, wrapper_reason = self.gm.forward, None
         elif compiled.program is not None and wrapper_reason is None:
@@ -322,11 +337,10 @@ class _GraphCompiler:
                 from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
 
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
-            if compiled.alone is None and not any(map(training.draws, gm.graph.nodes)):
+            if compiled.alone is None and not any(map(training.draws, compiled.module.graph.nodes)):
                 self.direct = guarded(self.direct, self.eager, self.by_eager)
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
-        return with_tokens(compiled.recorded("inference") if self.recorded else compiled.boxed, tokens)
 
     def _why_wrapped(self, module: fx.GraphModule, gradients: bool = False) -> str | None:
         """Why AOTAutograd's runtime wrapper must stay around the program; None if it would do nothing.
@@ -336,7 +350,7 @@ class _GraphCompiler:
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if getattr(torch._guards.TracingContext.try_get(), "fakify_first_call", False):
             return "the first call is with fake tensors"
-        if any(True for _ in self.gm.parameters()) or any(True for _ in self.gm.buffers()):
+        if _holds_tensors(self.gm):
             return "the graph holds parameters of its own"
         if not _are_distinct(self.example_inputs):
             return "one tensor is several inputs"
@@ -352,6 +366,10 @@ class _GraphCompiler:
             return "the traced graph has other inputs"
         context = torch._guards.TracingContext.try_get()
         return _metadata_reason(context, len(self.example_inputs), ordered=not gradients, kept=gradients)
+
+
+def _holds_tensors(gm: fx.GraphModule) -> bool:
+    return any(True for _ in gm.parameters()) or any(True for _ in gm.buffers())
 
 
 def _results(gm: fx.GraphModule) -> list[Any]:

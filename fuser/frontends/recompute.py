@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuser import forks
+from fuser import compiler, forks
 from fuser.passes.classify import after_tangents, is_pointwise, is_read, is_view
 
 # Elementwise, or moved elements: computed again where they are read.
@@ -63,10 +63,8 @@ def _with_own(original: Any, joint: fx.GraphModule) -> Any:
 
     Of these torch's list has those that the process had met when it was first asked for.
     """
-    from fuser.lowering.registry import VIEWS  # processes that only infer need no lowerings
-
     known = original()
-    views = _packets(VIEWS)
+    views = _packets(compiler.views())
     met = {n.target.overloadpacket for n in joint.graph.nodes if is_pointwise(n.target)}
     again, readers = [*_packets(ELEMENTWISE), *met, *views], _packets(READERS)
     sets = {"fusible_ops": (*again, *readers), "recomputable_ops": again, "view_ops": views}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fuser import compiler
-from fuser.passes import fast_paths
 from fuser.passes.classify import LIBRARY, op_name
 
 # Kept whole for ATen: their decompositions gather element by element or rebuild what a library does in one pass.
@@ -28,6 +27,13 @@ _KEPT_FOR_ATEN = frozenset(
 )
 
 
+def _encoder_layer(*args: Any, **kwargs: Any) -> Any:
+    from fuser.passes.fast_paths import encoder_layer  # few programs have one
+
+    return encoder_layer(*args, **kwargs)
+
+
+_FAST: dict[Any, Callable[..., Any]] = {torch.ops.aten._transformer_encoder_layer_fwd.default: _encoder_layer}
 FROM_OUTSIDE: dict[Any, Callable[..., Any]] = {}  # by overload; see `extending.register_decomposition`
 
 
@@ -53,7 +59,20 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[isin] = functools.partial(_row_major, table[isin])
     rrelu = torch.ops.aten.rrelu_with_noise_functional.default
     table[rrelu] = functools.partial(_rrelu, rrelu)
-    return {**table, **fast_paths.TABLE, **FROM_OUTSIDE}
+    return {**table, **_FAST, **FROM_OUTSIDE}
+
+
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """What `decomposition_table` has for one overload. Operators that are kept whole do not ask for the table."""
+    if op in FROM_OUTSIDE or op in _FAST:
+        return FROM_OUTSIDE.get(op) or _FAST[op]
+    if op is not torch.ops.aten.rrelu_with_noise_functional.default and _is_kept(op_name(op)):
+        return None
+    return decomposition_table().get(op)
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_FOR_ATEN or name in LIBRARY or bool(compiler.lowered_of((name,)))
 
 
 def _row_major(general: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -63,5 +63,3 @@ def encoder_layer(
     x = x + F.linear(inner, ffn_weight_2, ffn_bias_2)
     return x if norm_first else second(x)
 
-
-TABLE = {torch.ops.aten._transformer_encoder_layer_fwd.default: encoder_layer}

@@ -21,9 +21,9 @@ from fuser.lazy_dataclasses import dataclass
 
 TRACE = "stack_trace"
 NOTES = (TRACE, "nn_module_stack", "fwd_nn_module_stack")
-_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in ([^\n]+)(?:\n[ \t]+([^\n]*))?')
+_FRAME = r'File "([^"\n]+)", line (\d+), in ([^\n]+)(?:\n[ \t]+([^\n]*))?'
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_NAME = re.compile(r"\['?([^\]']+)'?\]")
+_NAME = r"\['?([^\]']+)'?\]"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Notes:
 
     def source(self) -> Source | None:
         """The innermost frame that is not torch's own, else the innermost; None where there is no stack."""
-        frames = _FRAME.findall(self.trace)
+        frames = re.findall(_FRAME, self.trace)
         if not frames:
             return None
         file, line, function, text = next((f for f in reversed(frames) if not f[0].startswith(_TORCH)), frames[-1])
@@ -66,7 +66,7 @@ def notes_of(node: fx.Node) -> Notes:
 
 def _plain(path: str) -> str:
     """`layers.0.norm` for `L['self'].layers[0].norm`."""
-    whole = _NAME.sub(r".\1", path).lstrip(".")
+    whole = re.sub(_NAME, r".\1", path).lstrip(".")
     head, _, rest = whole.partition(".")
     return (rest.removeprefix("self").lstrip(".") or rest) if head in ("L", "G") else whole
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
-import math
 import os
 import pathlib
 import struct
 import weakref
+from collections import OrderedDict
 from typing import Any
-
-import cachetools
 
 from fuser import config, forks
 from fuser.runtime import files
@@ -52,7 +50,7 @@ class _Shared:
 
 _lock = forks.rlock()
 _shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
-_recent: cachetools.LRUCache[str, None] = cachetools.LRUCache(math.inf)  # paths of what is loaded
+_recent: OrderedDict[str, None] = OrderedDict()  # paths of what is loaded, those called longest ago first
 _newest = [""]  # the path that comes last in it
 
 
@@ -80,7 +78,8 @@ class Code:
             shared.library = library
             if _newest[0] != shared.path:
                 _newest[0] = shared.path
-                _recent[shared.path] = None  # the most recent now
+                _recent[shared.path] = None
+                _recent.move_to_end(shared.path)
             if len(_recent) > settings.library_limit:
                 _make_room()
             if self._loaded is None or self._loaded() is not library:
@@ -95,7 +94,7 @@ def _make_room() -> None:
     for path in [p for p in _recent if p not in _shared]:
         del _recent[path]
     while len(_recent) > settings.library_limit:
-        path, _ = _recent.popitem()
+        path, _ = _recent.popitem(last=False)
         if (shared := _shared.get(path)) is not None:
             shared.library = None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, TypeVar
-
-import cachetools
 
 from fuser import config, forks
 
@@ -20,18 +18,20 @@ class Recent(MutableMapping[K, V]):
     """A dict for all threads; of more than `config.memo_limit` items those used longest ago are forgotten."""
 
     def __init__(self) -> None:
-        self._items: cachetools.LRUCache[K, V] = cachetools.LRUCache(float("inf"))
+        self._items: OrderedDict[K, V] = OrderedDict()  # those used longest ago first
         self._lock = forks.lock()
 
     def __getitem__(self, key: K) -> V:
         with self._lock:
+            self._items.move_to_end(key)
             return self._items[key]
 
     def __setitem__(self, key: K, value: V) -> None:
         with self._lock:
             self._items[key] = value
+            self._items.move_to_end(key)
             while len(self._items) > settings.memo_limit:
-                self._items.popitem()
+                self._items.popitem(last=False)
 
     def __delitem__(self, key: K) -> None:
         with self._lock:

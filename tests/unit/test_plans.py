@@ -177,8 +177,10 @@ def test_what_is_kept_of_operators_says_what_the_lowerings_say(cache, monkeypatc
     lowered = compiler.lowered_of(names)
     want = {n: (n in lowered, *(compiler.why_not_on(n, d) for d in ("cpu", "cuda", "meta"))) for n in names}
     assert any(on_cpu and not on_cuda for _, on_cpu, on_cuda, _ in want.values()), "an operator for points in no order"
-    plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators())
+    plans.keep_operators(pipeline.lowered_operators(), pipeline.unordered_operators(), registry.VIEWS)
     plans._operators.cache_clear()
+    views = compiler.views()
+    assert views == registry.VIEWS and "aten.view" in views
     asked, supports = [], registry.supports
     monkeypatch.setattr(registry, "supports", lambda name, *device: (asked.append(name), supports(name, *device))[1])
     for recalled in (None, lambda question: want[question.split()[2]][1]):
@@ -188,6 +190,7 @@ def test_what_is_kept_of_operators_says_what_the_lowerings_say(cache, monkeypatc
                 m.setattr(refusals, "recall", recalled)
             m.delitem(sys.modules, "fuser.lowering.registry")
             assert compiler.lowered_of(names) == lowered and not asked
+            assert compiler.views() == views and "fuser.lowering.registry" not in sys.modules
             for n, (_, on_cpu, _, _) in want.items():
                 if on_cpu is None:
                     assert compiler.why_not_on(n, "cpu") is None and not asked, n
@@ -262,7 +265,7 @@ def test_a_package_without_sources_keeps_no_plans(fresh, cache, tmp_path, monkey
         fresh.run(scaled, (X, Y))
         assert len(fresh.made) == 1
     plans.keep_operators(["aten.add"])
-    assert plans._operators.__wrapped__(str(cache), "") == (frozenset(), frozenset())
+    assert plans._operators.__wrapped__(str(cache), "") == plans._NO_OPERATORS
     assert not list(cache.glob("plans/*"))
 
 

@@ -59,3 +59,28 @@ def test_a_training_step_imports_nothing_of_torchs_own_compiler() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out = subprocess.run([sys.executable, "-c", TRAINING], env=env, capture_output=True, text=True, timeout=300)
     assert out.stdout.strip() == "[4.0, 4.0, 4.0] []", out.stderr[-2000:]
+
+
+WARM = """
+import sys, torch, fuser
+f = torch.compile(lambda x, y: torch.relu(x * y + 1) * torch.relu(x * y + 1), backend=fuser.backend)
+x, y = (torch.ones(3, requires_grad={needed}) for _ in range(2))
+result = f(x, y).sum()
+if {needed}:
+    result.backward()
+fuser.wait()
+late = "pipeline", "lowering.registry", "ops", "scheduler", "codegen", "cpu.codegen", "passes.attention"
+print(result.item(), sorted(set(late) & {{name.removeprefix("fuser.") for name in sys.modules}}))
+"""
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_the_first_call_of_a_warm_process_imports_nothing_that_makes_kernels(tmp_path, needed: bool) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FUSER_CACHE_DIR": str(tmp_path)}
+    env |= {"FUSER_CHECK_IR": "0", "FUSER_CHECK_PASSES": "0"}  # these need the lowerings, and run every pass
+    for warm in (False, True):
+        command = [sys.executable, "-c", WARM.format(needed=needed)]
+        out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert out.stdout.startswith("12.0 "), out.stderr[-2000:]
+        if warm:
+            assert out.stdout.strip() == "12.0 []"

@@ -1,0 +1,281 @@
+"""Functional ATen graphs of inference, made without AOTAutograd where that has nothing to do but trace.
+
+AOTAutograd runs a graph once to find writes and aliases and once more to trace it, and makes writes functional. A graph
+of plain tensors that neither writes, nor draws random numbers, nor returns a view of an input needs one run: each ATen
+call is noted as it is dispatched. `tracing` gives such a graph, node for node the one of AOTAutograd. The tests
+compare the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuser.frontends.fakes import correct
+from fuser.passes import sources
+from fuser.passes.decompositions import decomposition_of
+
+_C: Any = torch._C
+_device, _detach = torch.ops.prim.device.default, torch.ops.aten.detach.default
+_index = torch.ops.aten.index.Tensor
+_NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Tags of operators of whose results fake tensors cannot tell the sizes or values.
+_REFUSED_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
+
+
+class _Refused(Exception):
+    """AOTAutograd has to trace this graph."""
+
+
+@contextlib.contextmanager
+def tracing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[fx.GraphModule | None]:
+    """A block with the functional graph of Dynamo's graph `gm`, for calls without gradients.
+
+    Its results are new tensors that share no memory with inputs or each other. None where AOTAutograd has to make the
+    graph. Modes, autocast and grad mode have to be those of AOTAutograd's call; the block runs under its modes.
+    """
+    mode = _mode_of(gm, example_inputs)
+    if mode is None:
+        yield None
+        return
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import preserve_rng_state
+
+    correct(mode)
+    with preserve_rng_state(), mode, enable_python_dispatcher(), _mode_of_context(mode):
+        try:
+            found = _run(gm)
+        except Exception:  # AOTAutograd says what is wrong with the graph
+            found = None
+        if found is not None:
+            yield found
+            return
+    yield None
+
+
+@contextlib.contextmanager
+def _mode_of_context(mode: Any) -> Iterator[None]:
+    """`mode`, by which Dynamo traced, as the one of the block; Dynamo has put one for AOTAutograd in its place."""
+    context: Any = torch._guards.TracingContext.get()
+    before, context.fake_mode = context.fake_mode, mode
+    try:
+        yield
+    finally:
+        context.fake_mode = before
+
+
+def _mode_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """The mode of the graph's fake tensors; None where its inputs, or the state of the process, are not plain."""
+    from torch._functorch import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    context = torch._guards.TracingContext.try_get()
+    if context is None or getattr(context, "fakify_first_call", False):
+        return None
+    if functorch_config.functionalize_rng_ops or getattr(aot_autograd, "aot_autograd_decompositions", None):
+        return None
+    if _C._is_any_autocast_enabled() or _C._are_functorch_transforms_active():
+        return None
+    if _C._len_torch_dispatch_stack() or _C._len_torch_function_stack():
+        return None
+    graded = torch.is_grad_enabled()
+    if not all(type(x) in _TENSORS and _is_plain(x) and not (graded and x.requires_grad) for x in example_inputs):
+        return None
+    if len({id(x) for x in example_inputs}) < len(example_inputs):
+        return None
+    fakes = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            fakes.append(node.meta.get("example_value"))
+        elif not _is_plain_call(node):
+            return None
+    if not fakes or len(fakes) != len(example_inputs) or len({id(f) for f in fakes}) < len(fakes):
+        return None
+    mode = getattr(fakes[0], "fake_mode", None)
+    same = all(type(f) is FakeTensor and f.fake_mode is mode and _has_numbers(f) for f in fakes)
+    return mode if same else None
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor holds real numbers, one after the other in memory by strides."""
+    return x.layout is torch.strided and not (x.is_quantized or x.is_complex() or x.is_neg() or x._is_zerotensor())
+
+
+def _has_numbers(x: torch.Tensor) -> bool:
+    return all(type(n) is int for n in (*x.shape, *x.stride(), x.storage_offset()))
+
+
+def _is_plain_call(node: fx.Node) -> bool:
+    """Whether a node calls what gives tensors alone: others change a state of the process, or ask for sizes."""
+    if node.op == "output":
+        return True
+    plain = node.op in ("call_function", "call_method") and not isinstance(node.target, torch._ops.HigherOrderOperator)
+    return plain and _holds_tensors(node.meta.get("example_value"))
+
+
+def _run(gm: fx.GraphModule) -> fx.GraphModule:
+    recorder = _Recorder()
+    values: dict[fx.Node, Any] = {}
+    results: Any = ()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = recorder.take(node.meta["example_value"])
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            results = args[0]
+            break
+        recorder.begin({name: node.meta[name] for name in sources.NOTES if name in node.meta})
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            values[node] = args[0][args[1]]
+            continue
+        with recorder:
+            if node.op == "call_method":
+                value = getattr(args[0], node.target)(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)
+        if not _holds_tensors(value):
+            raise _Refused
+        values[node] = value
+    return recorder.finish(results)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(_holds_tensors, value))
+    return type(value) is FakeTensor and _has_numbers(value)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each ATen call as a node of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        self.notes: dict[str, Any] = {}
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Any] = []  # or an id may be used again
+        self._inputs: set[int] = set()  # the storages of the inputs
+        self._created: Any = None  # the newest result, if the running node of Dynamo created it
+
+    def take(self, fake: torch.Tensor) -> torch.Tensor:
+        """The next input of the graph."""
+        node = self.graph.create_node("placeholder", f"arg{len(self._alive)}_1")
+        node.meta["val"] = fake.detach() if fake.requires_grad else fake
+        self._nodes[id(fake)] = node
+        self._alive.append(fake)
+        self._inputs.add(_storage(fake))
+        return fake
+
+    def begin(self, notes: dict[str, Any]) -> None:
+        """The next calls are those of one node of Dynamo, with these notes."""
+        self.notes, self._created = notes, None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if func is _device:
+            return func(*args, **kwargs)
+        if func is _detach and args[0] is self._created:  # the last step of torch's functions that create tensors
+            return args[0]
+        replacement = _decomposition(func, args)
+        if replacement is not None:
+            with self:
+                value = replacement(*args, **kwargs)
+            if value is not NotImplemented:
+                return value
+        known, named = self._as_nodes(_without_defaults(func, args)), {k: self._as_nodes(v) for k, v in kwargs.items()}
+        value = func(*args, **kwargs)
+        self._created = value if _creates(func) else None
+        node = self.graph.create_node("call_function", func, known, named, func.overloadpacket.__name__)
+        self._give(node, value)
+        if isinstance(value, (tuple, list)):
+            for i, one in enumerate(value):
+                if one is not None:
+                    self._give(self.graph.create_node("call_function", operator.getitem, (node, i), {}), one)
+                    self._number(one)
+        else:
+            self._number(value)
+        return value
+
+    def _give(self, node: fx.Node, value: Any) -> None:
+        node.meta.update(self.notes, val=value)
+
+    def _number(self, value: Any) -> None:
+        """Let the newest node stand for a call's result, a fake tensor that no call gave before."""
+        if type(value) is not FakeTensor or value.requires_grad or id(value) in self._nodes or not _has_numbers(value):
+            raise _Refused
+        self._nodes[id(value)] = next(iter(reversed(self.graph.nodes)))
+        self._alive.append(value)
+
+    def _as_nodes(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            node = self._nodes.get(id(value))
+            if node is None:  # a tensor that the graph holds
+                raise _Refused
+            return node
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._as_nodes, value)) if type(value) in (tuple, list) else list(value)
+        if not isinstance(value, _NUMBERS):
+            raise _Refused
+        return value
+
+    def finish(self, results: Any) -> fx.GraphModule:
+        """The graph with these results, if they share no memory."""
+        storages = [_storage(r) for r in results]
+        if len(set(storages)) < len(storages) or not self._inputs.isdisjoint(storages):
+            raise _Refused
+        self.graph.output(tuple(self._nodes[id(r)] for r in results))
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def _without_defaults(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments by position without the last ones that are defaults, as the dispatcher hands them over."""
+    n = len(args)
+    for declared in reversed(func._schema.arguments[:n]):
+        value, default = args[n - 1], declared.default_value
+        if not declared.has_default_value() or type(value) is not type(default) or value != default:
+            break
+        n -= 1
+    return tuple(args[:n])
+
+
+@functools.cache
+def _creates(func: Any) -> bool:
+    """Whether an operator makes a tensor of a shape, as `zeros` and `zeros_like`."""
+    return any(a.name == "pin_memory" for a in func._schema.arguments)
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _decomposition(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """The decomposition of an operator that only computes, if it has one. Raises for other operators."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+        raise _Refused
+    if func._schema.is_mutable or not (_REFUSED_TAGS.isdisjoint(func.tags) or func is _index and _are_indices(args[1])):
+        raise _Refused
+    replacement = decomposition_of(func)
+    if replacement is None and func._can_decompose():
+        raise _Refused
+    return replacement
+
+
+def _are_indices(indices: Sequence[Any]) -> bool:
+    """Whether tensors in an index are places, and no masks, of which the number of selected elements is unknown."""
+    return all(i is None or i.dtype in (torch.int64, torch.int32) for i in indices)
+
+
+__all__ = ["tracing"]
