@@ -13,7 +13,7 @@ from fuser.passes.calls import writes
 _VALUE_OF_STAGE = {"pre_grad": "example_value"}
 # Calls that give a tensor other sizes or strides: what a graph says of it does not hold at all of its readers.
 _TURNING = frozenset(
-    "as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_ __setattr__ setattr".split()
+    "as_strided_ resize_ resize_as_ set_ setattr squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
 
 
