@@ -59,7 +59,8 @@ def target_of(name: str) -> Any:
         if space == "fuser":
             import_at_rest("fuser.ops")  # which registers the package's own
         packet, _, overload = rest.partition(".")
-        found = getattr(getattr(torch.ops, space, None), packet, None) if _are_plain(space, packet) else None
+        plain = space.isidentifier() and not space.startswith("__") and packet.isidentifier()
+        found = getattr(getattr(torch.ops, space, None), packet, None) if plain else None
         if isinstance(found, torch._ops.OpOverloadPacket):
             found = getattr(found, overload, None) if overload and overload in found.overloads() else found  # type: ignore[no-untyped-call]
             if isinstance(found, torch._ops.OpOverload) or not overload:
@@ -67,10 +68,6 @@ def target_of(name: str) -> Any:
     elif name in _functions():
         return _functions()[name]
     raise GraphError(f"there is no {name!r} here: expected an operator or function of the torch that wrote the graph")
-
-
-def _are_plain(*names: str) -> bool:
-    return all(n.isidentifier() and not n.startswith("__") for n in names)
 
 
 @functools.cache

@@ -236,6 +236,8 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     if lowering is None:
         raise Unsupported(supports(node.op) or "", node.op)
     kwargs = {k: map_refs(v, lambda r: values[r.index]) for k, v in node.kwargs}
+    if any(isinstance(v, complex) for v in leaves((*args, *kwargs.values()))):
+        raise Unsupported(because("dtype", "an operand is a complex number"), node.op)
     meta_kwargs = {k: map_refs(v, lambda r: metas[r.index]) for k, v in node.kwargs}
     _check_home(ctx, node.op, meta_args, meta_kwargs)
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)

@@ -11,6 +11,10 @@ from torch import fx
 from fuser.passes.calls import writes
 
 _VALUE_OF_STAGE = {"pre_grad": "example_value"}
+# Calls that give a tensor other sizes or strides: what a graph says of it does not hold at all of its readers.
+_TURNING = frozenset(
+    "as_strided_ resize_ resize_as_ set_ setattr squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
+)
 
 
 class BrokenGraph(Exception):
@@ -77,6 +81,7 @@ class Snapshot:
     def _refresh(self, module: fx.GraphModule) -> None:
         """Recompute the values of the nodes that are new, were changed, or read such."""
         stale: set[fx.Node] = set()
+        turned = any(map(_turns, module.graph.nodes))
         mode = None
         for node in module.graph.nodes:
             known = node.meta.get(self.key)
@@ -86,7 +91,7 @@ class Snapshot:
                 same and known is not None and not any(a in stale for a in node.all_input_nodes)
             ):
                 continue
-            if not _is_computable(node, self.key):
+            if not _is_computable(node, self.key) or (turned and known is not None):
                 continue
             value = _computed(node, self.key, mode)
             if known is not None and node in self.calls and _shape(known) != _shape(value):
@@ -100,6 +105,12 @@ def _outputs(module: fx.GraphModule, key: str) -> list[Any]:
     (result,) = module.graph.output_node().args
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [r.meta.get(key) if isinstance(r, fx.Node) else r for r in results]
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether a node may give a tensor that exists other sizes or strides."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name.partition(".")[0] in _TURNING
 
 
 def _is_computable(node: fx.Node, key: str) -> bool:

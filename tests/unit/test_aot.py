@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 import fuser
 from fuser import aot
-from fuser.errors import AotError, ConfigError, InputError
+from fuser.canonical.portable import name_of, target_of
+from fuser.errors import AotError, ConfigError, GraphError, InputError
 from fuser.runtime import archive, products, warm
 
 KEY = b"between writer and reader"
@@ -207,6 +208,8 @@ def _first_call(program):
     [
         lambda p: _first_call(p).__setitem__(1, "builtins:eval"),
         lambda p: _first_call(p).__setitem__(1, "aten::no_such_operator"),
+        lambda p: _first_call(p).__setitem__(1, "aten::__class__"),
+        lambda p: _first_call(p).__setitem__(1, "__class__::mro"),
         lambda p: _first_call(p).__setitem__(2, {"tuple": [{"ref": 9999}]}),
         lambda p: p["tensors"][0].__setitem__(3, 1 << 40),
         lambda p: p["tensors"][0].__setitem__(1, [1 << 40]),
@@ -223,6 +226,33 @@ def test_a_program_that_makes_no_sense_is_refused(written, tmp_path, change):
     rewrite(written, tmp_path / "hostile", change)
     with pytest.raises(AotError, match="hostile cannot be used"):
         aot.load(tmp_path / "hostile")
+
+
+def test_every_operator_of_torch_is_found_by_its_name():
+    names = {s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")}
+    packets = [getattr(torch.ops.aten, name, None) for name in sorted(names)]
+    packets = [p for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
+    operators = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    assert len(operators) > 2000
+    lost = []
+    for operator in operators:
+        try:
+            found = target_of(name_of(operator)) is operator
+        except GraphError:
+            found = False
+        lost += [] if found else [str(operator)]
+    assert not lost
+
+
+def test_operators_with_names_of_python(tmp_path):
+    class Bits(torch.nn.Module):
+        def forward(self, x, y):
+            return x << 2, x >> 1, (x & 6) | y, x ^ 5, (x << y) + 1
+
+    x, y = torch.arange(12), torch.arange(12) % 3
+    aot.compile(export(Bits(), (x, y)), tmp_path / "bits")
+    for result, expected in zip(aot.load(tmp_path / "bits")(x, y), Bits()(x, y), strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 def test_what_a_file_cannot_hold_is_said(tmp_path, model):

@@ -252,6 +252,41 @@ def test_new_nodes_get_their_values():
     assert last_compilation().groups[0].ops.count("aten.neg") >= 2, "they have values, so they are fused"
 
 
+TURNS = {
+    "unsqueeze_": (0,), "squeeze_": (0,), "t_": (), "transpose_": (0, 1), "swapaxes_": (0, 1), "swapdims_": (0, 1),
+    "as_strided_": ((4,), (1,)), "resize_": ((2, 2),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("spelled", ["method", "function"])
+@pytest.mark.parametrize("name", TURNS)
+def test_graphs_that_turn_a_tensor_pass_the_check(name, spelled, dynamo):
+    """Values before such a call are of other sizes than those behind it. A pass changes readers on both sides."""
+
+    def turn(x):
+        if spelled == "method" or not hasattr(torch, name):
+            return getattr(x, name)(*TURNS[name])
+        return getattr(torch, name)(x, *TURNS[name])
+
+    def program(x, y):
+        x = x * 2
+        filled = y.exp().fill_(0.5)
+        same = x.mul_(3)
+        before = torch.where(y > 0.25, x, filled) + filled.sum() + same
+        turn(x)
+        behind = x + filled.sum()
+        return before, behind, same + filled.sum(), x
+
+    args = (torch.rand(1, 8), torch.rand(1, 8))
+    expected = program(*args)
+    compiled = torch.compile(program, backend="fuser") if dynamo else fuser_backend(fx.symbolic_trace(program), args)
+    with config.override(check_passes=True):
+        for result, wanted in zip(compiled(*args), expected):
+            torch.testing.assert_close(result, wanted)
+            assert result.stride() == wanted.stride()
+
+
 def test_a_pass_may_return_another_module():
     def rebuilt(module):
         graph = fx.Graph()
