@@ -28,6 +28,8 @@ _device, _detach = torch.ops.prim.device.default, torch.ops.aten.detach.default
 _index = torch.ops.aten.index.Tensor
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+# What a node of Dynamo's graph says of those that it becomes, as torch's own tracers keep it.
+_KEPT = frozenset((*sources.NOTES, "custom", *getattr(fx.proxy, "_COPY_META_FIELDS", ())))
 # Tags of operators of whose results fake tensors cannot tell the sizes or values.
 _REFUSED_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
 
@@ -134,7 +136,7 @@ def _run(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op == "output":
             results = args[0]
             break
-        recorder.begin({name: node.meta[name] for name in sources.NOTES if name in node.meta})
+        recorder.begin({name: node.meta[name] for name in _KEPT if name in node.meta})
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             values[node] = args[0][args[1]]
             continue

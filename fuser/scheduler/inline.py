@@ -166,6 +166,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
     components = innermost is not None and reader.sizes()[innermost].as_int() or producers.components + 1
     together = components <= producers.components and not reader.is_reduction and reader.identity_store
+    together = together and producers.points(reader) <= components * producers.points(producer)
     hoisted = hoisted and (innermost in read or innermost is None or together or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False
