@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -11,18 +10,6 @@ from fuser.canonical import portable
 from fuser.errors import Unsupported
 from fuser.reasons import because
 from fuser.trials import PLAIN_TENSORS
-
-_of_thread = threading.local()
-
-
-def _mode() -> Any:
-    """A mode of fake tensors for this thread: to make one takes longer than a tensor."""
-    mode = getattr(_of_thread, "mode", None)
-    if mode is None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        mode = _of_thread.mode = FakeTensorMode()
-    return mode
 
 
 def outline(a: Any) -> Any:
@@ -37,7 +24,9 @@ def stand_in(found: Any) -> Any:
     size, stride, dtype, device = found
     if device.type == "cpu":
         return torch.empty_strided(size, stride, dtype=dtype)
-    with _mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
@@ -62,7 +51,9 @@ def on(device_type: str, example: Any) -> Any:
     """A meta tensor as a fake one on a device."""
     if not isinstance(example, torch.Tensor):
         return example
-    with _mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
         return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device_type)
 
 
@@ -74,11 +65,11 @@ def concrete(example: Any) -> Any:
         return example.node.hint
     if not isinstance(example, torch.Tensor) or type(example) in PLAIN_TENSORS:
         return example
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     size = [concrete(n) for n in example.shape]
     stride = [concrete(n) for n in example.stride()]
-    with unset_fake_temporarily(), _mode():
+    with unset_fake_temporarily(), FakeTensorMode():
         return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
 
 

@@ -15,9 +15,10 @@ import weakref
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuser
-from fuser import compiler, config, elsewhere, executor, interface, kernel_cache, trials
+from fuser import compiler, config, elsewhere, examples, executor, interface, kernel_cache, trials
 from fuser.contests import trial as contest
 from fuser.debug import explaining, reporting
 from fuser.errors import CompileError, ConfigError, Unsupported
@@ -481,3 +482,23 @@ def test_what_another_process_cannot_be_told_is_made_here(monkeypatch, tmp_path)
             assert elsewhere._request(spec, (x, 1j), False) is None
             with config.override(cache_dir=""):
                 assert not elsewhere.make(spec, (x, x)) and len(asked) == 1
+
+
+def test_stand_ins_of_one_thread_are_read_by_others_while_it_makes_more():
+    """A mode of fake tensors says "meta" of all its tensors while it makes one: each stand-in has a mode of its own."""
+    with FakeTensorMode():
+        given = torch.empty(3, 4)
+    found, wrong, done = [examples.concrete(given)], [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            wrong.extend(t.device.type for t in found[-50:] if t.device.type != "cpu")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(300):
+        found.append(examples.concrete(given))
+        found.append(examples.on("cpu", given.to("meta")))
+    done.set()
+    reader.join()
+    assert not wrong
