@@ -19,7 +19,7 @@ from fuser.ir.sizes import ONE, Expr, Sym, coefficient, expr, substitute, symbol
 from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
-MOST_ROWS = 256
+MOST_ROWS = 512
 SHARED = 0.4  # of the work, from which components are computed together though nothing chooses between them
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")

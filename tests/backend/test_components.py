@@ -108,8 +108,8 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-TOGETHER = ("corners", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product", "butterfly",
-            "three_of_four")  # fmt: skip
+TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product",
+            "butterfly", "three_of_four")  # fmt: skip
 
 
 @needs_compiler
