@@ -171,4 +171,4 @@ def test_products_between_transforms_are_left():
     before = {r.key for r in REGISTRY.registrations()}
     with torch.no_grad():
         compiled(fn)(reals(4, 16), made(9))
-    assert {r.key for r in REGISTRY.registrations()} == before
+    assert {r.key for r in REGISTRY.registrations()} <= before
