@@ -103,7 +103,9 @@ def joined(
 
 
 def _are_components(ctx: LoweringContext, pieces: Sequence[Piece], last: bool) -> bool:
-    """Whether one turn of a loop computes the few components of all pieces, not all of one. Their sizes are known then.
+    """Whether the pieces together are so few elements that one turn of a loop computes all; fixes their sizes then.
+
+    Pieces of one element each (`stack`) are not meant: each is stored by a loop of its own, side by side.
     """
     found = [ctx.hint(p.size) for p in pieces]
     if not last or sum(found) > ctx.target.components or max(found) < 2 or len(pieces) < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -11,10 +12,6 @@ from torch import fx
 from fuser.passes.calls import writes
 
 _VALUE_OF_STAGE = {"pre_grad": "example_value"}
-# Calls that give a tensor other sizes or strides: what a graph says of it does not hold at all of its readers.
-_TURNING = frozenset(
-    "as_strided_ resize_ resize_as_ set_ setattr squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
-)
 
 
 class BrokenGraph(Exception):
@@ -108,9 +105,19 @@ def _outputs(module: fx.GraphModule, key: str) -> list[Any]:
 
 
 def _turns(node: fx.Node) -> bool:
-    """Whether a node may give a tensor that exists other sizes or strides."""
+    """Whether a node may give a tensor other sizes or strides: a graph's value of it does not hold for all readers."""
+    if node.op not in ("call_function", "call_method"):
+        return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name.partition(".")[0] in _TURNING
+    return name == "setattr" or _gives_other_strides(name.partition(".")[0])
+
+
+@functools.cache
+def _gives_other_strides(name: str) -> bool:
+    """Whether torch says that of ATen's operator of this name."""
+    packet = getattr(torch.ops.aten, name, None) if name.endswith("_") else None
+    overloads = () if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    return any(torch.Tag.inplace_view in o.tags for o in overloads)
 
 
 def _is_computable(node: fx.Node, key: str) -> bool:

@@ -111,7 +111,7 @@ class _Parts:
             number = complex(value)
             return number.real, number.imag
         if not _is_complex(value):
-            real = self._cast(value)
+            real = self.cast(value)
             return real, self(aten.zeros_like.default, real)
         if value not in self.known:
             tensor = value.meta["val"]
@@ -119,9 +119,10 @@ class _Parts:
             both = self(aten.view_as_real.default, plain)
             self.known[value] = tuple(self(aten.select.int, both, tensor.dim(), k) for k in (0, 1))  # type: ignore[assignment]
         real, imaginary = self.known[value]
-        return self._cast(real), self._cast(imaginary)
+        return self.cast(real), self.cast(imaginary)
 
-    def _cast(self, part: Part) -> Part:
+    def cast(self, part: Part) -> Part:
+        """A part in the dtype of the result's."""
         if not isinstance(part, fx.Node) or part.meta["val"].dtype is self.dtype:
             return part
         return self(aten._to_copy.default, part, dtype=self.dtype)
@@ -356,8 +357,8 @@ _VIEWS = {
     )
 } | {aten._conj.default: _conj}  # fmt: skip
 _OF_REALS: dict[Any, Callable[..., Any]] = {
-    aten.view_as_complex.default: _of_pairs, aten.complex.default: lambda p, a, b: (p._cast(a), p._cast(b)),
-    aten.polar.default: lambda p, a, b: _polar(p, p._cast(a), p._cast(b)),
+    aten.view_as_complex.default: _of_pairs, aten.complex.default: lambda p, a, b: (p.cast(a), p.cast(b)),
+    aten.polar.default: lambda p, a, b: _polar(p, p.cast(a), p.cast(b)),
 }  # fmt: skip
 _ARITHMETIC: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _add, aten.add.Scalar: _add, aten.sub.Tensor: _sub, aten.sub.Scalar: _sub,

@@ -49,8 +49,8 @@ def _work(rows: Sequence[Row]) -> float:
 
 
 def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
-    """Whether a choice hangs on `axis` and on nothing else."""
-    behind: list[set[Sym] | None] = []  # of each row what its value hangs on, if that is places alone
+    """Whether some choice depends on the place along `axis` alone."""
+    behind: list[set[Sym] | None] = []  # the axes and sizes that each row depends on; None if it depends on memory, too
     for row in rows:
         of_args = [behind[a] for a in row.args]
         own = {s for e in row_exprs(row) for s in symbols(e)}
@@ -92,7 +92,7 @@ def _settled(out: Recorder, row: Row) -> int:
     elif row.op == "logical_and" and False in known:
         value = False
     elif row.op == "load" and known == [False]:  # nobody uses it
-        value = 0.0 if row.dtype.is_floating_point else row.dtype is not torch.bool and 0
+        value = 0.0 if row.dtype.is_floating_point else False if row.dtype is torch.bool else 0
     elif row.op in ("load", "indirect") and len(known) == 1 + (row.op == "indirect") and known[-1] is True:
         row = Row(row.op, row.args[:-1], row.dtype, row.attr)
     return out.add_row(row if value is None else Row("const", (), row.dtype, repr(value))).row

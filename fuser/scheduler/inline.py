@@ -70,6 +70,16 @@ class Producers:
         behind = [self.by_buffer[b] for b in node.reads if b in self.by_buffer and b not in self.stored]
         return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
+    def computed_together(self, reader: Node, innermost: Sym, producer: Node) -> bool:
+        """Whether one turn of the reader's loop computes all its components, for which an element of `producer` is one.
+
+        `scheduler.choices` takes the innermost loop away then.
+        """
+        count = reader.sizes()[innermost].as_int()
+        if count is None or count > self.components or reader.is_reduction or not reader.identity_store:
+            return False
+        return self.points(reader) <= count * self.points(producer)
+
     def is_deep(self, node: Node) -> bool:
         """Whether inlining repeats more than DEEP operations: those from memory to the result, times the repeats."""
         again = self.evaluations.get(node.buffer.name, 1.0) - 1
@@ -164,9 +174,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     innermost = next(iter(_inwards(reader)), None)
     # Once for a row; where rows are turned, what varies along them alone is made once for all, as generators do.
     hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
-    components = innermost is not None and reader.sizes()[innermost].as_int() or producers.components + 1
-    together = components <= producers.components and not reader.is_reduction and reader.identity_store
-    together = together and producers.points(reader) <= components * producers.points(producer)
+    together = innermost is not None and producers.computed_together(reader, innermost, producer)
     hoisted = hoisted and (innermost in read or innermost is None or together or _turns(producers, reader, read) >= FEW)
     if producers.points(reader) >= AGAIN * producers.points(producer) and _looks_up_along(producer, index, innermost):
         return False

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fuser
+from benchmarks.component_rows import corners, hamilton, rotation
 from fuser import config
 from fuser.debug.reference import interpret_lowered, interpret_schedule
 from fuser.lowering.graph import lower_graph
@@ -20,34 +21,11 @@ from tests.backend.fused import check, compare, fuse, values
 needs_compiler = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 
 
-def corners(b):
-    cx, cy, w, h = b.unbind(-1)
-    return torch.stack((cx - 0.5 * w, cy - 0.5 * h, cx + 0.5 * w, cy + 0.5 * h), dim=-1)
-
-
 def decoded(anchors, rel):
     w, h = anchors[:, 2] - anchors[:, 0], anchors[:, 3] - anchors[:, 1]
     x, y = rel[:, 0::4] * w[:, None] + anchors[:, 0:1], rel[:, 1::4] * h[:, None] + anchors[:, 1:2]
     wide, high = rel[:, 2::4].exp() * w[:, None], rel[:, 3::4].exp() * h[:, None]
     return torch.stack((x - wide, y - high, x + wide, y + high), dim=2).flatten(1)
-
-
-def hamilton(a, b):
-    s, x, y, z = a.unbind(-1)
-    t, u, v, w = b.unbind(-1)
-    return torch.stack(
-        (s * t - x * u - y * v - z * w, s * u + x * t + y * w - z * v, s * v - x * w + y * t + z * u,
-         s * w + x * v - y * u + z * t), -1,
-    )  # fmt: skip
-
-
-def rotation(q):
-    r, i, j, k = q.unbind(-1)
-    s = 2.0 / (q * q).sum(-1)
-    rows = (1 - s * (j * j + k * k), s * (i * j - k * r), s * (i * k + j * r), s * (i * j + k * r),
-            1 - s * (i * i + k * k), s * (j * k - i * r), s * (i * k - j * r), s * (j * k + i * r),
-            1 - s * (i * i + j * j))  # fmt: skip
-    return torch.stack(rows, -1).reshape((*q.shape[:-1], 3, 3))
 
 
 def pairs(q, c, s):
