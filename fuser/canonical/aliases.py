@@ -19,6 +19,21 @@ ALIASES = {
 }  # fmt: skip
 
 
+def packet_named(name: str) -> OpOverloadPacket | None:
+    """ATen's operator of that name, such as "add" or "__and__"; None if there is none.
+
+    `torch.ops.aten` has attributes of every Python object, too: its `__eq__` is no operator.
+    """
+    found = getattr(torch.ops.aten, name, None)
+    return found if isinstance(found, OpOverloadPacket) else None
+
+
+def overloads_named(name: str) -> tuple[OpOverload, ...]:
+    """All forms of ATen's operator of that name; none if there is no such operator."""
+    packet = packet_named(name)
+    return () if packet is None else tuple(getattr(packet, o) for o in packet.overloads())  # type: ignore[no-untyped-call]
+
+
 def main_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
     """The packet that does the same under its usual name; `packet` itself if there is no other."""
     namespace, _, name = str(packet).partition(".")

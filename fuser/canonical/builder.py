@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from fuser.canonical.aliases import main_overload, main_packet
+from fuser.canonical.aliases import main_overload, main_packet, packet_named
 from fuser.canonical.graph import CanonicalNode, Opaque, Ref, is_constant, map_refs
 from fuser.canonical.lifting import is_literal, lifted_places, map_literals, plain
 from fuser.canonical.schemas import Call, Kind, bind_overload, bind_packet
@@ -67,7 +67,7 @@ class Builder:
 
     def aten(self, name: str, *args: Any, **kwargs: Any) -> Ref:
         """A call of the packet `name` of ATen. Untranslatable if there is none, or none that takes the arguments."""
-        packet = getattr(torch.ops.aten, name, None)
+        packet = packet_named(name)
         if packet is None:
             raise Untranslatable(f"aten.{name} does not exist")
         return self.packet(packet, args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from fuser.canonical.aliases import overloads_named
 from fuser.canonical.builder import Builder, Untranslatable
 from fuser.canonical.functionals import FUNCTIONALS
 from fuser.canonical.graph import Ref
@@ -155,9 +156,7 @@ def _self_in_place(name: str, args: Sequence[Any]) -> Sequence[Any]:
 
 @functools.cache
 def _place_of_self(name: str) -> int:
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if packet is not None else ()
-    schemas = [[a.name for a in getattr(packet, o)._schema.arguments] for o in overloads]
+    schemas = [[a.name for a in o._schema.arguments] for o in overloads_named(name)]
     return min((names.index("self") for names in schemas if "self" in names), default=0)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
+
+from fuser.canonical.aliases import overloads_named
 
 # Names that torch's parser of arguments takes beside those of the schemas.
 _EVERYWHERE = frozenset("out dtype device layout requires_grad pin_memory memory_format names self input".split())
@@ -53,11 +54,8 @@ def _of_builtin(function: Any, name: str, beside: Any = None) -> frozenset[str] 
 
 
 def _of_packet(name: str) -> frozenset[str] | None:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return None
-    overloads = (getattr(packet, o) for o in packet.overloads())  # type: ignore[no-untyped-call]
-    return _EVERYWHERE | _NUMPY | {a.name for o in overloads for a in o._schema.arguments}
+    overloads = overloads_named(name)
+    return _EVERYWHERE | _NUMPY | {a.name for o in overloads for a in o._schema.arguments} if overloads else None
 
 
 def _of_python(function: Callable[..., Any]) -> frozenset[str] | None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
+from fuser.canonical.aliases import packet_named
 from fuser.lazy_dataclasses import dataclass
 
 
@@ -154,8 +155,8 @@ def _overloads(target: OpOverload | OpOverloadPacket) -> tuple[_Overload, ...]:
 
 
 def _named(name: str) -> tuple[_Overload, ...]:
-    packet = getattr(torch.ops.aten, name, None)
-    return _overloads(packet) if isinstance(packet, OpOverloadPacket) else ()
+    packet = packet_named(name)
+    return _overloads(packet) if packet is not None else ()
 
 
 def _overload(schema: Any) -> _Overload:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuser.canonical.aliases import overloads_named
 from fuser.errors import Unsupported
 from fuser.lowering.shapes import KINDS, broadcast, dense_strides, is_dense, operands, promoted, result_strides
 
@@ -408,10 +409,8 @@ class PartsCorrected(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def is_composite(op: str) -> bool:
     """Whether eager takes "aten.kl_div" apart into other operators, each with a layout of its own."""
-    packet = getattr(torch.ops.aten, op.split(".")[1], None) if op.startswith("aten.") else None
-    if packet is None or is_corrected(op):
-        return False
-    return any(map(_is_taken_apart, (getattr(packet, overload).name() for overload in packet.overloads())))
+    overloads = overloads_named(op.split(".")[1]) if op.startswith("aten.") and not is_corrected(op) else ()
+    return any(_is_taken_apart(o.name()) for o in overloads)  # type: ignore[no-untyped-call]
 
 
 def _is_taken_apart(name: str) -> bool:

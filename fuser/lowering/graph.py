@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fuser import targets
+from fuser.canonical.aliases import overloads_named
 from fuser.canonical.graph import CanonicalGraph, CanonicalNode, Ref, map_refs, refs_of
 from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.loop_body import loop_variables
@@ -542,11 +543,9 @@ COPIES_IF_NEEDED = frozenset({"aten.contiguous", "aten.to", *AUTOCASTS})
 @functools.cache
 def may_share(op: str) -> bool:
     """Whether an operator's schema says that a result may be its first argument's memory; `repeat` always copies."""
-    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None) if op.startswith("aten.") else None
-    if packet is None:
-        return True
-    schemas = [getattr(packet, name)._schema for name in packet.overloads()]
-    return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)
+    overloads = overloads_named(op.removeprefix("aten.")) if op.startswith("aten.") else ()
+    returns = (r for o in overloads for r in o._schema.returns)
+    return not overloads or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _boxes(value: Any) -> list[TensorBox]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.canonical.aliases import overloads_named
 from fuser.passes.calls import writes
 
 _VALUE_OF_STAGE = {"pre_grad": "example_value"}
@@ -115,9 +116,7 @@ def _turns(node: fx.Node) -> bool:
 @functools.cache
 def _gives_other_strides(name: str) -> bool:
     """Whether torch says that of ATen's operator of this name."""
-    packet = getattr(torch.ops.aten, name, None) if name.endswith("_") else None
-    overloads = () if packet is None else [getattr(packet, o) for o in packet.overloads()]
-    return any(torch.Tag.inplace_view in o.tags for o in overloads)
+    return name.endswith("_") and any(torch.Tag.inplace_view in o.tags for o in overloads_named(name))
 
 
 def _is_computable(node: fx.Node, key: str) -> bool:

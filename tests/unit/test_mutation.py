@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import fuser
+from fuser.canonical.aliases import packet_named
 from fuser.canonical.mutation import Effect, effect
 from fuser.frontends.dynamo import fuser_backend
 
@@ -212,3 +213,9 @@ def test_matrix_product_in_place_makes_a_new_tensor():
         return c, a + 1
 
     _compared(f, torch.compile(f, backend=fuser_backend), *FLOATS)
+
+
+def test_attributes_of_every_python_object_are_no_operators():
+    assert packet_named("add_") is torch.ops.aten.add_
+    assert packet_named("__and__") is torch.ops.aten.__and__
+    assert not any(map(packet_named, dir(object)))
