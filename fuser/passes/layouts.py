@@ -58,8 +58,14 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def _strides(value: Any) -> list[Any]:
-    """What can be observed of the strides of all tensors in a value."""
-    return [[st for n, st in zip(t.shape, t.stride(), strict=True) if n > 1] for t in tensors_of(value)]
+    """The strides of all tensors in a value, those of dims of one element, too: results keep eager's."""
+    return [t.stride() for t in tensors_of(value)]
+
+
+def _is_in_order(value: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether the elements of a value lie where those of another one of its sizes do."""
+    pairs = zip(value.shape, value.stride(), old.stride(), strict=True)
+    return all(new == was for n, new, was in pairs if n > 1)
 
 
 class Relayout:
@@ -145,11 +151,19 @@ class Relayout:
         old = self.before.get(node)
         if old is None:
             return node
+        form = None
         if isinstance(old, torch.Tensor):
             form = next((f for f in _FORMATS if old.is_contiguous(memory_format=f)), None)
-            if form is not None:
-                return self.in_format(node, form)
-        raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
+        if form is None:
+            raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
+        new = node if _is_in_order(node.meta["val"], old) else self.in_format(node, form)
+        return new if new.meta["val"].stride() == old.stride() else self._named(new, old)
+
+    def _named(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
+        """A view of a node with the strides of `old`, which differ in dims of one element alone."""
+        view = self.call(aten.as_strided.default, node, list(old.shape), list(old.stride()))
+        view.meta["outside"] = True  # inside of groups its numbers would make equal blocks differ
+        return view
 
     def _value(self, node: fx.Node) -> Any:
         """What the node gives, by torch's shape functions; calls that look alike are asked once."""

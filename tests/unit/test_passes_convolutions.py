@@ -180,7 +180,7 @@ def test_training_runs_in_channels_last_and_gradients_lie_as_eagers():
     got = _step(model, torch.compile(model, backend=fuser_backend), x)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
-        assert [s for n, s in zip(g.shape, g.stride()) if n > 1] == [s for n, s in zip(w.shape, w.stride()) if n > 1]
+        assert g.stride() == w.stride()
     forward, backward = compilations()
     assert changed_of(forward)["convolutions_channels_last"] == 4
     assert changed_of(forward)["forget_statistics"] == 2

@@ -58,7 +58,7 @@ def test_results_and_gradients(name, dtype, dynamic):
     for a, b, exact in zip(got, with_gradients(fn, args), right):
         far, near = (float((t.double() - exact).abs().max()) for t in (a, b))
         assert a.dtype is dtype and far <= 2 * near + torch.finfo(dtype).eps * float(exact.abs().max())
-        assert all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape) if n > 1)
+        assert a.stride() == b.stride()
 
 
 @pytest.mark.parametrize("name", ["convolution", "of groups"])
