@@ -1,9 +1,9 @@
 """`python -m benchmarks.recorded FOLDER`: calls of operators that models made, recorded by others, beside eager.
 
 The folder holds text files in the form of tritonbench's `input_configs`: a line `Operator: aten.add.Tensor`, then lines
-`cnt: 12, ((T([64, 128], f16), 1.0), {})` with the sizes, dtypes and strides that a model's training step called it with.
-Each different call runs through `torch.compile` by itself; its result is compared with eager's and with float64's, and
-its time with eager's. Numbers are random, places and classes are in range. Calls of more than `--most` bytes are left out.
+`cnt: 12, ((T([64, 128], f16), 1.0), {})` with the sizes, dtypes and strides that a model's training step called it
+with. Each different call runs through `torch.compile` by itself; its result is compared with eager's and float64's,
+its time with eager's. Numbers are random, places and classes are in range. Larger calls than `--most` are left out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _LEFT_OUT = re.compile(r"_sparse|_cudnn|^aten\.(new_empty|empty|lift_fresh)|bern
 _DTYPES = {
     **{f"f{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
     **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{"bf16": torch.bfloat16, "b8": torch.bool, "u8": torch.uint8, "c32": torch.complex32, "c64": torch.complex64},
+    "bf16": torch.bfloat16, "b8": torch.bool, "u8": torch.uint8, "c32": torch.complex32, "c64": torch.complex64,
 }
-_CLASSES = {"aten.nll_loss_forward": 1, "aten.nll_loss_backward": 2, "aten.nll_loss2d_forward": 1, "aten.cross_entropy": 1}
+# Which argument has a dim of classes.
+_CLASSES = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.nll_loss2d_forward": 0}
 
 
 class Refused(Exception):
@@ -92,16 +93,15 @@ def _described(call: Recorded, narrow: torch.dtype) -> tuple[Any, dict[str, Any]
     return args, kwargs
 
 
-def _bound(operator: str, args: Any, at: int) -> int:
-    """How many places or classes the integers of an argument may name."""
+def _bound(operator: str, args: Any) -> int:
+    """How many places or classes a call's integers may name."""
     name = operator.rsplit(".", 1)[0]
-    first = args[0]
     if name == "aten.embedding":
-        return int(first.size[0])
+        return int(args[0].size[0])
     if name == "aten.embedding_dense_backward":
         return int(args[2])
     if name in _CLASSES:
-        return int(args[_CLASSES[name] - 1].size[-1])
+        return int(args[_CLASSES[name]].size[-1])
     sizes = [n for made in pytree.tree_leaves(args) if isinstance(made, _Made) for n in made.size if n > 1]
     return min(sizes, default=2)
 
@@ -132,7 +132,8 @@ def program(call: Recorded, narrow: torch.dtype, most: int) -> tuple[Callable[..
     described = [leaf for leaf in leaves if isinstance(leaf, _Made)]
     if not described or sum(made.bytes() for made in described) > most:
         return None
-    filled = [_fill(v, _bound(call.operator, args, i)) if isinstance(v, _Made) else v for i, v in enumerate(leaves)]
+    bound = _bound(call.operator, args)
+    filled = [_fill(v, bound) if isinstance(v, _Made) else v for v in leaves]
     args, kwargs = pytree.tree_unflatten(filled, spec)
     leaves, spec = pytree.tree_flatten((_from_forward(call.operator, args), kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -153,7 +154,9 @@ def program(call: Recorded, narrow: torch.dtype, most: int) -> tuple[Callable[..
     return function, tensors
 
 
-def _problem(function: Callable[..., Any], compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> str | None:
+def _problem(
+    function: Callable[..., Any], compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]
+) -> str | None:
     """What is wrong with a call's results and arguments; Refused if eager does not take it."""
     mine, theirs = checks.clones(tensors), checks.clones(tensors)
     try:

@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     models,
     problems,
+    recorded,
     runner,
     training,
 )
@@ -455,6 +456,38 @@ def test_problems_of_other_projects(tmp_path, capsys, monkeypatch):
     assert problems.distance(torch.ones(2), torch.ones(2, 1)) == float("inf")
     assert problems.distance(torch.tensor([1.0, math.nan]), torch.ones(2)) == float("inf")
     assert problems.distance(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == 0
+
+
+CALLS = """Operator: aten.add.Tensor
+cnt: 3, ((T([2, 3], f16), T([2, 3], f16, stride=(1, 2))), {'alpha': 2})
+cnt: 1, ((T([2, 3], f16), T([2, 3], f16, stride=(1, 2))), {'alpha': 2})
+Operator: aten.embedding.default
+cnt: 1, ((T([5, 4], f32), T([2, 3], i64)), {})
+Operator: aten.add_.Tensor
+cnt: 1, ((T([4], f32), 1), {})
+Operator: aten.mm.default
+cnt: 1, ((T([2, 3], f32), T([2, 3], f32)), {})
+cnt: 1, ((T([4000, 4000], f32), T([4000, 4000], f32)), {})
+Operator: aten._cudnn_rnn.default
+cnt: 1, ((T([2, 3], f32),), {})
+"""
+
+
+def test_recorded_calls_of_models(tmp_path, capsys, monkeypatch):
+    """Each different call runs once; what eager refuses and what is too large is left out, what is wrong is said."""
+    (tmp_path / "some_model.txt").write_text(CALLS)
+    calls = recorded.read(tmp_path)
+    assert [c.operator.split(".")[1] for c in calls] == ["add", "embedding", "add_", "mm", "mm"]
+    _, (a, b) = recorded.program(calls[0], torch.bfloat16, 1 << 20)
+    assert a.dtype is b.dtype is torch.bfloat16 and b.stride() == (1, 2)
+    _, (weight, places) = recorded.program(calls[1], torch.float32, 1 << 20)
+    assert places.max() < len(weight)
+    monkeypatch.setattr("sys.argv", ["recorded", str(tmp_path), "--untimed", "--most", "1000000"])
+    assert recorded.main() == 0
+    assert capsys.readouterr().out.startswith("3 calls, 0 wrong")
+    monkeypatch.setattr(contestants, "compile_for", lambda name, function, dynamic: lambda *a: function(*a) + 1)
+    assert recorded.main() == 1
+    assert capsys.readouterr().out.count("WRONG") == 3
 
 
 def test_a_problem_whose_backend_is_wrong_or_fails_is_said(tmp_path, capsys, monkeypatch):
