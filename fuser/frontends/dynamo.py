@@ -191,6 +191,11 @@ class _GraphCompiler:
         self.example_inputs = example_inputs
         self.options = options
         self.autocast = torch._C._is_any_autocast_enabled()  # switched off by the time of `compile_inference`
+        self.casts: Function = contextlib.nullcontext
+        if torch.is_grad_enabled():
+            from fuser.frontends.replay import casts_now
+
+            self.casts = casts_now()
         self.direct: Function | None = None
         self.written: frozenset[int] | None = None  # inputs that the functional graph writes; None if it has others
         self.by_eager = Tally()
@@ -238,12 +243,30 @@ class _GraphCompiler:
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
         from fuser.frontends.thin import thin
 
-        again = self._may_run_again(steps)
-        if again:
+        again, replay = self._may_run_again(steps), self._replay(steps)
+        if replay is not None:
             meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
-            twice = differentiable_twice(wrapped, self.differentiable, getattr(meta, "output_info", ()))
-            wrapped = guarded(twice, self.differentiable, self.by_eager)
-        return thin(wrapped, self.differentiable, steps, again, self.by_eager) if self._may_be_thin(steps) else wrapped
+            outputs, changed = getattr(meta, "output_info", ()), getattr(meta, "mutated_inp_runtime_indices", ())
+            wrapped = differentiable_twice(wrapped, replay, outputs, changed)
+        if again:
+            wrapped = guarded(wrapped, self.differentiable, self.by_eager)
+        if not self._may_be_thin(steps):
+            return wrapped
+        return thin(wrapped, self.differentiable, steps, again, replay, self.by_eager)
+
+    def _replay(self, steps: training.Training) -> Any:
+        """How eager runs the graph again for the gradient of a gradient; None if that does not give the same."""
+        from fuser.frontends.replay import Replay
+
+        context: Any = torch._guards.TracingContext.try_get()
+        inputs = len(self.example_inputs)
+        own = any(True for _ in self.gm.parameters())
+        if own or self.recorded and steps.random or steps.draws is None or not _are_distinct(self.example_inputs):
+            return None
+        if _metadata_reason(context, inputs, viewed=True, replayed=True) is not None:
+            return None
+        written = frozenset(i for i, info in enumerate(context.fw_metadata.input_info) if info.mutates_data)
+        return Replay(self.differentiable, written, steps.needed, steps.draws, self.casts)
 
     def _why_not_traced(self, error: Exception) -> str:
         """Why AOTAutograd could not make graphs of a program that eager may run; raises what is meant for others."""
@@ -397,27 +420,31 @@ def _are_distinct(inputs: Sequence[Any]) -> bool:
 
 
 def _metadata_reason(
-    context: Any, inputs: int, ordered: bool = False, kept: bool = False, viewed: bool = False
+    context: Any, inputs: int, ordered: bool = False, kept: bool = False, viewed: bool = False, replayed: bool = False
 ) -> str | None:  # fmt: skip
     """What AOTAutograd's own analysis of the graph says: anything left to do before or after it?
 
     `ordered`: calls with effects are in order without tokens. `kept`: writes that the graph itself makes are in order.
-    `viewed`: results may be views and have dynamic sizes, all of which AOTAutograd sees to.
+    `viewed`: results may be views and have dynamic sizes, all of which AOTAutograd sees to. `replayed`: the graph may
+    change the content of inputs, and grad mode.
     """
     meta = getattr(context, "fw_metadata", None)
     if meta is None:
         return "the analysis of aliases and mutations is not at hand"
     try:
         nothing = {
-            "an input is written": meta.num_mutated_inp_runtime_indices
-            + (0 if kept else meta.num_mutated_graph_handled_indices),
+            "an input is written": (
+                sum(info.mutates_metadata or info.mutates_storage_metadata for info in meta.input_info)
+                if replayed
+                else meta.num_mutated_inp_runtime_indices + (0 if kept else meta.num_mutated_graph_handled_indices)
+            ),
             because("view_result", "an output is a view of an input or of another output"): (
                 0 if viewed else meta.num_outputs_aliased
             ),
             "an intermediate result is the base of an output": 0 if viewed else meta.num_intermediate_bases,
             "random number state is passed along": int(meta.is_rng_op_functionalized) + meta.num_graphsafe_rng_states,
             "effects are ordered by tokens": 0 if ordered else len(meta.tokens),
-            "grad mode is changed": int(meta.grad_enabled_mutation is not None),
+            "grad mode is changed": 0 if replayed else int(meta.grad_enabled_mutation is not None),
             "an output has sizes marked as dynamic": 0 if viewed else int(meta.dynamic_outputs),
             "inputs are added or merged": abs(len(meta.input_info) - inputs),
             because("subclass", "an input or output is a tensor subclass"): sum(

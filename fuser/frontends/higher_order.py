@@ -2,20 +2,19 @@
 
 AOTAutograd's backward cannot be differentiated. A backward that is asked for a graph of itself (`create_graph=True`),
 or for many gradients at once (`is_grads_batched=True`), therefore runs the forward again by eager, on the inputs of
-that call, and has autograd differentiate that. Nothing is kept for it but weak references to the inputs.
+that call, and has autograd differentiate that. `replay.Replay` says what is noted for it at a call.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
-from fuser.runtime import launcher
+from fuser.frontends.replay import Replay
 
 _log = logging.getLogger(__name__)
 _said = False
@@ -26,12 +25,15 @@ _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 _MOST_VIEWS = 64  # nodes of views between a result and its base
 
 
-def differentiable_twice(function: Function, gm: fx.GraphModule, outputs: Sequence[Any] = ()) -> Function:
-    """A compiled function of `gm`'s inputs whose backward can itself be differentiated.
+def differentiable_twice(
+    function: Function, replay: Replay, outputs: Sequence[Any] = (), changed: Sequence[int] = ()
+) -> Function:
+    """A compiled function whose backward can itself be differentiated: its graph is that of `replay`.
 
-    `outputs`: what AOTAutograd says of each result, which may be a view; nothing where none is.
+    `outputs`: what AOTAutograd says of each result, which may be a view; nothing where none is. `changed`: the inputs
+    whose new content is the first results of AOTAutograd's function.
     """
-    note = seen()
+    note = replay.note
     own = [i for i, info in enumerate(outputs) if _type_of(info) not in _OF_INPUTS]
     bases: dict[int, int] = {}  # a view of each base that AOTAutograd returns behind the results
     for i, info in enumerate(outputs):
@@ -40,14 +42,15 @@ def differentiable_twice(function: Function, gm: fx.GraphModule, outputs: Sequen
     views = tuple(bases[i] for i in sorted(bases))
 
     def call(*args: Any) -> Any:
+        noted = note(*args)
         results = function(*args)
-        for result in [results[i] for i in own] if outputs else results:
+        for result in (*([results[i] for i in own] if outputs else results), *(args[i] for i in changed)):
             node = _compiled_node(getattr(result, "grad_fn", None))
             if node is not None:
                 made_by = type(node)._forward_cls
                 if not hasattr(made_by, "fuser_backward"):
-                    _extend(made_by, gm, views)
-                node.fuser_inputs = note(*args)
+                    _extend(made_by, replay, views, changed)
+                node.fuser_inputs = noted
                 break
         return results
 
@@ -63,44 +66,11 @@ def _compiled_node(node: Any) -> Any:
     for _ in range(_MOST_VIEWS):
         if node is None or hasattr(getattr(type(node), "_forward_cls", None), "compiled_fw"):
             return node
-        node = node.next_functions[0][0] if node.next_functions else None
+        node = node.next_functions[-1 if "Copy" in node.name() else 0][0] if node.next_functions else None
     return None
 
 
-def seen() -> Function:
-    """A function that notes inputs without keeping them alive, natively where that can be had: see `inputs_of`."""
-    native = launcher.native()
-    return _seen if native is None else cast(Function, native.seen)
-
-
-def _seen(*args: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for a in args:
-        tensor = isinstance(a, torch.Tensor)
-        found += [weakref.ref(a) if tensor else a, a._version if tensor and not a.is_inference() else None]
-    return tuple(found)
-
-
-def inputs_of(noted: Sequence[Any]) -> list[Any]:
-    """The inputs of a call, of what `seen` noted; RuntimeError if one is gone or was written since."""
-    found = []
-    for kept, version in zip(noted[::2], noted[1::2], strict=True):
-        value: Any = kept() if isinstance(kept, weakref.ref) else kept
-        if value is None and kept is not None:
-            raise RuntimeError(
-                "fuser: the gradient of a gradient needs the inputs of the compiled function, and one of them is gone: "
-                "keep a reference to it until the second backward"
-            )
-        if version is not None and value._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"input of a function compiled by fuser is at version {value._version}; expected {version}"
-            )
-        found.append(value)
-    return found
-
-
-def _extend(made_by: Any, gm: fx.GraphModule, views: Sequence[int]) -> None:
+def _extend(made_by: Any, replay: Replay, views: Sequence[int], changed: Sequence[int]) -> None:
     """Have the class of AOTAutograd's function answer for backwards that are to be differentiated."""
     from torch._dynamo import disable
 
@@ -112,7 +82,7 @@ def _extend(made_by: Any, gm: fx.GraphModule, views: Sequence[int]) -> None:
         flat = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else grads
         if inputs is None or not (torch.is_grad_enabled() or any(map(is_batched, flat))):
             return compiled(ctx, *grads)
-        return by_eager(gm, ctx, inputs_of(inputs), flat, views)
+        return by_eager(replay, ctx, inputs, flat, views, changed)
 
     made_by.fuser_backward = True
     made_by.backward = staticmethod(backward)
@@ -139,32 +109,36 @@ def is_batched(grad: Any) -> bool:
 
 
 def by_eager(
-    gm: fx.GraphModule, ctx: Any, inputs: Sequence[Any], grads: Sequence[Any], views: Sequence[int] = ()
+    replay: Replay, ctx: Any, noted: Any, grads: Sequence[Any], views: Sequence[int] = (), changed: Sequence[int] = ()
 ) -> tuple[Any, ...]:
     """Gradients of the inputs, with a graph of their own where gradients are enabled.
 
-    `grads`: of the results, and then of the bases of the results `views`.
+    `grads`: of the new content of the inputs `changed`, of the results, and then of the bases of the results `views`.
     """
     global _said
     again = torch.is_grad_enabled()
     if again and not _said:
         _said = True
         _log.warning("a gradient is to be differentiated: its graph runs again, by eager")
-    with torch.enable_grad():
-        results = gm.forward(*inputs)
-    bases = [results[i]._base for i in views]
-    results = [*results, *bases]
-    lost = any(base is None for base in bases)  # eager has made a copy
-    if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads) or lost:
-        raise RuntimeError(
-            "fuser: this graph has inputs or results that its compiled form has not, so the gradient of its gradient "
-            "cannot be computed: run the function without torch.compile"
-        )
-    pairs = [(r, g) for r, g in zip(results, grads, strict=True) if isinstance(r, torch.Tensor) and r.requires_grad]
-    pairs = [(r, g) for r, g in pairs if g is not None]
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
-    found = torch.autograd.grad(
-        [r for r, _ in pairs], [inputs[i] for i in wanted], [g for _, g in pairs], create_graph=again, allow_unused=True
-    )
+    inputs = replay.inputs(noted, ctx.needs_input_grad)
+    with torch.enable_grad():  # one input may be computed from another, whose gradient here is that by its own uses
+        pairs = zip(inputs, ctx.needs_input_grad, strict=True)
+        inputs = [value.view_as(value) if required else value for value, required in pairs]
+    with replay.drawing(noted):
+        results, written = replay.run(inputs)
+        bases = [results[i]._base for i in views]
+        results = [*(written[i] for i in changed), *results, *bases]
+        lost = any(base is None for base in bases)  # eager has made a copy
+        if len(ctx.needs_input_grad) != len(inputs) or len(results) != len(grads) or lost:
+            raise RuntimeError(
+                "fuser: this graph has inputs or results that its compiled form has not, so the gradient of its "
+                "gradient cannot be computed: run the function without torch.compile"
+            )
+        pairs = zip(results, grads, strict=True)
+        given = [g is not None and isinstance(r, torch.Tensor) and r.requires_grad for r, g in pairs]
+        roots, grads = ([v for v, is_given in zip(every, given, strict=True) if is_given] for every in (results, grads))
+        wanted = [i for i, required in enumerate(ctx.needs_input_grad) if required]
+        leaves = [inputs[i] for i in wanted]
+        found = torch.autograd.grad(roots, leaves, grads, create_graph=again, allow_unused=True)
     by_place = dict(zip(wanted, found, strict=True))
     return tuple(by_place.get(i) for i in range(len(inputs)))

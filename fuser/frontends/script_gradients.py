@@ -23,6 +23,7 @@ from fuser.arguments import arg_spec
 from fuser.frontends import fakes
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.higher_order import differentiable_twice
+from fuser.frontends.replay import Replay
 from fuser.frontends.training import Training
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
@@ -149,7 +150,7 @@ class _Program:
                 keep_inference_input_mutations=True,
             )
         self._single = whole.single
-        self._run = guarded(differentiable_twice(compiled, whole), whole, Tally())
+        self._run = guarded(differentiable_twice(compiled, Replay(whole)), whole, Tally())
         self._guards = [g.expr for g in self._env.guards]
         self._held: dict[tuple[Any, ...], bool] = {}
 

@@ -22,6 +22,7 @@ from fuser.frontends import higher_order
 from fuser.frontends.failures import OF_OPERATORS, after_failure
 from fuser.frontends.functional import Compiled
 from fuser.frontends.program import Program
+from fuser.frontends.replay import Replay
 from fuser.frontends.training import Training
 from fuser.passes.classify import is_view
 from fuser.runtime.memory import Tally
@@ -32,11 +33,13 @@ _ATTEMPTS = 8  # first calls that may end without a node of AOTAutograd's, as ca
 _BOXED = bool(hasattr(AutogradFunction, "boxed_grads_call"))  # the engine gives gradients as one list, to be emptied
 
 
-def thin(general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, by_eager: Tally) -> Function:
+def thin(
+    general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, replay: Replay | None, by_eager: Tally
+) -> Function:
     """`general`, the function of AOTAutograd's wrappers, for a first call; the thin node after it.
 
-    `repeats`: `gm` may run a second time in eager, after an error or for the gradient of a gradient. The graph must
-    have passed `dynamo.why_wrapped`.
+    `repeats`: `gm` may run a second time in eager after an error; `replay`: how it does for the gradient of a gradient.
+    The graph must have passed `dynamo.why_wrapped`.
     """
     apply: Function | None = None
     attempts = 0
@@ -49,7 +52,7 @@ def thin(general: Function, gm: fx.GraphModule, steps: Training, repeats: bool, 
         attempts += 1
         if made_by is not None:
             attempts = _ATTEMPTS
-            node = _Node.of(made_by, gm, steps, repeats)
+            node = _Node.of(made_by, steps, replay)
             apply = node.apply if node is not None else None
         return results
 
@@ -81,8 +84,8 @@ def _class_of(results: Any) -> Any:
 class _Node:
     """Builds the class of one graph's autograd function. `apply` is its C function, without Python's before it."""
 
-    def __init__(self, made_by: Any, gm: fx.GraphModule, steps: Training, forward: Compiled, repeats: bool) -> None:
-        self.gm, self.steps, self.repeats = gm, steps, repeats
+    def __init__(self, made_by: Any, steps: Training, forward: Compiled, replay: Replay | None) -> None:
+        self.steps, self.replay = steps, replay
         self.made_by, self.meta = made_by, made_by.metadata
         self.backward_given: Function | None = None
         assert forward.program is not None
@@ -101,14 +104,14 @@ class _Node:
         self.apply: Function = super(AutogradFunction, self.cls).apply  # type: ignore[misc]
 
     @staticmethod
-    def of(made_by: Any, gm: fx.GraphModule, steps: Training, repeats: bool) -> _Node | None:
+    def of(made_by: Any, steps: Training, replay: Replay | None) -> _Node | None:
         """The node for AOTAutograd's class; None where that has something else to do at a call."""
         forward = steps.compiled.get("forward")
         meta = getattr(made_by, "metadata", None)
         if forward is None or forward.program is None or meta is None or not _is_known(made_by, meta):
             return None
         try:
-            node = _Node(made_by, gm, steps, forward, repeats)
+            node = _Node(made_by, steps, forward, replay)
         except (AttributeError, TypeError):  # another form than those known
             return None
         order = [*node.saved, *node.sizes]
@@ -125,8 +128,8 @@ class _Node:
         inputs = [name(p) for p in program.placeholders]
         grouped = {o for plan in program.plan.groups for o in plan.outputs if not is_view(o.target)}
         lines = self._run(program, inputs)
-        if self.repeats:
-            lines.insert(0, f"CTX.fuser_inputs = {program.bind(higher_order.seen(), 'seen')}({', '.join(inputs)})")
+        if self.replay is not None:
+            lines.insert(0, f"CTX.fuser_inputs = {program.bind(self.replay.note, 'seen')}({', '.join(inputs)})")
         written = [inputs[i] for i in self.meta.mutated_graph_handled_indices_seen_by_autograd]
         if written:  # by kernels, of which autograd hears nothing
             counted = program.bind(torch.autograd.graph.increment_version, "count")
@@ -176,7 +179,7 @@ class _Node:
     def _first_backward(self, ctx: Any, grads: list[Any]) -> Any:
         """A backward before ours is known: AOTAutograd compiles it, or has done so meanwhile."""
         if self.steps.compiled.get("backward") is None or self.backward_given is None:
-            batched = self.repeats and any(map(higher_order.is_batched, grads))
+            batched = self.replay is not None and any(map(higher_order.is_batched, grads))
             if torch.is_grad_enabled() or _C._are_functorch_transforms_active() or batched:
                 return self._again(ctx, grads)
             symints, saved = ctx.symints, ctx.saved_tensors
@@ -211,7 +214,7 @@ class _Node:
         names = [name(p) for p in program.placeholders]
         sequence = program.sequence(boxed=True)
         asked = [f"{bind(f, 'again')}()" for f in (_C.is_grad_enabled, _C._are_functorch_transforms_active)]
-        if self.repeats:
+        if self.replay is not None:
             batched = bind(higher_order.is_batched, "again")
             asked += [f"{batched}(GRADS[{i}])" for i in self.differentiated]
         lines = [
@@ -262,15 +265,14 @@ class _Node:
 
     def _again(self, ctx: Any, grads: list[Any]) -> Any:
         """A backward that is to be differentiated, or that runs under a transform: eager's, or one that says no."""
-        if self.repeats:
+        if self.replay is not None:
             flat = list(grads)
             grads.clear()
-            return higher_order.by_eager(self.gm, ctx, higher_order.inputs_of(ctx.fuser_inputs), flat)
+            return higher_order.by_eager(self.replay, ctx, ctx.fuser_inputs, flat)
         if _C._are_functorch_transforms_active():
             raise RuntimeError(
                 "fuser: the backward of this compiled function runs under a transform of torch.func, which only eager "
-                "can do, and its graph draws random numbers or calls a torch.autograd.Function: run the function "
-                "without torch.compile"
+                "can do, and its graph cannot be run a second time: run the function without torch.compile"
             )
 
         def run() -> Any:
@@ -291,9 +293,8 @@ class _Once(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "fuser: the graph of this function draws random numbers, runs under autocast or calls a "
-            "torch.autograd.Function, so the gradient of its gradient cannot be computed: run the function "
-            "without torch.compile"
+            "fuser: the graph of this function cannot be run a second time, so the gradient of its gradient cannot be "
+            "computed: run the function without torch.compile"
         )
 
 

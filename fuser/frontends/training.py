@@ -16,6 +16,7 @@ from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import tensors_of
 from fuser.passes.cleanup import keep_results_apart, merge_joint
 from fuser.passes.grouping import group_nodes
+from fuser.passes.randomness import DRAWS, Draw, draws_of, node_draws
 from fuser.passes.registry import run_stage
 from fuser.passes.rounding import round_both
 from fuser.passes.runner import PassRecord
@@ -50,6 +51,8 @@ class Training:
         self.passes = earlier  # of the joint graph and before; told with the forward
         self.cut = False  # whether there is a forward and a backward
         self.random = False  # whether they draw random numbers
+        self.draws: tuple[Draw, ...] | None = ()  # their random operators; None if these cannot be told
+        self.needed: frozenset[int] = frozenset()  # the inputs whose content the gradients depend on
         self.compiled: dict[str, Compiled] = {}  # by stage
         self.gains_nothing = False  # whether dynamo's graph does the same, with a backward of eager's
         self._backward: fx.GraphModule | None = None  # before its passes
@@ -106,10 +109,14 @@ class Training:
         from fuser.frontends.recompute import keep_for_products, keep_from_written, told_to_the_cut, written_inputs
         from fuser.passes.norm_results import recompose_norms
 
-        self.cut, self.random = True, any(draws(n) and not _drops_nothing(n) for n in all_nodes(joint))
+        random, given = sum(map(draws, all_nodes(joint))), draws_of(joint.graph)
+        self.cut, self.random = True, bool(random)
+        self.needed = _needed(joint, kwargs["num_fwd_outputs"])
         written = written_inputs(joint)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
+        given = joint.meta.get(DRAWS, given)
+        self.draws = given if len(given) == random else None
         keep_results_apart(joint)
         on_cpu = is_on_cpu(joint)
         floats = _floats_as_integers(joint)
@@ -176,19 +183,19 @@ def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
 def draws(node: fx.Node) -> bool:
     """Whether a node of a graph draws random numbers."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "rngprims"
-    return isinstance(target, torch._ops.HigherOrderOperator) and str(target) in _UNDER_STATE
+    return node_draws(node) or isinstance(target, torch._ops.HigherOrderOperator) and str(target) in _UNDER_STATE
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """Whether a node is a call of attention that draws no numbers, as it has no dropout."""
-    names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
-    if "dropout_p" not in names:
-        return False
-    at = names.index("dropout_p")
-    share = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return isinstance(share, float) and share == 0
+def _needed(joint: fx.GraphModule, forward: int) -> frozenset[int]:
+    """The numbers of the inputs from whose content a joint graph computes gradients, its results from `forward` on."""
+    results: Any = joint.graph.output_node().args[0]
+    left = [n for n in results[forward:] if isinstance(n, fx.Node)]
+    reached = set(left)
+    while left:
+        news = [a for a in left.pop().all_input_nodes if a not in reached]
+        reached.update(news)
+        left += news
+    return frozenset(i for i, p in enumerate(joint.graph.find_nodes(op="placeholder")) if p in reached)
 
 
 def _hidden(compile_stage: Function) -> Function:

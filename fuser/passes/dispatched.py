@@ -109,12 +109,14 @@ class _Resized:
 
 
 class _Dropped:
-    """A dropout: its input where nothing is dropped, else as torch has it."""
+    """A dropout: its input where nothing is dropped, zeros where all is, which draws nothing; else as torch has it."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
 
     def __call__(self, x: torch.Tensor, p: float, train: bool) -> Any:
+        if train and p == 1:
+            return torch.mul(x, torch.zeros((), dtype=x.dtype, device=x.device))
         return self.own(x, p, train) if train and p != 0 else x
 
 

@@ -9,19 +9,32 @@ region, is the same: seeds are values like any other. The numbers are not those 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuser import compiler, config
+from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import own_operator
 from fuser.passes.classify import Kind, classify
 from fuser.passes.hints import is_contiguous
 
 settings: Any = config  # its attributes are made from a table
 aten = torch.ops.aten
+DRAWS = "draws"  # in a module's meta: a `Draw` for each of its random operators, in order
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random operator of a graph. `seed`: the number of its seed among those of its device; None if ATen draws."""
+
+    target: Any
+    numbers: tuple[Any, ...]  # its arguments that are no nodes, None for the others
+    device: torch.device
+    seed: int | None = None
 
 
 class _Writer:
@@ -139,6 +152,7 @@ def _is_read_by_others(node: fx.Node) -> bool:
 def functional_random(module: fx.GraphModule) -> int:
     """Random operators become functions of seeds that one call draws from torch's generator."""
     sites = [n for n in module.graph.nodes if _can_rewrite(n)] if settings.random == "philox" else []
+    module.meta[DRAWS] = draws_of(module.graph, sites)
     if not sites:
         return 0
     seeds = _draw_seeds(module.graph, sites)
@@ -155,6 +169,78 @@ def functional_random(module: fx.GraphModule) -> int:
     return len(sites)
 
 
+def node_draws(node: fx.Node) -> bool:
+    """Whether a node is a call of an operator that draws random numbers; attention without dropout draws none."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and draws_numbers(target, node.args, node.kwargs)
+
+
+def draws_numbers(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator of ATen draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in target.tags and target.namespace != "rngprims":
+        return False
+    names = [a.name for a in target._schema.arguments]
+    at = names.index("dropout_p") if "dropout_p" in names else len(args)
+    share = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0 if "dropout_p" in names else None)
+    return not (isinstance(share, float) and share == 0)
+
+
+def draws_of(graph: fx.Graph, sites: Sequence[fx.Node] = ()) -> tuple[Draw, ...]:
+    """All random operators of a graph; of `sites` the seeds are numbered for each device."""
+    numbers: Counter[torch.device] = Counter()
+    found = []
+    for node in filter(node_draws, graph.nodes):
+        device, seed = _drawn(node).device, None
+        if node in sites:
+            seed = numbers[device]
+            numbers[device] += 1
+        constants = tuple(None if isinstance(a, fx.Node) else a for a in node.args)
+        found.append(Draw(node.target, constants, device, seed))
+    return tuple(found)
+
+
+def seeds_again(draws: Sequence[Draw]) -> dict[torch.device, tuple[torch.Tensor, ...]]:
+    """The seeds that a graph drew, drawn from generators in the state that they had."""
+    counts = Counter(d.device for d in draws if d.seed is not None)
+    return {d: torch.randint(*_SEEDS, [n], dtype=torch.int64, device=d).unbind(0) for d, n in counts.items()}
+
+
+def drawn_again(draw: Draw, seed: torch.Tensor, target: Any, args: Sequence[Any], like: torch.Tensor) -> Any:
+    """What a call of `target` in eager gives where the graph of `draw` drew from `seed`.
+
+    `like`: a tensor like the result. Eager draws a dropout's mask by `bernoulli`, and a trace that by `rand`.
+    """
+    graph = fx.Graph()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    traced = packet_name(draw.target)
+    masks = packet_name(target) != traced
+    eager = [given(a) for a in args if not isinstance(a, torch.dtype)]
+    if masks:
+        eager = [list(like.shape)] if traced == "rand" else [eager[0], *draw.numbers[1:]]
+    site = graph.call_function(draw.target, tuple(eager))
+    site.meta["val"] = like
+    made = _REWRITES[draw.target](_Writer(site, given(seed)), *eager)
+    values = [m.meta["val"] for m in (made if isinstance(made, tuple) else (made,))]
+    if masks:
+        return (values[0] < args[0] if traced == "rand" else values[1]).to(like.dtype)
+    return tuple(values) if isinstance(made, tuple) else values[0]
+
+
+def packet_name(target: Any) -> str:
+    """An operator's name, which one that writes in place shares with the functional one."""
+    return str(target._schema.name).split("::")[1].removesuffix("_functional").rstrip("_")
+
+
+_SEEDS = -(1 << 63), (1 << 63) - 1
+
+
 def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """A 64-bit seed for each site, as tensors without dims on its device, drawn where the graph begins."""
     begin = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
@@ -163,7 +249,7 @@ def _draw_seeds(graph: fx.Graph, sites: Sequence[fx.Node]) -> dict[fx.Node, fx.N
         here = [s for s in sites if _drawn(s).device == device]
         options = {"dtype": torch.int64, "device": device, "pin_memory": False}
         with graph.inserting_before(begin), _mode_of(_drawn(here[0])):
-            drawn = _call(graph, {}, aten.randint.low, -(1 << 63), (1 << 63) - 1, [len(here)], **options)
+            drawn = _call(graph, {}, aten.randint.low, *_SEEDS, [len(here)], **options)
             parts = _call(graph, {}, aten.unbind.int, drawn)
             found.update({s: _call(graph, {}, operator.getitem, parts, i) for i, s in enumerate(here)})
     return found
