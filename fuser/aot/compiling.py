@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from fuser.canonical import Ref, portable
 from fuser.canonical.structure import Flattened, is_tuple_of_leaves
 from fuser.cuda import driver
 from fuser.errors import AotError, ConfigError, FuserError, GraphError, InputError
+from fuser.frontends.bodies import all_of
 from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.program import Listing
+from fuser.frontends.training import all_nodes
 from fuser.kernel_cache import REGISTRY
+from fuser.passes.classify import graphs_of
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime import archive
+from fuser.runtime.loops import LOOPS, Form
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -81,13 +86,15 @@ class _Program:
         guards = guards_of(exported)
         self.exported = _decomposed(exported)
         signature = self.exported.graph_signature
-        for node in self.exported.graph_module.graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                raise AotError(f"this program calls {node.target}, an operator on graphs, which files do not hold")
+        for node in all_nodes(self.exported.graph_module):
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) not in LOOPS:
+                raise AotError(f"this program calls {node.target}, an operator on graphs that files do not hold")
         with config.override(disable_passes=",".join(filter(None, (config.disable_passes, *_NOT_IN_FILES)))):
             self.compiled: Compiled = compile_functional(self.exported.graph_module, ("joint_graph", "post_grad"))
-        if self.compiled.program is None:
-            raise AotError(f"this program cannot be kept in a file: {self.compiled.reason}")
+        self.parts = [self.compiled, *(b.compiled for b in all_of(self.compiled.bodies))]
+        for part in self.parts:
+            if part.program is None:
+                raise AotError(f"this program cannot be kept in a file: {part.reason}")
         self.placeholders = [n for n in self.exported.graph_module.graph.nodes if n.op == "placeholder"]
         self.specs = list(signature.input_specs)
         self.held = [_held(self.exported, s) for s in self.specs if s.kind in _HELD]
@@ -114,6 +121,18 @@ class _Program:
             except (RuntimeError, FuserError, IndexError, ValueError):
                 if n == 0:
                     raise  # eager's own error for the example itself; of other sizes it says that none is allowed
+        for part in self.parts:
+            if any(not interface.kernel_spec(key).store.kernels for key in part.keys):
+                self._visit(part)
+
+    def _visit(self, part: Compiled) -> None:
+        """Run a graph that no example ran, such as a branch, with zeros in its traced sizes."""
+        values = [n.meta.get("val") for n in part.module.graph.find_nodes(op="placeholder")]
+        if part.program is None or not all(isinstance(v, torch.Tensor) and _is_fixed(v) for v in values):
+            return
+        with contextlib.suppress(RuntimeError, FuserError, IndexError, ValueError):
+            zeros = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).zero_() for v in values]
+            part.program.function(*zeros)
 
     def _run(self, leaves: list[Any]) -> None:
         assert self.compiled.program is not None
@@ -170,12 +189,13 @@ class _Program:
 
     def _graph(self, libraries: dict[str, bytes]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The outer program as rows, and the groups that it calls."""
-        plan = self.compiled.plan
-        keys = list(dict.fromkeys(self.compiled.keys))
+        keys = list(dict.fromkeys(k for part in self.parts for k in part.keys))
         numbers = {key: n for n, key in enumerate(keys)}
-        functions = [(f"group{numbers[k]}", _Numbered(numbers[k], REGISTRY.find(k).bound)) for k in self.compiled.keys]
-        rows = _Rows(self.exported.graph_module, plan, functions)
-        return rows.graph(), [_group(key, libraries) for key in keys]
+        return _rows(self.compiled, numbers).graph(), [_group(key, libraries) for key in keys]
+
+
+def _is_fixed(value: torch.Tensor) -> bool:
+    return all(type(n) is int for n in (*value.shape, *value.stride()))
 
 
 def _containers(spec: pytree.TreeSpec) -> str:
@@ -224,8 +244,22 @@ class _Numbered:
         self.number, self.bound = number, bound
 
 
+def _rows(compiled: Compiled, numbers: Mapping[int, int]) -> _Rows:
+    """The outer program of a compiled graph; `numbers` are those of the groups of the whole file by their keys."""
+    functions = [(f"group{numbers[k]}", _Numbered(numbers[k], REGISTRY.find(k).bound)) for k in compiled.keys]
+    rows = _Rows(compiled.module, compiled.plan, functions)
+    rows.bodies = {b.name: (_rows(b.compiled, numbers), b.forms) for b in compiled.bodies}
+    return rows
+
+
+def _forms(forms: Sequence[Form] | None) -> Any:
+    return forms and [[*map(portable.encode_value, (f.dtype, f.device)), f.sizes] for f in forms]
+
+
 class _Rows(Listing):
-    """The outer program as the rows of canonical/portable.py."""
+    """The outer program as the rows of canonical/portable.py. `bodies`: of operators on graphs, by their names."""
+
+    bodies: dict[str, tuple[_Rows, Sequence[Form] | None]]
 
     def graph(self) -> dict[str, Any]:
         rows: list[list[Any]] = []
@@ -250,13 +284,22 @@ class _Rows(Listing):
                     rows.append(["call", "operator:getitem", made, {"dict": []}])
                 continue
             node = call
+            if node.op == "get_attr" and node.target in self.bodies:
+                continue
             place[node] = len(rows)
+            if graphs := graphs_of(node):
+                numbers = [list(self.bodies).index(str(g.target)) for g in graphs]
+                args = tuple(a for a in node.args if a not in graphs)
+                rows.append(["loop", str(node.target), value(args), value(dict(node.kwargs)), numbers])
+                continue
             if node.op == "get_attr":
                 raise GraphError(f"{node.name} reads {node.target!r} of the module, which is no tensor of its state")
             target = self.target_of(node)
             rows.append(["call", name_in_file(target), value(tuple(node.args)), value(dict(node.kwargs))])
         (result,) = self.module.graph.output_node().args
-        return {"rows": rows, "output": value(tuple(result))}  # type: ignore[arg-type]
+        bodies = [{"graph": body.graph(), "forms": _forms(forms)} for body, forms in self.bodies.values()]
+        found = {"rows": rows, "output": value(tuple(result))}  # type: ignore[arg-type]
+        return found | {"bodies": bodies} if bodies else found
 
 
 def _not_symbolic(value: Any) -> Any:

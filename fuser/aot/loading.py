@@ -150,6 +150,12 @@ def library(file: archive.Archive, name: str) -> str:
     return _open[digest][0]
 
 
+def _namespaces(graph: Any) -> set[str]:
+    """The namespaces of the operators that a graph and its bodies call."""
+    inner = [_namespaces(body["graph"]) for body in graph.get("bodies", ())]
+    return {row[1].partition("::")[0] for row in graph["rows"] if row[0] == "call"}.union(*inner)
+
+
 class LoadedProgram:
     """An exported program that runs with its stored kernels. Called like the exported module; results need no gradient.
 
@@ -157,9 +163,8 @@ class LoadedProgram:
     """
 
     def __init__(self, path: str, program: Any, held: Sequence[torch.Tensor], groups: Sequence[_Group]) -> None:
-        for namespace in {row[1].partition("::")[0] for row in program["graph"]["rows"] if row[0] == "call"}:
-            if namespace == "fuser":  # operators of this package
-                importlib.import_module("fuser.ops.random")
+        if "fuser" in _namespaces(program["graph"]):  # operators of this package
+            importlib.import_module("fuser.ops.random")
         self.path = path
         self._groups = tuple(groups)
         self._held = [held[n] for n in program["held"]]

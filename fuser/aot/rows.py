@@ -11,6 +11,7 @@ import torch
 from fuser.aot.own import FUNCTIONS
 from fuser.canonical.portable import decode_value, target_of
 from fuser.errors import GraphError
+from fuser.runtime.loops import LOOPS, Form
 
 Function = Callable[..., Any]
 _NONE: tuple[int, ...] = ()
@@ -19,7 +20,8 @@ _NONE: tuple[int, ...] = ()
 class Rows:
     """A callable of the graph's inputs, those that were bound first. It holds nothing of a call between calls.
 
-    `groups` are what ["group", number, …] rows call. GraphError if `graph` is no such data.
+    `groups` are what ["group", number, …] rows call. The rows ["loop", name, …] call the graph's bodies. GraphError if
+    `graph` is no such data.
     """
 
     def __init__(self, graph: Any, n_bound: int, groups: Sequence[Function] = ()) -> None:
@@ -47,6 +49,7 @@ class Rows:
 
     def _read(self, graph: Any, n_bound: int) -> None:
         rows = graph["rows"]
+        bodies = [(Rows(b["graph"], 0, self._groups), _forms(b["forms"])) for b in graph.get("bodies", ())]
         self._slot: list[int] = []
         self._calls: list[tuple[Function, list[Any], int]] = []
         inputs = iter(range(n_bound, n_bound + sum(row[0] == "input" for row in rows)))
@@ -61,6 +64,10 @@ class Rows:
                 self._slot.append(what)
             elif kind == "constant":
                 self._slot.append(self._place(decode_value(what)))
+            elif kind == "loop":
+                steps = [bodies[n] for n in rest[2]]
+                loop = LOOPS[what](*(body for body, _ in steps), steps[0][1])
+                self._slot.append(self._call(loop, rest[0], rest[1]))
             else:
                 self._slot.append(self._call(self._function(kind, what), rest[0], rest[1]))
         result = self._place(self._decoded(graph["output"]))
@@ -136,6 +143,14 @@ class Rows:
         ]
         self._result = _taker([at(result)])
         del self._calls, self._slot, self._constants, self._groups
+
+
+def _forms(data: Any) -> tuple[Form, ...] | None:
+    """The forms of the rows that a body writes."""
+    return data and tuple(
+        Form(decode_value(dtype), decode_value(device), tuple(n if isinstance(n, int) else (n[0], n[1]) for n in sizes))
+        for dtype, device, sizes in data
+    )
 
 
 class _Slot:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fuser.frontends.loops import LOOPS, Form, store_rows
+from fuser.frontends.rows_of_loops import store_rows
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.checking import copied
 from fuser.passes.classify import ON_GRAPHS, graphs_of, runs_graphs
 from fuser.passes.registry import run_stage
+from fuser.runtime.loops import LOOPS, Form
 
 if TYPE_CHECKING:
     from fuser.frontends.functional import Compiled
@@ -36,7 +37,7 @@ class Body:
     name: str
     operator: str
     compiled: Compiled
-    forms: tuple[Form, ...] | None  # of the rows that it writes; see `loops.store_rows`
+    forms: tuple[Form, ...] | None  # of the rows that it writes; see `rows_of_loops.store_rows`
 
 
 @dataclass(frozen=True)

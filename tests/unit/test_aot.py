@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch._higher_order_ops import scan, while_loop
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
@@ -320,11 +321,36 @@ def test_relations_between_sizes_are_checked_as_the_export_does(tmp_path):
                 torch.testing.assert_close(got, want)
 
 
-def test_operators_on_graphs_and_nameless_containers_are_refused(tmp_path):
-    class Branch(torch.nn.Module):
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+class Loops(torch.nn.Module):
+    """A branch inside of a loop, and a scan whose steps write rows; both read the module's state."""
 
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x):
+        def step(i, y):
+            y = torch.cond(y.mean() > 0, lambda y: y.sin() - self.scale, lambda y: y.cos() * 2 + 1, (y,))
+            return i + 1, y
+
+        count, y = while_loop(lambda i, y: i < 3, step, (torch.zeros((), dtype=torch.int64), x.exp() - 1))
+        carry, rows = scan(lambda c, r: ((c * 0.5 + r).tanh(), (c * r).exp() + self.scale), torch.zeros(8), y, dim=0)
+        return count, carry, rows * 2
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 3, 9)], ids=["fixed", "varying"])
+def test_operators_on_graphs_are_kept_with_their_kernels(tmp_path, sizes):
+    module = Loops()
+    dims = ({0: Dim("n", min=2, max=64)},) if len(sizes) > 1 else None
+    with torch.no_grad():
+        program = aot.load(aot.compile(export(module, (torch.ones(5, 8),), dynamic_shapes=dims), tmp_path / "x"))
+        for n in sizes:
+            for x in (torch.linspace(-2, 1, 8 * n).view(n, 8), torch.ones(n, 8)):
+                torch.testing.assert_close(program(x), module(x))
+    assert program.kernel_hits and not program.kernel_misses
+
+
+def test_nameless_containers_are_refused(tmp_path):
     class Nameless(dict): ...
 
     class Named(torch.nn.Module):
@@ -334,8 +360,6 @@ def test_operators_on_graphs_and_nameless_containers_are_refused(tmp_path):
     pytree.register_pytree_node(
         Nameless, lambda d: (list(d.values()), list(d)), lambda v, k: Nameless(zip(k, v, strict=True))
     )
-    with pytest.raises(AotError, match="cond, an operator on graphs"), torch.no_grad():
-        aot.compile(export(Branch(), (torch.ones(3),)), tmp_path / "x")
     with pytest.raises(AotError, match="containers have no name"), torch.no_grad():
         aot.compile(export(Named(), (torch.ones(3),)), tmp_path / "x")
 
