@@ -19,7 +19,7 @@ from fuser.errors import ConfigError, FuserError
 from fuser.frontends import fakes, guarantees, plain_trace, training
 from fuser.frontends.bodies import for_eager, passed_bodies
 from fuser.frontends.effects import drop_tokens, with_tokens
-from fuser.frontends.example_values import give_values
+from fuser.frontends.example_values import HIDDEN, give_values, hides_gradient
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import Compiled, compile_functional, written_inputs
 from fuser.frontends.noting import log_graph
@@ -207,6 +207,8 @@ class _GraphCompiler:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
+        if any(map(hides_gradient, training.all_nodes(self.gm))):
+            return _run_eager(self.gm, HIDDEN, self.options)
         hide_transformed(self.gm)
         graphs = [self.gm.graph, *(m.graph for m in self.gm.modules() if isinstance(m, fx.GraphModule))]
         attends = any("softmax" in called(graph) for graph in graphs)

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from fuser.frontends.fakes import correct
 from fuser.passes.calls import writes
+from fuser.passes.classify import BUILTIN, qualified_name, tensors_of
+from fuser.reasons import because
 
 
 def give_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -36,3 +38,26 @@ class _Valued(fx.Interpreter):
         value = super().run_node(node)
         node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         return value
+
+
+HIDDEN = because("python", "a custom operator has no gradient of its own; in eager it has that of what it calls")
+
+
+def hides_gradient(node: fx.Node) -> bool:
+    """Whether the gradient of a custom operator's result, or of what it writes, is that of what its kernel calls.
+
+    No trace sees these calls. Operators with a gradient of their own have a kernel for it.
+    """
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in BUILTIN:
+        return False
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(target), key) for key in _OF_GRADIENTS):
+        return False
+    values = [node, *(node.all_input_nodes if target._schema.is_mutable else ())]
+    return any(t.requires_grad for n in values for t in tensors_of(n.meta.get("example_value")))
+
+
+# Dispatch keys of gradients.
+_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")

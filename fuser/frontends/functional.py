@@ -25,7 +25,7 @@ from fuser.frontends.program import Program, base_of
 from fuser.frontends.records import CompiledGraph, remember
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
-from fuser.passes.classify import MARK
+from fuser.passes.classify import BUILTIN, MARK
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
 _OF_VIEWS = ("merge_views", "split_to_slices")  # passes that save no operator of ATen
-_BUILTIN = ("aten", "prims", "mkldnn", "onednn", "fuser", "c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def written_inputs(graph: fx.Graph) -> frozenset[int]:
 def _has_custom_ops(module: fx.GraphModule) -> bool:
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     targets = {n.target for graph in graphs for n in graph.nodes if n.op == "call_function"}
-    return any(isinstance(t, torch._ops.OpOverload) and t.namespace not in _BUILTIN for t in targets)
+    return any(isinstance(t, torch._ops.OpOverload) and t.namespace not in BUILTIN for t in targets)
 
 
 def _past_first_check(function: Function, leaves: bool) -> Function:

@@ -94,6 +94,10 @@ def qualified_name(target: torch._ops.OpOverload) -> str:
     return str(target.name())  # type: ignore[no-untyped-call]
 
 
+# Namespaces of operators that are not the user's.
+BUILTIN = ("aten", "prims", "mkldnn", "onednn", "fuser", "c10d", "_c10d_functional")
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a node's recorded value: one, several, or none."""
     if isinstance(value, torch.Tensor):
