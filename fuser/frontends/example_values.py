@@ -50,7 +50,7 @@ def hides_gradient(node: fx.Node) -> bool:
     """
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
+        target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in BUILTIN:
         return False
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(target), key) for key in _OF_GRADIENTS):

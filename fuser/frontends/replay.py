@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser.frontends.bodies import for_eager
-from fuser.lazy_dataclasses import dataclass
 from fuser.passes.checking import copied
 from fuser.passes.randomness import Draw, drawn_again, draws_numbers, packet_name, seeds_again
 from fuser.runtime import launcher
@@ -29,13 +28,12 @@ _OWN = "autograd_function_apply"  # what Dynamo makes of a `torch.autograd.Funct
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
-@dataclass(frozen=True)
-class Noted:
+class Noted(NamedTuple):
     """Of a call: its inputs as `seen` noted them, copies of what it writes and reads, and states of generators."""
 
     inputs: tuple[Any, ...]
-    kept: dict[int, torch.Tensor]
-    states: dict[torch.device, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+    states: tuple[torch.Tensor, ...] | None  # None while a CUDA graph is recorded
 
 
 class Replay:
@@ -52,16 +50,23 @@ class Replay:
         self._devices = tuple(dict.fromkeys(d.device for d in draws))
         self._kept = tuple(sorted(written if needed is None else written & needed))
         self._see = seen()
+        self._states = [_generator(d).get_state for d in self._devices]
+        self._on_cuda = any(d.type == "cuda" for d in self._devices)
         self.note: Function = self._note if self._devices or self._kept else self._see
 
     def _note(self, *args: Any) -> Noted:
-        with torch.enable_grad():  # a copy has the history that its original has before it is written
-            kept = {i: args[i].clone() for i in self._kept}
-        return Noted(self._see(*args), kept, {d: _generator(d).get_state() for d in self._devices})
+        written = [args[i] for i in self._kept]
+        if any(t.requires_grad for t in written):
+            with torch.enable_grad():  # a copy has the history that its original has before it is written
+                kept = tuple(t.clone() for t in written)
+        else:
+            kept = tuple(t.clone() for t in written)
+        states = None if self._on_cuda and _is_recording() else tuple(state() for state in self._states)
+        return Noted(self._see(*args), kept, states)
 
     def inputs(self, noted: Any, required: Sequence[bool]) -> list[Any]:
         """The inputs of a call for a second run; RuntimeError if one that matters is gone or was written since."""
-        kept = noted.kept if isinstance(noted, Noted) else {}
+        kept = dict(zip(self._kept, noted.kept, strict=True)) if isinstance(noted, Noted) else {}
         pairs = noted.inputs if isinstance(noted, Noted) else noted
         found: list[Any] = []
         for i, (given, version) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
@@ -109,9 +114,11 @@ class Replay:
         if not self.draws:
             yield
             return
+        if noted.states is None:
+            raise RuntimeError(_NOT_AGAIN)
         now = {d: _generator(d).get_state() for d in self._devices}
         try:
-            for device, state in noted.states.items():
+            for device, state in zip(self._devices, noted.states, strict=True):
                 _generator(device).set_state(state)
             with _Drawing(self.draws):
                 yield
@@ -143,6 +150,17 @@ def _check(value: Any, gone: bool, version: int | None) -> None:
         )
 
 
+_NOT_AGAIN = (
+    "fuser: the random numbers of this function cannot be drawn again, so the gradient of its gradient cannot be "
+    "computed: run the function without torch.compile"
+)
+
+
+def _is_recording() -> bool:
+    """Whether the current stream records a CUDA graph, in which the state of a generator is no number."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
 def _generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
@@ -163,10 +181,7 @@ class _Drawing(TorchDispatchMode):
             return func(*args, **kwargs)
         draw = self._left.pop(0) if self._left else None
         if draw is None or not _may_be(draw, func):
-            raise RuntimeError(
-                "fuser: the random numbers of this function cannot be drawn again, so the gradient of its gradient "
-                'cannot be computed: set fuser.config.random = "eager", or run the function without torch.compile'
-            )
+            raise RuntimeError(_NOT_AGAIN)
         if draw.seed is None:
             return func(*args, **kwargs)
         in_place = func._schema.is_mutable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ _UNDER_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_w
 # A step's large results (saved tensors, gradients) differ in size and live long: what one of them leaves behind would
 # lie idle beside the others when most memory is needed. Fresh huge pages cost a step about a hundredth.
 _LEAN = {"output_limit_bytes": 0}
+_OF_BATCH = (0, 1, 2)  # results of a batch norm that are of the batch alone: its values, mean and deviation
 _LEAST_KEPT = 1e-9  # for 0 torch's cut would draw random numbers again
 
 
@@ -111,10 +113,10 @@ class Training:
 
         random, given = sum(map(draws, all_nodes(joint))), draws_of(joint.graph)
         self.cut, self.random = True, bool(random)
-        self.needed = _needed(joint, kwargs["num_fwd_outputs"])
         written = written_inputs(joint)
         with config.override(**self.options):
             self.passes += run_stage("joint_graph", joint)
+        self.needed = _needed(joint, kwargs["num_fwd_outputs"])  # a batch norm's statistics are forgotten now
         given = joint.meta.get(DRAWS, given)
         self.draws = given if len(given) == random else None
         keep_results_apart(joint)
@@ -192,10 +194,22 @@ def _needed(joint: fx.GraphModule, forward: int) -> frozenset[int]:
     left = [n for n in results[forward:] if isinstance(n, fx.Node)]
     reached = set(left)
     while left:
-        news = [a for a in left.pop().all_input_nodes if a not in reached]
+        news = [a for a in _read_for(left.pop()) if a not in reached]
         reached.update(news)
         left += news
     return frozenset(i for i, p in enumerate(joint.graph.find_nodes(op="placeholder")) if p in reached)
+
+
+def _read_for(node: fx.Node) -> Sequence[fx.Node]:
+    """What a node is computed from. A batch norm in training does not read its statistics, but for the new ones."""
+    made_by = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(made_by, fx.Node) or not isinstance(made_by.target, torch._ops.OpOverload):
+        return node.all_input_nodes
+    given = dict(zip([a.name for a in made_by.target._schema.arguments], made_by.args, strict=False))
+    if given.get("training") is not True or node.args[1] not in _OF_BATCH:
+        return node.all_input_nodes
+    read = [a for name, a in given.items() if isinstance(a, fx.Node) and not name.startswith("running_")]
+    return [*read, *(a for a in made_by.kwargs.values() if isinstance(a, fx.Node))]
 
 
 def _hidden(compile_stage: Function) -> Function:
