@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,10 @@ def fuser_backend(
     this is a promise that there are none.
     """
     checked = _checked_options({} if options is None else options, mode)
+    if getattr(torch._functorch.config, "force_autograd_cache", False):  # what `aot_compile` returns can be saved
+        from fuser.frontends.saved_functions import SavedFunction  # few processes save any
+
+        return SavedFunction.of(gm, example_inputs, functools.partial(fuser_backend, options=options, mode=mode))
     racing = {"max_autotune": True} if mode in _RACING_MODES else {}
     heap.keep_warm()
     nodes = len(gm.graph.nodes)
