@@ -22,7 +22,7 @@ from fuser.errors import Unsupported
 from fuser.frontends import batching, sequences
 from fuser.frontends.bodies import Call
 from fuser.frontends.statements import Statement, is_mutable, moves_memory
-from fuser.passes.classify import MARK, graphs_of, is_ordered, is_view, runs_graphs
+from fuser.passes.classify import MARK, graphs_of, is_ordered, is_view, may_draw, runs_graphs
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import is_grown
 from fuser.reasons import because
@@ -436,4 +436,7 @@ def _needs(statements: list[Statement]) -> list[set[int]]:
     """For each statement those that must come before it."""
     maker = {node: i for i, s in enumerate(statements) for node in s.defines}
     first = _before_writes(statements)
+    drawing = [i for i, s in enumerate(statements) if s.node is not None and may_draw(s.node.target)]
+    for before, after in zip(drawing, drawing[1:]):
+        first.setdefault(after, set()).add(before)
     return [{maker[r] for r in s.reads if r in maker} | first.get(i, set()) for i, s in enumerate(statements)]

@@ -110,6 +110,11 @@ def draws(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def may_draw(target: Any) -> bool:
+    """Whether a call of `target` may draw random numbers: an operator on graphs does what these do."""
+    return draws(target) or isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def is_view(target: Any) -> bool:
     """Whether every call of `target` returns a view of its first argument and does nothing else."""
     if target in _UNSAFE_VIEWS:

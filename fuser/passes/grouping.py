@@ -5,6 +5,8 @@ transparent: a unit depends on what its arguments' views are views of. Each unit
 after a fusible one on the longest path to it. Along a path between two fusible units of one level there is no extern,
 so connected fusible units of one level form a convex group, and groups depend on each other only from lower levels to
 higher ones. Then `_contract` joins groups of different levels where no other path runs between them.
+
+Externs that draw random numbers depend on each other in the graph's order.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fuser.passes.classify import (
     draws,
     is_number,
     is_size_arithmetic,
+    may_draw,
     op_name,
     tensors_of,
 )
@@ -100,6 +103,7 @@ class _Units:
         self.preds: list[tuple[int, ...]] = []
         self.bases: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of a free node
         self.readers: dict[fx.Node, set[int]] = {}  # so far, for writes that must come after them
+        self.drawn: tuple[int, ...] = ()  # the last unit that draws random numbers: the next one comes after it
         for node in graph.nodes:
             self._add(node)
         self.apart = [is_grown(node) or APART in node.meta for node in self.heads]
@@ -120,6 +124,9 @@ class _Units:
                 if MARK in node.meta:
                     written = node.all_input_nodes[0]
                     preds.update(*(self.readers.get(s, ()) for s in self.bases.get(written, (written,))))
+                if verdict.kind is Kind.EXTERN and may_draw(node.target):
+                    preds.update(self.drawn)
+                    self.drawn = (len(self.heads),)
                 self.index[node] = len(self.heads)
                 for source in self._sources(node):
                     self.readers.setdefault(source, set()).add(len(self.heads))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.compiler import nested_compile_region
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -180,6 +181,34 @@ def test_eager_numbers_on_request():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(fuser.errors.ConfigError, match="random"):
         config.check("random", "other")
+
+
+DRAWS = [
+    lambda p: torch.normal(p, p.abs() + 1), torch.rand_like, lambda p: torch.bernoulli(p.sigmoid()),
+    nested_compile_region(lambda p: F.dropout(p, 0.5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_numbers_are_drawn_in_the_programs_order(gradients):
+    """The first draw of a pair needs what is computed beside the second one's result, in one group."""
+
+    def fn(x):
+        given = []
+        for first, second in zip(DRAWS, [*DRAWS[1:], DRAWS[0]]):
+            shared = x.sin() * (len(given) + 2)
+            given += [first(shared), shared.exp() + second(torch.zeros(4, 6))]
+        return given
+
+    def results(f):
+        torch.manual_seed(0)
+        x = torch.linspace(0, 1, 24).view(4, 6).requires_grad_(gradients)
+        given = f(x)
+        if gradients:
+            sum(t.sum() for t in given if t.requires_grad).backward()
+        return [*given, x.grad, torch.get_rng_state()]
+
+    torch.testing.assert_close(results(compiled(fn, random="eager")), results(fn))
 
 
 def test_backward_and_checkpoints_see_the_same_mask():
