@@ -91,7 +91,8 @@ def _with_write(group: GroupPlan, target: fx.Node, value: fx.Node) -> GroupPlan:
     if target in inputs:
         inside = placeholders[inputs.index(target)]
     else:
-        with graph.inserting_after(placeholders[-1]):
+        first = next(n for n in graph.nodes if n.op != "placeholder")  # a group of numbers alone has no placeholders
+        with graph.inserting_before(first):
             inside = graph.placeholder(f"arg{len(placeholders)}")
         inside.meta = dict(target.meta)
         inputs = (*inputs, target)

@@ -251,3 +251,15 @@ def test_aliased_inputs(clean):
     got = torch.compile(f, backend=fuser_backend)(a, a[:32])
     torch.testing.assert_close(got, f(b, b[:32]))
     torch.testing.assert_close(a, b)
+
+
+def test_what_is_made_of_nothing_is_written_into_inputs():
+    def f(x, y):
+        torch.eye(6, 8, out=x)
+        torch.mul(torch.ones(6, 8).tril(), 3, out=y)
+        return x * 2, y + 1
+
+    given, want = ([torch.full((6, 8), 7.0) for _ in "xy"] for _ in range(2))
+    got = torch.compile(f, backend=fuser_backend)(*given)
+    torch.testing.assert_close((got, given), (f(*want), want), rtol=0, atol=0)
+    assert last_compilation().route != "eager" and last_compilation().groups
