@@ -16,7 +16,7 @@ from fuser.ir.loop_body import map_exprs, row_exprs
 from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, expr, floordiv, maximum, mod, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, address_rows
-from fuser.scheduler.plan import phases_of
+from fuser.scheduler.plan import FEW, phases_of
 
 LONGEST = 64  # elements of a row, from which loops along the row itself fill vectors
 WHOLE = 32  # the same for rows of whole vectors
@@ -57,8 +57,20 @@ def going_round(facts: Facts) -> Facts | None:
 
 
 def _pairs(plan: KernelPlan, lanes: int) -> Iterable[_Pair]:
-    short = [a for a in plan.axes if 1 < a.hint < (LONGEST if a.hint % lanes else WHOLE)]
+    few = [a for a in plan.axes if 1 < a.hint < (LONGEST if a.hint % lanes else WHOLE)]
+    short = [a for a in few if all(_is_nearest(s.address, a, plan.axes) for s in plan.stores)]
     return (_Pair(o, v) for v in short for o in plan.axes if o is not v and o.hint >= FEWEST)
+
+
+def _is_nearest(address: Expr, axis: Axis, axes: Iterable[Axis]) -> bool:
+    """Whether results follow each other along the axis, but for axes of a few elements, which plans are bound to.
+
+    Along the channels of images lanes would be planes apart.
+    """
+    steps = {a.sym: c.as_int() for a in axes if (c := coefficient(address, a.sym)) is not None and c != ZERO}
+    own = steps.get(axis.sym)
+    nearer = [a for a in axes if (step := steps.get(a.sym)) is not None and (own is None or step < own)]
+    return all(a.hint < FEW for a in nearer)
 
 
 def _tables(plan: KernelPlan, pair: _Pair) -> tuple[int, ...]:

@@ -117,6 +117,9 @@ def build_plan(
         most = short - 1 if a.hint < short else LONG_ROW
         if a.reduced and a.sym == along and a.hint <= most:
             ctx.assume("le", a.size, most)  # rows give way because they are short: longer ones have another kernel
+    thin = next((a for a in axes if short and not reductions and _is_thin(a, axes, stores, vector)), None)
+    if thin is not None:
+        ctx.assume("le", thin.size, FEW - 1)  # longer rows have another kernel, along themselves
     if vector is not None:
         axes.sort(key=lambda a: (a.reduced, a.sym == vector))
     return _finish(kernel, axes, vector, rows, stores, reductions, dtypes, ctx.target)
@@ -298,6 +301,12 @@ def _choose_vector(
         across = [item for item in enumerate(axes) if not item[1].reduced and item[1].hint >= LEAST_ACROSS]
         best = max(across, key=lambda item: (score(item)[0], item[1].hint), default=best)
     return best[1].sym
+
+
+def _is_thin(a: Axis, axes: list[Axis], stores: list[tuple[str, Expr, int]], vector: Sym | None) -> bool:
+    """Whether lanes may run along another axis than that of neighbours in memory, which has a few elements only."""
+    neighbours = all(coefficient(e, a.sym) == ONE for _, e, _ in stores)
+    return a.hint < FEW and neighbours and (a.sym != vector or len(axes) > 2)
 
 
 FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory

@@ -118,3 +118,20 @@ def test_rows_of_several_planes() -> None:
         x, w = torch.randn(size), torch.randn(size[-1])
         compare(handle(x, w), scaled(x[:, 3:], w), (x, w), {"rtol": 1e-6, "atol": 1e-6})
     assert "i64 ready = -1" in spec.store.kernels[0].source
+
+
+def channels(x, w):
+    return torch.tanh(x * w) + w
+
+
+@pytest.mark.parametrize("first, around", [((16, 16, 31, 3), False), ((64, 40, 7, 7), False), ((512, 3, 2, 2), True)])
+def test_lanes_run_along_planes_that_fill_them_whatever_came_first(first: tuple[int, ...], around: bool) -> None:
+    """Lanes along the channels of large planes would read and write elements that are a plane apart."""
+    handle, spec = fuse(channels, functional=True)
+    w = torch.randn(first[1], 1, 1)
+    for size in (first, (16, first[1], 40, 25)):
+        args = torch.randn(size), w
+        compare(handle(*args), channels(*args), args, {"rtol": 1e-5, "atol": 1e-5})
+    no_fallback(spec)
+    found = ["i64 ready = -1" in kernel.source for kernel in spec.store.kernels]
+    assert sorted(found) == ([False, True] if around else [False])
