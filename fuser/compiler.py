@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from fuser import config, elsewhere, forks, plans, refusals, targets
+from fuser import config, forks, plans, refusals, targets
 from fuser.canonical import CanonicalGraph, Registered, refs_of
 from fuser.cpu import toolchain
 from fuser.cpu.target import TARGET as CPU
@@ -459,7 +459,7 @@ def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend
     refused = refusals.find(key, spec.graph, backend) if key is not None else None
     if refused is not None and refused.reason is not None:
         raise Unsupported(refused.reason)
-    if machine is not None and elsewhere.make(spec, args):
+    if machine is not None and _made_elsewhere(spec, args):
         kept = plans.find(str(key), backend, elsewhere=False)
         if kept is not None:
             COUNTS.add("made")
@@ -468,6 +468,12 @@ def _found_or_made(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend
     if key is not None and machine is not None:
         plans.keep(key, made, backend, {**plans.facts(spec, args), **backend.machine_facts()})
     return made
+
+
+def _made_elsewhere(spec: KernelSpec, args: Sequence[Any], refusals_only: bool = False) -> bool:
+    from fuser import elsewhere  # processes that find their kernels do without
+
+    return elsewhere.make(spec, args, refusals_only)
 
 
 def _make(spec: KernelSpec, args: Sequence[Any], backend: FusionBackend) -> FusedKernel:
@@ -504,7 +510,7 @@ def find_refused(spec: KernelSpec, args: Sequence[Any], reason: str | None = Non
     key = plans.key_of(spec, args, machine) if keeper is not None else None
     if key is not None and keeper is not None:
         kept = refusals.find(key, spec.graph, keeper)
-        if kept is None and machine is not None and elsewhere.make(spec, args, refusals_only=True):
+        if kept is None and machine is not None and _made_elsewhere(spec, args, refusals_only=True):
             kept = refusals.find(key, spec.graph, keeper)
         if kept is not None:
             return kept.found

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fuser.canonical import portable
 from fuser.errors import Unsupported
 from fuser.reasons import because
 from fuser.trials import PLAIN_TENSORS
@@ -36,15 +35,19 @@ def as_json(a: Any) -> Any:
         return {"tensor": [str(a.dtype).removeprefix("torch."), list(a.shape), list(a.stride())]}
     if type(a) not in (bool, int, float):
         raise Unsupported(because("data_size", "an argument that has no outline"))
-    return portable.encode_value(a)
+    from fuser.canonical.portable import encode_value  # for other processes alone
+
+    return encode_value(a)
 
 
 def from_json(kept: Any) -> Any:
     """The stand-in for an argument of which `as_json` wrote the outline."""
+    from fuser.canonical.portable import decode_value  # as above
+
     if not isinstance(kept, dict) or "tensor" not in kept:
-        return portable.decode_value(kept)
+        return decode_value(kept)
     dtype, size, stride = kept["tensor"]
-    return stand_in((size, stride, portable.decode_value({"dtype": dtype}), torch.device("cpu")))
+    return stand_in((size, stride, decode_value({"dtype": dtype}), torch.device("cpu")))
 
 
 def on(device_type: str, example: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fuser import compiled_calls, compiler, config, examples, forks, notices, preparing, targets
 from fuser.arguments import arg_spec, broadcasts, home_of, is_acceptable, why_unfit
-from fuser.canonical import REQUIRED, Registered, canonicalize, portable, skeleton
+from fuser.canonical import REQUIRED, Registered, canonicalize, skeleton
 from fuser.errors import GraphError, InputError, NotFusedError, NotPrebuilt, Unsupported, is_defect
 from fuser.kernel_cache import (
     REGISTRY,
@@ -38,7 +38,7 @@ from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
 from fuser.reasons import because
 from fuser.runtime import foreign, launcher, process, torch_abi
 from fuser.runtime.bounds import bounds_error
-from fuser.runtime.python_launcher import ALL_MAGNITUDES
+from fuser.runtime.handles import ALL_MAGNITUDES
 from fuser.trials import MISS as _MISS
 from fuser.trials import Trials, form_of
 
@@ -99,6 +99,8 @@ def restored(
 
     A setting that this version does not have is left out.
     """
+    from fuser.canonical import portable  # for pickles alone
+
     try:
         graph = portable.decode_graph(json.loads(text), n_bound)
     except ValueError as e:
@@ -168,6 +170,8 @@ class Executor:
         Bound tensors become the first inputs of the pickled graph; pickle writes their values beside it. `own` is the
         graph as this handle's caller wrote it, if an equal graph was registered first.
         """
+        from fuser.canonical import portable  # for pickles alone
+
         r = own or self.spec.registered
         try:
             text = json.dumps(portable.encode_graph(r), allow_nan=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuser import config, elsewhere, examples, forks
+from fuser import config, examples, forks
 from fuser.kernel_cache import KernelSpec
 from fuser.kernel_spec import ALIGNMENT, ArgSpec
 from fuser.reasons import because
@@ -35,6 +35,8 @@ def wait(timeout: float | None = None) -> bool:
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
     """Disturb other threads as little as can be."""
+    from fuser import elsewhere  # for compilations in the background
+
     with yielding(), elsewhere.preferred():
         yield
 

@@ -26,9 +26,8 @@ from fuser.errors import AotError, ConfigError, FuserError, GraphError, InputErr
 from fuser.frontends.bodies import all_of
 from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.program import Listing
-from fuser.frontends.training import all_nodes
 from fuser.kernel_cache import REGISTRY
-from fuser.passes.classify import graphs_of
+from fuser.passes.classify import all_nodes, graphs_of
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime import archive

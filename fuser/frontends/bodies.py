@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fuser.frontends.rows_of_loops import store_rows
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.checking import copied
 from fuser.passes.classify import ON_GRAPHS, graphs_of, runs_graphs
 from fuser.passes.registry import run_stage
-from fuser.runtime.loops import LOOPS, Form
 
 if TYPE_CHECKING:
     from fuser.frontends.functional import Compiled
+    from fuser.runtime.loops import Form
     from fuser.passes.runner import PassRecord
 
 Function = Callable[..., Any]
@@ -60,13 +59,15 @@ def compile_bodies(
     calls: dict[fx.Node, Call] = {}
     for node in module.graph.nodes:
         names = [str(a.target) for a in graphs_of(node)]
+        if not names:
+            continue
+        from fuser.frontends.rows_of_loops import store_rows  # few graphs have bodies
+
         for name in names:
             if name not in bodies:
                 body = _own_copy(getattr(module, name))
                 forms = store_rows(node, body)
                 bodies[name] = Body(name, runs_graphs(node), compile_graph(body, forms is not None), forms)
-        if not names:
-            continue
         calls[node] = _call(module, node, [bodies[name] for name in names])
     return tuple(bodies.values()), calls
 
@@ -162,6 +163,8 @@ def _call(module: fx.GraphModule, node: fx.Node, bodies: Sequence[Body]) -> Call
     if given:  # of a call around another operator, which runs these as they are
         own = partial(operator, **{k: _as_written(functions[name], whole[name]) for k, name in given.items()})
     else:
+        from fuser.runtime.loops import LOOPS  # few graphs have bodies
+
         own = LOOPS[str(operator)](*(functions[b.name] for b in bodies), bodies[0].forms)
 
     def call(*rest: Any, **named: Any) -> Any:

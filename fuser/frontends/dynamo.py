@@ -8,7 +8,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fuser import compiler, config, notices
 from fuser.compiler import CpuBackend
 from fuser.errors import ConfigError, FuserError
-from fuser.frontends import fakes, guarantees, plain_trace, training
+from fuser.frontends import fakes, guarantees, plain_trace
 from fuser.frontends.bodies import for_eager, passed_bodies
-from fuser.frontends.effects import drop_tokens, with_tokens
 from fuser.frontends.example_values import HIDDEN, give_values, hides_gradient
 from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.functional import Compiled, compile_functional, written_inputs
@@ -28,9 +27,9 @@ from fuser.frontends.overlaps import REASON as OVERLAP
 from fuser.frontends.overlaps import THROUGH, Watched, overlap_of_examples, writes_through
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations, last_compilation, remember
 from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_mode, levels_kept
-from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.calls import called
 from fuser.passes.checking import copied
+from fuser.passes.classify import all_nodes
 from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.registry import run_stage
@@ -41,6 +40,9 @@ from fuser.runtime import heap
 from fuser.runtime.memory import Tally
 from fuser.runtime.spans import span
 from fuser.startup import import_at_rest
+
+if TYPE_CHECKING:
+    from fuser.frontends.training import Training
 
 __all__ = ["CompiledGraph", "compilations", "forget_compilations", "fuser_backend", "last_compilation"]
 
@@ -158,7 +160,7 @@ def _compile_single(
 def _devices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
     """The types of the devices on which a graph has tensors, as far as its nodes say."""
     found = [*example_inputs, *gm.parameters(), *gm.buffers()]
-    for node in training.all_nodes(gm):
+    for node in all_nodes(gm):
         value = node.meta.get("example_value", node.meta.get("val"))
         found += [value, node.kwargs.get("device")]
         found += value if isinstance(value, (tuple, list)) else []
@@ -212,7 +214,7 @@ class _GraphCompiler:
         give_values(self.gm, self.example_inputs)
         if writes_through(self.gm.graph):
             return _run_eager(self.gm, THROUGH, self.options)
-        if any(map(hides_gradient, training.all_nodes(self.gm))):
+        if any(map(hides_gradient, all_nodes(self.gm))):
             return _run_eager(self.gm, HIDDEN, self.options)
         hide_transformed(self.gm)
         graphs = [self.gm.graph, *(m.graph for m in self.gm.modules() if isinstance(m, fx.GraphModule))]
@@ -224,13 +226,24 @@ class _GraphCompiler:
         self.eager, self.differentiable = for_eager(self.gm), for_eager(self.differentiable)
         if any(record.changed for record in self.passes):
             self.gm.recompile()
-        steps = training.Training(self.options, self.passes, self.recorded, self.by_eager)
         try:
-            wrapped = None if self._compile_plain() else self._trace(steps)
+            if self._compile_plain():
+                return self.direct or self.gm.forward
         except Exception as error:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
-        if self.direct is not None or wrapped is None:
-            return self.direct or self.gm.forward
+        return self._compile_traced()
+
+    def _compile_traced(self) -> Function:
+        """Compile a graph that AOTAutograd traces."""
+        from fuser.frontends.training import Training  # most graphs for inference need neither
+
+        steps = Training(self.options, self.passes, self.recorded, self.by_eager)
+        try:
+            wrapped = self._trace(steps)
+        except Exception as error:
+            return _run_eager(self.gm, self._why_not_traced(error), self.options)
+        if self.direct is not None:
+            return self.direct
         if steps.gains_nothing and not _has_own_gradients(self.gm):
             return self.gm.forward
         written = self._written_inputs()
@@ -245,7 +258,7 @@ class _GraphCompiler:
             return wrapped
         return Watched(wrapped, self.eager, self.example_inputs, written, self.by_eager).call
 
-    def _trainable(self, wrapped: Function, steps: training.Training) -> Function:
+    def _trainable(self, wrapped: Function, steps: Training) -> Function:
         """What AOTAutograd made of a graph with gradients: with gradients of these, and a thin autograd node."""
         from fuser.frontends.higher_order import differentiable_twice  # processes that only infer need neither
         from fuser.frontends.thin import thin
@@ -261,7 +274,7 @@ class _GraphCompiler:
             return wrapped
         return thin(wrapped, self.differentiable, steps, again, replay, self.by_eager)
 
-    def _replay(self, steps: training.Training) -> Any:
+    def _replay(self, steps: Training) -> Any:
         """How eager runs the graph again for the gradient of a gradient; None if that does not give the same."""
         from fuser.frontends.replay import Replay
 
@@ -298,7 +311,7 @@ class _GraphCompiler:
             self._use(compile_functional(functional, ("joint_graph", "post_grad"), self.passes), None)
         return True
 
-    def _trace(self, steps: training.Training) -> Function:
+    def _trace(self, steps: Training) -> Function:
         from torch._functorch.aot_autograd import aot_module_simplified
 
         corrected = fakes.corrected_traces(), fakes.loops_may_count(self.gm)
@@ -328,14 +341,14 @@ class _GraphCompiler:
             return self.written
         return frozenset(i for i, info in enumerate(found) if info.mutates_data or info.mutates_metadata)
 
-    def _may_run_again(self, steps: training.Training) -> bool:
+    def _may_run_again(self, steps: Training) -> bool:
         """Whether running dynamo's graph once more by eager gives the same, and does nothing else."""
         reason = _metadata_reason(torch._guards.TracingContext.try_get(), len(self.example_inputs), viewed=True)
         own = any(True for _ in self.gm.parameters()) or _has_own_gradients(self.gm)
         other = own or steps.random or self.autocast
         return reason is None and not other and _are_distinct(self.example_inputs)
 
-    def _may_be_thin(self, steps: training.Training) -> bool:
+    def _may_be_thin(self, steps: Training) -> bool:
         """Whether AOTAutograd's wrappers would do nothing in calls of this graph with gradients."""
         forward = steps.compiled.get("forward")
         if forward is None or self.recorded or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -344,6 +357,9 @@ class _GraphCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
         """AOTAutograd's inference compiler: takes the functional graph, returns a function of a list of inputs."""
+        from fuser.frontends.effects import drop_tokens, with_tokens  # AOTAutograd's graphs alone have tokens,
+        from fuser.frontends.views_of_inputs import view_written_inputs  # and views of what the graph writes
+
         tokens = _tokens()
         drop_tokens(gm, tokens)
         view_written_inputs(gm, with_tokens=False)
@@ -367,7 +383,7 @@ class _GraphCompiler:
                 from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
 
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
-            if compiled.alone is None and not any(map(training.draws, compiled.module.graph.nodes)):
+            if compiled.alone is None and not _draws(compiled.module.graph):
                 self.direct = guarded(self.direct, self.eager, self.by_eager)
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
@@ -400,6 +416,12 @@ class _GraphCompiler:
 
 def _holds_tensors(gm: fx.GraphModule) -> bool:
     return any(True for _ in gm.parameters()) or any(True for _ in gm.buffers())
+
+
+def _draws(graph: fx.Graph) -> bool:
+    from fuser.frontends.training import draws  # graphs of one group do not ask
+
+    return any(map(draws, graph.nodes))
 
 
 def _results(gm: fx.GraphModule) -> list[Any]:

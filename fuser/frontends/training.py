@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx
 from fuser import config
 from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.views_of_inputs import view_written_inputs
-from fuser.passes.classify import tensors_of
+from fuser.passes.classify import all_nodes, tensors_of
 from fuser.passes.cleanup import keep_results_apart, merge_joint
 from fuser.passes.grouping import group_nodes
 from fuser.passes.randomness import DRAWS, Draw, draws_of, node_draws
@@ -173,13 +173,6 @@ def _floats_as_integers(joint: fx.GraphModule) -> dict[str, Any]:
 def is_on_cpu(module: fx.GraphModule) -> bool:
     """Whether all tensors of a graph are on the CPU."""
     return all(t.device.type == "cpu" for n in module.graph.nodes for t in tensors_of(n.meta.get("val")))
-
-
-def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph and of the graphs that its higher-order operators run."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            yield from part.graph.nodes
 
 
 def draws(node: fx.Node) -> bool:

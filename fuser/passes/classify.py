@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeGuard
 
 import torch
@@ -170,6 +170,13 @@ def runs_graphs(node: fx.Node) -> str:
     if str(target) == "auto_functionalized_v2" and node.args:
         target = node.args[0]  # it calls an operator that writes arguments
     return str(target) if isinstance(target, torch._ops.HigherOrderOperator) and str(target) in ON_GRAPHS else ""
+
+
+def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the graphs that its higher-order operators run."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
 
 
 def graphs_of(node: fx.Node) -> tuple[fx.Node, ...]:

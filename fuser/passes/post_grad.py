@@ -6,7 +6,6 @@ from fuser.passes.again import norms_apart
 from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
 from fuser.passes.folding import join_pieces
 from fuser.passes.runner import Pass, later
-from fuser.passes.scatters import scatters_in_place
 
 _ATTENTION = (
     "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward"
@@ -41,5 +40,5 @@ POST_GRAD: tuple[Pass, ...] = (
     Pass("add_rows_in_place", later("accumulate", "add_rows_in_place"), calls=_EMBEDDING),
     Pass("add_rows_to_zeros", later("accumulate", "add_rows_to_zeros"), calls=_EMBEDDING),
     Pass("drop_dead", drop_dead),
-    Pass("scatters_in_place", scatters_in_place),
+    Pass("scatters_in_place", later("scatters", "scatters_in_place"), calls="aten.copy_"),
 )

@@ -13,7 +13,6 @@ from fuser.errors import ConfigError
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import runner
 from fuser.passes.joint_graph import JOINT_GRAPH
-from fuser.passes.patterns import compile_pattern
 from fuser.passes.post_grad import POST_GRAD
 from fuser.passes.pre_grad import PRE_GRAD
 from fuser.passes.runner import Numbered, Pass, PassRecord
@@ -162,6 +161,8 @@ def register_pattern(
         raise ConfigError(
             f"the example inputs of pass {name!r} are a {type(example_inputs).__name__}: expected a list of tensors"
         )
+    from fuser.passes.patterns import compile_pattern  # for patterns of users
+
     function = compile_pattern(stage, pattern, replacement, example_inputs)
     sought, made = getattr(pattern, "__name__", "pattern"), getattr(replacement, "__name__", "replacement")
     register(stage, name, function, before=before, after=after, line=f"{sought} becomes {made}")

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import pickle
 import threading
 import weakref
 from collections import Counter
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fuser import config, forks, notices
 from fuser.errors import BackendError, CompileError
 from fuser.kernel_spec import LaunchProgram
-from fuser.runtime import events, libraries, native_build, process, python_launcher, torch_abi, workers
+from fuser.runtime import events, libraries, native_build, process, torch_abi, workers
 from fuser.runtime.encode import encode
-from fuser.runtime.python_launcher import ALL_MAGNITUDES, Slow
+from fuser.runtime.handles import ALL_MAGNITUDES, Slow, reduced
+
+if TYPE_CHECKING:
+    from fuser.runtime.python_launcher import Handle as PythonHandle
+    from fuser.runtime.python_launcher import Seen
 
 settings: Any = config  # its attributes are made from a table
 
@@ -45,7 +48,7 @@ class Handle:
         self._lock = forks.lock()
         self._kernels: list[tuple[LaunchProgram, Any]] = []
         self._turns: list[tuple[int, int]] = []  # numbers of kernels, and magnitudes that they take from then on
-        self._python = python_launcher.Handle(slow)
+        self._python = _python_handle(slow)
         self._target: Any = self._python
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -142,9 +145,9 @@ class Handle:
         return n if target is self._python else n + int(getattr(target, name))
 
     @property
-    def seen(self) -> tuple[python_launcher.Seen, ...]:
+    def seen(self) -> tuple[Seen, ...]:
         """For each kernel the slots of the last call that a profiler watched, and whether others differed; or None."""
-        found: tuple[python_launcher.Seen, ...] = self._target.seen
+        found: tuple[Seen, ...] = self._target.seen
         return found
 
     def forget(self) -> None:
@@ -166,16 +169,13 @@ class Handle:
         return tuple(n + (before[i] if i < len(before) else 0) for i, n in enumerate(now))
 
 
-def _reduce(handle: Any) -> tuple[Any, ...]:
-    """A handle as pickle writes it: what its executor says of its graph. PicklingError if it says nothing."""
-    reduce = getattr(getattr(handle.slow, "__self__", None), "reduce", None)
-    if reduce is None:
-        raise pickle.PicklingError(f"{handle!r} is not the handle of a registered graph: register one, and pickle that")
-    return cast(tuple[Any, ...], reduce())
+def _python_handle(slow: Slow) -> PythonHandle:
+    from fuser.runtime.python_launcher import Handle as PythonHandle  # most processes find a native launcher at once
+
+    return PythonHandle(slow)
 
 
-copyreg.pickle(Handle, _reduce)
-copyreg.pickle(python_launcher.Handle, _reduce)
+copyreg.pickle(Handle, reduced)
 
 
 def make_handle(slow: Slow) -> Any:
@@ -205,9 +205,15 @@ def set_enabled(device_type: str, on: bool) -> None:
         raise BackendError(f"device {device_type!r}: expected one of {', '.join(torch_abi.DEVICE_TYPES)}")
     with _lock:
         (_disabled.discard if on else _disabled.add)(device_type)
-        python_launcher.set_enabled(device_type, on)
+        _set_enabled_in_python(device_type, on)
         if _native is not None:
             _native.set_enabled(torch_abi.DEVICE_TYPES[device_type], on)
+
+
+def _set_enabled_in_python(device_type: str, on: bool) -> None:
+    from fuser.runtime.python_launcher import set_enabled as set_in_python
+
+    set_in_python(device_type, on)
 
 
 def _follow() -> None:
@@ -306,7 +312,7 @@ def _start(module: ModuleType) -> None:
         _fail(f"this torch does not offer what the native launcher needs: {e}")
         return
     _native = module
-    copyreg.pickle(module.Handle, _reduce)
+    copyreg.pickle(module.Handle, reduced)
     _follow()
     _follow_ranges()
     _follow_warm_limit()

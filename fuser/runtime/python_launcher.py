@@ -6,6 +6,7 @@ The two are kept alike step by step (same order of checks, same counters, same e
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import functools
 import itertools
@@ -25,11 +26,10 @@ from fuser.kernel_spec import GpuLaunch, LaunchProgram
 from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import events, libraries, python_pool, torch_abi, warm
 from fuser.runtime.encode import encode
+from fuser.runtime.handles import ALL_MAGNITUDES, Slow, magnitude_of, reduced
 from fuser.runtime.python_programs import Bound, counter, matcher
 
 settings: Any = config  # its attributes are made from a table
-
-Slow = Callable[..., Any]  # of arguments, a status, and of keywords if there are any
 
 PARALLEL_WORK = 32768  # element operations that are worth one more thread
 POOL_MIN = 256 << 10  # smaller temporaries need no pool
@@ -77,12 +77,6 @@ def match(program: LaunchProgram, args: Sequence[Any]) -> Bound | None:
 
 
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool})
-ALL_MAGNITUDES = (1 << 64) - 1
-
-
-def magnitude_of(args: Sequence[Any]) -> int:
-    """The binary digits of the number of elements of the largest tensor; 0 where there is none."""
-    return max((a.numel().bit_length() for a in args if isinstance(a, torch.Tensor)), default=0)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -420,3 +414,6 @@ class Handle:
             raise TypeError("each takes how many inputs a call has, whether to keep results, and the inputs")
         results = [self(*args[i : i + arity]) for i in range(0, len(args), arity)]
         return tuple(results) if keep else None
+
+
+copyreg.pickle(Handle, reduced)
