@@ -13,12 +13,14 @@ no fusion to its credit: it has to take less than `ALONE` of ATen's time, or els
 runs (`fallback.direct`).
 
 The decision is made before the first result of a form is returned and never changed in a process, and that result is
-of the contestant that stays: the same inputs give the same bits in every call. Another process decides anew. Under
+of the contestant that stays: the same inputs give the same bits in every call. Where the kernel was surely faster, that
+is kept on disk beside the outcomes of contests; what was close, or lost, another process decides anew. Under
 `torch.use_deterministic_algorithms` nothing is timed: then the bits must not depend on a clock at all.
 """
 
 from __future__ import annotations
 
+import pathlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from typing import Any, cast
 
 import torch
 
-from fuser import forks, logs, notices
+from fuser import forks, logs, notices, plans
 from fuser.contests import records
 from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
@@ -36,7 +38,7 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.runtime import heap, launcher
 from fuser.runtime.bounds import bounds_error
-from fuser.runtime.python_launcher import ALL_MAGNITUDES, magnitude_of
+from fuser.runtime.handles import ALL_MAGNITUDES, magnitude_of
 from fuser.verify import difference
 
 MISS = object()
@@ -144,18 +146,37 @@ class Trials:
                 return None
             if form in trial.refused:
                 return trial.refused[form]
+            name = self._name(trial, args) if form is not None else None
+            if name is not None and records.find(name, records.cpu_folder()) is not None:
+                self._settle(trial, 3 << (b & ~1))
+                return None
             direct = self._direct(args)
-            reason = self._time(trial, args, direct)
+            reason = self._time(trial, args, direct, name)
             if reason is not None and form is not None and self._leave(args, reason, direct):
                 trial.refused[form] = reason
                 return reason
             self._settle(trial, 3 << (b & ~1))
         return None
 
-    def _time(self, trial: _Trial, args: tuple[Any, ...], direct: Callable[..., Any] | None) -> str | None:
+    def _name(self, trial: _Trial, args: tuple[Any, ...]) -> str | None:
+        """The name under which it is kept that the kernel was surely faster for arguments like these, on this machine.
+
+        None if nothing is kept.
+        """
+        key = plans.key_of(self._spec, args, None)
+        library = pathlib.PurePath(str(trial.kernel.library)).name  # named after what it was made of
+        limit = self._limit(trial)
+        return None if key is None else records.name_of("trial", key, library, limit, records.machine())
+
+    def _limit(self, trial: _Trial) -> float:
+        return min(trial.slowest, ALONE) if self._spec.fallback.is_single else trial.slowest
+
+    def _time(
+        self, trial: _Trial, args: tuple[Any, ...], direct: Callable[..., Any] | None, name: str | None
+    ) -> str | None:  # fmt: skip
         """Why the kernel is too slow for these arguments; None if it is not, or nobody can tell.
 
-        `direct` does what the fallback does, in less time.
+        `direct` does what the fallback does, in less time. That the kernel is surely faster is kept under `name`.
         """
         if torch.are_deterministic_algorithms_enabled():
             return None
@@ -163,7 +184,7 @@ class Trials:
             return None
         heap.keep_warm()  # else ATen writes into new pages in each call, for as long as anybody would wait for it
         try:
-            limit = min(trial.slowest, ALONE) if self._spec.fallback.is_single else trial.slowest
+            limit = self._limit(trial)
             found = contest.compete(trial.handle, direct or self._spec.fallback, args, limit, contest.clock)
         except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
             return None
@@ -173,7 +194,11 @@ class Trials:
         winner = "aten" if found.slower else "kernel"
         what = f"kernel {trial.kernel.name}"
         logs.say("fuser_perf", lambda: f"{what} took {took}: {winner} stays")
-        records.remember(f"{what} {took}", records.Choice(winner, f"on trial: it took {took}", (), what))
+        choice = records.Choice(winner, f"on trial: it took {took}", (), what)
+        if found.faster and name is not None:
+            records.keep(name, choice, records.cpu_folder())
+        else:
+            records.remember(f"{what} {took}", choice)
         return because("slower", f"{what} took {took}") if found.slower else None
 
     def _direct(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:

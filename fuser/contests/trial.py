@@ -76,13 +76,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long the kernel takes as a multiple of the other, and whether it is surely slower.
+    """How long the kernel takes as a multiple of the other, and whether it is surely slower, or surely `faster`.
 
     The multiple is of the least of each; of the medians where these decided.
     """
 
     ratio: float
     slower: bool
+    faster: bool = False
 
 
 def compete(
@@ -96,11 +97,11 @@ def compete(
     """
     clear = _warm_up(kernel, other, args, limit, now)
     if clear is not None:
-        return Outcome(clear, False)
+        return Outcome(clear, False, True)
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     start = now()
-    slower, enough = False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
+    slower, faster, enough = False, False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
     for n in range(_MOST):
         for samples, function in turns if n % 2 == 0 else turns[::-1]:
             samples.take(function, args, now)
@@ -114,7 +115,7 @@ def compete(
         usual = median(mine.most) / median(theirs.most)
         slower = ratio > limit or usual > limit and ratio > _CLEARLY * limit
         ratio = max(ratio, usual) if slower else ratio
-    return Outcome(ratio, slower)
+    return Outcome(ratio, slower, faster and not slower)
 
 
 def _is_over(start: tuple[float, float], end: tuple[float, float], seconds: float) -> tuple[bool, bool]:
