@@ -56,6 +56,10 @@ class LoweringError(FuserError):
     """A lowering, the scheduler or a generator raised something else than `Unsupported`: a defect. It is named."""
 
 
+class TraceError(FuserError):
+    """A trace of a graph raised something of its own: a defect."""
+
+
 class Unsupported(FuserError):
     """Something that is not fused. Normal: the group is split or falls back, and the reason is kept.
 
@@ -80,7 +84,7 @@ def is_defect(error: BaseException) -> bool:
     """Whether an error that a compilation raised is a fault of `fuser` itself."""
     if is_refusal(error):
         return False
-    return not isinstance(error, FuserError) or isinstance(error, (LoweringError, VerifyError, BoundsError))
+    return not isinstance(error, FuserError) or isinstance(error, (LoweringError, VerifyError, BoundsError, TraceError))
 
 
 _SCARCE = frozenset((errno.EAGAIN, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC))

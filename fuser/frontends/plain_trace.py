@@ -1,9 +1,9 @@
 """Functional ATen graphs of inference, made without AOTAutograd where that has nothing to do but trace.
 
 AOTAutograd runs a graph once to find writes and aliases and once more to trace it, and makes writes functional. A graph
-of plain tensors that neither writes, nor draws random numbers, nor returns a view of an input needs one run: each ATen
-call is noted as it is dispatched. `tracing` gives such a graph, node for node the one of AOTAutograd. The tests
-compare the two.
+of plain tensors that neither writes inputs, nor draws random numbers, nor returns a view of an input needs one run:
+each ATen call is noted as it is dispatched. A write into a result that no other tensor shares becomes the operator that
+returns what is written. `tracing` gives such a graph, node for node the one of AOTAutograd. The tests compare the two.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuser import config, notices
+from fuser.errors import TraceError, is_defect
 from fuser.frontends.fakes import correct
 from fuser.passes import sources
 from fuser.passes.decompositions import decomposition_of
@@ -45,23 +48,46 @@ def tracing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[fx.Gr
     Its results are new tensors that share no memory with inputs or each other. None where AOTAutograd has to make the
     graph. Modes, autocast and grad mode have to be those of AOTAutograd's call; the block runs under its modes.
     """
-    mode = _mode_of(gm, example_inputs)
-    if mode is None:
-        yield None
-        return
+    with contextlib.ExitStack() as modes:
+        yield _found(gm, example_inputs, modes)
+
+
+def _found(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], modes: contextlib.ExitStack
+) -> fx.GraphModule | None:  # fmt: skip
+    recorder = _Recorder()
+    try:
+        mode = _mode_of(gm, example_inputs)
+        if mode is None:
+            return None
+        _enter(mode, modes)
+        return _run(gm, recorder)
+    except _Refused:
+        defect = recorder.defect
+    except Exception as error:
+        defect = error
+    modes.close()
+    _tell(defect)
+    return None
+
+
+def _enter(mode: Any, modes: contextlib.ExitStack) -> None:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.utils import preserve_rng_state
 
     correct(mode)
-    with preserve_rng_state(), mode, enable_python_dispatcher(), _mode_of_context(mode):
-        try:
-            found = _run(gm)
-        except Exception:  # AOTAutograd says what is wrong with the graph
-            found = None
-        if found is not None:
-            yield found
-            return
-    yield None
+    for one in (preserve_rng_state(), mode, enable_python_dispatcher(), _mode_of_context(mode)):
+        modes.enter_context(one)
+
+
+def _tell(error: BaseException | None) -> None:
+    """Say that this file failed, once. TraceError where `config.strict` is set; AOTAutograd makes the graph else."""
+    if error is None or not is_defect(error):
+        return
+    sentence = f"a trace of a graph raised {type(error).__name__}: {error}"
+    if config.strict:
+        raise TraceError(f"please report this: {sentence}") from error
+    notices.warn_once(f"{sentence}. This is a defect of fuser; AOTAutograd traces the graph", "plain trace")
 
 
 @contextlib.contextmanager
@@ -124,8 +150,7 @@ def _is_plain_call(node: fx.Node) -> bool:
     return plain and _holds_tensors(node.meta.get("example_value"))
 
 
-def _run(gm: fx.GraphModule) -> fx.GraphModule:
-    recorder = _Recorder()
+def _run(gm: fx.GraphModule, recorder: _Recorder) -> fx.GraphModule:
     values: dict[fx.Node, Any] = {}
     results: Any = ()
     for node in gm.graph.nodes:
@@ -140,7 +165,7 @@ def _run(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             values[node] = args[0][args[1]]
             continue
-        with recorder:
+        with recorder, _programs_own():
             if node.op == "call_method":
                 value = getattr(args[0], node.target)(*args[1:], **kwargs)
             else:
@@ -157,6 +182,15 @@ def _holds_tensors(value: Any) -> bool:
     return type(value) is FakeTensor and _has_numbers(value)
 
 
+@contextlib.contextmanager
+def _programs_own() -> Iterator[None]:
+    """A block that runs the program's functions, or torch's: AOTAutograd says what is wrong with them."""
+    try:
+        yield
+    except Exception as error:
+        raise _Refused from error
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each ATen call as a node of a graph."""
 
@@ -167,6 +201,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # or an id may be used again
         self._inputs: set[int] = set()  # the storages of the inputs
+        self._shared: Counter[int] = Counter()  # the results that each storage holds
+        self._written: set[int] = set()  # storages
+        self.defect: Exception | None = None  # what this class raised, for torch hands it on as an operator's
         self._created: Any = None  # the newest result, if the running node of Dynamo created it
 
     def take(self, fake: torch.Tensor) -> torch.Tensor:
@@ -185,19 +222,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # fmt: skip
-        kwargs = kwargs or {}
+        try:
+            return self._note(func, args, kwargs or {})
+        except _Refused:
+            raise
+        except Exception as error:
+            self.defect = error
+            raise
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is _device:
             return func(*args, **kwargs)
         if func is _detach and args[0] is self._created:  # the last step of torch's functions that create tensors
             return args[0]
+        computing = _computing(func)
+        if computing is not None:
+            return self._write(computing, args, kwargs)
         replacement = _decomposition(func, args)
         if replacement is not None:
-            with self:
+            with self, _programs_own():
                 value = replacement(*args, **kwargs)
             if value is not NotImplemented:
                 return value
         known, named = self._as_nodes(_without_defaults(func, args)), {k: self._as_nodes(v) for k, v in kwargs.items()}
-        value = func(*args, **kwargs)
+        with _programs_own():
+            value = func(*args, **kwargs)
         self._created = value if _creates(func) else None
         node = self.graph.create_node("call_function", func, known, named, func.overloadpacket.__name__)
         self._give(node, value)
@@ -210,6 +259,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._number(value)
         return value
 
+    def _write(self, computing: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Let the node of what a write computes stand for the tensor that it writes, which shares memory with none."""
+        target = args[0]
+        where = _storage(target)
+        if id(target) not in self._nodes or self._shared[where] != 1:
+            raise _Refused
+        value = self._note(computing, args, kwargs)
+        if value is target or _look(value) != _look(target):
+            raise _Refused
+        self._written.add(where)
+        self._nodes[id(target)] = self._nodes[id(value)]
+        return target
+
     def _give(self, node: fx.Node, value: Any) -> None:
         node.meta.update(self.notes, val=value)
 
@@ -217,6 +279,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the newest node stand for a call's result, a fake tensor that no call gave before."""
         if type(value) is not FakeTensor or value.requires_grad or id(value) in self._nodes or not _has_numbers(value):
             raise _Refused
+        where = _storage(value)
+        if where in self._written:  # the storage of a value in the graph would be that of before the write
+            raise _Refused
+        self._shared[where] += 1
         self._nodes[id(value)] = next(iter(reversed(self.graph.nodes)))
         self._alive.append(value)
 
@@ -261,6 +327,30 @@ def _creates(func: Any) -> bool:
 
 def _storage(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+def _look(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
+
+
+@functools.cache
+def _computing(func: Any) -> Any:
+    """The operator that returns what `func` writes into its first argument; None if there is none, or it draws."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    namespace, _, name = schema.name.partition("::")
+    writes = [a.is_write for a in schema.arguments]
+    if namespace != "aten" or not name.endswith("_") or writes != [True] + [False] * (len(writes) - 1):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    found = getattr(packet, func._overloadname, None)
+    if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
+        return None
+    same = [(a.name, a.default_value) for a in found._schema.arguments] == [
+        (a.name, a.default_value) for a in schema.arguments
+    ]
+    return found if same else None
 
 
 def _decomposition(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:

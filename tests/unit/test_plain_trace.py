@@ -12,6 +12,8 @@ from torch._decomp import decomposition_table as torchs_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.testing._internal.common_methods_invocations import op_db
 
+import fuser
+from fuser import notices
 from fuser.frontends import dynamo, fakes, plain_trace
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes.decompositions import decomposition_of, decomposition_table
@@ -72,6 +74,13 @@ def beside(clean):
     return made
 
 
+def written_and_read_before(x, y):
+    z = x * y
+    before = z + 1
+    z += y
+    return before * z, z.amax(-1)
+
+
 PROGRAMS = {
     "chain": lambda x, y: torch.relu(x * y + 1).sigmoid(),
     "numbers": lambda x, y: torch.where(x > 0, 1.0, y) + 2 - 0.5,
@@ -95,6 +104,13 @@ PROGRAMS = {
     "losses": lambda x, y: F.cross_entropy(x, y.argmax(-1)) + F.smooth_l1_loss(x, y),
     "pads and pools": lambda x, y: F.avg_pool2d(F.pad(x[None, None], (1, 1, 1, 1), "circular"), 2) + y[0, 0],
     "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
+    "written intermediates": lambda x, y: (x + y).mul_(2).add_(y, alpha=3).clamp_(0.0, 1.0) @ x,
+    "written and read before": written_and_read_before,
+    "copied into": lambda x, y: (x * 2).copy_(y[0]) + 1,
+    "written beside a result": lambda x, y: ((z := x * y), torch.relu(z) * 2, (x - y).sigmoid_()),
+    "written by composites": lambda x, y: F.relu(x @ y, inplace=True) + F.silu(x * 2, inplace=True),
+    "filled": lambda x, y: (x * 2).fill_(3.0) + (y * 2).zero_() + (x + y).masked_fill_(y > 0, 0.5),
+    "written by indices": lambda x, y: (x * 2).index_add_(0, torch.arange(2), y[:2]).scatter_(1, y.argsort(), 1.0),
 }  # fmt: skip
 
 
@@ -166,8 +182,11 @@ def under_autocast(x, y):
 
 LEFT = {
     "a written input": lambda x, y: x.add_(y),
-    "a written intermediate": lambda x, y: (x * 2).add_(y),
+    "a written intermediate that is wider": lambda x, y: (x.half() * 2).add_(y),
     "a write into a view": lambda x, y: (x * 2)[0].zero_() + y,
+    "a view of what is written": lambda x, y: ((z := x * 2).mul_(y), z.t() + 1)[1],
+    "a view from before a write": lambda x, y: ((z := x * 2).t(), z.mul_(y))[0] + 1,
+    "numbers drawn in place": lambda x, y: (x * 2).uniform_(3.0, 3.0) + y,
     "an argument for results": lambda x, y: torch.add(x, y, out=torch.empty(8, 8)),
     "a number of results that depends on data": lambda x, y: x.relu().masked_select(y > 0),
     "a mask as index": lambda x, y: x[y > 0],
@@ -259,6 +278,27 @@ def test_frozen_weights_are_those_that_aot_autograd_names(clean, monkeypatch):
     with torch.no_grad():
         got = torch.compile(model, backend=fuser_backend, options={"freeze": True})(x)
         torch.testing.assert_close(got, model(x))
+
+
+def broken(*args):
+    raise ZeroDivisionError("no such place")
+
+
+@pytest.mark.parametrize("place", ["_mode_of_context", "_is_plain_call", "_creates", "_without_defaults", "_storage"])
+def test_a_defect_is_loud(clean, monkeypatch, lenient, place):
+    """Wherever it is: one warning, and AOTAutograd traces the graph; an error where `config.strict` is set."""
+    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(plain_trace, place, broken)
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        with pytest.warns(RuntimeWarning, match="no such place.*a defect of fuser") as seen:
+            for size in (8, 4):  # two graphs
+                compiled = torch.compile(lambda x: torch.relu(x) + 1, backend=fuser_backend, dynamic=False)
+                torch.testing.assert_close(compiled(x[:size]), torch.relu(x[:size]) + 1)
+        assert sum("no such place" in str(w.message) for w in seen) == 1
+        fuser.config.set(strict=True)
+        with pytest.raises(Exception, match="no such place"):
+            torch.compile(lambda x: torch.relu(x) + 2, backend=fuser_backend)(x)
 
 
 def test_an_error_of_the_passes_is_raised(clean, monkeypatch):
