@@ -76,9 +76,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long the kernel takes as a multiple of the other, and whether it is surely slower, or surely `faster`.
+    """How long the kernel takes as a multiple of the other, and whether it is surely slower.
 
-    The multiple is of the least of each; of the medians where these decided.
+    `faster`: it is surely faster, even by the worst of both clocks. The multiple is of the least of each; of the
+    medians where these decided.
     """
 
     ratio: float
@@ -97,11 +98,11 @@ def compete(
     """
     clear = _warm_up(kernel, other, args, limit, now)
     if clear is not None:
-        return Outcome(clear, False, True)
+        return Outcome(clear[0], False, clear[1])
     mine, theirs = Samples(), Samples()
     turns = ((mine, kernel), (theirs, other))
     start = now()
-    slower, faster, enough = False, False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
+    slower, enough = False, _FEWEST if limit < 1 else _CLEAR_ROUNDS
     for n in range(_MOST):
         for samples, function in turns if n % 2 == 0 else turns[::-1]:
             samples.take(function, args, now)
@@ -115,7 +116,7 @@ def compete(
         usual = median(mine.most) / median(theirs.most)
         slower = ratio > limit or usual > limit and ratio > _CLEARLY * limit
         ratio = max(ratio, usual) if slower else ratio
-    return Outcome(ratio, slower, faster and not slower)
+    return Outcome(ratio, slower, not slower and _is_faster(mine, theirs, min(_CLEARLY, limit), waits=False))
 
 
 def _is_over(start: tuple[float, float], end: tuple[float, float], seconds: float) -> tuple[bool, bool]:
@@ -134,11 +135,11 @@ def _is_faster(mine: Samples, theirs: Samples, limit: float, waits: bool) -> boo
 
 def _warm_up(
     kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], limit: float, now: Clock
-) -> float | None:
+) -> tuple[float, bool] | None:
     """Call both in turns, at least twice, until they write into no new pages; once is enough where that takes long.
 
     The kernel's time by the other's as soon as a call after the first settles it: below `_FAR` by the worst of both
-    clocks; if both wait for processors, below twice that by each clock. None if none does.
+    clocks, which is sure; if both wait for processors, below twice that by each clock. None if none does.
     """
     far, start = _FAR * min(limit, 1.0), now()
     for n in range(_MOST):
@@ -150,10 +151,10 @@ def _warm_up(
         mine, theirs = _between(begun, middle), _between(middle, done)
         if n > 0 and after - before <= _FAULTS:
             if mine[0] < far * theirs[1]:
-                return mine[0] / theirs[1]
+                return mine[0] / theirs[1], True
             waits = _is_over(start, done, _SECONDS)[1]
             if waits and mine[0] < 2 * far * theirs[0] and mine[1] < 2 * far * theirs[1]:
-                return mine[0] / theirs[0]
+                return mine[0] / theirs[0], False
         if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, _COLD_SECONDS)):
             break
     return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.fx
 
-from fuser import config, debug, fallback, fusion_handle, interface, register_fusion, trials
+from fuser import config, debug, fallback, fusion_handle, interface, kernel_cache, register_fusion, trials
 from fuser.contests import trial as contest
 from fuser.contests.trial import Outcome
 from fuser.runtime import launcher
@@ -41,6 +41,27 @@ def decide(monkeypatch, answer) -> list[int]:
 
     monkeypatch.setattr(contest, "compete", compete)
     return held
+
+
+@pytest.mark.parametrize("sure", [True, False])
+def test_that_a_kernel_was_surely_faster_is_kept_for_other_processes(monkeypatch, sure):
+    """For the same arguments alone."""
+    held = []
+
+    def compete(kernel, other, args, limit, now):
+        held.append(args[0].numel())
+        return Outcome(0.5, False, sure)
+
+    monkeypatch.setattr(contest, "compete", compete)
+    function, number = torch.expm1 if sure else torch.log1p, 0.8125
+    for _ in range(2):  # with specifications of its own each
+        monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
+        monkeypatch.setattr(trials.records, "_made", {})
+        for n in (5000, 50000):
+            x = torch.linspace(0, 1, n)
+            handle = fusion_handle(register(lambda x: function(x) * number + x))
+            torch.testing.assert_close(handle(x), function(x) * number + x)
+    assert held == ([5000, 50000] if sure else [5000, 50000] * 2)
 
 
 def test_results_of_one_element_are_compared_in_any_stride():

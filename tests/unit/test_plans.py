@@ -417,6 +417,21 @@ def test_libraries_of_this_process_alone_have_no_plan(fresh, cache, monkeypatch)
     assert not list((cache / "plans").glob("*.plan"))
 
 
+def test_sources_are_read_again_where_they_changed(cache, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "fuser", tmp_path / "fuser", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    monkeypatch.setattr(plans, "__file__", str(tmp_path / "fuser" / "plans.py"))
+    version, digest, read = plans.version.__wrapped__, plans._digest, []
+    monkeypatch.setattr(plans, "_digest", lambda *a: read.append(1) or digest(*a))
+    first = version()
+    assert version() == first and len(read) == 1
+    source = tmp_path / "fuser" / "cpu" / "vir" / "printer.py"
+    text = source.read_text()
+    source.write_text(text[:-1] + "#")  # of the same size
+    assert version() != first and len(read) == 2
+    source.write_text(text)
+    assert version() == first and len(read) == 3
+
+
 def test_every_source_that_decides_kernels_is_part_of_a_key(tmp_path, monkeypatch):
     """A changed file in any of their folders, those in a folder included, gives plans other names."""
     shutil.copytree(ROOT / "fuser", tmp_path / "fuser", ignore=shutil.ignore_patterns("__pycache__", "*.so"))

@@ -69,7 +69,9 @@ result = f(x, y).sum()
 if {needed}:
     result.backward()
 fuser.wait()
-late = "pipeline", "lowering.registry", "ops", "scheduler", "codegen", "cpu.codegen", "passes.attention"
+late = ["pipeline", "lowering.registry", "ops", "scheduler", "codegen", "cpu.codegen", "passes.attention", "elsewhere"]
+late += ["canonical.portable", "frontends.loops", "passes.patterns", "passes.scatters", "runtime.python_launcher"]
+late += [] if {needed} else ["frontends.training"]
 print(result.item(), sorted(set(late) & {{name.removeprefix("fuser.") for name in sys.modules}}))
 """
 
