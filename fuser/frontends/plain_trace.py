@@ -263,7 +263,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the node of what a write computes stand for the tensor that it writes, which shares memory with none."""
         target = args[0]
         where = _storage(target)
-        if id(target) not in self._nodes or self._shared[where] != 1:
+        if id(target) not in self._nodes or where in self._inputs or self._shared[where] != 1:
             raise _Refused
         value = self._note(computing, args, kwargs)
         if value is target or _look(value) != _look(target):

@@ -183,6 +183,7 @@ def under_autocast(x, y):
 LEFT = {
     "a written input": lambda x, y: x.add_(y),
     "a written intermediate that is wider": lambda x, y: (x.half() * 2).add_(y),
+    "a write into a view of an input": lambda x, y: (x[0].mul_(2), x.sum(0) + y)[1],
     "a write into a view": lambda x, y: (x * 2)[0].zero_() + y,
     "a view of what is written": lambda x, y: ((z := x * 2).mul_(y), z.t() + 1)[1],
     "a view from before a write": lambda x, y: ((z := x * 2).t(), z.mul_(y))[0] + 1,
