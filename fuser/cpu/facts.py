@@ -19,7 +19,7 @@ from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, product, symbo
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import CPP_TYPES
-from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Store, address_rows
+from fuser.scheduler.kernel_plan import Axis, KernelPlan, Passes, Store
 from fuser.scheduler.nodes import row_cost
 
 STREAM_SHORTEST = 64  # elements of a row, below which they are written where they belong
@@ -282,18 +282,10 @@ class Facts:
         return gapped | frozenset(odd if worth else ())
 
     def _steps(self, address: Expr) -> list[int]:
-        own = (self.along.sym,)
+        if self.vector is None:
+            return []
+        own = (self.vector.sym,)
         return [abs(c) for monomial, c in address.terms if monomial == own]
-
-    def is_narrow_gather(self, buffer: str, address: Expr) -> bool:
-        """Whether lanes look up elements of less than a word."""
-        return self.dtypes[buffer].itemsize < 4 and any(map(self.is_full, address_rows(address)))
-
-    @functools.cached_property
-    def narrow_gathers(self) -> int:
-        """Loads that are such."""
-        loads = (r.attr for r in self.plan.rows if r.op == "load")
-        return sum(self.is_narrow_gather(buffer, address) for buffer, (address,) in loads)
 
 
 def storage_type(dtype: torch.dtype) -> str:

@@ -82,8 +82,7 @@ def closed(
         bad = ir.Binary("&&", bad, STATUS.differs(OUT_OF_BOUNDS)) if facts.checked else bad
         with out.block(ir.If(bad)):
             out.set(STATUS, 1)
-    far = (ir.Let("i64", f"far{n}", ir.call("hidden", n)) for n in sorted(rows.hidden))
-    code = ir.Kernel(facts.name + suffix, (*far, *out.statements), facts.checked, sequential)
+    code = ir.Kernel(facts.name + suffix, tuple(out.statements), facts.checked, sequential)
     return Function(code, units, facts.work() if work is None else work, scratch)
 
 

@@ -9,22 +9,15 @@ import torch
 
 from fuser.cpu.facts import Facts, size, storage_type
 from fuser.cpu.float_rows import bits_of
-from fuser.cpu.quotients import factors
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
 from fuser.ir.loop_body import Row
 from fuser.ir.sizes import LOOP, Expr, expr, substitute, symbol
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import CPP_TYPES
-from fuser.scheduler.kernel_plan import Reduce, Store
+from fuser.scheduler.kernel_plan import Reduce, Store, address_rows
 
 _ZEROS = ("0.0", "0", "False")
-# Largest constant stride between lanes that g++ is shown. g++ treats loads at a constant stride as one group of
-# interleaved elements, and its compile time grows with the square of the stride.
-MOST_INTERLEAVED = 16
-# Most loads of less than a word that a loop gathers by vectors. A vector gather of bytes is some 20 instructions for
-# eight lanes, and 64 lanes are taken at once: many of them, as windows read, are faster as scalar loads.
-MOST_GATHERED = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,6 @@ class Rows:
 
     made: rows outside the loops that have been computed; arrays: those of them with a value for each lane.
     places: rows that loops find somewhere; results: where they leave what is not stored to memory straight away.
-    hidden: constants that the function keeps from the compiler.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -59,8 +51,8 @@ class Rows:
         self.arrays: set[int] = set()
         self.places: dict[int, Place] = {}
         self.results: dict[Store, ir.At] = {}
-        self.hidden: set[int] = set()
-        self.scope = ir.Scope(_names(self.arrays), facts.extents)
+        lanes = facts.vector.sym if facts.vector is not None else None
+        self.scope = ir.Scope(_names(self.arrays), facts.extents, None, lanes, facts.scattered_steps)
 
     @contextmanager
     def found(self, places: Mapping[int, Place], results: Mapping[Store, ir.At] | None = None) -> Iterator[None]:
@@ -85,7 +77,7 @@ class Rows:
 
     def index(self, e: Expr, of: str = "place") -> ir.Value:
         """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
-        return ir.Offset(self._with_hidden_step(e) if of == "place" else e, of, self.scope)
+        return ir.Offset(e, of, self.scope)
 
     def address(self, buffer: str, e: Expr, tile: str = "") -> ir.Value:
         """A pointer to an element of a buffer."""
@@ -95,25 +87,13 @@ class Rows:
         """A pointer to the element of a loop that begins at the variable `start`."""
         return self.address(buffer, substitute(e, {self.facts.along.sym: symbol(start, LOOP)}), tile)
 
-    def _with_hidden_step(self, address: Expr) -> Expr:
-        """`address` with a name for a large constant distance between neighbouring lanes."""
-        if self.facts.vector is None:
-            return address
-        sym = self.facts.vector.sym
-        step = next((c for monomial, c in address.terms if monomial == (sym,)), 0)
-        if abs(step) <= MOST_INTERLEAVED and abs(step) not in self.facts.scattered_steps:
-            return address
-        self.hidden.add(abs(step))
-        name = symbol(f"far{abs(step)}", LOOP)
-        return address + expr(sym) * ((name if step > 0 else -name) - step)
-
     def element(self, n: int) -> ir.Value:
-        """The element in memory that the load `n` reads. One of less than a word that lanes look up is gathered."""
+        """The element in memory that the load `n` reads."""
         buffer, (address,) = self.plan.rows[n].attr
-        at, facts = self.index(address), self.facts
-        if facts.checked or not facts.is_narrow_gather(buffer, address) or facts.narrow_gathers > MOST_GATHERED:
-            return ir.Name(buffer)[at]
-        return ir.Gather(storage_type(facts.dtypes[buffer]), ir.Name(buffer), at)
+        dtype, at = self.facts.dtypes[buffer], self.index(address)
+        if dtype.itemsize < 4 and any(map(self.facts.is_full, address_rows(address))):
+            return ir.Gather(storage_type(dtype), ir.Name(buffer), at)
+        return ir.Name(buffer)[at]
 
     def decoded(self, n: int, element: ir.Value) -> ir.Value:
         """What the load `n` makes of an element."""
@@ -145,7 +125,7 @@ class Rows:
         if row.traits.wins and row.dtype.is_floating_point and not facts.is_full(row.args[0]):
             return ir.Bound(row.traits.wins, *args)
         if row.traits.sign == "/" and row.dtype is torch.float32 and facts.is_full(n):
-            return self._quotient(row, *args)
+            return ir.Binary("/", *args)
         table = "near" if n in facts.near else "op"
         return ir.Op(table, row.op, self.plan.rows[row.args[row.traits.typed]].dtype, tuple(args))
 
@@ -159,15 +139,6 @@ class Rows:
         moved = n in self.facts.moved
         zero = ir.Cast(self.facts.kind(n), ir.Number(0)) if moved else ir.Number(0, row.dtype)
         return ir.Select(args[0], loaded, zero) if args else loaded
-
-    def _quotient(self, row: Row, dividend: ir.Value, divisor: ir.Value) -> ir.Value:
-        """A division in a loop. By a constant it is two products, if the machine has a fused multiply-add."""
-        by = self.plan.rows[row.args[1]]
-        found = factors(float(by.attr)) if by.op == "const" and self.facts.machine.fma else None
-        if found is None:
-            return ir.Binary("/", dividend, divisor)
-        high, low = (ir.Number(f, torch.float32) for f in found)
-        return ir.Fma(dividend, high, dividend * low)
 
     def _is_zero_already(self, row: Row) -> bool:
         """Whether a select of a masked load and 0 has the load's own mask: the load is 0 there already."""

@@ -11,10 +11,12 @@ import torch
 from fuser import machines
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir.builder import Builder
-from fuser.cpu.vir.passes import convert_alone, stage_stores
+from fuser.cpu.vir.legalise import legalise
+from fuser.cpu.vir.passes import stage_stores
 from fuser.cpu.vir.printer import printed
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.debug.vector_interpreter import interpret
+from fuser.ir.sizes import LOOP, Sym, symbol
 
 MACHINE = machines.find("avx512")
 V = ir.Name("v")
@@ -101,10 +103,51 @@ def halved() -> ir.Kernel:
 def test_lone_conversions():
     x = np.array([1.0, -2.5, 0.1, np.inf], np.float16)
     before, sequential = halved(), dataclasses.replace(halved(), sequential=True)
-    assert convert_alone(before, MACHINE) == before
-    after = convert_alone(sequential, MACHINE)
+    assert legalise(before, MACHINE) == before
+    after = legalise(sequential, MACHINE)
     texts = [printed(k).text for k in (before, after)]
     assert [t.count("fuser_load_half") for t in texts] == [1, 0]
     assert texts[1] == texts[0].replace("fuser_load", "fuser_lone_load").replace("fuser_store", "fuser_lone_store")
     results = [run(k, [x.view(np.uint16)]) for k in (before, after)]
     assert all(r.view(np.float16).tolist() == (x + np.float16(0.5)).tolist() for r in results)
+
+
+def looked_up(count: int, checked: bool = False) -> ir.Kernel:
+    """Elements of `count` buffers of bytes that lanes look up."""
+    out = Builder()
+    for n in range(count):
+        out.let("u8", f"t{n}", ir.Gather("u8", ir.Name(f"x{n}"), V))
+    return ir.Kernel("k", tuple(out.statements), checked)
+
+
+@pytest.mark.parametrize("count, checked, gathered", [(4, False, 4), (5, False, 0), (1, True, 0)])
+def test_few_elements_are_gathered_by_vectors(count, checked, gathered):
+    text = printed(legalise(looked_up(count, checked), MACHINE)).text
+    assert text.count("fuser_gather_u8(") == gathered and text.count("[v]") == count - gathered
+
+
+STEPS = {16: "x[16 * v]", 17: "x[far17 * v]", -17: "x[(-1) * far17 * v]", 6: "x[far6 * v]"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_large_and_scattered_steps_are_hidden(step):
+    """Of offsets into memory, along the axis of lanes alone."""
+    v, other = symbol("v", LOOP), symbol("w", LOOP)
+    scope = ir.Scope(ir.Name, {}, None, Sym("v", LOOP), frozenset({6}))
+    values = [ir.Name("x")[ir.Offset(e * step, of, scope)] for e, of in ((v, "place"), (other, "place"), (v, "floor"))]
+    kernel = ir.Kernel("k", tuple(ir.Let("float", f"t{n}", value) for n, value in enumerate(values)))
+    lines = [line.strip() for line in printed(legalise(kernel, MACHINE)).text.splitlines()]
+    wanted, plain = STEPS[step], f"({step})" if step < 0 else step
+    loads = (wanted, f"x[{plain} * w]", f"x[{plain} * v]")
+    assert lines[-4:-1] == [f"const float t{n} = {load};" for n, load in enumerate(loads)]
+    hidden = f"const i64 far{abs(step)} = hidden({abs(step)});"
+    assert lines[1:-4] == ([hidden] if "far" in wanted else [])
+
+
+@pytest.mark.parametrize(
+    "divisor, machine, fused", [(3.0, "avx512", True), (2.0, "avx512", False), (3.0, "sse4.2", False)]
+)
+def test_divisions_by_constants_are_products(divisor, machine, fused):
+    quotient = ir.Binary("/", ir.Name("x"), ir.Number(divisor, torch.float32))
+    kernel = ir.Kernel("k", (ir.Let("float", "t", quotient),))
+    assert ("FUSER_FMAF" in printed(legalise(kernel, machines.find(machine))).text) is fused

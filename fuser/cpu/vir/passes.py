@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from fuser import config
 from fuser.cpu.vir import nodes as ir
 from fuser.cpu.vir import rewrite
+from fuser.cpu.vir.legalise import legalise
 from fuser.cpu.vir.verifier import verify_kernel
 from fuser.machines import Machine
 
@@ -42,30 +42,17 @@ def stage_stores(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
             ]
             copy = ir.Stream(past, tile, head.count * r.bytes)
             after.append(ir.Block(ir.If(stream), (copy,)))
-        places = {r.tile: head.place for r in head.results}
-        return (*before, *(rewrite.values(b, lambda v: _into_tile(v, places)) for b in s.body), *after)
+        # An element or address in memory that is staged, relative to the pointer `to`.
+        to_tile = {r.tile: ir.Name(f"to{r.tile}") for r in head.results}
+        rules: rewrite.Rules = {
+            ir.At: lambda v: to_tile[v.tile][head.place] if v.tile in to_tile else v,
+            ir.Address: lambda v: to_tile[v.tile] if v.tile in to_tile else v,
+        }
+        return (*before, *(rewrite.values(b, rules) for b in s.body), *after)
 
     return rewrite.statements(kernel, expanded)
 
 
-def _into_tile(v: ir.Value, places: dict[str, ir.Value]) -> ir.Value:
-    """An element or address in memory that is staged, relative to the pointer `to`."""
-    if isinstance(v, ir.At | ir.Address) and v.tile in places:
-        to = ir.Name(f"to{v.tile}")
-        return to[places[v.tile]] if isinstance(v, ir.At) else to
-    return v
+PASSES: tuple[Callable[[ir.Kernel, Machine], ir.Kernel], ...] = (stage_stores, legalise)
 
-
-def convert_alone(kernel: ir.Kernel, machine: Machine) -> ir.Kernel:
-    """`kernel` with scalar conversions of float16, if it is sequential."""
-
-    def lone(v: ir.Value) -> ir.Value:
-        return dataclasses.replace(v, lone=True) if isinstance(v, ir.Decode | ir.Encode) else v
-
-    changed: ir.Kernel = rewrite.values(kernel, lone) if kernel.sequential else kernel
-    return changed
-
-
-PASSES: tuple[Callable[[ir.Kernel, Machine], ir.Kernel], ...] = (stage_stores, convert_alone)
-
-__all__ = ["PASSES", "convert_alone", "stage_stores", "through_passes"]
+__all__ = ["PASSES", "stage_stores", "through_passes"]

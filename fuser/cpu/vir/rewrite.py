@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fuser.cpu.vir import nodes as ir
 
+Rules = Mapping[type, Callable[[Any], ir.Value]]  # what becomes of a kind of value
 
 def parts(node: Any) -> Iterator[Any]:
     """The nodes that a node holds, in order."""
@@ -30,18 +31,19 @@ def walk(node: Any) -> Iterator[Any]:
             pending += reversed(list(parts(now)))
 
 
-def values(node: Any, change: Callable[[ir.Value], ir.Value]) -> Any:
-    """`node` with each value replaced by what `change` makes of it, once its own values have been."""
+def values(node: Any, rules: Rules) -> Any:
+    """`node` with each value that has a rule for its kind replaced by what that makes of it, the inner ones first."""
 
     def changed(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(changed, x))
-        return values(x, change) if type(x) in _NODES else x
+        if type(x) is tuple:
+            new = [changed(each) for each in x]
+            return tuple(new) if any(a is not b for a, b in zip(new, x)) else x
+        return values(x, rules) if type(x) in _NODES else x
 
-    new = {name: changed(getattr(node, name)) for name in node.__slots__}
-    if any(new[name] is not getattr(node, name) for name in new):
-        node = dataclasses.replace(node, **new)
-    return change(node) if isinstance(node, ir.Value) else node
+    new = {name: made for name in node.__slots__ if (made := changed(held := getattr(node, name))) is not held}
+    rule = rules.get(type(node))
+    node = dataclasses.replace(node, **new) if new else node
+    return rule(node) if rule is not None else node
 
 
 def statements(kernel: ir.Kernel, change: Callable[[ir.Statement], Sequence[ir.Statement]]) -> ir.Kernel:

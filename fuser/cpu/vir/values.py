@@ -64,12 +64,15 @@ class Slot(Value):
 class Scope:
     """What index expressions of one function mean: computed indices, and the loops' extents.
 
-    `slots`: where sizes are among the arguments, for what comes before their names.
+    `slots`: where sizes are among the arguments, for what comes before their names. `lanes`: the axis that runs over
+    lanes; `apart`: distances between lanes at which elements are taken one by one.
     """
 
     ref: Callable[[int], Value] = field(compare=False)
     extents: Mapping[Sym, Expr] = field(compare=False)
     slots: Mapping[Sym, int] | None = field(default=None, compare=False)
+    lanes: Sym | None = field(default=None, compare=False)
+    apart: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
