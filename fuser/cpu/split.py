@@ -6,10 +6,7 @@ any number of threads gives the same bits.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -67,36 +64,13 @@ def _partial_function(facts: Facts, chunks: Expr) -> Function:
     open_chunks(rows, chunks, axis)
     digits, units = units_of(facts)
     rows.constants()
-    with each_unit(rows, [*digits, ("chunk", ir.Name("chunks"))]), _undecided(rows):
+    with each_unit(rows, [*digits, ("chunk", ir.Name("chunks"))]):
         open_chunk(rows, axis)
         reducing = Reducing(rows)
         reducing.run(0, {axis.sym: (ir.Name("from"), ir.Name("to"))})
         reducing.fold(0, "from" if axis is facts.vector else 0)
         _store_partials(rows, reducing)
     return closed(rows, units * chunks, suffix="_partial")
-
-
-@contextmanager
-def _undecided(rows: Rows) -> Iterator[None]:
-    """Around the code of a chunk: it is skipped if the one before it has a NaN, which is the extreme of all values.
-
-    Then that chunk's results are copied, if the same call made them.
-    """
-    facts = rows.facts
-    found = _combined(facts)
-    places = found and all(a.spec.index and a.total_dtype.is_floating_point for a in found)
-    if facts.is_column or facts.has_checks or not places:
-        yield
-        return
-    chunk = ir.Name("chunk")
-    before, here = _partial_at(facts, chunk - 1), _partial_at(facts, chunk)
-    values = [_array(facts, a, "p") for a in found]
-    nan = functools.reduce(operator.and_, (p[before].differs(p[before]) for p in values))
-    with rows.out.block(ir.If(ir.Binary("&&", (ir.Name("u") > "begin") & (chunk > 0), nan))):
-        for p in (*values, *(_array(facts, a, "i") for a in found)):
-            rows.out.set(p[here], p[before])
-    with rows.out.block(ir.Else()):
-        yield
 
 
 def _store_partials(rows: Rows, reducing: Reducing) -> None:
