@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from fuser.cpu import accumulators as acc
 from fuser.cpu.accumulators import Accumulator
@@ -11,7 +10,7 @@ from fuser.cpu.columns import TOGETHER_COST
 from fuser.cpu.facts import Facts
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.prefetches import look_ahead, prefetch_later
-from fuser.cpu.prepared import is_prepared, prepared, tiles
+from fuser.cpu.prepared import prepared, tiles
 from fuser.cpu.rows import Rows
 from fuser.cpu.vir import nodes as ir
 from fuser.scheduler.kernel_plan import Reduce
@@ -26,12 +25,8 @@ def line(
     """A pass along a row, from one index to another. `overlaps`: see `takes_some_twice`."""
     facts, out, v = rows.facts, rows.out, rows.facts.v
     if not facts.passes[phase].folds:
-        if facts.streams_of(phase) or is_prepared(facts, phase):
-            with tiles(rows, phase, *bounds), out.block(rows.simd(v, "w0", "w1")):
-                rows.inner(phase)
-        else:
-            with out.block(rows.simd(v, *bounds)):
-                rows.inner(phase)
+        with tiles(rows, phase, *bounds) as ends, out.block(rows.simd(v, *ends)):
+            rows.inner(phase)
         return
     ahead = look_ahead(rows, phase)
     numbers = ("v0", "count", "skip") if overlaps else ("v0", "count")
@@ -75,11 +70,9 @@ def in_vectors(rows: Rows, lanes: LaneLoop, phase: int) -> None:
         out.var("i64", turns.name, 0)
     for axis in around:
         out.open(ir.For(axis.sym.name, ir.Number(0), ir.Name(f"n_{axis.sym.name}")))
-    high = f"n_{facts.v}"
-    with tiles(rows, phase, 0, high, True) if facts.streams_of(phase) else nullcontext():
-        low, high = ("w0", "w1") if facts.streams_of(phase) else (0, high)
+    with tiles(rows, phase, 0, f"n_{facts.v}", True) as (low, high):
         out.let("i64", "start", low)
-        out.let("i64", "length", ir.Name(high) - "start")
+        out.let("i64", "length", ir.value(high) - "start")
         out.let("i64", facts.v, "start")
         lanes.emit(rows, moved_on if mine else None)
     for _ in around:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fuser.cpu.facts import Facts, storage_type
 from fuser.cpu.rows import LoopRange, Place, Rows
 from fuser.cpu.vir import nodes as ir
-from fuser.ir.sizes import LOOP, ONE, Expr, coefficient, expr, substitute, symbol
+from fuser.ir.sizes import ONE, coefficient, expr
 
 FEWEST_HELD = 2  # conditions, from which a loop is written without them, too
 SHORTEST_DRAWN = 16  # elements of the vector axis: a call draws 32 numbers at a time
@@ -31,7 +31,7 @@ def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
         if not _runs_back(facts, n):
             continue
         buffer, (address,) = facts.plan.rows[n].attr
-        at = rows.index(_from(facts, loop.start, address))
+        at = rows.index_from(loop.start, address)
         part = ir.Name(f"part{n}")
         out.scratch(storage_type(facts.dtypes[buffer]), part.name, LONGEST, aligned=facts.machine.line_bytes)
         with out.block(ir.For("k", ir.Number(0), loop.count, simd=True)):
@@ -41,7 +41,7 @@ def prepared(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
     for n in facts.passes.closure(facts.plan.rows[n].args[0] for n in loads):
         rows.declare(n)
     for n in loads:
-        open_part(rows, n, _from(facts, loop.start, facts.plan.rows[n].attr[1][0]))
+        open_part(rows, n, loop.start)
         found[n] = Place(ir.Name(f"part{n}")[loop.at], stored=True)
     return found
 
@@ -53,10 +53,6 @@ def conditions(facts: Facts, phase: int) -> tuple[ir.Name, ...]:
     found = dict.fromkeys(facts.plan.rows[n].args[0] for n in facts.rows_of(phase) if _hangs_together(facts, n))
     known = [n for n in found if facts.plan.rows[n].op != "const"]
     return tuple(ir.Name(f"t{n}") for n in known) if len(known) >= FEWEST_HELD else ()
-
-
-def _from(facts: Facts, start: str, address: Expr) -> Expr:
-    return substitute(address, {facts.along.sym: symbol(start, LOOP)})
 
 
 def is_part(facts: Facts, n: int) -> bool:
@@ -84,10 +80,10 @@ def _runs_back(facts: Facts, n: int) -> bool:
     return len(widths) > 1 and facts.step(row.attr[1][0]) == expr(-1)
 
 
-def open_part(rows: Rows, n: int, address: Expr) -> None:
-    """What the masked load `n` reads: memory, or where its condition does not hold the page of zeros."""
+def open_part(rows: Rows, n: int, start: str) -> None:
+    """What the masked load `n` reads from `start` on: memory, or where its condition does not hold a page of zeros."""
     row = rows.plan.rows[n]
-    memory = ir.Cast("const void*", rows.address(row.attr[0], address))
+    memory = ir.Cast("const void*", rows.address_from(start, row.attr[0], row.attr[1][0]))
     source = ir.Select(rows.ref(row.args[0]), memory, ir.Name("fuser_zeros"))
     kind = f"{storage_type(rows.facts.dtypes[row.attr[0]])}*"
     rows.out.let(f"{kind} const", f"part{n}", ir.Cast(f"const {kind}", source))
@@ -122,8 +118,7 @@ def _draw(rows: Rows, phase: int, loop: LoopRange) -> dict[int, Place]:
         assert row.traits.draw is not None
         numbers = ir.Name(f"drawn{n}")
         rows.out.scratch("float", numbers.name, loop.length, aligned=facts.machine.line_bytes)
-        first = substitute(facts.plan.rows[index].attr, {facts.along.sym: symbol(loop.start, LOOP)})
-        at = rows.index(first, "floor")
+        at = rows.index_from(loop.start, facts.plan.rows[index].attr, "floor")
         rows.out.add(ir.Draw(numbers, rows.ref(seed), rows.ref(stream), at, loop.count, row.traits.draw[0]))
         found[n] = Place(numbers[loop.at])
     return found

@@ -18,7 +18,7 @@ from fuser.cpu.float_rows import moved_rows
 from fuser.cpu.frame import blocks_of, closed, digits_of, each_unit, open_range, opened
 from fuser.cpu.lanes import LaneLoop
 from fuser.cpu.prefetches import prefetch_rows
-from fuser.cpu.prepared import is_prepared, tiles
+from fuser.cpu.prepared import tiles
 from fuser.cpu.records import Function
 from fuser.cpu.rounds import going_round, table_length
 from fuser.cpu.rows import Place, Rows
@@ -184,15 +184,11 @@ def _each_row_of_tiles(rows: Rows, tiled: Axis) -> Iterator[None]:
 
 
 def _vector_loop(rows: Rows, choice: Choice) -> None:
-    facts, vectors = rows.facts, choice.vectors is not None
-    if facts.streams_of(0) or (not vectors and is_prepared(facts, 0)):
-        with tiles(rows, 0, "v0", "v1", vectors):
-            _segment_loop(rows, choice, "w0", "w1")
-    else:
-        _segment_loop(rows, choice, "v0", "v1")
+    with tiles(rows, 0, "v0", "v1", choice.vectors is not None) as (low, high):
+        _segment_loop(rows, choice, low, high)
 
 
-def _segment_loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
+def _segment_loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
     segments = choice.segments
     if segments is None:
         _loop(rows, choice, low, high)
@@ -201,13 +197,13 @@ def _segment_loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
         _loop(rows, choice, "from", "to")
 
 
-def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
+def _loop(rows: Rows, choice: Choice, low: ir.Like, high: ir.Like) -> None:
     """The loop in explicit vectors, if there is one, and the plain one for other machines."""
     out, vectors = rows.out, choice.vectors
     if vectors is not None:
         with out.block(ir.Only(vectors.macro)), out.block(ir.Plain()):
             out.let("i64", "start", low)
-            out.let("i64", "length", ir.Name(high) - "start")
+            out.let("i64", "length", ir.value(high) - "start")
             out.let("i64", rows.facts.v, "start")
             vectors.emit(rows)
     with out.block(ir.Otherwise()) if vectors is not None else nullcontext():
@@ -227,7 +223,7 @@ def _loop(rows: Rows, choice: Choice, low: str, high: str) -> None:
             _plain_loop(rows, low, high)
 
 
-def _plain_loop(rows: Rows, low: str, high: str) -> None:
+def _plain_loop(rows: Rows, low: ir.Like, high: ir.Like) -> None:
     with rows.out.block(rows.simd(rows.facts.v, low, high)):
         rows.inner(0)
 

@@ -6,18 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from fuser.cpu import parts
-from fuser.cpu.facts import Facts
 from fuser.cpu.halves import has_halves, pieces
 from fuser.cpu.rows import LoopRange, Rows
 from fuser.cpu.streams import staged
 from fuser.cpu.vir import nodes as ir
 
+Range = tuple[ir.Like, ir.Like]  # from where to where
 TILE = 1024  # elements of a loop whose results may be staged in the first level cache
-
-
-def is_prepared(facts: Facts, phase: int) -> bool:
-    """Whether a loop of a pass wants pieces that are written before it."""
-    return has_halves(facts, phase) or bool(parts.drawn_rows(facts, phase))
 
 
 @contextmanager
@@ -36,13 +31,17 @@ def prepared(rows: Rows, phase: int, loop: LoopRange, vectors: bool = False, nar
 
 
 @contextmanager
-def tiles(rows: Rows, phase: int, low: ir.Like, high: ir.Like, vectors: bool = False) -> Iterator[None]:
-    """A loop over tiles of a range, each from `w0` to `w1`, around a loop over the lanes' axis in each."""
-    v, w0, w1 = ir.Name(rows.facts.v), ir.Name("w0"), ir.Name("w1")
+def tiles(rows: Rows, phase: int, low: ir.Like, high: ir.Like, vectors: bool = False) -> Iterator[Range]:
+    """Around a loop over the lanes' axis: from where to where it goes. Where something is prepared, that is a tile."""
+    facts, v, w0, w1 = rows.facts, ir.Name(rows.facts.v), ir.Name("w0"), ir.Name("w1")
+    wanted = not vectors and (has_halves(facts, phase) or parts.drawn_rows(facts, phase))
+    if not wanted and not facts.streams_of(phase):
+        yield low, high
+        return
     with rows.out.block(ir.For("w0", ir.value(low), ir.value(high), ir.Number(TILE))):
         rows.out.let("i64", "w1", ir.least(w0 + TILE, high))
         with prepared(rows, phase, LoopRange("w0", v - w0, TILE, w1 - w0), vectors):
-            yield
+            yield w0, w1
 
 
-__all__ = ["is_prepared", "prepared", "tiles"]
+__all__ = ["prepared", "tiles"]

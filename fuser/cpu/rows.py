@@ -79,13 +79,17 @@ class Rows:
         """An index expression, lane arrays subscripted; `of`: see `cpp_expr`."""
         return ir.Offset(e, of, self.scope)
 
-    def address(self, buffer: str, e: Expr, tile: str = "") -> ir.Value:
+    def address(self, buffer: str, e: Expr) -> ir.Value:
         """A pointer to an element of a buffer."""
-        return ir.Address(ir.Name(buffer), self.index(e), tile)
+        return ir.Address(ir.Name(buffer), self.index(e))
+
+    def index_from(self, start: str, e: Expr, of: str = "place") -> ir.Value:
+        """An index expression at the first element of a loop along lanes, which begins at the variable `start`."""
+        return self.index(substitute(e, {self.facts.along.sym: symbol(start, LOOP)}), of)
 
     def address_from(self, start: str, buffer: str, e: Expr, tile: str = "") -> ir.Value:
-        """A pointer to the element of a loop that begins at the variable `start`."""
-        return self.address(buffer, substitute(e, {self.facts.along.sym: symbol(start, LOOP)}), tile)
+        """A pointer to that element of a buffer."""
+        return ir.Address(ir.Name(buffer), self.index_from(start, e), tile)
 
     def element(self, n: int) -> ir.Value:
         """The element in memory that the load `n` reads."""

@@ -226,16 +226,16 @@ def stays_whole(facts: Facts, segments: Segments | None, filled: bool) -> bool:
 
 
 @contextmanager
-def each_segment(rows: Rows, segments: Segments, low: str, high: str) -> Iterator[None]:
+def each_segment(rows: Rows, segments: Segments, low: ir.Like, high: ir.Like) -> Iterator[None]:
     """The loop over the segments from `low` to `high`; in it, `from` and `to` are where one begins and ends."""
     facts, plan = rows.facts, rows.plan
-    with rows.out.block(ir.Segments(ir.Name(low), ir.Name(high), segments.longest, segments.cuts)):
+    with rows.out.block(ir.Segments(ir.value(low), ir.value(high), segments.longest, segments.cuts)):
         rows.out.let("i64", facts.v, "from")
         indices = {a for n in segments.rows for a in plan.rows[n].args if facts.is_full(a)}
         for n in sorted({*indices, *segments.rows}):
             rows.declare(n)
         for n in segments.loads:
-            open_part(rows, n, plan.rows[n].attr[1][0])
+            open_part(rows, n, facts.v)
         yield
 
 
