@@ -32,18 +32,23 @@ def walk(node: Any) -> Iterator[Any]:
 
 
 def values(node: Any, rules: Rules) -> Any:
-    """`node` with each value that has a rule for its kind replaced by what that makes of it, the inner ones first."""
+    """`node` with each value that has a rule for its kind replaced by what that makes of it, the inner ones first.
 
-    def changed(x: Any) -> Any:
-        if type(x) is tuple:
-            new = [changed(each) for each in x]
-            return tuple(new) if any(a is not b for a, b in zip(new, x)) else x
-        return values(x, rules) if type(x) in _NODES else x
-
-    new = {name: made for name in node.__slots__ if (made := changed(held := getattr(node, name))) is not held}
-    rule = rules.get(type(node))
+    What is no node is left as it is; tuples of nodes are made anew.
+    """
+    kind = type(node)
+    if kind is tuple:
+        made = [values(each, rules) for each in node]
+        return tuple(made) if any(a is not b for a, b in zip(made, node)) else node
+    if kind not in _NODES:
+        return node
+    new = {}
+    for name in node.__slots__:
+        held = getattr(node, name)
+        if (changed := values(held, rules)) is not held:
+            new[name] = changed
     node = dataclasses.replace(node, **new) if new else node
-    return rule(node) if rule is not None else node
+    return rules[kind](node) if kind in rules else node
 
 
 def statements(kernel: ir.Kernel, change: Callable[[ir.Statement], Sequence[ir.Statement]]) -> ir.Kernel:
