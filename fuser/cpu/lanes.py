@@ -73,12 +73,12 @@ class LaneLoop:
         wide = phase is not None and torch.float64 in {self.plan.rows[n].dtype for n in self.rows}
         self.types = WIDE if wide else TYPES
         self.float, self.lanes = (torch.float64, LANES // 2) if wide else (torch.float32, LANES)
-        self.backward = {n for n in self.loads if facts.step(self.plan.rows[n].attr[1][0]) == expr(-1)}
+        steps = {n: facts.step(self.plan.rows[n].attr[1][0]) for n in self.loads}
+        self.backward = {n for n, step in steps.items() if step == expr(-1)}
         self.dtypes = used
         self.inside = _inside(self.plan.rows, self.rows, self.edges)
         self.in_order = bool(self.masked or self.backward or any(n in self.edges for n in self.rows))
-        steps = {n: s for n in self.loads if (s := facts.step(self.plan.rows[n].attr[1][0])) is not None}
-        twos = [n for n, s in steps.items() if s == expr(2)]
+        twos = [n for n, step in steps.items() if step == expr(2)]
         self.second = {n for n in twos if facts.dtypes[self.plan.rows[n].attr[0]] in SECOND}
         plain = not (self.in_order or self.second or facts.kept)
         self.pairs = used == {torch.bfloat16} and plain  # whose lanes are not in order
