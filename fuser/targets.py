@@ -63,6 +63,7 @@ class Target:
     window_dims: dims that the windows of a pooling extend along at most, if they overlap.
     unrolls: points of a reduction up to which it is written out as arithmetic, if they lie apart in memory.
     components: elements that the last dim may have for one turn of a loop to compute all of them.
+    written_out: the same where what is read along such a dim does not run on into the next one.
     apart: whether what each row or column has one value of, such as a deviation, is computed by the kernel of its
       reduction where another kernel reads it, and not by that one for every element.
     joins: whether plans along rows and along columns are looked at as one.
@@ -105,6 +106,7 @@ class Target:
     window_dims: int = 3
     unrolls: int = 0
     components: int = 0
+    written_out: int = 0
     joins: bool = False
     joins_stored: int = 0
     recompute_cost: int = 8

@@ -13,6 +13,7 @@ _ATTENTION = (
 _COMPLEX = "aten.view_as_real aten.view_as_complex aten.complex aten.polar aten.angle aten.abs aten.sgn aten.eq"
 _CONVOLUTION = "aten.convolution"
 _FLEX = "flex_attention flex_attention_backward"
+_MATRICES = "aten.mm aten.bmm aten.addmm aten.baddbmm"
 _KINKS = "aten.threshold_backward aten.leaky_relu_backward aten.hardtanh_backward"
 _NORMS = (
     "aten.native_layer_norm aten._fused_rms_norm aten._native_batch_norm_legit_functional "
@@ -30,6 +31,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("fold_uniform", fold_uniform),
     Pass("merge_casts", merge_casts),
     Pass("merge_views", merge_views),
+    Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES),
     Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
     Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
     Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),

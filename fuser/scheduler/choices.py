@@ -9,17 +9,20 @@ components: a choice is known when the kernel is written, and what they share is
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fuser.ir.loop_body import Recorder, Row, map_exprs, renumber_expr, row_exprs
-from fuser.ir.sizes import ONE, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.ir.sizes import SIZE, Expr, Sym, coefficient, expr, substitute, symbols
+from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
 MOST_ROWS = 512
+MOST_TOGETHER = 16  # elements of a turn, side by side, of several axes
+MANY = 32  # turns that fill registers; for fewer a free size stays free
 SHARED = 0.4  # of the work, from which components are computed together though nothing chooses between them
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -27,21 +30,74 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 
 
 def write_out(
-    sizes: Sequence[tuple[Sym, Expr]], rows: list[Row], stores: Stores, most: int
+    ctx: LoweringContext, sizes: Sequence[tuple[Sym, Expr]], rows: list[Row], stores: Stores, run: int = 1
 ) -> tuple[Sym | None, list[Row], Stores]:
     """The rows and stores of a loop nest without one of its axes, and which that is; None where there is no such one.
 
-    `sizes`: the axes, none of them reduced. `most`: places of an axis that is written out.
+    `sizes`: the axes, none of them reduced. `run`: elements that one turn computes already, side by side. A size that
+    was free becomes a guard of the kernel.
     """
     for axis, size in sizes:
-        n = size.as_int() or 0
-        if not 1 < n <= most or n * len(rows) > MOST_ROWS or len(sizes) == 1:
+        n = ctx.hint(size)
+        if not 1 < n <= ctx.target.written_out or n * len(rows) > MOST_ROWS or len(sizes) == 1:
             continue
-        if all(coefficient(e, axis) == ONE for _, e, _ in stores):
-            copies, kept = _copies(rows, stores, axis, n)
-            if _chooses(rows, axis) or _work(copies) <= (1 - SHARED) * n * _work(rows):
-                return axis, copies, kept
+        if not all(coefficient(e, axis) == expr(run) for _, e, _ in stores):
+            continue
+        numbers = {s: expr(ctx.hints[s]) for s in symbols(size)}
+        fixed, addressed = _fixed(numbers, rows, stores)
+        others = {other: substitute(length, numbers) for other, length in sizes if other is not axis}
+        beside = _beside(ctx, others, expr(n * run), n * run, addressed)
+        if beside is None and (numbers or n > ctx.target.components):
+            continue
+        copies, kept = _copies(fixed, addressed, axis, n)
+        shares = _work(copies) < (1 - SHARED) * n * _work(rows)
+        if shares or _chooses(rows, axis) or (beside is not None and not _runs_on(fixed, beside, axis, n)):
+            for s, number in numbers.items():
+                ctx.assume("eq", expr(s), number)
+            return axis, copies, kept
     return None, rows, stores
+
+
+def _beside(
+    ctx: LoweringContext, sizes: Mapping[Sym, Expr], step: Expr, run: int, stores: Stores, many: int = MANY
+) -> Sym | None:
+    """The axis whose neighbours are `step` elements apart in all results; None if it and those beyond make few turns.
+
+    `run`: elements that one turn computes if the axes up to `step` are written out. So may be the next, if it is short
+    enough; then it makes no turns.
+    """
+    for axis, size in sizes.items():
+        if not all(coefficient(e, axis) == step for _, e, _ in stores):
+            continue
+        n, short = ctx.hint(size), run > 0 and ctx.hint(size) <= ctx.target.written_out
+        if n >= many:
+            return axis
+        if n < 2 or (short and run * n > MOST_TOGETHER):
+            return None
+        left = (run * n, many) if short else (0, -(-many // n))
+        return axis if _beside(ctx, sizes, step * size, left[0], stores, left[1]) is not None else None
+    return None
+
+
+def _runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
+    """Whether what is read along both axes is read as along one. What varies along `axis` alone comes round."""
+    for e in (e for row in rows for e in row_exprs(row)):
+        beyond, own = coefficient(e, outer), coefficient(e, axis)
+        along = {s for s in symbols(e) if s.kind != SIZE}
+        if along - {axis} and (beyond is None or own is None or beyond != own * size):
+            return False
+    return True
+
+
+def _fixed(numbers: Mapping[Sym, Expr], rows: list[Row], stores: Stores) -> tuple[list[Row], Stores]:
+    """Rows and stores with numbers for some symbols."""
+    if not numbers:
+        return rows, stores
+
+    def put(e: Expr) -> Expr:
+        return substitute(e, numbers)
+
+    return [map_exprs(r, put) if row_exprs(r) else r for r in rows], [(b, put(e), r) for b, e, r in stores]
 
 
 def _work(rows: Sequence[Row]) -> float:

@@ -99,12 +99,14 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     run = 1
-    if ctx.target.components and not reductions:
-        sizes = [(a.sym, a.size) for a in axes]
-        gone, builder.out.rows, builder.stores = write_out(sizes, rows, stores, ctx.target.components)
-        run = next((a.hint for a in axes if a.sym is gone), 1)
-        axes = [a for a in axes if a.sym is not gone]
-        rows, stores, _ = _live(builder)
+    if ctx.target.written_out and not reductions:
+        gone: Sym | None = axes[0].sym if axes else None
+        while gone is not None:
+            sizes = [(a.sym, a.size) for a in axes]
+            gone, builder.out.rows, builder.stores = write_out(ctx, sizes, rows, stores, run)
+            run *= next((a.hint for a in axes if a.sym is gone), 1)
+            axes = [a for a in axes if a.sym is not gone]
+            rows, stores, _ = _live(builder)
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _column_axis(axes, rows, reductions, dtypes)

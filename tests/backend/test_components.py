@@ -56,6 +56,15 @@ def rounded_pairs(q, c, s):
     return pairs(q.float(), c, s).to(torch.bfloat16)
 
 
+def by_matrices(m, x):
+    return m[..., 0] * x[..., 0] + m[..., 1] * x[..., 1]
+
+
+def products(a, b):
+    terms = [a[..., k, None] * b[..., k, :].unsqueeze(-2) for k in range(a.shape[-1])]
+    return sum(terms[1:], terms[0])
+
+
 X = values(50, 4) / 20 + 3
 PROGRAMS = {
     "corners": (corners, X),
@@ -82,12 +91,20 @@ PROGRAMS = {
     "truth": (lambda x: torch.stack((x > 0, x < 1), -1).flatten(), values(77)),
     "gradient": (lambda g, x: torch.select_scatter(x * 0, g, 1, 2) + torch.select_scatter(x * 0, g * 2, 1, 0),
                  X[:, 0].contiguous(), X),
+    "by_matrices": (by_matrices, values(1, 6, 16, 2, 2), values(3, 6, 16, 1, 2)),
+    "products": (products, values(40, 3, 3), values(40, 3, 2)),
+    "outer": (lambda x, y: x[:, :, None] * y[:, None], values(40, 3), values(40, 2)),
+    "turned_by_lines": (lambda x, y: x + y.movedim(0, -1), values(20, 30, 3), values(3, 20, 30)),
+    "one_for_all": (lambda x, y: F.relu(x.unsqueeze(-1) + y), values(5, 70), values(5, 70, 2)),
+    "masked": (lambda x, y: x.masked_fill(y.unsqueeze(-1) > 0, 0.5), values(5, 70, 3).bfloat16(), values(5, 70)),
+    "looked_up": (lambda t, i: t[i] * 2, values(9, 3), values(70, dtype=torch.int64).remainder(9)),
+    "nothing": (lambda x: x.narrow(-2, 2, 0) * 2, values(1, 4, 4, 3).permute(0, 3, 1, 2)),
     "numbers": (lambda x: torch.stack((x, torch.full_like(x, 3.0)), -1).flatten(), X[:, 0].contiguous()),
 }  # fmt: skip
 
 
 TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product",
-            "butterfly", "three_of_four")  # fmt: skip
+            "butterfly", "three_of_four", "by_matrices", "products", "outer", "turned_by_lines", "one_for_all")  # fmt: skip
 
 
 @needs_compiler
