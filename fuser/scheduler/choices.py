@@ -44,21 +44,21 @@ def write_out(
         if not all(coefficient(e, axis) == expr(run) for _, e, _ in stores):
             continue
         numbers = {s: expr(ctx.hints[s]) for s in symbols(size)}
-        fixed, addressed = _fixed(numbers, rows, stores)
+        own, addressed = fixed(numbers, rows, stores)
         others = {other: substitute(length, numbers) for other, length in sizes if other is not axis}
-        beside = _beside(ctx, others, expr(n * run), n * run, addressed)
-        if beside is None and (numbers or n > ctx.target.components):
+        outer = beside(ctx, others, expr(n * run), n * run, addressed)
+        if outer is None and (numbers or n > ctx.target.components):
             continue
-        copies, kept = _copies(fixed, addressed, axis, n)
+        copies, kept = _copies(own, addressed, axis, n)
         shares = _work(copies) < (1 - SHARED) * n * _work(rows)
-        if shares or _chooses(rows, axis) or (beside is not None and not _runs_on(fixed, beside, axis, n)):
+        if shares or _chooses(rows, axis) or (outer is not None and not runs_on(own, outer, axis, n)):
             for s, number in numbers.items():
                 ctx.assume("eq", expr(s), number)
             return axis, copies, kept
     return None, rows, stores
 
 
-def _beside(
+def beside(
     ctx: LoweringContext, sizes: Mapping[Sym, Expr], step: Expr, run: int, stores: Stores, many: int = MANY
 ) -> Sym | None:
     """The axis whose neighbours are `step` elements apart in all results; None if it and those beyond make few turns.
@@ -75,11 +75,11 @@ def _beside(
         if n < 2 or (short and run * n > MOST_TOGETHER):
             return None
         left = (run * n, many) if short else (0, -(-many // n))
-        return axis if _beside(ctx, sizes, step * size, left[0], stores, left[1]) is not None else None
+        return axis if beside(ctx, sizes, step * size, left[0], stores, left[1]) is not None else None
     return None
 
 
-def _runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
+def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
     """Whether what is read along both axes is read as along one. What varies along `axis` alone comes round."""
     for e in (e for row in rows for e in row_exprs(row)):
         beyond, own = coefficient(e, outer), coefficient(e, axis)
@@ -89,7 +89,7 @@ def _runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
     return True
 
 
-def _fixed(numbers: Mapping[Sym, Expr], rows: list[Row], stores: Stores) -> tuple[list[Row], Stores]:
+def fixed(numbers: Mapping[Sym, Expr], rows: list[Row], stores: Stores) -> tuple[list[Row], Stores]:
     """Rows and stores with numbers for some symbols."""
     if not numbers:
         return rows, stores
@@ -128,12 +128,12 @@ def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tupl
         for n, row in enumerate(rows):
             if row_exprs(row):
                 row = map_exprs(row, moved)
-            number[n] = _settled(out, Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr))
+            number[n] = settled(out, Row(row.op, tuple(number[a] for a in row.args), row.dtype, row.attr))
         kept += [(buffer, moved(e), number[r]) for buffer, e, r in stores]
     return out.rows, kept
 
 
-def _settled(out: Recorder, row: Row) -> int:
+def settled(out: Recorder, row: Row) -> int:
     """The number of a row that says the same as `row`, which may be known now."""
     known = [_constant(out.rows[a]) for a in row.args]
     if row.op == "where" and known[0] is not None:
@@ -160,4 +160,4 @@ def _constant(row: Row) -> int | bool | None:
     return row.attr == "True" if row.dtype is torch.bool else int(row.attr)
 
 
-__all__ = ["write_out"]
+__all__ = ["MOST_ROWS", "Stores", "beside", "fixed", "runs_on", "settled", "write_out"]

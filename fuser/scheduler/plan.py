@@ -28,6 +28,7 @@ from fuser.scheduler.contraction import contraction_of
 from fuser.scheduler.fusion import RUN, Kernel
 from fuser.scheduler.kernel_plan import Axis, KernelPlan, Reduce, Store, address_rows
 from fuser.scheduler.nodes import Node, Ordered, row_cost
+from fuser.scheduler.short_axes import write_out_reducing
 from fuser.targets import Target
 
 
@@ -99,14 +100,17 @@ def build_plan(
     rows, stores, reductions = _live(builder)
     axes = [Axis(a, kernel.axes.size[a], a in kernel.reduced, ctx.hint(kernel.axes.size[a])) for a in kernel.axes.order]
     run = 1
-    if ctx.target.written_out and not reductions:
-        gone: Sym | None = axes[0].sym if axes else None
-        while gone is not None:
+    gone: Sym | None = axes[0].sym if axes and ctx.target.written_out else None
+    while gone is not None:
+        if reductions:
+            found = write_out_reducing(ctx, axes, rows, stores, reductions)
+            gone, builder.out.rows, builder.stores, builder.reductions = found
+        else:
             sizes = [(a.sym, a.size) for a in axes]
             gone, builder.out.rows, builder.stores = write_out(ctx, sizes, rows, stores, run)
-            run *= next((a.hint for a in axes if a.sym is gone), 1)
-            axes = [a for a in axes if a.sym is not gone]
-            rows, stores, _ = _live(builder)
+        run *= next((a.hint for a in axes if a.sym is gone), 1)
+        axes = [a for a in axes if a.sym is not gone]
+        rows, stores, reductions = _live(builder)
     axes, rows, stores = _order_and_merge(ctx, axes, rows, stores)
     short = _short_row(rows, reductions, dtypes, ctx.target) if ctx.target.vector_bytes else 0
     vector = _column_axis(axes, rows, reductions, dtypes)

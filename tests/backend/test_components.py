@@ -66,6 +66,7 @@ def products(a, b):
 
 
 X = values(50, 4) / 20 + 3
+Y = values(70, 3) / 64
 PROGRAMS = {
     "corners": (corners, X),
     "centres": (lambda b: torch.cat([(b[:, :2] + b[:, 2:]) / 2, b[:, 2:] - b[:, :2]], -1), X),
@@ -98,13 +99,22 @@ PROGRAMS = {
     "one_for_all": (lambda x, y: F.relu(x.unsqueeze(-1) + y), values(5, 70), values(5, 70, 2)),
     "masked": (lambda x, y: x.masked_fill(y.unsqueeze(-1) > 0, 0.5), values(5, 70, 3).bfloat16(), values(5, 70)),
     "looked_up": (lambda t, i: t[i] * 2, values(9, 3), values(70, dtype=torch.int64).remainder(9)),
+    "weighted_loss": (lambda a, b, w: ((a - b).abs() * w.unsqueeze(-1)).mean(), Y, Y.flip(0), Y[:, 0].contiguous()),
+    "unit_loss": (lambda a, b: (a / (a.norm(dim=-1, keepdim=True) + 1) - b).square().mean(), Y, Y.flip(0)),
+    "means_of_shares": (lambda x: x.softmax(-1).mean(0), Y),
+    "most": (lambda x, w: (x * w.unsqueeze(-1)).amax(0), Y, Y[:, 0].contiguous()),
+    "least_and_most": (lambda x, w: (x * w.unsqueeze(-1)).amax() - (x + w.unsqueeze(-1)).amin(), Y,
+                       Y[:, 1].contiguous()),
+    "of_each_place": (lambda x, w: (x * w.unsqueeze(-1)).argmax(0), Y, Y[:, 0].contiguous()),
+    "how_many": (lambda x, w: (x > w.unsqueeze(-1)).sum(), Y, Y[:, 0].contiguous()),
     "nothing": (lambda x: x.narrow(-2, 2, 0) * 2, values(1, 4, 4, 3).permute(0, 3, 1, 2)),
     "numbers": (lambda x: torch.stack((x, torch.full_like(x, 3.0)), -1).flatten(), X[:, 0].contiguous()),
 }  # fmt: skip
 
 
 TOGETHER = ("corners", "decoded", "hamilton", "polar", "yuv", "pairs", "every_two", "rounded_pairs", "product",
-            "butterfly", "three_of_four", "by_matrices", "products", "outer", "turned_by_lines", "one_for_all")  # fmt: skip
+            "butterfly", "three_of_four", "by_matrices", "products", "outer", "turned_by_lines",
+            "one_for_all")  # fmt: skip
 
 
 @needs_compiler
@@ -143,6 +153,12 @@ def test_one_loop_computes_all_components_of_a_place(name):
     for a in plan.axes:
         points *= a.hint
     assert points * places == want.numel()
+
+
+@pytest.mark.parametrize("name", ["weighted_loss", "unit_loss", "means_of_shares", "most", "least_and_most"])
+def test_a_reduction_takes_all_components_of_a_place_at_once(name):
+    _, plans, _, _ = lowered_for(name)
+    assert [len(p.axes) for p in plans.plans if p.reductions] == [1]
 
 
 @pytest.mark.parametrize("name", ["rotation", "pairs", "decoded", "butterfly"])
