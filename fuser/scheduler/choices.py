@@ -3,7 +3,9 @@
 A rotation of pairs or a stack along the last dim chooses by the place in a short innermost axis what an element is made
 of; a point divided by its length computes that for each component. A loop along that axis fills no register, and one
 along another does all of it again for each place and writes with steps. Without the axis one turn computes all
-components: a choice is known when the kernel is written, and what they share is computed once.
+components: a choice is known when the kernel is written, and what they share is computed once. Nor is an axis worth a
+loop if something that is read does not run on from its end to its next turn, such as a factor for each point: the
+axis merges with no other.
 """
 
 from __future__ import annotations
