@@ -28,6 +28,8 @@ def write_out_reducing(
         n = axis.hint
         if not 1 < n <= ctx.target.written_out or n * len(rows) > MOST_ROWS or not _is_free(axis, rows, reductions):
             continue
+        if axis.reduced and sum(a.reduced for a in axes) == 1:  # rows by themselves, which have ways of their own
+            continue
         numbers = {s: expr(ctx.hints[s]) for s in symbols(axis.size)}
         own, addressed = fixed(numbers, rows, stores)
         others = {a.sym: substitute(a.size, numbers) for a in axes if a is not axis}

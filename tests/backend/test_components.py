@@ -107,6 +107,7 @@ PROGRAMS = {
                        Y[:, 1].contiguous()),
     "of_each_place": (lambda x, w: (x * w.unsqueeze(-1)).argmax(0), Y, Y[:, 0].contiguous()),
     "how_many": (lambda x, w: (x > w.unsqueeze(-1)).sum(), Y, Y[:, 0].contiguous()),
+    "sums_of_six": (lambda x, w: (x * w.unsqueeze(-1)).sum(-1), values(70, 6) / 64, Y[:, 0].contiguous()),
     "nothing": (lambda x: x.narrow(-2, 2, 0) * 2, values(1, 4, 4, 3).permute(0, 3, 1, 2)),
     "numbers": (lambda x: torch.stack((x, torch.full_like(x, 3.0)), -1).flatten(), X[:, 0].contiguous()),
 }  # fmt: skip
