@@ -101,7 +101,8 @@ def _bound(operator: str, args: Any) -> int:
     if name == "aten.embedding_dense_backward":
         return int(args[2])
     if name in _CLASSES:
-        return int(args[_CLASSES[name]].size[-1])
+        size = args[_CLASSES[name]].size
+        return int(size[min(1, len(size) - 1)])
     sizes = [n for made in pytree.tree_leaves(args) if isinstance(made, _Made) for n in made.size if n > 1]
     return min(sizes, default=2)
 

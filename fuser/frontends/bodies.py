@@ -21,8 +21,8 @@ from fuser.passes.registry import run_stage
 
 if TYPE_CHECKING:
     from fuser.frontends.functional import Compiled
-    from fuser.runtime.loops import Form
     from fuser.passes.runner import PassRecord
+    from fuser.runtime.loops import Form
 
 Function = Callable[..., Any]
 # Operators of Dynamo's graphs that run a graph once, as if it stood there.
