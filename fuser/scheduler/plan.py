@@ -123,7 +123,7 @@ def build_plan(
         most = short - 1 if a.hint < short else LONG_ROW
         if a.reduced and a.sym == along and a.hint <= most:
             ctx.assume("le", a.size, most)  # rows give way because they are short: longer ones have another kernel
-    thin = next((a for a in axes if short and not reductions and _is_thin(a, axes, stores, vector)), None)
+    thin = next((a for a in axes if short and not reductions and _is_thin(a, axes, rows, stores, vector)), None)
     if thin is not None:
         ctx.assume("le", thin.size, FEW - 1)  # longer rows have another kernel, along themselves
     if vector is not None:
@@ -309,10 +309,18 @@ def _choose_vector(
     return best[1].sym
 
 
-def _is_thin(a: Axis, axes: list[Axis], stores: list[tuple[str, Expr, int]], vector: Sym | None) -> bool:
-    """Whether lanes may run along another axis than that of neighbours in memory, which has a few elements only."""
-    neighbours = all(coefficient(e, a.sym) == ONE for _, e, _ in stores)
-    return a.hint < FEW and neighbours and (a.sym != vector or len(axes) > 2)
+def _is_thin(
+    a: Axis, axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], vector: Sym | None
+) -> bool:
+    """Whether lanes may run along another axis than that of neighbours in memory, which has a few elements only.
+
+    So they do where something is read along another axis alone, as one number for each channel of images.
+    """
+    if a.hint >= FEW or not all(coefficient(e, a.sym) == ONE for _, e, _ in stores):
+        return False
+    others = {b.sym for b in axes if b is not a}
+    loads = [symbols(r.attr[1][0]) & {b.sym for b in axes} for r in rows if r.op == "load"]
+    return a.sym != vector or any(len(along) == 1 and along <= others for along in loads)
 
 
 FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory
