@@ -334,7 +334,7 @@ def test_commands(here: pathlib.Path, capsys: Any, tmp_path: pathlib.Path) -> No
     assert code == 0 and "library" in listed and "float32[4, 3], float32[3]): mul add relu sub" in listed
     kinds = [json.loads(line)["kind"] for line in say("list", "--json")[1].splitlines()]
     kinds = sorted(k for k in kinds if k != "flags")  # of which there are none for a usual compiler
-    assert kinds == ["library", "library", "operators", "plan", "plan", "source", "source"]
+    assert kinds == ["library", "library", "operators", "plan", "plan", "source", "source", "sources"]
     assert say("verify") == (0, "all entries are whole\n")
     library = next(here.glob("cpu/*.so"))
     library.write_bytes(library.read_bytes()[:-1])
