@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser import config, notices
+from fuser.canonical.aliases import packet_named
 from fuser.errors import TraceError, is_defect
 from fuser.frontends.fakes import correct
 from fuser.passes import sources
@@ -343,14 +344,14 @@ def _computing(func: Any) -> Any:
     writes = [a.is_write for a in schema.arguments]
     if namespace != "aten" or not name.endswith("_") or writes != [True] + [False] * (len(writes) - 1):
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    found = getattr(packet, func._overloadname, None)
-    if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
+    found = getattr(packet_named(name[:-1]), func._overloadname, None)
+    if found is None or found._schema.is_mutable or [str(r.type) for r in found._schema.returns] != ["Tensor"]:
         return None
-    same = [(a.name, a.default_value) for a in found._schema.arguments] == [
-        (a.name, a.default_value) for a in schema.arguments
-    ]
-    return found if same else None
+    return found if _takes(found._schema) == _takes(schema) else None
+
+
+def _takes(schema: Any) -> list[tuple[str, str, Any]]:
+    return [(a.name, str(a.type), a.default_value) for a in schema.arguments]
 
 
 def _decomposition(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:

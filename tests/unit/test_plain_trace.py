@@ -14,6 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import fuser
 from fuser import notices
+from fuser.canonical.aliases import overloads_named
 from fuser.frontends import dynamo, fakes, plain_trace
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes.decompositions import decomposition_of, decomposition_table
@@ -187,6 +188,7 @@ LEFT = {
     "a write into a view": lambda x, y: (x * 2)[0].zero_() + y,
     "a view of what is written": lambda x, y: ((z := x * 2).mul_(y), z.t() + 1)[1],
     "a view from before a write": lambda x, y: ((z := x * 2).t(), z.mul_(y))[0] + 1,
+    "a write into a list": lambda x, y: (torch._foreach_add_([z := x * 2], 1), z + y)[1],
     "numbers drawn in place": lambda x, y: (x * 2).uniform_(3.0, 3.0) + y,
     "an argument for results": lambda x, y: torch.add(x, y, out=torch.empty(8, 8)),
     "a number of results that depends on data": lambda x, y: x.relu().masked_select(y > 0),
@@ -213,6 +215,12 @@ OUTSIDE = {
     "a number of results that depends on data", "a mask as index", "an input", "a requirement of gradients",
     "complex numbers inside",
 }  # fmt: skip
+
+
+def test_what_writes_one_tensor_has_an_operator_that_returns_it():
+    names = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")}
+    found = {n: c for n in names for o in overloads_named(n) if (c := plain_trace._computing(o))}
+    assert len(found) > 150 and all(str(c._schema.arguments[0].type) == "Tensor" for c in found.values())
 
 
 @pytest.mark.parametrize("name", LEFT)
