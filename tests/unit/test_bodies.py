@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fuser
 from fuser.frontends.records import CompiledGraph, compilations, forget_compilations
+from tests.versions import IS_OLD
 
 Function = Callable[..., Any]
 
@@ -234,6 +235,8 @@ def _writes_in_region(c: torch.Tensor, xs: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("program", [_writes_in_branch, _writes_in_loop, _writes_in_region])
 def test_writes(program: Function) -> None:
+    if IS_OLD and program is not _writes_in_region:
+        pytest.skip("torch captures no operator that writes an argument")
     with torch.no_grad():
         ours, eager = _inputs(torch.float32), _inputs(torch.float32)
         found = pytree.tree_leaves(torch.compile(program, backend="fuser")(*ours))
