@@ -228,7 +228,7 @@ _PROBLEMS: tuple[tuple[str, Function, tuple[Shape, ...], torch.dtype], ...] = (
     ("rotary, pairs", by_pairs, _TOKENS, torch.float32),
     ("rotary, pairs, bfloat16", by_pairs, _TOKENS, HALF),
     ("rotary, every two", every_two, _WHOLE, torch.float32),
-    ("rotary, halves", by_halves, _WHOLE, torch.float32),
+    ("rotary, half by half", by_halves, _WHOLE, torch.float32),
     ("rotary, complex", by_complex, ((2, 512, 16, 64), (512, 32, 2)), torch.float32),
     ("rotary, complex, bfloat16", by_complex, ((2, 512, 16, 64), (512, 32, 2)), HALF),
     ("gate of interleaved columns", gated, ((1024, 1024),), torch.float32),
