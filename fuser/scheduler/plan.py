@@ -320,7 +320,8 @@ def _is_thin(
         return False
     others = {b.sym for b in axes if b is not a}
     loads = [symbols(r.attr[1][0]) & {b.sym for b in axes} for r in rows if r.op == "load"]
-    return a.sym != vector or any(len(along) == 1 and along <= others for along in loads)
+    alone = len(axes) > 2 and any(len(along) == 1 and along <= others for along in loads)
+    return a.sym != vector or alone
 
 
 FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory
