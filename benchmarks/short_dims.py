@@ -246,7 +246,7 @@ def measure(case: Case, threads: Sequence[int], inductor: bool, untimed: bool) -
     record: dict[str, Any] = {"case": str(case), **dataclasses.asdict(case), "dtype": str(case.dtype)[6:]}
     with config.override(slowest=0.0), torch.set_grad_enabled(case.gradient):
         own = _compiled(case, given, "fuser")
-        verdict = judge(tensors(own(*given)), tensors(program(*given)), tensors(program(*wide)), 4.0)
+        verdict = judge(tensors(own(*given)), tensors(program(*given)), tensors(program(*wide)))
         record["problem"] = verdict.problem
         if untimed:
             return record

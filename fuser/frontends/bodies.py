@@ -87,13 +87,19 @@ def for_eager(module: fx.GraphModule) -> fx.GraphModule:
             setattr(found, name, body)
     for node in list(found.graph.nodes):
         if _is_region(node):
-            with found.graph.inserting_before(node):
-                call = found.graph.call_module(node.args[0].target, node.args[2:])
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            found.graph.erase_node(node)
+            put_call(node, node.args[2:])
     found.recompile()
     return found
+
+
+def put_call(node: fx.Node, operands: Sequence[Any]) -> None:
+    """Have a graph call the module that an operator on graphs names first, in the operator's place."""
+    region: Any = node.args[0]
+    with node.graph.inserting_before(node):
+        call = node.graph.call_module(region.target, tuple(operands))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
 
 
 def _is_region(node: fx.Node) -> bool:

@@ -40,6 +40,8 @@ class _Valued(fx.Interpreter):
         return value
 
 
+# Dispatch keys under which an operator has a gradient.
+_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
 HIDDEN = because("python", "a custom operator has no gradient of its own; in eager it has that of what it calls")
 
 
@@ -58,6 +60,3 @@ def hides_gradient(node: fx.Node) -> bool:
     values = [node, *(node.all_input_nodes if target._schema.is_mutable else ())]
     return any(t.requires_grad for n in values for t in tensors_of(n.meta.get("example_value")))
 
-
-# Dispatch keys of gradients.
-_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")

@@ -18,7 +18,7 @@ from torch.autograd.function import Function as AutogradFunction
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.frontends.bodies import for_eager
+from fuser.frontends.bodies import for_eager, put_call
 from fuser.passes.checking import copied
 from fuser.passes.randomness import Draw, drawn_again, draws_numbers, packet_name, seeds_again
 from fuser.runtime import launcher
@@ -254,11 +254,7 @@ def without_marks(gm: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = {**node.kwargs, "once": any(map(_is_once, body.graph.nodes))}
             setattr(found, name, _with_gradients(body))
         elif node.op == "call_function" and str(node.target) == _CHECKPOINT:
-            with found.graph.inserting_before(node):
-                call = found.graph.call_module(node.args[0].target, node.args[1:])
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            found.graph.erase_node(node)
+            put_call(node, node.args[1:])
     found.recompile()
     return found
 

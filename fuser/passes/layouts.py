@@ -157,9 +157,9 @@ class Relayout:
         if form is None:
             raise Unsupported(f"{node.name} cannot be copied back into strides of its own")
         new = node if _is_in_order(node.meta["val"], old) else self.in_format(node, form)
-        return new if new.meta["val"].stride() == old.stride() else self._named(new, old)
+        return new if new.meta["val"].stride() == old.stride() else self._restrided(new, old)
 
-    def _named(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
+    def _restrided(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
         """A view of a node with the strides of `old`, which differ in dims of one element alone."""
         view = self.call(aten.as_strided.default, node, list(old.shape), list(old.stride()))
         view.meta["outside"] = True  # inside of groups its numbers would make equal blocks differ
