@@ -474,7 +474,7 @@ cnt: 1, ((T([2, 3], f32),), {})
 
 
 def test_recorded_calls_of_models(tmp_path, capsys, monkeypatch):
-    """Each different call runs once. Those that eager refuses, or that are too large, are left out; wrong ones are said."""
+    """Each different call runs once. Calls that eager refuses and large ones are left out; wrong ones are printed."""
     (tmp_path / "some_model.txt").write_text(CALLS)
     calls = recorded.read(tmp_path)
     assert [c.operator.split(".")[1] for c in calls] == ["add", "embedding", "add_", "mm", "mm"]
