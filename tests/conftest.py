@@ -153,6 +153,17 @@ def nothing_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def registry() -> Iterator[Any]:
+    """What a test registers has no kernels, fallbacks or verdicts from what others did: tests of equal graphs share
+    nothing, whichever worker runs them and in whichever order."""
+    from fuser.kernel_cache import REGISTRY, Registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REGISTRY, "__dict__", Registry().__dict__)
+        yield REGISTRY
+
+
+@pytest.fixture(autouse=True)
 def quick_compilers() -> Iterator[None]:
     """No test makes a kernel that holds the compiler."""
     before = len(compilers.runs)
@@ -171,18 +182,6 @@ def clean() -> Iterator[None]:
     seed_torch()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An empty registry: what a test registers shares no kernels with what others did."""
-    from fuser import interface, kernel_cache, metrics
-    from fuser.debug import explaining, reporting
-
-    made = kernel_cache.Registry()
-    for module in (interface, metrics, reporting, explaining):
-        monkeypatch.setattr(module, "REGISTRY", made)
-    return made
 
 
 @pytest.fixture

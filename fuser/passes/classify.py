@@ -150,12 +150,15 @@ def after_tangents(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def is_write(node: fx.Node) -> bool:
+    """Whether a node is a copy into an input."""
+    target = node.args[0] if node.target is aten.copy_.default else None
+    return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
 def is_write_back(node: fx.Node) -> bool:
     """Whether a node is a copy into an input whose result nobody reads."""
-    if node.target is not aten.copy_.default or node.users:
-        return False
-    target = node.args[0]
-    return isinstance(target, fx.Node) and target.op == "placeholder"
+    return not node.users and is_write(node)
 
 
 def is_ordered(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fuser.passes.calls import put_for
-from fuser.passes.classify import is_ordered, is_view, is_write_back, qualified_name
+from fuser.passes.classify import is_ordered, is_view, is_write, is_write_back, qualified_name
 
 aten = torch.ops.aten
 
@@ -79,6 +79,15 @@ def remove_noops(module: fx.GraphModule) -> int:
             graph.erase_node(node)
             changed += 1
     return changed
+
+
+def return_written(module: fx.GraphModule) -> int:
+    """A result that is a copy into an input is that input, which a group that computes the content may then write."""
+    output = module.graph.output_node()
+    written = [n for n in output.all_input_nodes if set(n.users) == {output} and is_write(n)]
+    instead = {n: n.args[0] for n in written}
+    output.args = fx.node.map_arg(output.args, lambda n: instead.get(n, n))
+    return len(written)
 
 
 def _bounds(node: fx.Node) -> list[tuple[int, int]] | None:

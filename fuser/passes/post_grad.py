@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.passes.again import norms_apart
-from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, split_to_slices
+from fuser.passes.cleanup import drop_dead, merge_equal, remove_noops, return_written, split_to_slices
 from fuser.passes.folding import join_pieces
 from fuser.passes.runner import Pass, later
 
@@ -20,6 +20,7 @@ _LIBRARY = "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convo
 _PARTS = "aten.select_scatter aten.slice_scatter"
 
 POST_GRAD: tuple[Pass, ...] = (
+    Pass("return_written", return_written, calls="aten.copy_"),
     Pass("remove_noops", remove_noops),
     Pass("split_to_slices", split_to_slices),
     Pass("join_pieces", join_pieces),

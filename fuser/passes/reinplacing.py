@@ -64,7 +64,7 @@ def _may_write(grouping: Grouping, group: GroupPlan, copy: fx.Node, target: fx.N
     stack = [u for u in target.users if u is not copy]
     while stack:
         node = stack.pop()
-        if grouping.group_of.get(node) == number:
+        if grouping.group_of.get(node) == number or node.op == "output":  # results are read behind all copies
             continue
         if grouping.kinds.get(node) is not Kind.FREE or not is_view(node.target):
             return False

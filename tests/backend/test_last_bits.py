@@ -151,7 +151,10 @@ def judge(names: Any, got: Any, inputs: list[torch.Tensor], program: Callable[..
         assert mine <= 2 * its + 2 * torch.finfo(x.dtype).eps * exact.abs().max(), (name, mine, its)
 
 
-@pytest.mark.parametrize("dtype, device", itertools.product(LOW, ("cpu", "cuda")) if ALL else zip(LOW, ("cpu", "cuda")))
+PLACES = itertools.product(LOW, ("cpu", "cuda")) if ALL else zip(LOW, ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize("dtype, device", [*PLACES])
 def test_gradients_of_decisions(dtype, device):
     """As scheduled for both devices, with the backward as the partitioner cuts it."""
     turn = LOW.index(dtype) + (device == "cuda")

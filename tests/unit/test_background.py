@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fuser
 from fuser import compiler, config, elsewhere, examples, executor, interface, kernel_cache, trials
 from fuser.contests import trial as contest
-from fuser.debug import explaining, reporting
 from fuser.errors import CompileError, ConfigError, Unsupported
 from fuser.runtime import background, files, launcher, workers
 from tests import forked
@@ -36,13 +35,10 @@ def scaled(x, y):
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    """An empty registry, and calls that do not wait."""
-    made = kernel_cache.Registry()
-    for module in (interface, reporting, explaining):
-        monkeypatch.setattr(module, "REGISTRY", made)
+def in_background():
+    """Calls do not wait."""
     with config.override(compile_mode="background"):
-        yield made
+        yield
     assert fuser.wait(SECONDS)
 
 
@@ -78,7 +74,7 @@ def handle_of(function):
 
 # -- calls ---------------------------------------------------------------------------------------------------------
 @needs_compiler
-def test_calls_run_aten_until_the_kernel_takes_over(registry, gate, meanwhile):
+def test_calls_run_aten_until_the_kernel_takes_over(in_background, gate, meanwhile):
     assert launcher.wait(SECONDS)
     handle, spec = handle_of(scaled)
     calls = [(torch.randn(5, 3), torch.randn(3)), (torch.randn(9, 3), torch.randn(3))]
@@ -98,7 +94,7 @@ def test_calls_run_aten_until_the_kernel_takes_over(registry, gate, meanwhile):
 
 
 @needs_compiler
-def test_a_call_that_the_new_kernel_does_not_take_gets_its_own(registry, gate):
+def test_a_call_that_the_new_kernel_does_not_take_gets_its_own(in_background, gate):
     handle, spec = handle_of(lambda x: x.view(-1, 4).sum(1))
     inputs = [torch.randn(n, 8)[:, :4] if n == 3 else torch.randn(n, 4) for n in (2, 5, 3)]
     for x in inputs:
@@ -150,7 +146,7 @@ def test_a_kernel_that_does_not_take_its_own_call_is_made_once(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("slower", [True, False])
-def test_a_trial_begins_when_the_kernel_is_there(registry, gate, monkeypatch, slower):
+def test_a_trial_begins_when_the_kernel_is_there(in_background, gate, monkeypatch, slower):
     """What ran by ATen meanwhile is judged like any other call, and left to ATen for good if ATen is faster."""
     assert launcher.wait(SECONDS)
     monkeypatch.setattr(trials.contest, "compete", lambda *a: contest.Outcome(2.0 if slower else 0.5, slower))
@@ -168,7 +164,7 @@ def test_a_trial_begins_when_the_kernel_is_there(registry, gate, monkeypatch, sl
 
 
 @needs_compiler
-def test_a_group_with_calls_for_aten_is_split_meanwhile(registry):
+def test_a_group_with_calls_for_aten_is_split_meanwhile(in_background):
     def mixed(x):
         return torch.sort(torch.relu(x) * 2, dim=0).values.exp() + 1
 
@@ -183,7 +179,7 @@ def test_a_group_with_calls_for_aten_is_split_meanwhile(registry):
 
 
 @needs_compiler
-def test_deterministic_results_do_not_depend_on_when_a_kernel_is_ready(registry, meanwhile):
+def test_deterministic_results_do_not_depend_on_when_a_kernel_is_ready(in_background, meanwhile):
     handle, spec = handle_of(scaled)
     x = torch.randn(4, 3)
     torch.use_deterministic_algorithms(True)
@@ -195,7 +191,7 @@ def test_deterministic_results_do_not_depend_on_when_a_kernel_is_ready(registry,
 
 
 @needs_compiler
-def test_prepared_kernels_are_not_waited_for(registry, gate):
+def test_prepared_kernels_are_not_waited_for(in_background, gate):
     handle, spec = handle_of(scaled)
     x = torch.randn(4, 3)
     ahead = fuser.prepare(spec.key, [x, x])

@@ -25,8 +25,7 @@ def new_registry(monkeypatch):
 
 
 @pytest.fixture
-def registry(monkeypatch, tmp_path):
-    new_registry(monkeypatch)
+def new_cache(tmp_path):
     with config.override(cache_dir=str(tmp_path / "cache"), check_ir=False):
         yield
 
@@ -53,7 +52,7 @@ def test_the_page_of_metrics_is_the_table():
 
 
 @needs_compiler
-def test_what_happens_is_counted(registry, monkeypatch):
+def test_what_happens_is_counted(new_cache, monkeypatch):
     before = fuser.stats()
     handle, x = handle_of(scaled), torch.randn(5)
     for _ in range(3):
@@ -92,7 +91,7 @@ def test_reasons_are_counted_and_escaped(monkeypatch):
 
 
 @needs_compiler
-def test_the_text_is_prometheus_form(registry):
+def test_the_text_is_prometheus_form(new_cache):
     """Each sample after its help and type, names and numbers as the format wants them."""
     handle = handle_of(scaled)
     handle(torch.randn(3))

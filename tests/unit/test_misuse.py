@@ -51,7 +51,7 @@ def test_one_thing_for_another(name):
         call()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def key():
     made = fuser.register_fusion(call_with(torch.relu))
     fuser.run_fusion(made, [X])
