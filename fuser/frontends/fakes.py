@@ -63,8 +63,13 @@ def _resized_gradients() -> frozenset[Any]:
 
 
 def _has_symbols(values: Any) -> bool:
-    sizes = (n for v in pytree.tree_leaves(values) for n in (v.shape if isinstance(v, torch.Tensor) else (v,)))
-    return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes)
+    """Whether a number, or a size or stride of a tensor, is a symbol. Slices have sizes that are not."""
+    numbers = (n for v in pytree.tree_leaves(values) for n in (_geometry(v) if isinstance(v, torch.Tensor) else (v,)))
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers)
+
+
+def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
+    return (*t.shape, *t.stride()) if t.layout is torch.strided else tuple(t.shape)
 
 
 def _gradient_of_input_size(plain: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

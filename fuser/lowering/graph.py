@@ -204,8 +204,14 @@ def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[T
 
 
 def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequence[int]) -> None:
-    """Rely on the order of the dims in memory: results lie in the same order, as eager's do."""
+    """Rely on the order of the dims in memory: results lie in the same order, as eager's do.
+
+    Strides of 0 say nothing of the order, so those that are larger in the example stay larger.
+    """
     order = sorted(range(len(example)), key=lambda d: example[d])
+    first = next((d for d in order if example[d]), None)
+    if first is not None:
+        ctx.assume("lt", 0, strides[first])
     for a, b in zip(order, order[1:]):
         ctx.assume("lt" if example[a] < example[b] else "eq", strides[a], strides[b])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ BINARY = {
         )
         for letter in letters
     },
-    "xlogy": "xlogy", "special_xlog1py": "xlog1py", "ldexp": "ldexp", "bitwise_left_shift": "lshift",
+    "xlogy": "xlogy", "special_xlog1py": "xlog1py", "bitwise_left_shift": "lshift",
     "bitwise_right_shift": "rshift", "__lshift__": "lshift", "__rshift__": "rshift", "special_zeta": "zeta",
 }  # fmt: skip
 # Integers divided by zero raise in eager.
@@ -366,6 +367,42 @@ def lower_lerp(ctx: LoweringContext, a: Operand, b: Operand, weight: Operand) ->
         return ops.where(ops.lt(ops.abs(w), 0.5), near, far)
 
     return elementwise(ctx, [a, b, weight], body)
+
+
+@lower("aten.ldexp")
+def lower_ldexp(ctx: LoweringContext, x: Operand, exponent: Operand) -> TensorBox:
+    """x * 2^exponent: exactly for floats and whole exponents, where torch does not make it a power and a product."""
+    scales = [isinstance(t, TensorBox) and t.dtype.is_floating_point for t in (x, exponent)] == [True, False]
+    if not isinstance(exponent, TensorBox) or not scales or not _scales_exactly():
+        return elementwise(ctx, [x, exponent], lambda v, e: ops.ldexp(v, e))
+    if exponent.dtype is torch.bool:
+        raise Unsupported(because("eager_raises", "ldexp by truth values: eager raises"))
+    wide = compute_dtype(result_dtype(ctx))
+    size = ctx.broadcast_sizes([ctx.size_of(x), ctx.size_of(exponent)])
+    load, load_exponent = ctx.loader(x, size, wide), ctx.loader(exponent, size, torch.int64)
+    return ctx.pointwise(
+        size, result_dtype(ctx), lambda i: _scaled(load(i), load_exponent(i), wide), ctx.order_of_meta()
+    )
+
+
+def _scaled(x: Value, exponent: Value, dtype: torch.dtype) -> Value:
+    """x * 2^exponent in three steps, the largest last: only this one may round. Eager's exponent has 32 bits."""
+    most = -math.frexp(torch.finfo(dtype).tiny)[1] + 1  # the smallest normal number is 2^-most
+    left = ops.rshift(ops.lshift(exponent, 32), 32)
+    steps = []
+    for _ in range(3):
+        step = ops.maximum(ops.minimum(left, most), -most)
+        steps.append(ops.to_dtype(step, dtype))
+        left = ops.sub(left, step)
+    for step in reversed(steps):
+        x = ops.ldexp(x, step)
+    return x
+
+
+@functools.cache
+def _scales_exactly() -> bool:
+    """Whether torch's `ldexp` scales by integers. Older ones multiply by a power of 2, which may be infinite."""
+    return float(torch.ldexp(torch.zeros(1), torch.tensor([5000]))) == 0
 
 
 @lower("aten.nextafter", decisive=EVERY)

@@ -103,8 +103,8 @@ def lower_nan_to_num(
     given = [default if value is None else value for value, default in limits]
 
     def body(v: Value, n: Value, p: Value, m: Value) -> Value:
-        v = ops.where(ops.isnan(v), n, v)
-        return ops.where(ops.eq(v, -math.inf), m, ops.where(ops.eq(v, math.inf), p, v))
+        finite = ops.where(ops.eq(v, -math.inf), m, ops.where(ops.eq(v, math.inf), p, v))
+        return ops.where(ops.isnan(v), n, finite)  # of the given value: a replacement is not replaced again
 
     return elementwise(ctx, [x, *given], body, cast=True)
 

@@ -665,3 +665,21 @@ def test_joins_of_single_channels_are_row_major():
             assert torch.equal(handle(x), fn(x))
             wide = [d for d, n in enumerate(fn(x).shape) if n > 1]
             assert [handle(x).stride(d) for d in wide] == [fn(x).stride(d) for d in wide], size
+
+
+@pytest.mark.parametrize("nan", [float("inf"), -float("inf"), 0.5])
+def test_a_replacement_is_not_replaced_again(nan):
+    same(lambda x: x.nan_to_num(nan, 3.0, -2.0), torch.tensor([1.0, float("inf"), -float("inf"), float("nan")] * 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scales_beyond_the_range_of_one_power_of_two(dtype):
+    """Eager's `ldexp` of floats by integers scales exactly: numbers below the normal ones, 0 and infinity, too."""
+    most = 2200 if dtype is torch.float64 else 300
+    exponents = torch.cat((torch.arange(-most, most, 7), torch.tensor([2**31, 2**53 + 1, -(2**31) - 1, -(2**63)])))
+    numbers = torch.tensor([0.0, -0.0, 1.5, -3.7, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4, torch.inf])
+    x = numbers.to(dtype)[:, None]
+    handle, spec = fuse(lambda x, n: torch.ldexp(x, n))
+    for n in (exponents, exponents.int()):
+        torch.testing.assert_close(handle(x, n), torch.ldexp(x, n), rtol=0, atol=0, equal_nan=True)
+    assert not spec.store.fallbacks

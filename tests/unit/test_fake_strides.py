@@ -198,3 +198,16 @@ def test_what_reads_a_drawn_slope_row_by_row_is_no_error(gradients):
     assert got.stride() == want.stride()
     if gradients:
         assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), x) for y in (want, got))))
+
+
+def test_slices_of_fixed_sizes_have_symbols_for_strides():
+    """Their sizes are no symbols."""
+
+    def fn(x):
+        y = x * 2
+        return torch.kron(y, y[:2, :2]), y[:1, :2].reshape(2, 1) + y[:2, :1]
+
+    x = torch.randn(4, 6)
+    torch._dynamo.reset()
+    for got, want in zip(torch.compile(fn, backend=fuser_backend, dynamic=True)(x), fn(x)):
+        assert torch.equal(got, want) and got.stride() == want.stride()

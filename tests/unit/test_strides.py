@@ -206,3 +206,14 @@ def test_a_kernel_of_another_graph_heeds_strides_in_dims_of_one_element():
     x, y = torch.ones(1, 1).expand(4, 1), torch.randn(1, 4).permute(1, 0)
     for fn in (lambda x, y: (y.unsqueeze(2) * x, y.unsqueeze(2)), lambda x, y: (y[:, None] * x, y[:, None])):
         assert [t.stride() for t in handle_of(fn)(x, y)] == [t.stride() for t in fn(x, y)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (3, 4, 6)])
+def test_kernels_of_large_strides_heed_expanded_dims(sizes):
+    """Strides of 0 say nothing of the order of dims in memory, from which eager takes the order of the result."""
+    fn, back = lambda x: x * 1.5 + 0.25, tuple(reversed(range(len(sizes))))
+    handle = handle_of(fn)
+    handle(torch.randn(*reversed(sizes), 2)[..., 0].permute(back))
+    for x in (torch.randn(1, *sizes[1:]), torch.randn(*reversed(sizes[1:]), 1).permute(back)):
+        x = x.expand(sizes)
+        assert torch.equal(handle(x), fn(x)) and handle(x).stride() == fn(x).stride(), x.stride()
