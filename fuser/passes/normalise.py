@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fuser.canonical.mutation import Effect, effect
@@ -59,3 +62,19 @@ def _is_identity(call: Call) -> bool:
     if call.name == "contiguous":
         return all(isinstance(n, int) for n in (*before.shape, *before.stride())) and before.is_contiguous()
     return _CASTS.get(call.name) is before.dtype
+
+
+def keep_loss_weights(module: fx.GraphModule) -> int:
+    """A weighted `l1_loss` is called past torch's function modes, to which it does not hand its weights."""
+    changed = 0
+    for node in module.graph.nodes:
+        if node.target is F.l1_loss and (len(node.args) > 5 or node.kwargs.get("weight") is not None):
+            node.target = weighted_l1_loss
+            changed += 1
+    return changed
+
+
+def weighted_l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`F.l1_loss`, which no mode takes over."""
+    with torch._C.DisableTorchFunction():
+        return F.l1_loss(*args, **kwargs)

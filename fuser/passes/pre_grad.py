@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.passes.normalise import drop_identities, name_written
+from fuser.passes.normalise import drop_identities, keep_loss_weights, name_written
 from fuser.passes.runner import Pass, later
 from fuser.passes.written_layouts import keep_written_layouts
 
@@ -10,6 +10,7 @@ PRE_GRAD: tuple[Pass, ...] = (
     Pass("keep_written_layouts", keep_written_layouts),
     Pass("name_written", name_written),
     Pass("drop_identities", drop_identities),
+    Pass("keep_loss_weights", keep_loss_weights, calls="l1_loss"),
     Pass("fuse_attention", later("attention", "fuse_attention"), calls="softmax scaled_dot_product_attention"),
     Pass("fold_batch_norms", later("batch_norms", "fold_batch_norms"), calls="batch_norm"),
 )

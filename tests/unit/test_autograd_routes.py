@@ -151,3 +151,17 @@ def test_route(route):
     # Frames of `typing` are not counted: their number depends on what Python's caches still hold.
     files = [f for f in files if f.name not in ("typing.py", "typing_extensions.py")]
     assert len(files) <= _FRAMES.get(route, 3) + 2 * IS_OLD
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_weighted_loss_keeps_its_weights(dynamic):
+    """Of torch's functions, `l1_loss` does not hand its weights to the function mode under which AOTAutograd traces."""
+    a, y, weight = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), torch.rand(3, 4)
+
+    def fn(x, y, weight):
+        each = F.l1_loss(x * 2, y, None, None, "none", weight)
+        return F.l1_loss(x * 2, y, weight=weight) + each.sum()
+
+    got, want = torch.compile(fn, backend=fuser_backend, dynamic=dynamic)(a, y, weight), fn(a, y, weight)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, a), torch.autograd.grad(want, a))
