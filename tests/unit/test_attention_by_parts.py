@@ -16,6 +16,7 @@ from fuser.contests.records import Choice
 from fuser.frontends.dynamo import compilations
 from fuser.passes import attention_providers as providers
 from fuser.passes.attention_providers import ATEN, BACKWARD, FORWARD, PARTS, ROUNDED_PARTS, WRITTEN
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -93,12 +94,17 @@ def distance(a, b):
     return float((a.double() - b).abs().max())
 
 
+MADE = set(pairwise(SIZES, DTYPES, MASKS, (False, True), (False, True)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_results_and_gradients(size, dtype, monkeypatch):
     """No further from float64 than twice ATen's fused attention, or written products where scores may be rounded."""
     b, h, _, m, n, d = SIZES[size]
     for number, (name, causal, rounded) in enumerate(itertools.product(MASKS, (False, True), (False, True))):
+        if (size, dtype, name, causal, rounded) not in MADE:
+            continue
         monkeypatch.setattr(library, "SCORES", (1 << 21, 1 << 12)[number % 3 == 0])  # in one chunk, in many
         q, k, v, grad = operands(size, dtype, number % 2 == 1)
         mask = MASKS[name] and MASKS[name](b, h, m, n).to(dtype)

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fuser.frontends.dynamo import last_compilation
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -126,9 +127,7 @@ def run(program, shape, gradients):
     return found
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "dynamic", "settings"), pairwise(PROGRAMS, (False, True), SETTINGS))
 def test_like_eager(program, dynamic, settings):
     torch._dynamo.reset()
     compiled = torch.compile(program, backend="fuser", dynamic=dynamic, options=SETTINGS[settings])

@@ -57,7 +57,7 @@ print(x.grad.tolist(), sorted({"pattern_matcher", "lowering", "scheduler", "sele
 
 def test_a_training_step_imports_nothing_of_torchs_own_compiler() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    out = subprocess.run([sys.executable, "-c", TRAINING], env=env, capture_output=True, text=True, timeout=300)
+    out = forked.run(["-c", TRAINING], env)
     assert out.stdout.strip() == "[4.0, 4.0, 4.0] []", out.stderr[-2000:]
 
 
@@ -81,8 +81,7 @@ def test_the_first_call_of_a_warm_process_imports_nothing_that_makes_kernels(tmp
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FUSER_CACHE_DIR": str(tmp_path)}
     env |= {"FUSER_CHECK_IR": "0", "FUSER_CHECK_PASSES": "0"}  # these need the lowerings, and run every pass
     for warm in (False, True):
-        command = [sys.executable, "-c", WARM.format(needed=needed)]
-        out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        out = forked.run(["-c", WARM.format(needed=needed)], env, dynamo=True)
         assert out.stdout.startswith("12.0 "), out.stderr[-2000:]
         if warm:
             assert out.stdout.strip() == "12.0 []"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fuser.frontends.dynamo import last_compilation
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -39,7 +40,7 @@ VIEWS = {
     "narrower": lambda t: [t.view(torch.float16)],
     "wider": lambda t: [t.view(torch.float64)],
 }
-# Of these, what the views of all are seen through again: another pair in each family.
+# Of these, what the views of all are seen through again: another pair in each family. The last two change the dtype.
 AGAIN = [VIEWS[n] for n in ("sizes", "unfold", "unflatten", "bits", "narrower")]
 PROGRAMS = {
     "first": lambda x, a: (lambda v: (v[-1].mul_(-2), v[0]))(a(x)),
@@ -95,19 +96,39 @@ def check(program, make=numbers, dynamic=True):
     return True
 
 
+INPUTS = ((numbers, True), (columns, True), (numbers, False))
+MADE = pairwise(VIEWS, PROGRAMS, INPUTS)
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_of_a_written_input(name):
-    ran = 0
-    for program in PROGRAMS.values():
-        for make, dynamic in ((numbers, True), (columns, True), (numbers, False)):
-            ran += check(functools.partial(program, a=VIEWS[name]), make, dynamic)
-    assert ran >= 3
+    ran = [
+        check(functools.partial(PROGRAMS[program], a=VIEWS[name]), make, dynamic)
+        for view, program, (make, dynamic) in MADE if view == name
+    ]  # fmt: skip
+    assert sum(ran) >= len(ran) / 3
 
 
 @pytest.mark.parametrize("name", sorted(VIEWS.keys() - {"strided"}))  # Dynamo itself has no views of that one
 def test_views_of_views_of_an_input(name):
-    for outer in AGAIN:
-        check(functools.partial(lambda x, inner, outer: (outer(inner(x)[-1])[0],), inner=VIEWS[name], outer=outer))
+    """Those of the input's dtype in one graph; a graph with another dtype is not compiled, so they are apart."""
+
+    def through(outer):
+        return lambda x: outer(VIEWS[name](x)[-1])[0]
+
+    fit = [f for f in map(through, AGAIN[:3]) if is_possible(f)]
+    check(lambda x: tuple(f(x) for f in fit))
+    for f in map(through, AGAIN[3:]):
+        check(lambda x, f=f: (f(x),))
+
+
+def is_possible(view):
+    """Whether eager has the view: of some dtypes and strides there is none."""
+    try:
+        view(numbers())
+    except (RuntimeError, IndexError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", ("sizes", "reshape", "t"))
