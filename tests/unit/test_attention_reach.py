@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import os
 import sys
 
 import pytest
@@ -18,6 +18,7 @@ from fuser.frontends.dynamo import compilations
 from fuser.passes import attention_providers as providers
 from fuser.passes import attention_reach
 from fuser.passes.attention_providers import ATEN, PARTS
+from tests import forked
 from tests.unit.test_attention_by_parts import exact
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -304,7 +305,7 @@ def test_the_first_graph_of_a_process():
         "q = torch.randn(1, 1, 300, 16)\n"
         "torch.testing.assert_close(torch.compile(f, backend='fuser')(q), f(q))\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(["-c", text], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, dynamo=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
