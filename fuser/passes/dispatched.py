@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fuser import forks
+from fuser.lowering.corrections import suggests_channels_last
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -90,7 +91,10 @@ def _after_fork() -> None:
 
 
 class _Resized:
-    """`vec`, which takes sizes or factors, as a call of the overload that takes both; torch's own for other devices."""
+    """`vec`, which takes sizes or factors, as a call of the overload that takes both; torch's own for other devices.
+
+    What torch's own takes apart is row-major for some numbers of channels, where eager follows the image's layout.
+    """
 
     def __init__(self, vec: Any, plain: Any, own: Callable[..., Any]) -> None:
         self.plain, self.own = plain, own
@@ -100,7 +104,9 @@ class _Resized:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         x, sizes, *rest, factors = (given[name] for name in self.names)
         if x.device.type != "cpu":
-            return self.own(x, sizes, *rest, factors)
+            made = self.own(x, sizes, *rest, factors)
+            layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+            return made.contiguous(memory_format=layout) if layout and suggests_channels_last(x) else made
         if factors is None:
             return self.plain(x, sizes, *rest)
         whole: Any = torch.sym_int

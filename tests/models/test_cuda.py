@@ -61,3 +61,16 @@ def test_gradients(name):
             error, allowed = (a.grad - e.grad).abs().max(), (b.grad - e.grad).abs().max()
             assert error <= 4 * allowed + 1e-5 * e.grad.abs().max() + 1e-9, (n, float(error), float(allowed))
     assert kernels_ran()
+
+
+@pytest.mark.parametrize("channels", (1, 3, 4))
+@pytest.mark.parametrize("mode", ("nearest", "bilinear", "trilinear"))
+def test_resized_images_keep_their_layout(mode, channels):
+    layout, size = (torch.channels_last_3d, (6, 5, 4)) if mode == "trilinear" else (torch.channels_last, (6, 5))
+    x = torch.randn(2, channels, *size, device="cuda").contiguous(memory_format=layout)
+    program = lambda x: torch.nn.functional.interpolate(torch.sin(x), scale_factor=2, mode=mode) * 2 + 1  # noqa: E731
+    compiled = torch.compile(program, backend=fuser_backend)
+    inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for got, want in ((compiled(x), program(x)), (compiled(inputs[0]), program(inputs[1]))):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()

@@ -308,6 +308,15 @@ def test_gradients_under_autocast(however_few):
     assert sum(fused()) == 1
 
 
+@pytest.mark.parametrize("size", [(0, 2, 7, 8), (3, 0, 7, 8), (3, 2, 0, 8), (3, 2, 7, 0)])
+def test_attention_of_nothing_stays(size):
+    """Of some of these torch's own gives no tensor at all, on CUDA."""
+    q = torch.randn(size)
+    program = lambda q: torch.softmax(q @ q.transpose(-2, -1) * 0.5, -1) @ q  # noqa: E731
+    got = torch.compile(program, backend=fuser_backend)(q)
+    assert torch.equal(got, program(q)) and sum(fused()) == 0
+
+
 @pytest.mark.parametrize(("device", "p", "fires"), [("cuda", 0.1, 1), ("cpu", 0.1, 0), ("cuda", 1.0, 0)])
 def test_live_dropout_becomes_the_fused_calls_own_on_cuda(device, p, fires):
     graph = torch.fx.Graph()
