@@ -53,9 +53,19 @@ def _suggested(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
         return (_suggested(meta[0], device, x), *meta[1:])
     if meta is None:
         return None
-    last = device == "cpu" and suggests_channels_last(x)
-    order = [0, *range(2, meta.dim()), 1] if last else list(range(meta.dim()))
+    return _in_layout(meta, device == "cpu" and suggests_channels_last(x))
+
+
+def _in_layout(meta: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    order = [0, *range(2, meta.dim()), 1] if channels_last else list(range(meta.dim()))
     return torch.empty_strided(meta.shape, dense_strides(meta.shape, order), dtype=meta.dtype, device="meta")
+
+
+def _dropout_backward(meta: Any, device: str, grad: torch.Tensor, *args: Any) -> Any:
+    """On other devices than the CPU as the gradient suggests. Source: masked_scale in ATen/native/cuda/Dropout.cu."""
+    if device == "cpu":
+        return _in_order(meta, device, grad, *args)
+    return _in_layout(meta, suggests_channels_last(grad))
 
 
 def _unless_row_major(meta: Any, device: str, x: torch.Tensor) -> Any:
@@ -287,7 +297,7 @@ _IN_ORDER = (
     "addcdiv addcmul angle celu clamp clamp_min clamp_max elu elu_backward erfinv gcd gelu_backward hardshrink "
     "hardshrink_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside "
     "hypot i0 igamma igammac isclose isneginf isposinf lcm leaky_relu lerp logaddexp logaddexp2 logit logit_backward "
-    "max min mish mish_backward mse_loss native_dropout_backward nextafter polygamma round selu sigmoid_backward "
+    "max min mish mish_backward mse_loss nextafter polygamma round selu sigmoid_backward "
     "signbit silu_backward sinc smooth_l1_loss softplus softplus_backward softshrink softshrink_backward "
     "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e "
     "special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
@@ -341,6 +351,7 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
     "aten.normal": _contiguous,
     "aten.isfinite": _in_two_steps,
     "aten.ldexp": _ldexp,
+    "aten.native_dropout_backward": _dropout_backward,
     "aten.polar": _of_parts,
     "aten.rot90": _rot90,
     "aten.sort": _all_as_first,

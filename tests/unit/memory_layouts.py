@@ -21,7 +21,7 @@ def dense(size: Sequence[int], order: Sequence[int]) -> list[int]:
 def with_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy of `x` in memory of these strides."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides)) if x.numel() else 1
-    out = torch.zeros(span, dtype=x.dtype).as_strided(x.shape, strides)
+    out = torch.zeros(span, dtype=x.dtype, device=x.device).as_strided(x.shape, strides)
     return out.copy_(x) if x.numel() else out
 
 
