@@ -374,7 +374,7 @@ def lower_ldexp(ctx: LoweringContext, x: Operand, exponent: Operand) -> TensorBo
     """x * 2^exponent: exactly for floats and whole exponents, where torch does not make it a power and a product."""
     scales = [isinstance(t, TensorBox) and t.dtype.is_floating_point for t in (x, exponent)] == [True, False]
     if not isinstance(exponent, TensorBox) or not scales or not _scales_exactly():
-        return elementwise(ctx, [x, exponent], lambda v, e: ops.ldexp(v, e))
+        return elementwise(ctx, [x, exponent], ops.ldexp)
     if exponent.dtype is torch.bool:
         raise Unsupported(because("eager_raises", "ldexp by truth values: eager raises"))
     wide = compute_dtype(result_dtype(ctx))

@@ -1,10 +1,11 @@
-"""Operators that torch's dispatcher takes apart while a graph is traced, and what is traced in their place on the CPU.
+"""Operators that torch's dispatcher takes apart while a graph is traced, and what is traced in their place.
 
 No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
 composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
-ATen's kernels, and circular pads chains of masked writes; here the first stay whole, and the second become joins. A
-dropout that drops nothing would become a copy, where eager returns its input. Classes as vectors would have the strides
-of their numbers, where eager's are row-major.
+ATen's kernels, and circular pads chains of masked writes; on the CPU the first stay whole, and the second become joins.
+On other devices such images are taken apart, and get the layout that eager's kernels give them. A dropout that drops
+nothing would become a copy, where eager returns its input. Classes as vectors would have the strides of their numbers,
+where eager's are row-major.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class _Resized:
         x, sizes, *rest, factors = (given[name] for name in self.names)
         if x.device.type != "cpu":
             made = self.own(x, sizes, *rest, factors)
-            layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-            return made.contiguous(memory_format=layout) if layout and suggests_channels_last(x) else made
+            layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+            return made.contiguous(memory_format=layout) if suggests_channels_last(x) else made
         if factors is None:
             return self.plain(x, sizes, *rest)
         whole: Any = torch.sym_int

@@ -1,4 +1,4 @@
-"""Inputs that are written and returned: eager's values, tensors and versions, and no copy beside the kernels."""
+"""Inputs that are written and returned: eager's values, strides and tensors, and no copy beside the kernels."""
 
 from __future__ import annotations
 
