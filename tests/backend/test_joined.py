@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import config, interface, kernel_cache
+from fuser import config
 from tests.backend.fused import fuse, no_fallback
 from tests.backend.support import check, flat
 
@@ -61,12 +61,6 @@ def drawn(rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ..
     mean = x.mean(-1, keepdim=True) if columns else x.new_zeros(rows, 1)
     rstd = torch.rand(rows, 1, generator=g, dtype=torch.float64) + 0.5
     return tuple(t.to(dtype) for t in (dy, x, w, mean, rstd))
-
-
-@pytest.fixture(autouse=True)
-def _own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are made for their first sizes: no other test's are found."""
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
 
 
 def judge(got: Any, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], name: str) -> None:

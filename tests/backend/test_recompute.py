@@ -209,7 +209,7 @@ def test_a_costly_number_for_each_plane_is_computed_once(last):
 
 
 @pytest.mark.parametrize(("batch", "kernels"), [(2, 1), (64, 2)])
-def test_costly_numbers_of_positions_are_made_once_for_many_readers(batch, kernels, registry):
+def test_costly_numbers_of_positions_are_made_once_for_many_readers(batch, kernels):
     """What comes from indices alone needs no memory, but sines for each row of a batch take longer than reading."""
 
     def placed(x):

@@ -14,8 +14,6 @@ from fuser import (
     config,
     debug,
     debug_get_fused_kernel_code,
-    interface,
-    kernel_cache,
     machines,
     register_fusion,
     run_fusion,
@@ -123,9 +121,8 @@ def test_sizes(size):
 
 
 @pytest.mark.parametrize("columns", [100, 4001, 100_001])
-def test_sums_are_nearer_to_float64_than_eagers(columns, monkeypatch):
+def test_sums_are_nearer_to_float64_than_eagers(columns):
     """The root of the mean square of many errors, in which single roundings do not show."""
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())  # kernels are made for their first sizes
     run, errors = handle_of(lambda x: x.sum(-1)), []
     for _ in range(4_000_000 // (64 * min(columns, 4001))):
         x = torch.randn(64, columns)

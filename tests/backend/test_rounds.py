@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import config, interface, kernel_cache, machines
+from fuser import config, machines
 from tests.backend.fused import compare, fuse, no_fallback
 
 HERE = [row.name for row in machines.ROWS if machines.why_not(row) is None]
@@ -53,12 +53,6 @@ def drawn(dtype: torch.dtype, *size: int) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(size, dtype=torch.float64).to(dtype)
     return torch.randint(0, 100, size).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def _own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are made for their first sizes: no other test's are found."""
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,8 +21,8 @@ def register(fn) -> int:
 
 
 @pytest.fixture(autouse=True)
-def timed(registry):
-    """With specifications of the test's own: others find no verdicts of its making."""
+def timed():
+    """Trials are held, as for users."""
     assert launcher.wait(120)
     before = config.slowest
     config.set(slowest=1.05)  # for the threads of a test, too

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fuser
-from fuser import interface, kernel_cache, notices, pipeline
+from fuser import notices, pipeline
 from fuser.cpu import fused_kernel
 from fuser.errors import LoweringError
 from fuser.lowering.registry import LOWERINGS
@@ -24,7 +24,6 @@ def broken(request, monkeypatch):
     def lower_relu(ctx, x):
         raise request.param("no such thing")
 
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     monkeypatch.setattr(notices, "_said", {})
     monkeypatch.setitem(LOWERINGS, "aten.relu", lower_relu)
     return request.param
@@ -60,7 +59,6 @@ def test_a_number_of_the_call_hides_no_defect(error, monkeypatch):
     def lower_mul(ctx, x, y):
         raise error("'NoneType' object has no attribute 'size'")
 
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     monkeypatch.setitem(LOWERINGS, "aten.mul", lower_mul)
     handle, _ = fuse(lambda x, factor: x * factor)
     with pytest.raises(LoweringError, match="lower_mul, for aten.mul"):
@@ -75,7 +73,6 @@ def _fails(*args, **kwargs):
     ("module", "name", "stage"), ((pipeline, "schedule", "schedule"), (fused_kernel, "generate", "codegen"))
 )
 def test_a_defect_of_a_later_stage_is_named(module, name, stage, monkeypatch):
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     monkeypatch.setattr(module, name, _fails)
     handle, _ = fuse(program)
     said = rf"report this: {stage} of aten.mul.*raised KeyError: 'no such row' \(test_defects.py:\d+, in _fails\)"

@@ -20,7 +20,6 @@ from fuser import interface
 from fuser.errors import InputError
 
 pytestmark = [
-    pytest.mark.usefixtures("registry"),  # kernels are counted
     pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]

@@ -215,8 +215,6 @@ def test_what_no_kernel_can_be_made_of_has_its_reason_in_a_warm_process(fresh, m
 
 # -- keys ----------------------------------------------------------------------------------------------------------
 def test_all_that_decides_a_kernel_is_in_its_key(cache, monkeypatch):
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
-
     def key(args=(X, Y), function=scaled, machine="this", **settings):
         with config.override(**settings):
             spec = interface.kernel_spec(interface.register_fusion(fx.symbolic_trace(function)))

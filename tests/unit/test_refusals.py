@@ -78,9 +78,8 @@ def test_a_second_process_lowers_nothing(tmp_path):
 
 # -- what is kept --------------------------------------------------------------------------------------------------
 @pytest.fixture
-def spec(tmp_path, monkeypatch):
+def spec(tmp_path):
     """A group with a call that is not lowered for its argument's dtype; its refusals are kept in an empty cache."""
-    monkeypatch.setattr(interface, "REGISTRY", kernel_cache.Registry())
     with config.override(cache_dir=str(tmp_path / "cache"), check_ir=False):
         key = interface.register_fusion(fx.symbolic_trace(lambda x, n: (torch.relu(x).view(torch.int32) + n) * 2))
         yield interface.kernel_spec(key)
