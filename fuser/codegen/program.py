@@ -27,7 +27,8 @@ from fuser.ir.sizes import (
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.graph import Lowered, NumberInput, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import NumberInput, TensorInput
 
 
 def entry_name(number: int, name: str, comment: str) -> str:

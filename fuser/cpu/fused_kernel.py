@@ -13,7 +13,8 @@ from fuser.cpu.checked import span
 from fuser.ir.sizes import ONE, Expr
 from fuser.kernel_spec import LaunchProgram
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import TensorInput
 from fuser.machines import Machine
 from fuser.scheduler.schedule import Schedule
 

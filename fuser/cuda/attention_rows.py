@@ -16,7 +16,8 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Row, indirect_rows
 from fuser.ir.sizes import INDIRECT, Expr, Sym, coefficient, expr, substitute, symbols
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import TensorInput
 from fuser.scheduler.kernel_plan import Axis, KernelPlan
 from fuser.scheduler.schedule import Schedule
 

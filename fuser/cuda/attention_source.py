@@ -31,7 +31,8 @@ from fuser.errors import Unsupported
 from fuser.ir.nodes import strides_of
 from fuser.ir.sizes import Expr, symbols
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, TensorInput, lower_graph
+from fuser.lowering.graph import Lowered, lower_graph
+from fuser.lowering.inputs import TensorInput
 from fuser.lowering.shapes import order_like
 from fuser.reasons import because
 from fuser.scheduler.schedule import schedule

@@ -23,7 +23,8 @@ from fuser.ir.sizes import ONE, Expr, expr, product
 from fuser.kernel_spec import GpuLaunch, LaunchProgram, Step
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.graph import Lowered, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import TensorInput
 from fuser.ops import SCANS
 from fuser.reasons import because
 from fuser.scheduler.kernel_plan import KernelPlan

@@ -14,7 +14,8 @@ from fuser.ir.fx import Builder, body_to_fx
 from fuser.ir.sizes import STRIDE, Sym
 from fuser.kernel_cache import KernelEntry, KernelSpec
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, NumberInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import NumberInput
 from fuser.scheduler.printer import print_plan
 
 

@@ -14,7 +14,8 @@ import torch
 from fuser.ir.interpreter import run_buffers
 from fuser.ir.printer import exprs_text, print_buffers
 from fuser.ir.sizes import STRIDE, Sym, evaluate
-from fuser.lowering.graph import Lowered, NumberInput, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import NumberInput, TensorInput
 from fuser.scheduler.interpreter import run_plans
 from fuser.scheduler.printer import print_plan
 from fuser.scheduler.schedule import Schedule

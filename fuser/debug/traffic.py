@@ -14,7 +14,8 @@ import torch
 from fuser.codegen.program import ProgramBuilder
 from fuser.ir.sizes import INDIRECT, Expr, Sym, evaluate, symbols
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, NumberInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import NumberInput
 from fuser.ops import OPS
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule

@@ -23,13 +23,13 @@ from fuser.errors import FuserError, LoweringError, Unsupported
 from fuser.ir.loop_body import loop_variables
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.ranges import recombined, simplify_divmod
-from fuser.ir.sizes import STRIDE, ZERO, Expr, Sym, expr, product, symbol
-from fuser.kernel_spec import is_aligned
+from fuser.ir.sizes import ZERO, Expr, Sym, product, symbol
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import host, unit_dims
 from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
 from fuser.lowering.decisive import reads_elements, rounded_nodes
+from fuser.lowering.inputs import NumberInput, TensorInput, new_input
 from fuser.lowering.known_shapes import AUTOCASTS, known_meta
 from fuser.lowering.norms import rereads
 from fuser.lowering.registry import find, supports
@@ -37,29 +37,6 @@ from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import dense_strides, is_row_major, row_major
 from fuser.lowering.without_dynamo import without_dynamo
 from fuser.reasons import because
-
-
-@dataclass(frozen=True)
-class TensorInput:
-    """A tensor input: its dtype, device type, sizes and strides as expressions; whether 16 divides its address.
-
-    `checked` are the strides by which a call's tensor is judged, where those of dims of one element count, too.
-    """
-
-    dtype: torch.dtype
-    device_type: str
-    size: tuple[Expr, ...]
-    stride: tuple[Expr, ...]
-    aligned: bool = True
-    checked: tuple[Expr, ...] | None = None
-
-
-@dataclass(frozen=True)
-class NumberInput:
-    """An int ("int", "bool"; a size symbol) or float ("float"; a scalar by name) input."""
-
-    kind: str
-    name: str
 
 
 @dataclass
@@ -167,61 +144,6 @@ def _claim(ctx: LoweringContext, value: Any, times: int) -> None:
     for box in value if isinstance(value, (tuple, list)) else [value]:
         if isinstance(box, TensorBox):
             ctx.claims[id(box.storage)] += times
-
-
-def new_input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorInput | NumberInput, Any, Any]:
-    """The record, value and meta of an input like `example`. Raises Unsupported."""
-    if isinstance(example, torch.Tensor):
-        return _tensor_input(ctx, number, example)
-    name = f"x{number}"
-    if isinstance(example, (bool, int)):
-        kind = "bool" if isinstance(example, bool) else "int"
-        return NumberInput(kind, name), ctx.new_symbol(name, int(example), STRIDE), example
-    if isinstance(example, float):
-        scalar = Scalar(name, example)
-        ctx.scalars.append(scalar)
-        return NumberInput("float", name), scalar, example
-    raise Unsupported(f"input {number} is a {type(example).__name__}: expected a tensor, an int, a float or a bool")
-
-
-def _tensor_input(ctx: LoweringContext, number: int, t: torch.Tensor) -> tuple[TensorInput, TensorBox, torch.Tensor]:
-    if not ctx.takes(t.dtype):
-        raise Unsupported(because("dtype", f"input {number} has dtype {t.dtype}, which is not fused"))
-    size = [int(n) for n in t.shape]
-    stride = [int(n) for n in t.stride()]
-    symbols = tuple(ctx.new_symbol(f"x{number}_{d}", n) for d, n in enumerate(size))
-    dense = memory_order(size, stride)
-    if t.is_contiguous() or t.numel() == 0:
-        strides = strides_of(symbols)
-    elif dense is not None:
-        strides = strides_of(symbols, dense)
-    else:
-        strides = tuple(_stride(ctx, number, d, symbols[d], size[d], stride[d]) for d in range(len(size)))
-        _assume_order(ctx, strides, stride)
-    box = ctx.input_tensor(number, t.dtype, symbols, strides)
-    meta = torch.empty_strided(size, stride, dtype=t.dtype, device="meta")
-    return TensorInput(t.dtype, t.device.type, symbols, strides, is_aligned(t)), box, meta
-
-
-def _assume_order(ctx: LoweringContext, strides: Sequence[Expr], example: Sequence[int]) -> None:
-    """Rely on the order of the dims in memory: results lie in the same order, as eager's do.
-
-    Strides of 0 say nothing of the order, so those that are larger in the example stay larger.
-    """
-    order = sorted(range(len(example)), key=lambda d: example[d])
-    first = next((d for d in order if example[d]), None)
-    if first is not None:
-        ctx.assume("lt", 0, strides[first])
-    for a, b in zip(order, order[1:]):
-        ctx.assume("lt" if example[a] < example[b] else "eq", strides[a], strides[b])
-
-
-def _stride(ctx: LoweringContext, number: int, d: int, symbol: Expr, size: int, stride: int) -> Expr:
-    if size > 1 and stride in (0, 1):
-        if stride == 0:
-            ctx.assume("lt", 0, symbol)  # what is read once for the whole dim has to be there
-        return expr(stride)
-    return ctx.new_symbol(f"x{number}_s{d}", stride, STRIDE)
 
 
 def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], metas: list[Any]) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import graph as lowering
 from fuser.lowering.graph import State
 from fuser.lowering.host import is_host
+from fuser.lowering.inputs import new_input
 from fuser.reasons import because
 
 
@@ -117,7 +118,7 @@ class _Surveyor:
             made = [self._stand_in(m) for m in meta]
             return NOTHING if any(m is NOTHING for m in made) else made
         try:
-            return lowering.new_input(self.state.ctx, next(self.numbers), meta)[1]
+            return new_input(self.state.ctx, next(self.numbers), meta)[1]
         except Unsupported:
             return NOTHING
 

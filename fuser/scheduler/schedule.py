@@ -12,7 +12,8 @@ from fuser.ir.loop_body import is_checked
 from fuser.ir.nodes import Buffer
 from fuser.ir.sizes import ZERO, Expr
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.graph import Lowered, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import TensorInput
 from fuser.scheduler.arrange import arrange
 from fuser.scheduler.fusion import Fusion, Memory, fuse
 from fuser.scheduler.inline import inline_cheap

@@ -10,7 +10,8 @@ from fuser.errors import VerifyError
 from fuser.ir.loop_body import compute_dtype
 from fuser.ir.sizes import Sym
 from fuser.ir.verifier import verify_buffers, verify_row, verify_symbols
-from fuser.lowering.graph import Lowered, TensorInput
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import TensorInput
 from fuser.scheduler.kernel_plan import KernelPlan
 from fuser.scheduler.schedule import Schedule
 

@@ -15,7 +15,8 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Recorder, Row, Value, ops
 from fuser.ir.sizes import expr
 from fuser.lowering.context import LoweringContext
-from fuser.lowering.graph import Lowered, new_input
+from fuser.lowering.graph import Lowered
+from fuser.lowering.inputs import new_input
 from fuser.ops import OPS, OpRow
 from fuser.scheduler.schedule import schedule
 from tests.backend.fused import flat, fuse, no_fallback
