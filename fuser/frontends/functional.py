@@ -21,11 +21,11 @@ from fuser.errors import FuserError, Unsupported
 from fuser.frontends import guarantees
 from fuser.frontends.bodies import Body, all_of, compile_bodies
 from fuser.frontends.noting import flows, group_records, log_graph, unfused_ops
-from fuser.frontends.program import Program, base_of
+from fuser.frontends.program import Program
 from fuser.frontends.records import CompiledGraph, remember
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes import sources
-from fuser.passes.classify import BUILTIN, MARK
+from fuser.passes.classify import BUILTIN, MARK, base_of
 from fuser.passes.extract import GroupPlan, Plan, extract
 from fuser.passes.grouping import Grouping, group_nodes
 from fuser.passes.registry import run_stage

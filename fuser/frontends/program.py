@@ -21,10 +21,10 @@ from fuser import config
 from fuser.errors import Unsupported
 from fuser.frontends import batching, sequences
 from fuser.frontends.bodies import Call
-from fuser.frontends.statements import Statement, is_mutable, moves_memory
-from fuser.passes.classify import MARK, graphs_of, is_ordered, is_view, may_draw, runs_graphs
+from fuser.frontends.statements import Statement, moves_memory
+from fuser.passes import order
+from fuser.passes.classify import MARK, WRITTEN, base_of, graphs_of, is_mutable, is_ordered, runs_graphs
 from fuser.passes.extract import GroupPlan, Plan
-from fuser.passes.grouping import is_grown
 from fuser.reasons import because
 
 _SERIAL = [0]
@@ -159,7 +159,7 @@ class Program:
             return _function_of(node.args[1]), node.args[2:], node.kwargs
         if node in self.calls:
             return self.calls[node].function, self.calls[node].args, self.calls[node].kwargs
-        return _function_of(node.target), node.args, node.kwargs
+        return _function_of(node.target, WRITTEN in node.meta), node.args, node.kwargs
 
     def constant(self, node: fx.Node) -> Any:
         """The value of a `get_attr` node."""
@@ -238,12 +238,12 @@ class Program:
         infix = _INFIX.get(node.target)  # type: ignore[arg-type]
         if infix is not None and not node.kwargs:
             return f"{args[0]} {infix} {args[1]}"
-        return self._called(node.target, node.args, node.kwargs)
+        return self._called(node.target, node.args, node.kwargs, WRITTEN in node.meta)
 
-    def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_is: bool = False) -> str:
         given = [*map(self._literal, args), *(f"{k}={self._literal(v)}" for k, v in kwargs.items())]
         label = str(getattr(target, "__name__", "call")).replace(".", "_")
-        call = _function_of(target)
+        call = _function_of(target, as_is)
         return f"{self._bind(call, label if label.isidentifier() else 'call')}({', '.join(given)})"
 
     def _outside(self, node: fx.Node, rank: int) -> Statement:
@@ -270,7 +270,10 @@ class Program:
         call = batching.Call(each, inputs, results, several, batching.elements_made(plan)) if each else None
         text = f"{target} = {function}({', '.join(inputs)})"
         launch = plan, called, numbers, several
-        return Statement(plan.outputs, plan.inputs, rank, text, plan.written(), call, grouped=True, launch=launch)
+        writes = plan.written()
+        return Statement(
+            plan.outputs, plan.inputs, rank, text, writes, call, first=bool(writes), grouped=True, launch=launch
+        )
 
     def _statements(self) -> list[Statement]:
         rank = {n: i for i, n in enumerate(self.module.graph.nodes)}
@@ -282,18 +285,17 @@ class Program:
                 each = getattr(function, "each", None) if plan.inputs else None
                 bound = self._bind(function, name)
                 names[id(function)] = bound, self._bind(each, f"{name}_each") if each is not None else None
-            place = len(rank) if any(map(is_grown, plan.outputs)) else max(rank[o] for o in plan.outputs)
-            found.append(self._group(plan, *names[id(function)], function, numbers, place))
+            found.append(self._group(plan, *names[id(function)], function, numbers, order.rank_of(plan, rank)))
         return self._batched(found)
 
     def _batched(self, statements: list[Statement]) -> list[Statement]:
         """The statements in the order in which they run, with calls of one fusion made together."""
-        order = batching.Order([s.call for s in statements], [s.rank for s in statements], _needs(statements))
-        if sum(map(len, order.runs)) != len(statements):
+        found = batching.Order([s.call for s in statements], [s.rank for s in statements], order.needs(statements))
+        if sum(map(len, found.runs)) != len(statements):
             raise Unsupported(because("not_traced", "the groups of this graph depend on each other in a circle"))
         used = {n for s in statements for n in s.reads} | set(self.module.graph.output_node().all_input_nodes)
         result = []
-        for run in order.runs:
+        for run in found.runs:
             members = [statements[i] for i in run]
             calls = [s.call for s in members if s.call is not None]
             if len(members) == 1:
@@ -355,9 +357,12 @@ class Program:
         return found
 
 
-def _function_of(target: Any) -> Any:
-    """What is called for a node's target: it takes strides other than the traced ones, and few Python frames."""
-    target = _COPIES_IF_NEEDED.get(target, target)
+def _function_of(target: Any, as_is: bool = False) -> Any:
+    """What is called for a node's target: it takes strides other than the traced ones, and few Python frames.
+
+    `as_is` keeps a view one: for strides that do not allow it, it raises.
+    """
+    target = target if as_is else _COPIES_IF_NEEDED.get(target, target)
     return _QUICK.get(target) or getattr(target, "_op", target)  # the bare builtin: one Python frame less
 
 
@@ -389,7 +394,8 @@ class Listing(Program):
     def target_of(node: fx.Node) -> Any:
         """What a node calls, where strides other than the traced ones may come."""
         target: Any = node.target
-        return torch.ops.aten.reshape.default if target in _COPIES_IF_NEEDED else target
+        copies = target in _COPIES_IF_NEEDED and WRITTEN not in node.meta
+        return torch.ops.aten.reshape.default if copies else target
 
 
 def _apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -404,39 +410,3 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def base_of(value: Any) -> Any:
-    """The node of which a node is a view, or the node itself."""
-    while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
-        value = value.args[0]
-    return value
-
-
-def _before_writes(statements: list[Statement]) -> dict[int, set[int]]:
-    """For each statement those that must come before it because of a write: who reads the old content, or writes it."""
-    writers = [(i, w) for i, s in enumerate(statements) for w in s.writes]
-    found: dict[int, set[int]] = {}
-    if not writers:
-        return found
-    readers: dict[Any, list[int]] = {}
-    for i, s in enumerate(statements):
-        for base in {base_of(r) for r in s.reads}:
-            readers.setdefault(base, []).append(i)
-    for writer, written in writers:
-        for reader in readers.get(written, ()):
-            if reader != writer:
-                groups_first = statements[writer].first and statements[reader].grouped
-                early = groups_first or statements[reader].rank < statements[writer].rank
-                found.setdefault(writer if early else reader, set()).add(reader if early else writer)
-    return found
-
-
-def _needs(statements: list[Statement]) -> list[set[int]]:
-    """For each statement those that must come before it."""
-    maker = {node: i for i, s in enumerate(statements) for node in s.defines}
-    first = _before_writes(statements)
-    drawing = [i for i, s in enumerate(statements) if s.node is not None and may_draw(s.node.target)]
-    for before, after in zip(drawing, drawing[1:]):
-        first.setdefault(after, set()).add(before)
-    return [{maker[r] for r in s.reads if r in maker} | first.get(i, set()) for i, s in enumerate(statements)]

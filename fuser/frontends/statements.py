@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fuser.frontends import batching
-from fuser.passes.classify import MARK
+from fuser.passes.classify import is_mutable
 from fuser.passes.extract import GroupPlan
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class Statement:
     ) -> None:
         self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
         self.writes = tuple(writes)
-        self.first = first  # a write before which all groups that read what it writes must run
+        self.first = first  # see `order.Step`
         self.grouped = grouped
         self.call = call  # of a fusion which can be called for several sets of arguments at once
         self.node, self.launch = node, launch
@@ -49,11 +49,6 @@ class Statement:
     def written(self) -> tuple[fx.Node, ...]:
         """What it may write to, bases and views of them."""
         return (*self.writes, *(self.node.all_input_nodes if self.node is not None and is_mutable(self.node) else ()))
-
-
-def is_mutable(node: fx.Node) -> bool:
-    """Whether a node's call writes to an argument."""
-    return MARK in node.meta or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def moves_memory(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ AOTAutograd gives the caller a view of the input itself. It reads sizes, strides
 traced graph's result, which is a view of the input's new content: a tensor of its own that may be laid out otherwise.
 Where sizes are symbolic AOTAutograd does not replay the views, and the caller would get the wrong elements. So the
 views are replayed in the graph: the result becomes a view of the input, whose layout it then has. Its content is not
-read.
+read, so that the new content itself is no result, and a kernel may write it into the input.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
     changed = 0
     for at, info in enumerate(meta.output_info, first):
         views = getattr(info.view_meta_sequence, "sequence", ())
-        if info.output_type.name != "alias_of_input" or not any(v.has_symbolic_inputs for v in views):
+        if info.output_type.name != "alias_of_input" or not views:
             continue
         source = placeholders[info.base_idx]
         if results[at].meta["val"].dtype is not source.meta["val"].dtype:
-            raise CannotBeViewed("a result is a view of an input by another dtype, of symbolic sizes")
+            if any(v.has_symbolic_inputs for v in views):
+                raise CannotBeViewed("a result is a view of an input by another dtype, of symbolic sizes")
+            continue
         if meta.input_info[info.base_idx].mutates_data:
             results[at] = _replayed(graph, source, views)
             changed += 1

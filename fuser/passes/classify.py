@@ -27,6 +27,8 @@ aten = torch.ops.aten
 
 # In the meta of a node that writes an input midway: whoever reads what the input held at first comes before it.
 MARK = "writes_input"
+# In the meta of a view of an input through which the graph writes: it is a view in each call, and outside of groups.
+WRITTEN = "written_view"
 # In the meta of a node between others' operators that is a kernel of its own: with what makes its input it is slower.
 APART = "apart"
 # In the meta of a call of torch's own that a pass looked at: why it runs as it is.
@@ -123,6 +125,18 @@ def is_view(target: Any) -> bool:
         return False
     infos = [r.alias_info for r in target._schema.returns]
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
+
+
+def base_of(value: Any) -> Any:
+    """The node of which a node is a view, or the node itself."""
+    while isinstance(value, fx.Node) and is_view(value.target) and value.args and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node's call writes to an argument."""
+    return MARK in node.meta or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_pointwise(target: Any) -> TypeGuard[torch._ops.OpOverload]:

@@ -1,7 +1,8 @@
 """Gives writes back: what a graph copies into its inputs at the end, the groups that compute it store there.
 
-AOTAutograd's functional graph ends in `copy_(input, value)` calls. Where one group computes the value and nobody else
-reads the input, the copy becomes part of the group, whose kernel then writes the input instead of a new tensor.
+AOTAutograd's functional graph ends in `copy_(input, value)` calls. Where one group computes the value, and all others
+that read the input can run before it, the copy becomes part of the group, whose kernel then writes the input instead of
+a new tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.passes.classify import Kind, is_view, is_write_back
+from fuser.lazy_dataclasses import dataclass
+from fuser.lowering.context import memory_order
+from fuser.passes import order
+from fuser.passes.classify import Kind, base_of, is_view
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.extract import GroupPlan, Plan
 from fuser.passes.grouping import Grouping
+from fuser.passes.hints import are_numbers, is_contiguous
 
 aten = torch.ops.aten
+_TRIES = 16  # orders that are looked for
 # Operators that look whether places are in range: a kernel must not have written an input when one is not.
 CHECKED = frozenset(
     f"aten.{name}"
@@ -28,48 +34,113 @@ CHECKED = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class _Write:
+    """A copy into an input or a view of one that a group may make.
+
+    `ordered`: others read the input. `kept`: the value is a result of the graph, in memory of its own.
+    """
+
+    copy: fx.Node
+    target: fx.Node
+    value: fx.Node
+    group: int
+    ordered: bool
+    kept: bool
+
+
 def reinplace(plan: Plan, grouping: Grouping) -> tuple[Plan, frozenset[int]]:
     """The plan with copies into inputs taken into groups, and the numbers of the groups that write inputs."""
-    groups = list(plan.groups)
-    maker = {o: i for i, g in enumerate(groups) for o in g.outputs}
+    maker = {o: i for i, g in enumerate(plan.groups) for o in g.outputs}
     results = reaches_output(plan.outside[0].graph) if plan.outside else set()
-    taken: set[fx.Node] = set()
-    writing: set[int] = set()
+    found: list[_Write] = []
     for node in plan.outside:
-        if not is_write_back(node):
-            continue
-        target, value = node.args[0], node.args[1]
-        assert isinstance(target, fx.Node) and isinstance(value, fx.Node)
-        at = maker.get(value)
-        if at is None or value not in grouping.group_of or value in results or not CHECKED.isdisjoint(groups[at].ops):
-            continue
-        if not _may_write(grouping, groups[at], node, target, value):
-            continue
-        groups[at] = _with_write(groups[at], target, value)
-        taken.add(node)
-        writing.add(at)
+        value: Any = node.args[1] if _is_copy_into_input(node) else None
+        if value in maker and CHECKED.isdisjoint(plan.groups[maker[value]].ops):
+            write = _write(grouping, node, value, maker[value], value in results)
+            found += [write] if write is not None else []
+    found = _in_order(plan, found)
+    groups = list(plan.groups)
+    for write in found:
+        groups[write.group] = _with_write(groups[write.group], write)
+    taken = {w.copy for w in found}
     outside = tuple(n for n in plan.outside if n not in taken)
-    return dataclasses.replace(plan, groups=tuple(groups), outside=outside), frozenset(writing)
+    return dataclasses.replace(plan, groups=tuple(groups), outside=outside), frozenset(w.group for w in found)
 
 
-def _may_write(grouping: Grouping, group: GroupPlan, copy: fx.Node, target: fx.Node, value: Any) -> bool:
-    """Whether the value is like the input, and only the group reads the input before."""
-    if len(copy.args) != 2 or copy.kwargs:
-        return False
-    if not _alike(target.meta.get("val"), value.meta.get("val")):
-        return False
-    if len(value.users) > 1 and not _same_order(target.meta["val"], value.meta["val"]):
-        return False  # others read the input in its place, and an operator's result may lie as its argument does
-    number = grouping.group_of.get(value)
-    stack = [u for u in target.users if u is not copy]
-    while stack:
-        node = stack.pop()
-        if grouping.group_of.get(node) == number or node.op == "output":  # results are read behind all copies
+def _in_order(plan: Plan, writes: list[_Write]) -> list[_Write]:
+    """The writes that can be made behind all that read the old contents of what is written."""
+    writes = list(writes)
+    for _ in range(_TRIES):
+        if not any(w.ordered for w in writes):
+            return writes
+        stuck = order.in_circles(_steps(plan, writes))
+        ordered = [w for w in writes if w.ordered and w.group in stuck]
+        if not ordered:
+            return writes
+        writes.remove(ordered[-1])
+    return [w for w in writes if not w.ordered]
+
+
+def _steps(plan: Plan, writes: list[_Write]) -> list[order.Step]:
+    """The steps of a plan whose groups make these writes: first the groups."""
+    rank = {n: i for i, n in enumerate(plan.outside[0].graph.nodes)}
+    into: dict[int, list[fx.Node]] = {}
+    for w in writes:
+        into.setdefault(w.group, []).append(w.target)
+    made = {w.copy for w in writes}
+    groups = [
+        order.Step(g.outputs, g.inputs, order.rank_of(g, rank), into.get(i, ()), first=i in into, grouped=True)
+        for i, g in enumerate(plan.groups)
+    ]
+    return groups + [order.step_of(n, rank[n]) for n in plan.outside if n not in made]
+
+
+def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: bool) -> _Write | None:
+    """The write that a group makes in place of `copy`; None where it could destroy what somebody reads."""
+    target: Any = copy.args[0]
+    if len(copy.args) != 2 or copy.kwargs or not _alike(target.meta.get("val"), value.meta.get("val")):
+        return None
+    if target.op != "placeholder" and not _is_dense(target.meta["val"]):
+        return None
+    if len(value.users) > 1 and not kept and not _same_order(target.meta["val"], value.meta["val"]):
+        return None  # others read the input in its place, and an operator's result may lie as its argument does
+    number, ordered = grouping.group_of.get(base_of(value)), False
+    pending = [(base_of(target), u) for u in base_of(target).users]
+    for source, node in pending:  # grows
+        if node is copy or node.op == "output":  # results are read behind all copies
             continue
-        if grouping.kinds.get(node) is not Kind.FREE or not is_view(node.target):
-            return False
-        stack.extend(node.users)
-    return True
+        if grouping.kinds.get(node) is Kind.FREE and is_view(node.target):
+            pending += [(node, u) for u in node.users]
+        elif number is not None and grouping.group_of.get(node) == number:
+            if source is not target and target.op != "placeholder":
+                return None  # two arguments of one kernel would be one memory
+        elif not _makes_anew(grouping, node):
+            return None
+        else:
+            ordered = True
+    return _Write(copy, target, value, group, ordered, kept)
+
+
+def _is_copy_into_input(node: fx.Node) -> bool:
+    """Whether a node copies something into an input, or into a view of one."""
+    return node.target is aten.copy_.default and not node.users and base_of(node.args[0]).op == "placeholder"
+
+
+def _makes_anew(grouping: Grouping, node: fx.Node) -> bool:
+    """Whether a reader of an input's old content gives tensors of its own, so that it is done once it ran."""
+    if node in grouping.group_of:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    return all(r.alias_info is None for r in node.target._schema.returns)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor has neither gaps nor overlaps, as far as that is known without a guard."""
+    if are_numbers(*value.shape, *value.stride()):
+        return memory_order(value.shape, value.stride()) is not None
+    return is_contiguous(value)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -84,9 +155,9 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     return list(map(str, a.stride())) == list(map(str, b.stride()))
 
 
-def _with_write(group: GroupPlan, target: fx.Node, value: fx.Node) -> GroupPlan:
-    """The group with its result `value` copied into the input `target`, and that as the result in its place."""
-    graph, inputs = group.graph, group.inputs
+def _with_write(group: GroupPlan, write: _Write) -> GroupPlan:
+    """The group with its result copied into the input, and that as the result in its place, or beside it."""
+    graph, inputs, target, value = group.graph, group.inputs, write.target, write.value
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if target in inputs:
         inside = placeholders[inputs.index(target)]
@@ -102,8 +173,11 @@ def _with_write(group: GroupPlan, target: fx.Node, value: fx.Node) -> GroupPlan:
     found: Any = list(results) if several else [results]  # type: ignore[arg-type]
     at = group.outputs.index(value)
     with graph.inserting_before(output):
-        write = graph.call_function(aten.copy_.default, (inside, found[at]))
-    write.meta = dict(value.meta)
-    found[at] = write
-    output.args = (tuple(found) if several else write,)
+        copy = graph.call_function(aten.copy_.default, (inside, found[at]))
+    copy.meta = dict(value.meta)
+    if write.kept:
+        output.args = ((*found, copy),)
+        return dataclasses.replace(group, inputs=inputs, outputs=(*group.outputs, write.copy))
+    found[at] = copy
+    output.args = (tuple(found) if several else copy,)
     return dataclasses.replace(group, inputs=inputs)

@@ -123,9 +123,14 @@ def _alike(node: fx.Node, target: fx.Node) -> bool:
 
 
 def _is_small_part(node: fx.Node) -> bool:
-    whole, source = numel_hint(node.meta.get("val")), node.args[1]
+    source = node.args[1]
     assert isinstance(source, fx.Node)
-    return whole > SMALL and 4 * numel_hint(source.meta.get("val")) <= whole
+    return is_small_part(source.meta.get("val"), node.meta.get("val"))
 
 
-__all__ = ["IN_PLACE", "scatters_in_place"]
+def is_small_part(part: Any, whole: Any) -> bool:
+    """Whether ATen writes a part into a tensor in less time than a kernel takes to make the whole anew."""
+    return numel_hint(whole) > SMALL and 4 * numel_hint(part) <= numel_hint(whole)
+
+
+__all__ = ["IN_PLACE", "is_small_part", "scatters_in_place"]

@@ -1,0 +1,227 @@
+"""Writes through views of an input are made through the view: `x.view(-1)[i] = v` writes a few elements, and not all.
+
+AOTAutograd's functional graph computes the new content of the viewed part, turns it back into the whole input, and
+copies that into the input at the end: `copy_(x, view(index_put(view(x), …)))`. Here the copy goes the other way round:
+what undoes a view of the new content is done to the input, and the content is copied into the view, or scattered into
+it. That is possible where nobody else reads what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.lazy_dataclasses import dataclass
+from fuser.passes.classify import MARK, WRITTEN, base_of, is_view, is_write_back
+from fuser.passes.scatters import IN_PLACE, is_small_part
+
+aten = torch.ops.aten
+# Of a write into a part of a tensor: the view that is this part, by the same arguments.
+_PART_OF = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
+_PARTS = frozenset(_PART_OF.values())
+_SWAPS = frozenset({aten.t.default, aten.transpose.int})
+_RESIZED = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default}
+    | {getattr(aten.squeeze, o) for o in ("default", "dim", "dims")}
+)
+_MADE_BY_VIEWS = frozenset({*_PART_OF, *_SWAPS, *_RESIZED, aten.permute.default})
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A view of an input: the calls that make it, each a function and what follows the tensor, and its value."""
+
+    calls: tuple[tuple[Any, tuple[Any, ...]], ...]
+    value: torch.Tensor
+
+    def through(self, function: Any, *args: Any) -> _Seen:
+        """A view of this view. Raises what the function raises where the layout does not allow it."""
+        with torch.no_grad(), self.value.fake_mode:  # type: ignore[attr-defined]
+            return _Seen((*self.calls, (function, args)), function(self.value, *args))
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One write at the end of a graph: a node's value copied into a view, or a scatter made in place there."""
+
+    into: _Seen
+    node: fx.Node
+    scatters: bool
+
+
+class _CannotWrite(Exception):
+    """The content is made in a way that does not name the parts that are written."""
+
+
+def write_through_views(module: fx.GraphModule) -> int:
+    """New contents of inputs that were computed through views are written through these views."""
+    graph = module.graph
+    copies = [n for n in graph.nodes if is_write_back(n) and len(n.args) == 2 and not n.kwargs]
+    written = {n.args[0] for n in copies}
+    changed = 0
+    for copy in copies:
+        x, value = copy.args
+        if not isinstance(value, fx.Node) or value.target not in _MADE_BY_VIEWS or not _is_plain(x):
+            continue
+        assert isinstance(x, fx.Node)
+        try:
+            writes = _writes(x, value, _Seen((), x.meta["val"]))
+        except _CannotWrite:
+            continue
+        views = _views(x)
+        if all(_is_apart(w, written) and _can_be_spelled(w.into, views) for w in writes):
+            _emit(graph, copy, writes, views)
+            changed += 1
+    return changed
+
+
+def _is_plain(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and hasattr(value, "fake_mode")
+
+
+def _writes(x: fx.Node, value: Any, at: _Seen) -> list[_Write]:
+    """The writes into the view `at` of the input `x` that give it the content `value`."""
+    if not _is_plain(value) or not _has_form(value.meta["val"], at.value):
+        raise _CannotWrite
+    if base_of(value) is x and _geometry(value.meta["val"]) == _geometry(at.value):
+        return []  # the old content
+    alone = len(value.users) == 1 and not value.kwargs
+    if alone and value.target in _PART_OF:
+        base, source, *place = value.args
+        before = _writes(x, base, at)
+        return before + _writes(x, source, _tried(lambda: at.through(_PART_OF[value.target], *place)))
+    if len(value.users) == 1 and value.target in IN_PLACE and value.target not in _PART_OF:
+        return [*_writes(x, value.args[0], at), _Write(at, value, True)]
+    if alone and value.target is aten.copy.default and _is_plain(value.args[1]):
+        new: Any = value.args[1]
+        if _has_form(new.meta["val"], at.value):
+            return _writes(x, new, at)
+    back = _undone(value, at) if alone else None
+    if back is not None:
+        return _writes(x, value.args[0], back)
+    if any(function in _PARTS for function, _ in at.calls) and not is_small_part(value.meta["val"], x.meta["val"]):
+        raise _CannotWrite  # a kernel makes the whole input anew
+    return [_Write(at, value, False)]
+
+
+def _tried(view: Callable[[], _Seen]) -> _Seen:
+    try:
+        return view()
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        raise _CannotWrite from None
+
+
+def _undone(node: fx.Node, at: _Seen) -> _Seen | None:
+    """The view of `at` that has the content of `node`'s argument, if `node` is a view which only arranges anew."""
+    source, args = node.args[0] if node.args else None, node.args[1:]
+    if not isinstance(source, fx.Node) or not _is_plain(source):
+        return None
+    if node.target in _SWAPS:
+        return _tried(lambda: at.through(node.target, *args))
+    if node.target is aten.permute.default:
+        order: list[int] = [d % at.value.dim() for d in args[0]]  # type: ignore[union-attr, operator, misc]
+        return _tried(lambda: at.through(aten.permute.default, [order.index(d) for d in range(len(order))]))
+    if node.target in _RESIZED:
+        return _tried(lambda: at.through(aten.view.default, list(source.meta["val"].shape)))
+    return None
+
+
+def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
+    """What elements of its memory a view has, and how, by spelling, which adds no guard."""
+    sizes, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+    return sizes, strides, str(value.storage_offset()), value.dtype, value.is_conj(), value.is_neg()
+
+
+def _has_form(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and tuple(map(str, a.shape)) == tuple(map(str, b.shape))
+
+
+def _views(x: fx.Node) -> dict[tuple[Any, ...], list[fx.Node]]:
+    """The input itself and all views of it, by what elements they have."""
+    found: dict[tuple[Any, ...], list[fx.Node]] = {}
+    pending = [x]
+    while pending:
+        node = pending.pop()
+        if _is_plain(node):
+            found.setdefault(_geometry(node.meta["val"]), []).append(node)
+            pending += [u for u in node.users if is_view(u.target) and u.args[0] is node]
+    return found
+
+
+def _can_be_spelled(seen: _Seen, views: dict[tuple[Any, ...], list[fx.Node]]) -> bool:
+    """Whether a view is in the graph already, or can be made of numbers."""
+    numbers = all(type(n) is int for _, args in seen.calls for a in args for n in (a if isinstance(a, list) else [a]))
+    return numbers or _geometry(seen.value) in views
+
+
+def _is_apart(write: _Write, written: set[Any]) -> bool:
+    """Whether a write, which may move, reads no input that the graph writes, but where it is made."""
+    arguments = write.node.all_input_nodes[1:] if write.scatters else [write.node]
+    return not any(base_of(a) in written for a in arguments)
+
+
+def _emit(
+    graph: fx.Graph, copy: fx.Node, writes: list[_Write], views: dict[tuple[Any, ...], list[fx.Node]]
+) -> None:  # fmt: skip
+    """Put the writes in the place of `copy`, and drop what only it needed."""
+    for write in writes:
+        target = _viewed(graph, copy, write.into, views)
+        args = (target, *write.node.args[1:]) if write.scatters else (target, write.node)
+        function = IN_PLACE[write.node.target] if write.scatters else aten.copy_.default
+        with graph.inserting_before(copy):
+            new = graph.call_function(function, args, dict(write.node.kwargs) if write.scatters else {})
+        new.meta = {**(write.node if write.scatters else copy).meta, "val": target.meta["val"]}
+        if write.scatters:
+            new.meta[MARK] = True
+    dead = [copy]
+    while dead:
+        node = dead.pop()
+        if node.op == "call_function" and not node.users and not node._erased:
+            dead += node.all_input_nodes
+            graph.erase_node(node)
+
+
+def _viewed(
+    graph: fx.Graph, copy: fx.Node, seen: _Seen, views: dict[tuple[Any, ...], list[fx.Node]]
+) -> fx.Node:  # fmt: skip
+    """The node of a view of an input: one for all who read or write it, which is no part of a kernel."""
+    known = views.get(_geometry(seen.value))
+    if known is None:
+        node: fx.Node = copy.args[0]  # type: ignore[assignment]
+        value: torch.Tensor = node.meta["val"]
+        for function, args in seen.calls:
+            with graph.inserting_before(copy):
+                node = graph.call_function(function, (node, *args))
+            with torch.no_grad(), value.fake_mode:  # type: ignore[attr-defined]
+                value = function(value, *args)
+            node.meta = {**copy.meta, "val": value}
+        known = views[_geometry(seen.value)] = [node]
+    first = min(known) if len(known) > 1 else known[0]
+    for other in known:
+        if other is not first:
+            other.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
+    _move_before(copy, first)
+    node = first
+    while node.op != "placeholder":
+        node.meta["outside"] = node.meta[WRITTEN] = True
+        node = node.args[0]  # type: ignore[assignment]
+    return first
+
+
+def _move_before(place: fx.Node, node: fx.Node) -> None:
+    """Move a node, and what it is made of, before another one where they are not."""
+    if place < node:
+        for source in node.all_input_nodes:
+            _move_before(place, source)
+        place.prepend(node)
+
+
+__all__ = ["write_through_views"]

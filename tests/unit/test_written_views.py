@@ -1,0 +1,136 @@
+"""Inputs that are written through views: eager's values, strides and aliases, and no copy of the whole input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser.frontends.dynamo import last_compilation
+from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.usefixtures("clean")
+PLACES = torch.tensor([0, 2])
+
+WHOLE = {
+    "flat": lambda x: x.view(-1),
+    "rows": lambda x: x.view(24, 64),
+    "transposed": lambda x: x.transpose(0, 1),
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "unsqueezed": lambda x: x.unsqueeze(1),
+    "regrouped": lambda x: x.view(4, 6, 2, 32).transpose(1, 2),
+    "turned": lambda x: x.view(4, 384).t(),
+}
+PARTS = {
+    "slice": lambda x: x[1:4],
+    "columns": lambda x: x[:, 2:5],
+    "steps": lambda x: x[..., ::2],
+    "row of rows": lambda x: x.view(24, 64)[5],
+    "turned slice": lambda x: x[1:4].transpose(0, 2),
+    "diagonal": lambda x: x.view(24, 64).diagonal(),
+}
+POINTWISE = {
+    "mul": lambda v: v.mul_(1.5),
+    "two": lambda v: v.exp_().add_(1),
+    "norm": lambda v: v.sub_(v.mean(-1, keepdim=True)),
+    "flip": lambda v: v.copy_(v.flip(0) * 2),
+}
+SCATTERS = {
+    "set": lambda v: v.__setitem__(PLACES, 2.5),
+    "index_add": lambda v: v.index_add_(0, PLACES, v[:2] * 2),
+    "index_copy": lambda v: v.index_copy_(0, PLACES, torch.ones_like(v[:2])),
+}
+READERS = {
+    "nobody": lambda x, v, old: (),
+    "old content": lambda x, v, old: (old,),
+    "new content": lambda x, v, old: (x.sum(0), x),
+    "view": lambda x, v, old: (v, v * 2),
+    "row": lambda x, v, old: (x[1], old),
+}
+
+
+def on_aten():
+    return [u.op for u in last_compilation().unfused]
+
+
+def compare(view, write, reader, dynamic=False):
+    """Run a program in eager and fused, twice; write the results afterwards, which shows what they alias."""
+
+    def program(x, y):
+        old = torch.mm(x.view(4, -1), y) * 1
+        v = view(x)
+        write(v)
+        return reader(x, v, old)
+
+    fused = torch.compile(program, backend="fuser", dynamic=dynamic)
+    for _ in range(2):
+        x, y = torch.randn(4, 6, 64), torch.randn(384, 8)
+        copy = x.clone()
+        want, got = program(copy, y), fused(x, y)
+        torch.testing.assert_close((*got, x), (*want, copy))
+        assert [t.stride() for t in got] == [t.stride() for t in want]
+        for a, b in zip(got, want):
+            a.add_(1), b.add_(1)
+        torch.testing.assert_close((*got, x), (*want, copy))
+
+
+@pytest.mark.parametrize("view, write, reader", pairwise(WHOLE | PARTS, POINTWISE | SCATTERS, READERS))
+def test_as_in_eager(view, write, reader):
+    compare((WHOLE | PARTS)[view], (POINTWISE | SCATTERS)[write], READERS[reader], dynamic=write in ("mul", "set"))
+
+
+@pytest.mark.parametrize("view, write", pairwise(WHOLE, POINTWISE))
+def test_a_kernel_writes_the_input(view, write):
+    compare(WHOLE[view], POINTWISE[write], READERS["nobody"])
+    assert "aten.copy_" not in on_aten()
+
+
+@pytest.mark.parametrize("view", WHOLE | PARTS)
+def test_a_scatter_is_made_in_place(view):
+    def program(x):
+        SCATTERS["set"]((WHOLE | PARTS)[view](x))
+
+    torch.compile(program, backend="fuser")(torch.randn(4, 6, 64))
+    assert "aten.copy_" not in on_aten()
+
+
+def test_paged_cache():
+    """Keys of new tokens into slots of a cache of blocks, as inference servers keep it."""
+
+    def store(cache, keys, slots):
+        cache.view(-1, 8, 64)[slots] = keys
+
+    cache, keys, slots = torch.randn(256, 16, 8, 64), torch.randn(32, 8, 64), torch.randperm(4096)[:32]
+    want = cache.clone()
+    store(want, keys, slots)
+    torch.compile(store, backend="fuser")(cache, keys, slots)
+    assert torch.equal(cache, want)
+    assert on_aten() == ["aten.index_put_"]
+
+
+ORDERS = {
+    "each reads the other": lambda x, y: (x.add_(y.sum()), y.mul_(2))[0].sum(),
+    "swapped": lambda x, y: (x * 1, x.copy_(y * 2), y.copy_(x + 1))[0],
+    "a product between": lambda x, y: (u := (x - y).sum(0).relu(), v := x @ y, x.add_(u), y.sub_(u))[1] * v,
+    "old and new": lambda x, y: (old := x.softmax(0), x.add_(y), old @ x)[2],
+    "behind a sort": lambda x, y: (s := x.sort()[0], x.copy_(s * 2), y.add_(s))[0],
+    "through a view": lambda x, y: (p := x.t() @ y, x.view(-1).mul_(2), y.t().add_(p))[0],
+    "result and state": lambda x, y: (n := torch.tanh(x + y), x.copy_(n))[0],
+    "result, view and state": lambda x, y: (n := torch.tanh(x + y), x.copy_(n), n[1:3])[2],
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_who_reads_the_old_content_comes_first(name):
+    program = ORDERS[name]
+    x, y = torch.randn(32, 32), torch.randn(32, 32)
+    copies = x.clone(), y.clone()
+    want, got = program(*copies), torch.compile(program, backend="fuser")(x, y)
+    torch.testing.assert_close((got, x, y), (want, *copies))
+    got.add_(1), want.add_(1)
+    torch.testing.assert_close((got, x, y), (want, *copies))
+
+
+@pytest.mark.parametrize("name", ["result and state", "through a view"])
+def test_states_are_written_by_kernels(name):
+    torch.compile(ORDERS[name], backend="fuser")(torch.randn(64, 64), torch.randn(64, 64))
+    assert "aten.copy_" not in on_aten()
