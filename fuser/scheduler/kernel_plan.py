@@ -130,6 +130,10 @@ class Passes(Sequence[Pass]):
         """Rows that vary along an axis and that `roots` need, in order."""
         return self._behind(roots, lambda n: bool(self._plan.varies[n]))
 
+    def needed(self, roots: Iterable[int]) -> list[int]:
+        """Rows that `roots` need, in order; not looking behind results of reductions."""
+        return self._behind(roots, lambda n: True)
+
     def _behind(
         self, roots: Iterable[int], belongs: Callable[[int], bool], stop: Set[int] = frozenset()
     ) -> list[int]:  # fmt: skip

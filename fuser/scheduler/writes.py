@@ -1,8 +1,8 @@
 """Writes into inputs: a kernel stores straight into an input where nobody still needs what it held, else a copy does.
 
 A written input is read, by the lowering's rules, only for its old content. So the store may replace that content once
-every read has happened: in later kernels nobody reads the input, and in the same kernel each point reads it only where
-it stores. Anything else goes through a buffer of its own and is copied at the very end.
+every read has happened: in later kernels and later passes nobody reads the input, and in the same kernel each point
+reads it only where it stores. Anything else goes through a buffer of its own and is copied at the very end.
 """
 
 from __future__ import annotations
@@ -37,28 +37,45 @@ def place_writes(
     late: list[KernelPlan] = []
     for buffer, number in ctx.writes:
         target = f"in{number}"
-        at, store = next((i, s) for i, p in enumerate(out) for s in p.stores if s.buffer == buffer)
-        if strides[buffer] == strides[target] and _is_last_use(out, at, store, target):
-            out[at] = _redirected(out[at], store, target, buffer in kept, dtypes)
+        at, *others = [i for i, p in enumerate(out) if any(s.buffer == buffer for s in p.stores)]
+        if strides[buffer] == strides[target] and not others and _is_last_use(out, at, buffer, target):
+            out[at] = _redirected(out[at], buffer, target, buffer in kept, dtypes)
         else:
             late.append(_copy(ctx, buffer, target, len(out) + len(late), strides, dtypes))
     return out + late
 
 
-def _is_last_use(plans: Sequence[KernelPlan], at: int, store: Store, target: str) -> bool:
-    def loads(plan: KernelPlan) -> list[Expr]:
-        return [r.attr[1][0] for r in plan.rows if r.op == "load" and r.attr[0] == target]
+def _is_last_use(plans: Sequence[KernelPlan], at: int, buffer: str, target: str) -> bool:
+    """Whether no read of `target` comes behind the stores into `buffer`, and each point reads it only where it stores.
 
+    A point that stores several elements, of a short axis, may read each only for its own new content.
+    """
+
+    def loads(plan: KernelPlan) -> dict[int, Expr]:
+        return {n: r.attr[1][0] for n, r in enumerate(plan.rows) if r.op == "load" and r.attr[0] == target}
+
+    plan, own = plans[at], loads(plans[at])
     if any(loads(p) for p in plans[at + 1 :]):
         return False
-    own = loads(plans[at])
-    return not own or (not plans[at].reductions and all(address == store.address for address in own))
+    stores = [s for s in plan.stores if s.buffer == buffer]
+    if len(stores) > 1 and own:
+        rest = [*(s.row for s in plan.stores if s.buffer != buffer), *(r.row for r in plan.reductions)]
+        if not own.keys().isdisjoint(plan.passes.needed(rest)):
+            return False
+    for store in stores:
+        needed = own.keys() if len(stores) == 1 else own.keys() & set(plan.passes.needed([store.row]))
+        if any(own[n] != store.address for n in needed):
+            return False
+    later = list(plan.passes)[min(s.phase for s in stores) + 1 :]
+    return all(own.keys().isdisjoint((*p.before, *p.inner, *p.outer)) for p in later)
 
 
-def _redirected(plan: KernelPlan, store: Store, target: str, keep: bool, dtypes: Dtypes) -> KernelPlan:
-    """The plan with the store into `target`, instead of or besides its own buffer."""
-    moved = dataclasses.replace(store, buffer=target)
-    stores = [x for s in plan.stores for x in ((s, moved) if s is store and keep else (moved if s is store else s,))]
+def _redirected(plan: KernelPlan, buffer: str, target: str, keep: bool, dtypes: Dtypes) -> KernelPlan:
+    """The plan with the stores into `buffer` made into `target`, instead or besides."""
+    stores: list[Store] = []
+    for s in plan.stores:
+        moved = dataclasses.replace(s, buffer=target)
+        stores += [s] if s.buffer != buffer else [s, moved] if keep else [moved]
     used = dict.fromkeys([r.attr[0] for r in plan.rows if r.op == "load"] + [s.buffer for s in stores])
     return dataclasses.replace(plan, stores=tuple(stores), buffers=tuple((b, dtypes[b]) for b in used))
 

@@ -111,7 +111,12 @@ def test_scans_go_into_what_they_read(rows, dtype):
     assert kernels(key) >= 2 and same[:2] == [True, True]
 
 
-@pytest.mark.parametrize("build", [flipped, normalised, read_by_another_kernel], ids=lambda f: f.__name__)
+def test_rows_are_normalised_in_place():
+    key, same = run(normalised, X, Y)
+    assert kernels(key) == 1 and same[0] is True
+
+
+@pytest.mark.parametrize("build", [flipped, read_by_another_kernel], ids=lambda f: f.__name__)
 def test_read_elsewhere_is_copied_at_the_end(build):
     key, same = run(build, X, Y)
     assert kernels(key) >= 2 and same[0] is True

@@ -23,6 +23,18 @@ WHOLE = {
     "filled": lambda x, y: x.zero_(),
     "copy": lambda x, y: x.add_(y).clone(),
 }
+ROWS = {
+    "mean": lambda x, d: x.sub_(x.mean(d, keepdim=True)),
+    "norm": lambda x, d: x.copy_((x - x.mean(d, keepdim=True)) * torch.rsqrt(x.var(d, keepdim=True) + 1e-5)),
+    "two passes": lambda x, d: x.copy_(torch.log_softmax(x, d) + x),
+    "sum of the new": lambda x, d: x.relu_().sum(d),
+    "sum of the old": lambda x, d: (x.sum(d), x.mul_(0.5))[0],
+    "extreme": lambda x, d: (x.mul_(2).sum(d), x.sub_(x.amax(d, keepdim=True)).exp_())[0],
+    "scan": lambda x, d: x.copy_(torch.cumsum(x, d) * 2),
+    "turned around": lambda x, d: x.sub_(x.flip(d) * 2),
+    "other rows": lambda x, d: x.sub_(x.flip(0).mean(d, keepdim=True)),
+}
+SIZES = [(3, 5), (5, 130), (33, 17), (7, 2, 3), (4, 515), (1031,)]
 OTHERS = {
     "old content": lambda x, y: (x * 1, x.add_(y)),
     "own memory": lambda x, y: (x.add_(y), y.mul_(2)),
@@ -39,6 +51,23 @@ def told(results, inputs):
     results = results if isinstance(results, tuple) else (results,)
     same = [[r is t or 2 * (r._base is t) for t in inputs] for r in results]
     return [*results, *inputs], [r.stride() for r in results], same
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("name", ROWS)
+def test_along_each_dim(name, order):
+    """What is computed along a dim is written into the input: short dims, which become several stores, and others."""
+
+    def program(*tensors):
+        return [ROWS[name](x, d) for x, (_, d) in zip(tensors, cases)]
+
+    cases = [(size, d) for size in SIZES for d in range(len(size))]
+    inputs = [torch.randn(size[::-1]).permute(*range(len(size))[::-1]) for size, _ in cases]
+    inputs = inputs if order == "columns" else [x.contiguous() for x in inputs]
+    copies = [x.clone() for x in inputs]
+    want, got = program(*copies), torch.compile(program, backend="fuser")(*inputs)
+    torch.testing.assert_close([*got, *inputs], [*want, *copies], rtol=1e-4, atol=1e-5)
+    assert not [u for u in last_compilation().unfused if u.op == "aten.copy_"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
