@@ -5,7 +5,7 @@ composite kernels. Images made larger or smaller would become look-ups of each e
 ATen's kernels, and circular pads chains of masked writes; on the CPU the first stay whole, and the second become joins.
 On other devices such images are taken apart, and get the layout that eager's kernels give them. A dropout that drops
 nothing would become a copy, where eager returns its input. Classes as vectors would have the strides of their numbers,
-where eager's are row-major.
+and 1-d pools without gradients the order of their input, where eager's are row-major.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def _replace() -> None:
         _stand(getattr(aten, name).default, {})
     _stand(aten._pad_circular.default, {COMPOSITE: _joined})
     _stand(aten.one_hot.default, {COMPOSITE: _one_hot})
+    _stand(aten.max_pool1d.default, {COMPOSITE: _max_pool1d})
     _stand(aten.dropout.default, {key: _Dropped(own) for key, own in _own(aten.dropout.default).items()})
 
 
@@ -125,6 +126,13 @@ class _Dropped:
         if train and p == 1:
             return torch.mul(x, torch.zeros((), dtype=x.dtype, device=x.device))
         return self.own(x, p, train) if train and p != 0 else x
+
+
+def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Row-major without a gradient on the CPU, where eager has a kernel for that; else by the 2-d pool."""
+    pooled: torch.Tensor = aten.max_pool1d_with_indices(x, *args, **kwargs)[0]
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    return pooled if differentiable or x.device.type != "cpu" else pooled.contiguous()
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

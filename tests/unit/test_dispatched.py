@@ -14,6 +14,7 @@ import fuser
 from fuser import aot
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.passes import decompositions, dispatched
+from tests.unit.memory_layouts import LAYOUTS
 
 pytestmark = pytest.mark.skipif(not fuser.can_fuse_on_cpu(), reason="needs a C++ compiler")
 MODES = {1: ("nearest", "nearest-exact", "linear"), 3: ("nearest", "nearest-exact", "trilinear")}
@@ -171,6 +172,15 @@ def test_no_other_operator_that_is_kept_is_taken_apart_by_the_dispatcher():
         for overload in packet.overloads():
             apart = [k for k in dispatched.KEYS if k in getattr(packet, overload).py_kernels]
             assert not apart or packet.__name__ in (*dispatched.RESIZING, *dispatched.WHOLE, "lstm", "gru"), name
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_1d_pools_have_the_strides_of_eagers_kernel(clean, differentiable):
+    xs = [make(torch.randn(2, 3, 6)) for name, make in LAYOUTS.items() if name != "no_channels"]
+    xs = [x.requires_grad_(differentiable) for x in xs if x is not None]
+    fn = lambda *xs: [F.max_pool1d(x, 2, 1) for x in xs]  # noqa: E731
+    for got, want in zip(torch.compile(fn, backend=fuser_backend, dynamic=False)(*xs), fn(*xs), strict=True):
+        assert torch.equal(got, want) and (got.stride() == want.stride() or not want.numel() or 1 in want.shape)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
