@@ -127,7 +127,10 @@ def test_as_in_eager(name, functional):
 
 
 def lowered_for(name):
-    fn, *args = PROGRAMS[name]
+    return lowered_as(*PROGRAMS[name])
+
+
+def lowered_as(fn, *args):
     _, spec = fuse(fn, True, args)
     given = (*spec.registered.bound, *args)
     lowered = lower_graph(spec.graph, given)
@@ -141,6 +144,17 @@ def test_the_interpreters_agree(name):
     close = {"rtol": 2e-6, "atol": 2e-6}
     compare(interpret_lowered(lowered, args), [want], tol=close)
     compare(interpret_schedule(lowered, plans, args), [want], tol=close)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "looked_up"])  # an index that is checked
+def test_all_components_are_written_into_an_input(name):
+    fn, *args = PROGRAMS[name]
+    want = fn(*args)
+    into = torch.zeros_like(want)
+    lowered, plans, given, _ = lowered_as(lambda into, *args: into.copy_(fn(*args)), into, *args)
+    into.zero_()
+    interpret_schedule(lowered, plans, given)
+    compare(into, want, tol={"rtol": 2e-6, "atol": 2e-6})
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -170,26 +170,31 @@ def _last(store: Any) -> str:
     return reasons[-1] if reasons else next(reversed(store.fallbacks), "")
 
 
-class _Interpreted:
-    """A graph's kernel plans, run by torch."""
+class Interpreted:
+    """A graph's kernel plans, run by torch. `in_place`: it may write its inputs."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        self.registered = canonicalize(graph, True)
+    def __init__(self, graph: torch.fx.Graph, in_place: bool = False) -> None:
+        self.registered = canonicalize(graph, True, in_place)
         self.reason: str | None = next(iter(self.registered.blocked), None)
 
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        args = (*self.registered.bound, *tensors)
+    def __call__(self, *inputs: Any) -> Any:
+        found = self.planned(*inputs)
+        return interpret(self.registered.graph, (*self.registered.bound, *inputs)) if found is None else found
+
+    def planned(self, *inputs: Any) -> tuple[Any, ...] | None:
+        """The results of kernel plans, or None, with a reason."""
+        args = (*self.registered.bound, *inputs)
         self.reason = self.reason or why_unfit(args, home_of(self.registered.graph))
-        if self.reason is None:
-            try:
-                lowered = lower_graph(self.registered.graph, args)
-                plans = schedule(lowered, 256)
-            except Unsupported as e:
-                self.reason = e.reason
-            else:
-                verify_lowered(lowered, plans)
-                return tuple(interpret_schedule(lowered, plans, args))
-        return interpret(self.registered.graph, args)
+        if self.reason is not None:
+            return None
+        try:
+            lowered = lower_graph(self.registered.graph, args)
+            plans = schedule(lowered, 256)
+        except Unsupported as e:
+            self.reason = e.reason
+            return None
+        verify_lowered(lowered, plans)
+        return tuple(interpret_schedule(lowered, plans, args))
 
     def outcome(self) -> Outcome:
         """Native, or the reason why not."""
@@ -231,7 +236,7 @@ def _runner(sample: Sample, route: str, want: Any, writes: bool) -> Any:
         graph = aten_graph(sample, route in ("functional", "plans") and not writes)
     except Exception as e:
         return _Registered(call_graph(sample, want), False, _why_no_trace(e))
-    return _Interpreted(graph) if route == "plans" else _Registered(graph, route == "copies")
+    return Interpreted(graph) if route == "plans" else _Registered(graph, route == "copies")
 
 
 def _why_no_trace(e: Exception) -> str:
