@@ -47,9 +47,10 @@ def new_input(ctx: LoweringContext, number: int, example: Any) -> tuple[TensorIn
     if isinstance(example, torch.Tensor):
         return _tensor_input(ctx, number, example)
     name = f"x{number}"
-    if isinstance(example, (bool, int)):
-        kind = "bool" if isinstance(example, bool) else "int"
-        return NumberInput(kind, name), ctx.new_symbol(name, int(example), STRIDE), example
+    if isinstance(example, bool):  # a choice: each value has a kernel
+        return NumberInput("bool", name), bool(ctx.specialise(ctx.new_symbol(name, int(example), STRIDE))), example
+    if isinstance(example, int):
+        return NumberInput("int", name), ctx.new_symbol(name, example, STRIDE), example
     if isinstance(example, float):
         scalar = Scalar(name, example)
         ctx.scalars.append(scalar)

@@ -381,7 +381,7 @@ def _turned(ctx: LoweringContext, x: TensorBox, dim: int) -> TensorBox:
 def lower_rot90(ctx: LoweringContext, x: TensorBox, k: int = 1, dims: Sequence[int] = (0, 1)) -> TensorBox:
     """Turned by `k` quarters in the plane of two dims."""
     a, b = (wrap_dim(d, len(x.size)) for d in dims)
-    k %= 4
+    k = ctx.specialise(k) % 4
     if k == 2:
         return _turned(ctx, _turned(ctx, x, a), b)
     if k == 1:
