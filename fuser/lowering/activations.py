@@ -128,6 +128,8 @@ def lower_relu6(ctx: LoweringContext, x: Operand) -> TensorBox:
 @lower("aten.hardtanh")
 def lower_hardtanh(ctx: LoweringContext, x: Operand, low: Operand = -1, high: Operand = 1) -> TensorBox:
     """Between `low` and `high`."""
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+        raise Unsupported(because("eager_raises", "eager's function raises ValueError: the limits are in no order"))
     return lower_clamp(ctx, x, low, high)
 
 

@@ -32,6 +32,7 @@ from fuser.lowering.decisive import reads_elements, rounded_nodes
 from fuser.lowering.inputs import NumberInput, TensorInput, new_input
 from fuser.lowering.known_shapes import AUTOCASTS, known_meta
 from fuser.lowering.norms import rereads
+from fuser.lowering.refused_numbers import check_numbers
 from fuser.lowering.registry import find, supports
 from fuser.lowering.scans import SCANS
 from fuser.lowering.shapes import dense_strides, is_row_major, row_major
@@ -172,6 +173,7 @@ def _lower_node(ctx: LoweringContext, node: CanonicalNode, values: list[Any], me
     meta_args, meta_kwargs = _on_meta(ctx, meta_args), _on_meta(ctx, meta_kwargs)
     meta_kwargs.pop("pin_memory", None)
     meta = run_meta(node.op, meta_args, meta_kwargs, device=ctx.target.like)
+    check_numbers(node.op, meta_args, meta_kwargs)
     meta = corrected(node.op, ctx.target.like, meta, meta_args)
     ctx.op, ctx.origin = node.op.split(".", 2)[0] + "." + node.op.split(".", 2)[1], f"%{node.index} {node.op}"
     ctx.meta, ctx.arg_metas = meta, meta_args

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -52,20 +53,21 @@ class Numbered:
         args, kwargs = self.arguments(number, tensors)
         return self.function(*args, **kwargs)
 
-    def graph(self, result: Any) -> torch.fx.Graph:
-        """The call as a graph of its number and its tensors."""
+    def graph(self, result: Any, number: Any = None) -> torch.fx.Graph:
+        """The call as a graph of its number, if none is given, and its tensors."""
         graph = torch.fx.Graph()
-        number, *tensors = (graph.placeholder(f"x{i}") for i in range(1 + len(self.tensors)))
+        number = graph.placeholder("number") if number is None else number
+        tensors = [graph.placeholder(f"x{i}") for i in range(len(self.tensors))]
         node = graph.call_function(self.function, *self.arguments(number, tensors))
         results = range(len(result)) if isinstance(result, (tuple, list)) else ()
         graph.output([graph.call_function(operator.getitem, (node, i)) for i in results] or node)
         return graph
 
 
-def calls() -> Iterator[tuple[str, Numbered]]:
-    """One call of each form with a number, by the operator's name."""
+def calls(*dtypes: torch.dtype) -> Iterator[tuple[str, Numbered]]:
+    """One call of each form with a number, by the operator's name, in the first of the dtypes that it takes."""
     for op in database.operators():
-        dtype = next((d for d in (torch.float32, torch.int64) if d in op.supported_dtypes("cpu")), None)
+        dtype = next((d for d in dtypes if d in op.supported_dtypes("cpu")), None)
         defined = database.undefined(op, torch.testing._internal.opinfo.core.SampleInput(None)) == ()
         fit = dtype and defined and not any(name in op.name for name in CRASHES)
         made = op.sample_inputs("cpu", dtype, requires_grad=False) if fit else []
@@ -103,7 +105,7 @@ def test_numbers_and_flags_are_inputs():
     wrong, flags, numbers = [], 0, 0
     with warnings.catch_warnings(), fuser.config.override(random="eager"):
         warnings.simplefilter("ignore")
-        for name, call in calls():
+        for name, call in calls(torch.float32, torch.int64):
             value = call.flat[call.at]
             for number in dict.fromkeys((value, *OTHERS[type(value)](value))):
                 found = problems(call, number)
@@ -112,6 +114,44 @@ def test_numbers_and_flags_are_inputs():
                 wrong += [f"{name}: {number!r}: {found[0]}"] if found else []
     assert not wrong, "\n".join(wrong)
     assert flags > 100 and numbers > 200, (flags, numbers)
+
+
+REFUSED = {int: (300, -129, 256), float: (1e39, -1e5, math.nan, -1.0)}
+SIZED = tuple("arange linspace logspace repeat expand broadcast tile eye ones zeros nn.functional.interpolate".split())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.uint8], ids=str)
+def test_numbers_that_eager_refuses_are_in_no_kernel(dtype):
+    wrong, refused = [], 0
+    with warnings.catch_warnings(), fuser.config.override(random="eager"):
+        warnings.simplefilter("ignore")
+        for name, call in calls(dtype):
+            value = call.flat[call.at]
+            for number in REFUSED.get(type(value), ()) if not name.startswith(SIZED) else ():
+                says = refusal(call, value, number)
+                refused += says is not None
+                wrong += [f"{name}: {number!r}: {says}"] if says else []
+    assert not wrong, "\n".join(wrong)
+    assert refused > 5, refused
+
+
+def refusal(call: Numbered, value: Any, number: Any) -> str | None:
+    """What eager says against a number if plans take it, "" if they do not; None if eager takes the number."""
+    try:
+        result = call(value, *compare.copy_inputs(call.tensors))
+    except Exception:
+        return None
+    try:
+        call(number, *compare.copy_inputs(call.tensors))
+    except Exception as error:
+        if "not implemented for" in str(error):
+            return None
+        try:
+            plans = Interpreted(call.graph(result, number))
+        except Exception:  # no graph takes it
+            return ""
+        return str(error) if plans.planned(*compare.copy_inputs(call.tensors)) is not None else ""
+    return None
 
 
 def test_a_handle_asks_for_another_kernel_for_another_flag():
