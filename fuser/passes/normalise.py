@@ -64,6 +64,18 @@ def _is_identity(call: Call) -> bool:
     return _CASTS.get(call.name) is before.dtype
 
 
+def put_known_numbers(module: fx.GraphModule) -> int:
+    """An integer that is the same in each call of the graph is a constant: `as_tensor` would cut it to 32 bits."""
+    values = {n: n.meta.get("example_value") for n in module.graph.nodes}
+    symbols = {n: v.node.maybe_as_int() for n, v in values.items() if isinstance(v, torch.SymInt)}
+    known = {n: number for n, number in symbols.items() if number is not None}
+    made = dict.fromkeys(u for n in known for u in n.users if isinstance(values[u], torch.Tensor))
+    users = [u for u in made if not isinstance(u.target, torch._ops.HigherOrderOperator)]  # they take no constants
+    for user in users:
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: known.get(n, n))
+    return len(users)
+
+
 def keep_loss_weights(module: fx.GraphModule) -> int:
     """A weighted `l1_loss` is called past torch's function modes, to which it does not hand its weights."""
     changed = 0

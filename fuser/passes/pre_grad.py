@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fuser.passes.normalise import drop_identities, keep_loss_weights, name_written
+from fuser.passes.normalise import drop_identities, keep_loss_weights, name_written, put_known_numbers
 from fuser.passes.runner import Pass, later
 from fuser.passes.written_layouts import keep_written_layouts
 
 PRE_GRAD: tuple[Pass, ...] = (
+    Pass("put_known_numbers", put_known_numbers),
     Pass("keep_written_layouts", keep_written_layouts),
     Pass("name_written", name_written),
     Pass("drop_identities", drop_identities),

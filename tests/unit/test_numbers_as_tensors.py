@@ -136,3 +136,24 @@ def _steps(compiled):
 def test_an_optimizer_of_a_number():
     """SGD's momentum of a parameter without dims forgot every gradient but the first."""
     torch.testing.assert_close(_steps(True), _steps(False))
+
+
+MADE = {
+    "as_tensor": lambda n, x: torch.as_tensor(n), "of a sum": lambda n, x: torch.as_tensor(n + 1),
+    "as_tensor of a list": lambda n, x: torch.as_tensor([n, 3]), "asarray": lambda n, x: torch.asarray(n),
+    "tensor": lambda n, x: torch.tensor([n, 3]), "new_tensor": lambda n, x: x.new_tensor([n, 3]),
+    "new_tensor of one": lambda n, x: x.new_tensor(n), "LongTensor": lambda n, x: torch.LongTensor([n, 3]),
+    "float64": lambda n, x: torch.as_tensor(n, dtype=torch.float64),
+    "scalar_tensor": lambda n, x: torch.scalar_tensor(n),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("name", MADE)
+def test_integers_keep_all_their_bits(clean, name, differentiable):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=differentiable)
+    fn = lambda x, n: MADE[name](n, x) * x  # noqa: E731
+    compiled = torch.compile(fn, backend="fuser", dynamic=True)
+    for n in (7, 2**31 + 5, -(2**33), 2**53 + 1):
+        got, want = compiled(x, n), fn(x, n)
+        assert torch.equal(got, want) and got.dtype == want.dtype, n
