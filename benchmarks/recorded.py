@@ -33,6 +33,7 @@ _DTYPES = {
     **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     "bf16": torch.bfloat16, "b8": torch.bool, "u8": torch.uint8, "c32": torch.complex32, "c64": torch.complex64,
 }
+_RENAMED = {"aten.sum.SymInt": "aten.sum.dim_IntList"}  # as torch has it now
 # Which argument has a dim of classes.
 _CLASSES = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.nll_loss2d_forward": 0}
 
@@ -74,6 +75,7 @@ def read(folder: pathlib.Path) -> list[Recorded]:
         for line in path.read_text().splitlines():
             if line.startswith("Operator:"):
                 operator = line.removeprefix("Operator:").strip()
+                operator = _RENAMED.get(operator, operator)
             elif (match := _LINE.match(line)) and not _LEFT_OUT.search(operator):
                 found[Recorded(operator, match[1])] = None
     return list(found)

@@ -54,8 +54,11 @@ _DRAWING = ("rand", "dropout", "bernoulli", ".normal", "uniform", "exponential",
 
 def may_repeat(spec: KernelSpec) -> bool:
     """Whether a call may run more than once: it writes into no input and draws no random numbers."""
-    draws = any(word in node.op for node in spec.graph.calls for word in _DRAWING)
-    return not spec.registered.writes and not draws
+    return not spec.registered.writes and not _draws(spec)
+
+
+def _draws(spec: KernelSpec) -> bool:
+    return any(word in node.op for node in spec.graph.calls for word in _DRAWING)
 
 
 # -- registration ------------------------------------------------------------------------------------------------------
@@ -452,9 +455,10 @@ class Executor:
             return
         target = targets.known(self.device_of(args) or "")
         timed = target is not None and target.races and not dict(self.spec.config).get("check_bounds")
-        slowest = config.slowest if timed else 0.0
-        if (config.verify or slowest) and may_repeat(self.spec):
-            self._trials.add(kernel, config.verify, slowest)
+        slowest = config.slowest if timed and not _draws(self.spec) else 0.0
+        verified = config.verify if may_repeat(self.spec) else 0
+        if verified or slowest:
+            self._trials.add(kernel, verified, slowest)
         else:
             self._admit(kernel, ALL_MAGNITUDES, None)
 

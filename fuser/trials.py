@@ -16,6 +16,8 @@ The decision is made before the first result of a form is returned and never cha
 of the contestant that stays: the same inputs give the same bits in every call. Where the kernel was surely faster, that
 is kept on disk beside the outcomes of contests; what was close, or lost, another process decides anew. Under
 `torch.use_deterministic_algorithms` nothing is timed: then the bits must not depend on a clock at all.
+
+A kernel that writes inputs is timed on copies of these, and is not verified. The call itself then runs once.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fuser import forks, logs, notices, plans
 from fuser.contests import records
 from fuser.contests import trial as contest
 from fuser.kernel_cache import FusedKernel, KernelSpec
-from fuser.kernel_spec import OUT_OF_BOUNDS
+from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.runtime import heap, launcher
@@ -88,6 +90,7 @@ class Trials:
         leave: Callable[[tuple[Any, ...], str, Callable[..., Any] | None], bool],
     ) -> None:
         self._spec, self._admit, self._leave = spec, admit, leave
+        self._written = spec.graph.written
         self._trials: list[_Trial] = []
         self._lock = forks.lock()  # of the list, and of what changes in its trials
 
@@ -117,15 +120,21 @@ class Trials:
     def run(self, args: tuple[Any, ...]) -> Any:
         """The result of a call that a kernel on trial takes, by the kernel or the fallback; `MISS` if there is none."""
         for trial in self._trials:
-            got = trial.handle(*args)
+            got = trial.handle(*self._spared(args))
             if got is MISS:
                 continue
             reason = self._why_slow(trial, args)
             if reason is not None:
                 self._spec.store.note_fallback(reason)
                 return self._spec.fallback(*args)
+            if self._written:
+                return trial.handle(*args)
             return self._judge(trial, args, got) if trial.left else got
         return MISS
+
+    def _spared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments that a call may write any number of times: copies of those that the graph writes."""
+        return tuple(_copied(a) if i in self._written else a for i, a in enumerate(args)) if self._written else args
 
     def _settle(self, trial: _Trial, magnitudes: int) -> None:
         """The kernel stays in these magnitudes: calls of them go to it at once, if there is nothing left to verify."""
@@ -185,7 +194,8 @@ class Trials:
         heap.keep_warm()  # else ATen writes into new pages in each call, for as long as anybody would wait for it
         try:
             limit = self._limit(trial)
-            found = contest.compete(trial.handle, direct or self._spec.fallback, args, limit, contest.clock)
+            rival = direct or self._spec.fallback
+            found = contest.compete(trial.handle, rival, self._spared(args), limit, contest.clock)
         except Exception:  # an operator that eager has not for a dtype: there is a result, and nothing to compare with
             return None
         sizes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
@@ -206,11 +216,13 @@ class Trials:
         function = self._spec.fallback.direct
         if function is None:
             return None
+        mine, theirs = self._spared(args), self._spared(args)
         try:
-            found, known = function(*args), self._spec.fallback(*args)
+            found, known = function(*mine), self._spec.fallback(*theirs)
         except Exception:
             return None
-        return function if _is_equal(found, known) else None
+        same = _is_equal((found, *(mine[i] for i in self._written)), (known, *(theirs[i] for i in self._written)))
+        return function if same else None
 
     def _judge(self, trial: _Trial, args: tuple[Any, ...], got: Any) -> Any:
         want = self._spec.fallback(*args)
@@ -247,6 +259,13 @@ def _is_equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     alike = isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
     return alike and torch.equal(*map(_bytes_of, (a, b)))
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with its strides, and its distance from a multiple of `ALIGNMENT` bytes."""
+    places = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
+    start = x.data_ptr() % ALIGNMENT // x.element_size()
+    return x.new_empty(start + places).as_strided(x.shape, x.stride(), start).copy_(x)
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:

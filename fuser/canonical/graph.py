@@ -108,6 +108,12 @@ class CanonicalGraph:
         return self.nodes[self.n_inputs :]
 
     @property
+    def written(self) -> frozenset[int]:
+        """The inputs that the graph writes as a whole, by `copy_`."""
+        targets = (n.args[0] for n in self.calls if n.op == "aten.copy_")
+        return frozenset(t.index for t in targets if isinstance(t, Ref) and t.index < self.n_inputs)
+
+    @property
     def single(self) -> bool:
         """Whether the graph returns one value rather than a tuple."""
         return not isinstance(self.output, tuple)

@@ -82,7 +82,7 @@ def _may_write(
     versions = [target, *chain]
     views = [_views(version) for version in versions]
     aliases = {*versions, *(v for found in views for v in found)}
-    if not aliases.isdisjoint(returned):
+    if not aliases.isdisjoint(returned - {target, *views[0]}):  # the input is returned with its last content
         return False
     for node, version, found in zip(chain, versions, views):
         if not _alike(node, target) or (node.target in PARTS and not _is_small_part(node)):
@@ -90,7 +90,7 @@ def _may_write(
         if _count(node, version) != 1 or any(a in aliases for a in node.all_input_nodes if a is not version):
             return False
         readers = {u for v in (version, *found) for u in v.users} - found - {node, copy}
-        if any(position[u] > position[node] for u in readers):
+        if any(position[u] > position[node] for u in readers if u.op != "output"):
             return False
     return True
 

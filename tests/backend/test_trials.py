@@ -139,6 +139,39 @@ def test_calls_that_write_are_not_repeated():
     assert torch.equal(x, torch.full((5000,), 3.5))
 
 
+LAYOUTS = ("rows", "turned", "unaligned")
+
+
+@pytest.mark.parametrize("slower", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_that_write_are_timed_on_copies(monkeypatch, layout, slower):
+    """Whatever stays: the input is written once in each call, and is what comes back. Copies fit the same kernel."""
+    written = []
+
+    def compete(kernel, other, args, limit, now):
+        before = [a.clone() for a in args]
+        for function in (kernel, other, kernel):
+            assert function(*args) is not trials.MISS
+        written.append([not torch.equal(a, b) for a, b in zip(args, before)])
+        return Outcome(1.3 if slower else 0.9, slower)
+
+    monkeypatch.setattr(contest, "compete", compete)
+    number = 3 + 2 * LAYOUTS.index(layout) + slower
+    memory = torch.linspace(0, 1, 70 * 80 + 1)
+    x = {
+        "rows": memory[: 70 * 80].view(70, 80), "turned": memory[: 70 * 80].view(80, 70).t(),
+        "unaligned": memory[1 : 70 * 80 + 1].view(70, 80),
+    }[layout]  # fmt: skip
+    graph = torch.fx.symbolic_trace(lambda x, y: x.copy_(torch.sin(x) * y + number))
+    key, y = register_fusion(graph, in_place=True), torch.rand(70, 80)
+    handle, want = fusion_handle(key), x.clone()
+    for _ in range(3):
+        want = torch.sin(want) * y + number
+        assert handle(x, y) is x
+        torch.testing.assert_close(x, want)
+    assert written == [[True, False]] and handle.hits == (0 if slower else 2)
+
+
 def test_verified_calls_are_timed_too(monkeypatch):
     held = decide(monkeypatch, lambda elements: elements == 5000)
     handle = fusion_handle(register(lambda x: torch.erf(x) * 0.4375))
@@ -206,6 +239,38 @@ def test_a_single_operator_that_is_left_to_eager_is_called_as_eager_calls_it(mon
     ((_, other),) = held
     assert torch.sum in other.__globals__.values()
     assert other is not interface.REGISTRY.find(key).spec.fallback
+
+
+@pytest.mark.parametrize(
+    "op, args, name",
+    [
+        ("relu.default", (), "relu_"),
+        ("mul.Tensor", ("y",), "mul_"),
+        ("add.Tensor", ("y",), "add_"),
+        ("clamp.default", (0.25, 0.5), "clamp_"),
+        ("hardtanh.default", (0.0, 0.5), "hardtanh_"),
+        ("copy.default", ("y",), "copy_"),
+        ("mul.Tensor", ("x",), ""),  # it reads what it writes once more
+        ("sin.default", None, ""),  # of another tensor
+    ],
+)
+def test_an_operator_copied_into_its_argument_is_timed_beside_its_twin_in_place(monkeypatch, op, args, name):
+    held = _decided(monkeypatch)
+    packet, overload = op.split(".")
+    target = getattr(getattr(torch.ops.aten, packet), overload)
+    graph = torch.fx.Graph()
+    given = {n: graph.placeholder(n) for n in "xy"}
+    read = (given["y"],) if args is None else (given["x"], *(given.get(a, a) for a in args))
+    made = graph.call_function(target, read)
+    graph.output(graph.call_function(torch.ops.aten.copy_.default, (given["x"], made)))
+    key = register_fusion(torch.fx.GraphModule({}, graph), in_place=True)
+    x, y = torch.rand(70, 81), torch.rand(70, 81)
+    want = target(*((y,) if args is None else (x, *({"x": x, "y": y}.get(a, a) for a in args))))
+    assert fusion_handle(key)(x, y) is x
+    assert torch.equal(x, want)
+    ((limit, other),) = held
+    functions = getattr(other, "__globals__", {})
+    assert (limit, name in functions) == ((trials.ALONE, True) if name else (1.05, False))
 
 
 def test_another_meaning_of_torchs_own_function_is_noticed(monkeypatch):

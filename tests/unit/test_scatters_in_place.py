@@ -59,6 +59,11 @@ def returns_an_older_view(x):
     return y, y + 1
 
 
+def returns_what_it_wrote(x):
+    x.index_add_(0, I, V)
+    return x.scatter_add_(0, I[:, None].expand(3, 200), V)
+
+
 def then_all(x):
     x.index_add_(0, I, V)
     x.mul_(2)
@@ -72,7 +77,7 @@ def from_itself(x):
 
 IN_PLACE = {  # how many calls of ATen write into a part
     chain: 7, reads_before_and_after: 1, parts: 3, part_then_places: 2, part_of_itself: 0, reads_between: 3,
-    returns_an_older_view: 1, then_all: 0, from_itself: 2,
+    returns_an_older_view: 1, returns_what_it_wrote: 2, then_all: 0, from_itself: 2,
 }  # fmt: skip
 
 
