@@ -15,6 +15,7 @@ import torch
 
 from fuser import forks
 from fuser.canonical import Ref, Registered, Row, refs_of
+from fuser.canonical.mutation import in_place_twin
 
 
 class Fallback:
@@ -92,7 +93,7 @@ def _in_place(registered: Registered) -> Registered:
     if len(calls) != 2 or calls[1].target is not torch.ops.aten.copy_.default or not calls[0].args:
         return registered
     made, copy = calls
-    written, twin = made.args[0], _twin(made.target)
+    written, twin = made.args[0], in_place_twin(made.target)
     inputs = [row.index for row in registered.rows if row.op == "placeholder"]
     if twin is None or not isinstance(written, Ref) or written.index not in inputs:
         return registered
@@ -101,14 +102,6 @@ def _in_place(registered: Registered) -> Registered:
         return registered
     own = Row(copy.index, "call_function", twin, made.args, made.kwargs)
     return replace(registered, rows=tuple(own if row is copy else row for row in registered.rows if row is not made))
-
-
-def _twin(target: Any) -> Any:
-    """The overload of the same name that writes its first argument; None if there is none."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return None
-    packet = getattr(torch.ops.aten, f"{target._opname}_", None)
-    return getattr(packet, target._overloadname, None)
 
 
 def _torch_function(target: Any) -> Callable[..., Any] | None:

@@ -193,6 +193,14 @@ def _of_schema(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, An
     return Effect.NONE if not written else Effect.RETURNS_WRITTEN if overload.returned else Effect.WRITES
 
 
+def in_place_twin(target: Any) -> OpOverload | None:
+    """The overload of the same name that writes its first argument, as `relu_` for `relu`; None if there is none."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    packet = getattr(torch.ops.aten, f"{target._opname}_", None)
+    return getattr(packet, target._overloadname, None)
+
+
 def writes(op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an FX call may write into a tensor that existed before."""
     return effect(op, target, args, kwargs) is not Effect.NONE

@@ -22,7 +22,8 @@ _KEPT_FOR_ATEN = frozenset(
         "aten.avg_pool3d aten._adaptive_avg_pool2d aten._adaptive_avg_pool3d aten._euclidean_dist aten._cdist_forward "
         "aten.embedding_bag aten._embedding_bag aten.index_add aten.index_copy aten.lstm aten.gru aten.native_dropout "
         "aten.unsafe_split aten.unsafe_split_with_sizes aten.max_unpool2d aten.max_unpool3d "
-        "aten._weight_norm_interface aten.multilabel_margin_loss_forward"
+        "aten._weight_norm_interface aten.multilabel_margin_loss_forward aten.reflection_pad1d_backward "
+        "aten.reflection_pad2d_backward aten.reflection_pad3d_backward"
     ).split()
 )
 

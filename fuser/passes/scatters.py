@@ -2,7 +2,8 @@
 
 AOTAutograd makes `x.index_add_(…)` a functional `index_add` whose result is copied back into `x` at the end, and a
 write into a slice of `x` a `slice_scatter`. Where whoever reads an older content can do so before the next write, the
-chain writes `x` itself by ATen, as eager does.
+chain writes `x` itself by ATen, as eager does. So does any operator that has a twin in place where `x` has gaps in
+memory: kernels write no such input.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.canonical.mutation import in_place_twin
+from fuser.lowering.context import memory_order
 from fuser.passes.classify import MARK, is_view, is_write_back
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.hints import numel_hint
@@ -19,7 +22,8 @@ from fuser.passes.hints import numel_hint
 aten = torch.ops.aten
 SMALL = 16384  # tensors of this many elements or less, written in part, are made anew in a kernel
 _SCATTERS = (
-    "index_add index_copy index_fill index_put index_reduce scatter scatter_add scatter_reduce masked_scatter put"
+    "index_add index_copy index_fill index_put _index_put_impl index_reduce scatter scatter_add scatter_reduce "
+    "masked_scatter put"
 )
 
 
@@ -59,7 +63,7 @@ def scatters_in_place(module: fx.GraphModule) -> int:
         if not chain or not _may_write(chain, target, copy, position, returned):
             continue
         for node in chain:
-            node.target = IN_PLACE[node.target]
+            node.target = _in_place(node, target)
             node.meta[MARK] = True
         graph.erase_node(copy)
         changed += 1
@@ -69,10 +73,26 @@ def scatters_in_place(module: fx.GraphModule) -> int:
 def _chain(target: fx.Node, value: object) -> list[fx.Node]:
     """The scatters from the input `target` to `value`, in order; none if it is made in another way."""
     found: list[fx.Node] = []
-    while isinstance(value, fx.Node) and value.target in IN_PLACE and value.args:
+    while isinstance(value, fx.Node) and value.args and _in_place(value, target) is not None:
         found.append(value)
         value = value.args[0]
-    return found[::-1] if value is target else []
+    ways = {node.target in IN_PLACE for node in found}
+    return found[::-1] if value is target and (ways == {True} or len(found) == 1) else []
+
+
+def _in_place(node: fx.Node, target: fx.Node) -> Any:
+    """What does the same as a call and writes the input `target`, by ATen; None if a kernel may do so, or nothing."""
+    if node.target in IN_PLACE:
+        return IN_PLACE[node.target]
+    twin = in_place_twin(node.target) if _has_gaps(target.meta.get("val")) else None
+    return None if twin is None or torch.Tag.nondeterministic_seeded in twin.tags else twin
+
+
+def _has_gaps(x: Any) -> bool:
+    """Whether a tensor's strides are numbers, and not those of dense memory."""
+    if not isinstance(x, torch.Tensor) or not all(type(n) is int for n in (*x.shape, *x.stride())):
+        return False
+    return x.numel() > 0 and memory_order(x.shape, x.stride()) is None
 
 
 def _may_write(
