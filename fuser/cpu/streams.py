@@ -1,7 +1,8 @@
 """Large results are written past the cache in whole lines. No line is read first, which saves a third of the traffic.
 
 A piece of each result is computed into a tile in the first level cache and written from there. Whether it pays is
-known at run time alone: `stream` in the function says so, and else the loops write to memory as usual.
+known at run time alone: `stream` in the function says so, and else the loops write to memory as usual. Rows have to
+begin at halves of lines: else each load of the tile needs two stores before it, for which it waits.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ static inline void fuser_stream(void* to, const void* from, i64 bytes) {
   fuser_line line;
   __asm__ volatile(
       "mov %%rdi, %%rcx; neg %%rcx; and $LAST, %%rcx; cmp %[left], %%rcx; cmovg %[left], %%rcx;"  // to the first line
-      "sub %%rcx, %[left]; rep movsb; sub $SPAN, %[left]; jl 2f;"
+      "sub %%rcx, %[left]; FEW sub $SPAN, %[left]; jl 2f;"
       "1: MOVES add $SPAN, %%rsi; add $SPAN, %%rdi; sub $SPAN, %[left]; jge 1b;"
-      "2: lea SPAN(%[left]), %%rcx; rep movsb"
+      "2: lea SPAN(%[left]), %%rcx; FEW"
       : "+D"(to), "+S"(from), [left] "+r"(bytes), [line] "=&x"(line) : : "rcx", "memory", "cc");
 #endif
 }
 static inline void fuser_stream_end() { __asm__ volatile("sfence" : : : "memory"); }
 """
+# Less than a line, %rcx bytes. `rep movsb` takes 60 cycles to begin, also for none.
+_FEW = (
+    "3: sub $8, %%rcx; jl 4f; movsq; jmp 3b; 4: test $4, %%cl; jz 5f; movsl; 5: test $2, %%cl; jz 6f; movsw;"
+    " 6: test $1, %%cl; jz 7f; movsb; 7:"
+)
 
 
 def stream_helper(uses: Set[str], machine: Machine) -> str:
@@ -49,15 +55,21 @@ def stream_helper(uses: Set[str], machine: Machine) -> str:
     load = store.replace("movntps", "movups")
     places = range(0, span, width)
     moves = " ".join(f"{load} {at}(%%rsi), %[line]; {store} %[line], {at}(%%rdi);" for at in places)
-    return filled(_STREAM_HELPER, {"MOVES": moves, "LAST": span - 1, "SPAN": span, "WIDTH": width})
+    return filled(_STREAM_HELPER, {"FEW": _FEW, "MOVES": moves, "LAST": span - 1, "SPAN": span, "WIDTH": width})
 
 
 def may_stream(rows: Rows) -> None:
-    """In a function's head: declare `stream`, whether its results are that large."""
+    """In a function's head: declare `stream`, whether its results are that large, and their rows begin at such places.
+
+    A result of one row begins where its memory does.
+    """
     facts = rows.facts
-    width = sum(facts.dtypes[s.buffer].itemsize for s in facts.streams)
-    total = product(symbol(f"n_{a.sym.name}") for a in facts.plan.axes)
-    rows.out.let("bool", "stream", size(total) >= ir.Number(STREAM_BYTES // width, torch.int64))
+    assert facts.vector is not None
+    widths = [facts.dtypes[s.buffer].itemsize for s in facts.streams]
+    total, row = (product(symbol(f"n_{a.sym.name}") for a in axes) for axes in (facts.plan.axes, [facts.vector]))
+    large = size(total) >= ir.Number(STREAM_BYTES // sum(widths), torch.int64)
+    elements = facts.machine.line_bytes // 2 // min(widths)
+    rows.out.let("bool", "stream", large & ((size(row) % elements).same(0) | size(total).same(size(row))))
 
 
 def staged(rows: Rows, phase: int, loop: LoopRange) -> AbstractContextManager[None]:
