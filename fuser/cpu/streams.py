@@ -64,12 +64,13 @@ def may_stream(rows: Rows) -> None:
     A result of one row begins where its memory does.
     """
     facts = rows.facts
-    assert facts.vector is not None
     widths = [facts.dtypes[s.buffer].itemsize for s in facts.streams]
-    total, row = (product(symbol(f"n_{a.sym.name}") for a in axes) for axes in (facts.plan.axes, [facts.vector]))
-    large = size(total) >= ir.Number(STREAM_BYTES // sum(widths), torch.int64)
-    elements = facts.machine.line_bytes // 2 // min(widths)
-    rows.out.let("bool", "stream", large & ((size(row) % elements).same(0) | size(total).same(size(row))))
+    extents = [symbol(f"n_{a.sym.name}") for a in facts.plan.axes]
+    large = size(product(extents)) >= ir.Number(STREAM_BYTES // sum(widths), torch.int64)
+    if len(extents) > 1 and facts.vector is not None:
+        row, elements = symbol(f"n_{facts.vector.sym.name}"), facts.machine.line_bytes // 2 // min(widths)
+        large &= (size(row) % elements).same(0) | size(product(extents)).same(size(row))
+    rows.out.let("bool", "stream", large)
 
 
 def staged(rows: Rows, phase: int, loop: LoopRange) -> AbstractContextManager[None]:
