@@ -34,7 +34,10 @@ _CLEARLY, _CLEAR_ROUNDS = 0.9, 3  # a kernel that takes less than this of the ot
 _FAR = 0.25  # nor is one that takes less than this of it in the second call already
 # A call with more page faults wrote into new pages, as the first few calls do wherever malloc puts their results.
 _FAULTS = 16
-_COLD_SECONDS = 0.04  # CPU time after which they may
+_COLD_SECONDS = 0.04  # CPU time after which they may, where each call goes on to: malloc maps blocks of 32 MiB anew
+_MAPPED = (32 << 20) // 4096  # page faults that such a block makes, in the smallest pages
+_SETTLING_SECONDS = 0.12  # the same for smaller ones, which malloc finds again after a few calls
+_COLD = 6  # samples
 _PATIENCE = 3  # seconds on the clock for each of these two limits where threads wait for processors
 
 
@@ -59,17 +62,22 @@ class Samples:
     most: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     calls: int = 1  # in a sample
+    cold: int = 0  # samples that were taken again
 
     def take(self, function: Callable[..., Any], args: Sequence[Any], now: Clock) -> None:
-        """Run one more sample. The first finds how many calls make one."""
+        """Run one more sample. The first finds how many calls make one. Up to `_COLD`, for all samples together, are
+        taken again for pages that were new and stay with the heap."""
         while True:
-            start, began = now()
+            faults, (start, began) = _page_faults(), now()
             for _ in range(self.calls):
                 function(*args)
             end, ended = now()
-            if self.most or end - start >= _SAMPLE_SECONDS:
+            long = bool(self.most) or end - start >= _SAMPLE_SECONDS
+            cold = self.cold < _COLD and _FAULTS * self.calls < _page_faults() - faults < _MAPPED * self.calls
+            if long and not cold:
                 break
-            self.calls *= 2
+            self.calls *= 1 if long else 2
+            self.cold += long
         self.most.append((end - start) / self.calls)
         self.least.append(min(ended - began, end - start) / self.calls)
 
@@ -155,7 +163,9 @@ def _warm_up(
             waits = _is_over(start, done, _SECONDS)[1]
             if waits and mine[0] < 2 * far * theirs[0] and mine[1] < 2 * far * theirs[1]:
                 return mine[0] / theirs[0], False
-        if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, _COLD_SECONDS)):
+        mapped = max(before - faults, after - before) >= _MAPPED
+        seconds = _COLD_SECONDS if mapped else _SETTLING_SECONDS
+        if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, seconds)):
             break
     return None
 
