@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table as torchs_decompositions
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.aot_autograd import aot_function, aot_module_simplified, make_boxed_func
 from torch.testing._internal.common_methods_invocations import op_db
 
 import fuser
@@ -278,6 +278,27 @@ def test_ops_have_the_decomposition_of_the_table():
     table = decomposition_table()
     for op in {*table, *(f for f in torchs_decompositions if isinstance(f, torch._ops.OpOverload))}:
         assert decomposition_of(op) == table.get(op), op
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_gradients_of_reflection_pads_are_whole_on_the_cpu(dims):
+    """With three dims on other devices, too."""
+    op = getattr(torch.ops.aten, f"reflection_pad{dims}d_backward").default
+    x = torch.randn(2, 3, *[8] * dims, requires_grad=True)
+    traced = []
+
+    def keep(graph, args):
+        traced.append([n.target for n in graph.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(graph)
+
+    compiled = aot_function(
+        lambda x: torch.nn.functional.pad(x, [1] * 2 * dims, mode="reflect"), keep, decompositions=decomposition_table()
+    )
+    compiled(x).sum().backward()
+    assert op in traced[-1]
+    elsewhere = [torch.empty(2, 3, *[n] * dims, device="meta") for n in (10, 8)]
+    apart = decomposition_of(op)
+    assert apart is None if dims == 3 else apart(*elsewhere, [1] * 2 * dims) is not NotImplemented
 
 
 def test_frozen_weights_are_those_that_aot_autograd_names(clean, monkeypatch):
