@@ -19,13 +19,14 @@ aten = torch.ops.aten
 def kinks_by_masks(module: fx.GraphModule) -> int:
     """The backward of ReLU, leaky ReLU and hardtanh asks for a comparison, which the cut may save in the value's place.
 
+    Outside of a backward, as in a graph that is one, the operators stay whole: nothing is saved.
     The comparisons are those of the operators' lowerings, NaN included. A value that the backward reads for something
     else stays as it is: it is saved in any case.
     """
     changed, behind = 0, after_tangents(module.graph)
     for node in list(module.graph.nodes):
         spell = _SPELLED.get(node.target)
-        if spell is None or node.kwargs or not _is_plain(node) or _is_read(node.args[1], behind):
+        if spell is None or node not in behind or node.kwargs or not _is_plain(node) or _is_read(node.args[1], behind):
             continue
         write = Writer(node)
         write.instead(spell(write, *node.args))

@@ -59,15 +59,26 @@ def scatters_in_place(module: fx.GraphModule) -> int:
     for copy in [n for n in graph.nodes if is_write_back(n) and len(n.args) == 2 and not n.kwargs]:
         target, value = copy.args
         assert isinstance(target, fx.Node)
-        chain = _chain(target, value)
-        if not chain or not _may_write(chain, target, copy, position, returned):
+        chain = _chain(target, _before_strides(target, value))
+        if not chain or not _may_write(chain, target, {copy, value} - {chain[-1]}, position, returned):
             continue
         for node in chain:
             node.target = _in_place(node, target)
             node.meta[MARK] = True
         graph.erase_node(copy)
+        if value is not chain[-1]:
+            graph.erase_node(value)
         changed += 1
     return changed
+
+
+def _before_strides(target: fx.Node, value: Any) -> Any:
+    """What `value` copies into the strides of `target`, if a scatter made it and nobody else reads the copy."""
+    if not isinstance(value, fx.Node) or value.target is not aten.copy.default or len(value.users) != 1:
+        return value
+    if len(value.args) != 2 or value.args[0] is not target or not isinstance(made := value.args[1], fx.Node):
+        return value
+    return made if _alike(made, target) and _in_place(made, target) is not None else value
 
 
 def _chain(target: fx.Node, value: object) -> list[fx.Node]:
@@ -96,9 +107,12 @@ def _has_gaps(x: Any) -> bool:
 
 
 def _may_write(
-    chain: list[fx.Node], target: fx.Node, copy: fx.Node, position: dict[fx.Node, int], returned: set[fx.Node]
+    chain: list[fx.Node], target: fx.Node, copies: set[Any], position: dict[fx.Node, int], returned: set[fx.Node]
 ) -> bool:  # fmt: skip
-    """Whether all that read an older content come before the next write, and no write reads what it writes."""
+    """Whether all that read an older content come before the next write, and no write reads what it writes.
+
+    `copies` end the chain.
+    """
     versions = [target, *chain]
     views = [_views(version) for version in versions]
     aliases = {*versions, *(v for found in views for v in found)}
@@ -109,7 +123,7 @@ def _may_write(
             return False
         if _count(node, version) != 1 or any(a in aliases for a in node.all_input_nodes if a is not version):
             return False
-        readers = {u for v in (version, *found) for u in v.users} - found - {node, copy}
+        readers = {u for v in (version, *found) for u in v.users} - found - {node} - copies
         if any(position[u] > position[node] for u in readers if u.op != "output"):
             return False
     return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fuser import fusion_handle, register_fusion
+from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
 
 aten = torch.ops.aten
 SPECIAL = [
@@ -57,3 +58,15 @@ def test_gradients_at_special_values(name, dtype):
     got = fusion_handle(register_fusion(torch.fx.symbolic_trace(lambda g, x: f(g, x))))(g, x)
     assert torch.equal(kinds(got), kinds(want))
     torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["hardtanh", "leaky_relu", "threshold"])
+def test_gradients_that_a_program_calls_itself_stay_whole(name):
+    """A graph that no cut divides saves nothing: a kernel is timed beside ATen's operator."""
+    torch._dynamo.reset()
+    forget_compilations()
+    grad, x = torch.randn(40, 50), torch.randn(40, 50)
+    found = torch.compile(GRADIENTS[name], backend=fuser_backend)(grad, x)
+    assert torch.equal(found, GRADIENTS[name](grad, x))
+    (group,) = last_compilation().groups
+    assert list(group.ops) == [f"aten.{name}_backward"]

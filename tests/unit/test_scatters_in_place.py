@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fuser.frontends.dynamo import forget_compilations, fuser_backend, last_compilation
 from tests import compare
@@ -119,3 +120,51 @@ def test_a_place_out_of_range_is_eagers_error():
     compiled = torch.compile(fn, backend=fuser_backend)
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         compiled(torch.zeros(10, 200), torch.tensor([0, 10, 1]))
+
+
+GAPS = {
+    "rows cut": lambda: torch.randn(40, 90)[:, 3:70],
+    "every second": lambda: torch.randn(40, 134)[:, ::2],
+    "turned": lambda: torch.randn(70, 40)[:67].t()[:, :67].t()[:, :30].t(),
+}
+TWINS = {
+    "relu_": lambda x, y: x.relu_(), "mul_": lambda x, y: x.mul_(y), "add_": lambda x, y: x.add_(y, alpha=2),
+    "copy_": lambda x, y: x.copy_(y), "clamp_": lambda x, y: x.clamp_(-0.5, 0.5),
+    "hardtanh_": lambda x, y: F.hardtanh_(x),
+    "lerp_": lambda x, y: x.lerp_(y, 0.25), "scatter_add_": lambda x, y: x.scatter_add_(1, (y > 0).long(), y),
+    "_index_put_impl_": lambda x, y: torch.ops.aten._index_put_impl_(x, [I], y[:3], True, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", GAPS)
+@pytest.mark.parametrize("name", TWINS)
+def test_one_operator_writes_an_input_with_gaps_itself(name, layout):
+    """No kernel writes such an input: what it made would be copied."""
+    torch._dynamo.reset()
+    forget_compilations()
+    fn = TWINS[name]
+    x = GAPS[layout]()
+    y, whole = torch.randn(x.shape), x._base.clone()
+    own = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+    got, want = torch.compile(fn, backend=fuser_backend, fullgraph=True)(x, y), fn(own, y)
+    assert got is x and torch.equal(x._base, whole) and torch.equal(got, want)
+    record = last_compilation()
+    assert [u.op for u in record.unfused if u.reason == "it writes one of its arguments"] == [f"aten.{name}"]
+
+
+def test_a_scatter_writes_a_turned_input_itself():
+    torch._dynamo.reset()
+    forget_compilations()
+    x = torch.randn(67, 30).t()
+    y, own = torch.randn(x.shape), x.clone()
+    got, want = torch.compile(TWINS["scatter_add_"], backend=fuser_backend)(x, y), TWINS["scatter_add_"](own, y)
+    assert got is x and torch.equal(got, want) and x.stride() == (1, 30)
+    assert [u.op for u in last_compilation().unfused] == ["aten.scatter_add_"]
+
+
+def test_random_numbers_go_into_an_input_with_gaps_from_kernels_own_generator():
+    torch._dynamo.reset()
+    x = GAPS["rows cut"]()
+    torch.compile(lambda x: x.uniform_(2, 3), backend=fuser_backend)(x)
+    assert bool(((x >= 2) & (x < 3)).all())
+    assert "aten.uniform_" not in [u.op for u in last_compilation().unfused]
