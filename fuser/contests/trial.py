@@ -163,9 +163,9 @@ def _warm_up(
             waits = _is_over(start, done, _SECONDS)[1]
             if waits and mine[0] < 2 * far * theirs[0] and mine[1] < 2 * far * theirs[1]:
                 return mine[0] / theirs[0], False
-        mapped = max(before - faults, after - before) >= _MAPPED
-        seconds = _COLD_SECONDS if mapped else _SETTLING_SECONDS
-        if n > 0 and after - faults <= _FAULTS or any(_is_over(start, done, seconds)):
+        new = after - faults > _FAULTS
+        settles = new and max(before - faults, after - before) < _MAPPED
+        if n > 0 and not new or any(_is_over(start, done, _SETTLING_SECONDS if settles else _COLD_SECONDS)):
             break
     return None
 
