@@ -1,4 +1,4 @@
-"""Where eager's kernels differ from torch's shape functions: the layout, and for statistics the dtype, of results.
+"""Where eager's kernels differ from torch's shape functions: the layout of results, and for some the dtype.
 
 A rule takes the shape function's result, the device type and the call's arguments, all tensors without data, and gives
 the result as eager's kernels make it. These are facts of torch, so here devices have torch's names: a target says by
@@ -183,7 +183,9 @@ def _like(meta: Any, device: str, x: Any, *args: Any) -> Any:
 
 
 def _pow(meta: Any, device: str, a: Any, b: Any) -> Any:
-    """Powers of a number are contiguous."""
+    """Powers of a number are contiguous. A truth value to the power of one stays one."""
+    if isinstance(b, bool) and isinstance(a, torch.Tensor) and a.dtype is torch.bool:
+        meta = meta.to(torch.bool)
     return _in_order(meta, device, a, b) if isinstance(a, torch.Tensor) else _contiguous(meta, device)
 
 
@@ -240,8 +242,8 @@ def _of_target(meta: Any, device: str, x: Any, target: Any, *args: Any) -> Any:
     return _as_first(meta, device, target)
 
 
-def _in_place_on_first(meta: Any, device: str, x: Any, *args: Any) -> Any:
-    return _iterated([x], meta, device)
+def _in_place_on_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    return _iterated([x], meta.to(x.dtype), device)
 
 
 def _soft_margin_loss_backward(meta: Any, device: str, grad: Any, x: Any, target: Any, *args: Any) -> Any:
@@ -253,6 +255,11 @@ def _soft_margin_loss_backward(meta: Any, device: str, grad: Any, x: Any, target
 def _into_first(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
     """Written into memory made like the first argument, unless the result is larger."""
     return _as_first(meta, device, x) if meta.shape == x.shape else _in_order(meta, device, x, *args)
+
+
+def _huber_loss(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
+    """Of the dtype of the first argument."""
+    return _into_first(meta.to(x.dtype), device, x, *args)
 
 
 def _loss_backward(meta: Any, device: str, grad: Any, x: Any, target: Any, *args: Any) -> Any:
@@ -281,7 +288,9 @@ def _in_two_steps(meta: Any, device: str, x: torch.Tensor, *args: Any) -> Any:
 
 
 def _ldexp(meta: Any, device: str, x: Any, exponent: Any) -> Any:
-    """`x` times a power of 2, which is row-major."""
+    """`x` times a power of 2, which is row-major. A power that has no dims keeps its dtype beside integers."""
+    common = torch.result_type(x, exponent)
+    meta = meta.to(common) if common.is_floating_point else meta
     return _iterated([x, _contiguous(exponent, device)], meta, device)
 
 
@@ -344,7 +353,7 @@ CORRECTIONS: dict[str, Callable[..., Any]] = {
     "aten.binary_cross_entropy_with_logits": _of_target,
     "aten.complex": _of_parts,
     "aten.frexp": _all_as_first,
-    "aten.huber_loss": _into_first,
+    "aten.huber_loss": _huber_loss,
     "aten.huber_loss_backward": _loss_backward,
     "aten.log_sigmoid_backward": _log_sigmoid_backward,
     "aten.mse_loss_backward": _loss_backward,

@@ -339,6 +339,8 @@ def lower_square(ctx: LoweringContext, x: Operand) -> TensorBox:
 def lower_addcmul(ctx: LoweringContext, x: Operand, a: Operand, b: Operand, value: Any = 1) -> TensorBox:
     """x + value * a * b, x + value * a / b"""
     times = ctx.op == "aten.addcmul"
+    if not times and not any(isinstance(t, TensorBox) and t.dtype.is_floating_point for t in (a, b)):
+        raise Unsupported(because("eager_raises", "addcdiv of integers: eager raises"))
     scaled = not (is_known(value) and value == 1)
 
     def body(v: Value, y: Value, z: Value, s: Value) -> Value:
