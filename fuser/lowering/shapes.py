@@ -36,7 +36,7 @@ _FLOAT_ONLY = frozenset({"aten.gelu", "aten.silu", "aten.frac"})
 
 def elementwise_meta(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The result of an elementwise operator as a meta tensor; None where only torch knows."""
-    if op in _REFUSE_BOOL and any(_is_bool(a) for a in args[:2]):
+    if ".".join(op.split(".")[:2]) in _REFUSE_BOOL and any(_is_bool(a) for a in args[:2]):
         raise Unsupported("eager subtracts no bools", op)
     kind = KINDS.get(op)
     tensors = [a for a in args if isinstance(a, torch.Tensor)]

@@ -69,3 +69,14 @@ def test_addcdiv_divides_no_integers():
     for dtype in (torch.bool, torch.int32):
         with pytest.raises(RuntimeError, match="Integer division"):
             handle(torch.ones(3), torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("function", [torch.sub, torch.ops.aten.sub.Tensor])
+def test_truth_values_are_subtracted_from_no_number(clean, function):
+    """By a named overload, too, as it stands in a graph of ATen's operators."""
+    truth = torch.ones(3, dtype=torch.bool)
+    handle = fuser.fusion_handle(fuser.register_fusion(torch.fx.symbolic_trace(lambda x: function(0, x) + 1)))
+    compiled = torch.compile(lambda x: function(0, x) + 1, backend="fuser")
+    for call in (handle, compiled):
+        with pytest.raises(RuntimeError, match="Subtraction"):
+            call(truth)
