@@ -6,6 +6,7 @@ outputs. It is data, so the native launcher and the Python one read the same thi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,18 @@ class Step:
 
 
 ALIGNMENT = 16
+
+
+def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Dims from outermost to innermost if the strides are dense, else None."""
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
+    expected = 1
+    for d in reversed(order):
+        if size[d] != 1:
+            if stride[d] != expected:
+                return None
+            expected *= size[d]
+    return tuple(order)
 
 
 def is_aligned(t: torch.Tensor) -> bool:

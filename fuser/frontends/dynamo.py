@@ -242,11 +242,11 @@ class _GraphCompiler:
             wrapped = self._trace(steps)
         except Exception as error:
             return _run_eager(self.gm, self._why_not_traced(error), self.options)
-        if self.direct is not None:
+        if self.direct is not None and (self.direct == self.gm.forward or not self.written):
             return self.direct
         if steps.gains_nothing and not _has_own_gradients(self.gm):
             return self.gm.forward
-        written = self._written_inputs()
+        wrapped, written = self.direct or wrapped, self._written_inputs()
         if overlap_of_examples(self.example_inputs, written):
             return _run_eager(self.gm, OVERLAP, self.options)
         # DDP's graphs are split at its buckets, and Dynamo keeps AOTAutograd's analysis of each part that is counted.
@@ -383,7 +383,9 @@ class _GraphCompiler:
                 from fuser.cuda.graphs import Recorded  # for CUDA graphs alone
 
                 self.direct = Recorded(self.direct, name="inference", written=compiled.written)
-            if compiled.alone is None and not _draws(compiled.module.graph):
+            if self.written:
+                self.direct = _counting(self.direct, _seen_by_autograd())
+            elif compiled.alone is None and not _draws(compiled.module.graph):
                 self.direct = guarded(self.direct, self.eager, self.by_eager)
         route = "direct" if wrapper_reason is None else "wrapped"
         compiled.remember(route, wrapper_reason or "", self.options, by_eager=self.by_eager)
@@ -411,7 +413,7 @@ class _GraphCompiler:
         if len(self.example_inputs) != sum(n.op == "placeholder" for n in module.graph.nodes):
             return "the traced graph has other inputs"
         context = torch._guards.TracingContext.try_get()
-        return _metadata_reason(context, len(self.example_inputs), ordered=not gradients, kept=gradients)
+        return _metadata_reason(context, len(self.example_inputs), ordered=not gradients, kept=True)
 
 
 def _holds_tensors(gm: fx.GraphModule) -> bool:
@@ -434,6 +436,22 @@ def _tokens() -> int:
     """How many tokens AOTAutograd passes through the graph, to order calls with effects."""
     meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     return len(getattr(meta, "tokens", ()))
+
+
+def _seen_by_autograd() -> tuple[int, ...]:
+    """The numbers of the graph's inputs whose writes by the graph autograd has to know of."""
+    meta = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    return tuple(getattr(meta, "mutated_graph_handled_indices_seen_by_autograd", None) or ())
+
+
+def _counting(function: Function, written: tuple[int, ...]) -> Function:
+    """`function`, which writes these of its arguments by kernels: autograd is told of it."""
+
+    def call(*args: Any) -> Any:
+        torch.autograd.graph.increment_version([args[i] for i in written])
+        return function(*args)
+
+    return call if written else function
 
 
 def _static_inputs() -> tuple[int, ...]:

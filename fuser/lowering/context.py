@@ -30,6 +30,7 @@ from fuser.ir.sizes import (
     symbol,
     symbols,
 )  # fmt: skip
+from fuser.kernel_spec import memory_order
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.targets import Target
@@ -325,18 +326,6 @@ def _preferred(a: Sym, b: Sym) -> bool:
 
 def _holds(relation: str, gap: int) -> bool:
     return {"eq": gap == 0, "ne": gap != 0, "lt": gap > 0, "le": gap >= 0}[relation]
-
-
-def memory_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Dims from outermost to innermost if the strides are dense, else None."""
-    order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
-    expected = 1
-    for d in reversed(order):
-        if size[d] != 1:
-            if stride[d] != expected:
-                return None
-            expected *= size[d]
-    return tuple(order)
 
 
 def as_expr(value: Any) -> Expr:

@@ -24,9 +24,10 @@ from fuser.ir.loop_body import loop_variables
 from fuser.ir.nodes import Buffer, StorageBox, TensorBox, strides_of
 from fuser.ir.ranges import recombined, simplify_divmod
 from fuser.ir.sizes import ZERO, Expr, Sym, product, symbol
+from fuser.kernel_spec import memory_order
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import host, unit_dims
-from fuser.lowering.context import LoweringContext, Number, Scalar, memory_order
+from fuser.lowering.context import LoweringContext, Number, Scalar
 from fuser.lowering.corrections import PartsCorrected, corrected, is_composite, is_corrected
 from fuser.lowering.decisive import reads_elements, rounded_nodes
 from fuser.lowering.inputs import NumberInput, TensorInput, new_input

@@ -13,9 +13,9 @@ import torch
 from fuser.errors import Unsupported
 from fuser.ir.nodes import TensorBox, strides_of
 from fuser.ir.sizes import STRIDE, Expr, expr
-from fuser.kernel_spec import is_aligned
+from fuser.kernel_spec import is_aligned, memory_order
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.context import LoweringContext, Scalar, memory_order
+from fuser.lowering.context import LoweringContext, Scalar
 from fuser.reasons import because
 
 

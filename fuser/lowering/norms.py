@@ -11,8 +11,9 @@ from fuser.errors import Unsupported
 from fuser.ir.loop_body import Value, compute_dtype, ops
 from fuser.ir.nodes import Index, TensorBox
 from fuser.ir.sizes import ONE, ZERO, Expr, expr, product
+from fuser.kernel_spec import memory_order
 from fuser.lowering import demands
-from fuser.lowering.context import LoweringContext, Operand, memory_order
+from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import result_dtype
 from fuser.lowering.reductions import Element, divided, moments, reduce

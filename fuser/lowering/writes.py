@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fuser.errors import Unsupported
 from fuser.ir.nodes import TensorBox
-from fuser.lowering.context import LoweringContext, Operand, memory_order
+from fuser.kernel_spec import memory_order
+from fuser.lowering.context import LoweringContext, Operand
 from fuser.lowering.entries import lower
 from fuser.lowering.pointwise import cast_loader
 from fuser.reasons import because

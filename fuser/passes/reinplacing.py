@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuser.kernel_spec import memory_order
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering.context import memory_order
 from fuser.passes import order
 from fuser.passes.classify import Kind, base_of, is_view
 from fuser.passes.cleanup import reaches_output

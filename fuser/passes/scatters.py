@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fuser.canonical.mutation import in_place_twin
-from fuser.lowering.context import memory_order
+from fuser.kernel_spec import memory_order
 from fuser.passes.classify import MARK, is_view, is_write_back
 from fuser.passes.cleanup import reaches_output
 from fuser.passes.hints import numel_hint

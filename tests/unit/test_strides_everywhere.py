@@ -20,7 +20,7 @@ from fuser.arguments import home_of, why_unfit
 from fuser.canonical import canonicalize
 from fuser.codegen.program import result_strides
 from fuser.errors import Unsupported
-from fuser.lowering.context import memory_order
+from fuser.kernel_spec import memory_order
 from fuser.lowering.graph import lower_graph
 from fuser.lowering.registry import supports
 from fuser.lowering.shapes import dense_strides
