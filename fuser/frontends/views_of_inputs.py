@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuser.passes.sources import NOTES
+
 
 class CannotBeViewed(Exception):
     """A result that AOTAutograd would make another view of an input than eager does."""
@@ -50,7 +52,7 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
                 raise CannotBeViewed("a result is a view of an input by another dtype, of symbolic sizes")
             continue
         if meta.input_info[info.base_idx].mutates_data:
-            results[at] = _replayed(graph, source, views)
+            results[at] = _replayed(graph, source, views, results[at])
             changed += 1
     if changed:
         output.args = (tuple(results),)
@@ -58,10 +60,10 @@ def view_written_inputs(module: fx.GraphModule, with_tokens: bool) -> int:
     return changed
 
 
-def _replayed(graph: fx.Graph, source: fx.Node, views: Any) -> fx.Node:
-    """The node of `source` seen through AOTAutograd's `views`, added before the graph's output."""
-    value = source.meta["val"]
-    with graph.inserting_before(graph.output_node()), value.fake_mode, _Recording(graph, source) as recording:
+def _replayed(graph: fx.Graph, source: fx.Node, views: Any, instead: fx.Node) -> fx.Node:
+    """The node of `source` seen through `views`, before the graph's output, with the lines of `instead`."""
+    value, notes = source.meta["val"], {k: instead.meta[k] for k in NOTES if k in instead.meta}
+    with graph.inserting_before(graph.output_node()), value.fake_mode, _Recording(graph, source, notes) as recording:
         seen = torch._C._functionalization.apply_view_meta_sequence(value, views)
     node: fx.Node = recording.nodes[id(seen)]
     return node
@@ -70,9 +72,9 @@ def _replayed(graph: fx.Graph, source: fx.Node, views: Any) -> fx.Node:
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator called on values of a graph's nodes becomes a node of the graph, where it now inserts."""
 
-    def __init__(self, graph: fx.Graph, source: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, source: fx.Node, notes: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph = graph
+        self.graph, self.notes = graph, notes
         self.nodes = {id(source.meta["val"]): source}
         self.kept: list[Any] = []  # as long as an id stands for a value
 
@@ -85,7 +87,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, target: Any, args: Any, value: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs or {})
-        node.meta["val"] = value
+        node.meta = {**self.notes, "val": value}
         self.nodes[id(value)] = node
         self.kept.append(value)
         return node
