@@ -11,7 +11,7 @@ namespace {
 // the work of all calls together, so that small calls go to different threads and large ones are shared.
 constexpr Py_ssize_t kMembers = 128;                   // calls to a region: more would not stay in the cache
 constexpr size_t kMembersTemporary = size_t(1) << 20;  // bytes of temporaries after which a region takes no more
-constexpr int64_t kMembersWork = int64_t(1) << 20;    // element operations that are worth one more thread to a region
+constexpr int64_t kMembersWork = int64_t(1) << 16;    // element operations that are worth one more thread to a region
 constexpr int32_t kDone = 0, kUntried = -1, kLater = -2;  // a call's state; else the status that its kernel gave
 
 struct Member {
