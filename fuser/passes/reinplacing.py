@@ -113,7 +113,7 @@ def _write(grouping: Grouping, copy: fx.Node, value: fx.Node, group: int, kept: 
         if grouping.kinds.get(node) is Kind.FREE and is_view(node.target):
             pending += [(node, u) for u in node.users]
         elif number is not None and grouping.group_of.get(node) == number:
-            if source is not target and target.op != "placeholder":
+            if source is not target and (target.op != "placeholder" or source.meta.get("outside")):
                 return None  # two arguments of one kernel would be one memory
         elif not _makes_anew(grouping, node):
             return None
