@@ -3,7 +3,8 @@
 The folder holds text files in the form of tritonbench's `input_configs`: a line `Operator: aten.add.Tensor`, then lines
 `cnt: 12, ((T([64, 128], f16), 1.0), {})` with the sizes, dtypes and strides that a model's training step called it
 with. Each different call runs through `torch.compile` by itself; its result is compared with eager's and float64's,
-its time with eager's. Numbers are random, places and classes are in range. Larger calls than `--most` are left out.
+its time with eager's, and with that of a backend that does nothing. Numbers are random, places and classes are in
+range. Larger calls than `--most` are left out.
 """
 
 from __future__ import annotations
@@ -186,8 +187,10 @@ def _raises(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> 
     return False
 
 
-def run(call: Recorded, narrow: torch.dtype, most: int, budget: Budget | None) -> tuple[str, float | None]:
-    """What is wrong, and eager's time by fuser's. Refused if eager does not run the call."""
+def run(
+    call: Recorded, narrow: torch.dtype, most: int, budget: Budget | None
+) -> tuple[str, tuple[float, float] | None]:  # fmt: skip
+    """What is wrong, and eager's time by fuser's, called by itself and by Dynamo. Refused if eager does not run it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     try:
@@ -208,11 +211,14 @@ def run(call: Recorded, narrow: torch.dtype, most: int, budget: Budget | None) -
             raise Refused("torch.compile itself raises") from error
     if problem is not None or budget is None:
         return problem or "", None
-    calls = {"eager": Call(function, tensors), "fuser": Call(compiled, tensors)}
-    timings = interleave(calls, budget, equal=True)
-    if min(timings["eager"].samples) < 1e-4:  # what Dynamo takes for a call would decide
+    dynamo = contestants.compile_for("dynamo", function, dynamic=None)
+    calls = {name: Call(f, tensors) for name, f in (("eager", function), ("dynamo", dynamo), ("fuser", compiled))}
+    # What this thread spends alone does not depend on other processes.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    eager, beside, mine = (min(t.samples) for t in interleave(calls, budget, clock=clock, equal=True).values())
+    if eager < 1e-4:  # what Dynamo takes for a call would decide
         return "", None
-    return "", min(timings["eager"].samples) / min(timings["fuser"].samples)
+    return "", (eager / mine, beside / mine)
 
 
 def _chosen(calls: list[Recorded], options: argparse.Namespace) -> Iterator[Recorded]:
@@ -255,8 +261,9 @@ def main() -> int:
             print(f"WRONG {call.operator} {call.text}: {problem}", flush=True)
         if share is not None:
             shares.append(share)
-            print(f"{share:.2f} {call.operator} {call.text}", flush=True)
-    print(f"{ran} calls, {wrong} wrong; {len(shares)} timed, {geomean(shares) if shares else 1:.2f} × eager")
+            print(f"{share[0]:.2f} {share[1]:.2f} {call.operator} {call.text}", flush=True)
+    by_itself, by_dynamo = (geomean(column) for column in zip(*shares)) if shares else (1, 1)
+    print(f"{ran} calls, {wrong} wrong; {len(shares)} timed, {by_itself:.2f} × eager, {by_dynamo:.2f} × its by Dynamo")
     return int(wrong > 0)
 
 
