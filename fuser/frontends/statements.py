@@ -40,7 +40,7 @@ class Statement:
     ) -> None:
         self.defines, self.reads, self.rank, self.text = tuple(defines), tuple(reads), rank, text
         self.writes = tuple(writes)
-        self.first = first  # see `order.Step`
+        self.first = first  # see `order.Ordered`
         self.grouped = grouped
         self.call = call  # of a fusion which can be called for several sets of arguments at once
         self.node, self.launch = node, launch

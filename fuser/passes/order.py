@@ -65,7 +65,7 @@ S = TypeVar("S", bound=Ordered)
 
 
 def _before_writes(steps: Sequence[S]) -> dict[int, set[int]]:
-    """For each step those that must come before it because of a write: who reads the old content, or writes it."""
+    """What comes before each step because of writes: readers of an old content before its write, others behind it."""
     writers = [(i, base_of(w)) for i, s in enumerate(steps) for w in s.writes]
     found: dict[int, set[int]] = {}
     if not writers:

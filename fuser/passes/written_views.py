@@ -2,8 +2,8 @@
 
 AOTAutograd's functional graph computes the new content of the viewed part, turns it back into the whole input, and
 copies that into the input at the end: `copy_(x, view(index_put(view(x), …)))`. Here the copy goes the other way round:
-what undoes a view of the new content is done to the input, and the content is copied into the view, or scattered into
-it. That is possible where nobody else reads what lies between.
+the view is taken of the input, and the content is copied or scattered into it. That is possible where nobody else reads
+what lies between.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _viewed(
                 value = function(value, *args)
             node.meta = {**copy.meta, "val": value}
         known = views[_geometry(seen.value)] = [node]
-    first = min(known) if len(known) > 1 else known[0]
+    first = min(known)
     for other in known:
         if other is not first:
             other.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
