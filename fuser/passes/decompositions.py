@@ -50,7 +50,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     torchs = dict(core())
     names = {op: op_name(op) for op in torchs}
     kept = {*_KEPT_FOR_ATEN, *LIBRARY, *compiler.lowered_of(names.values())}
-    table = {op: f for op, f in torchs.items() if names[op] not in kept}
+    table = {op: f for op, f in torchs.items() if names[op] not in kept and not _draws(op)}
     unfold_backward = torch.ops.aten.unfold_backward.default
     if unfold_backward in table:
         table[unfold_backward] = functools.partial(_unfold_backward, table[unfold_backward])
@@ -72,6 +72,11 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
     if op is not torch.ops.aten.rrelu_with_noise_functional.default and _is_kept(op_name(op)):
         return None
     return decomposition_table().get(op)
+
+
+def _draws(op: Any) -> bool:
+    """Whether an operator draws random numbers: torch's decomposition may draw others, as that of `bernoulli` on CUDA."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _is_kept(name: str) -> bool:

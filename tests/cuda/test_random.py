@@ -111,3 +111,34 @@ def test_places_are_words_of_blocks_in_order():
     want = (torch.stack(blocks, 1).flatten() >> 8).float() / 2**24
     assert torch.equal(torch.ops.fuser.uniform_like(seed, stream, torch.empty(11)), want[:11])
     assert F.mse_loss(want, torch.full_like(want, 0.5)) > 0.01
+
+
+DRAWING = {
+    "bernoulli": torch.bernoulli,
+    "bernoulli of a number": lambda p: torch.bernoulli(p, 0.25),
+    "bernoulli_": lambda p: torch.empty_like(p).bernoulli_(0.25) + p,
+    "normal": lambda p: torch.normal(p, p + 1),
+    "rand_like": lambda p: torch.rand_like(p) + p,
+    "randn": lambda p: torch.randn(20, 20, device=p.device) + p,
+    "randint": lambda p: torch.randint(0, 9, (20, 20), device=p.device) + p,
+    "randperm": lambda p: torch.randperm(20, device=p.device) + p,
+    "uniform_": lambda p: torch.empty_like(p).uniform_() + p,
+    "exponential_": lambda p: torch.empty_like(p).exponential_() + p,
+    "multinomial": lambda p: torch.multinomial(p + 1, 3),
+    "dropout": lambda p: F.dropout(p * 2, 0.25) + 1,
+    "rrelu": lambda p: F.rrelu(p - 0.5, training=True),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", DRAWING)
+def test_eager_numbers_on_request(name, dynamic):
+    def results(f):
+        torch.manual_seed(0)
+        return [f(p), f(p), torch.cuda.get_rng_state()]
+
+    p = torch.rand(20, 20, device="cuda")
+    torch._dynamo.reset()
+    f = torch.compile(DRAWING[name], backend="fuser", dynamic=dynamic, options={"random": "eager"})
+    torch.testing.assert_close(results(f), results(DRAWING[name]), rtol=0, atol=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._ops import OpOverload
 from torch.compiler import nested_compile_region
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,7 @@ import fuser
 from fuser import config
 from fuser.frontends.dynamo import compilations, fuser_backend
 from fuser.ops.random import philox
+from fuser.passes.decompositions import decomposition_table
 
 N = 1 << 20
 
@@ -181,6 +183,13 @@ def test_eager_numbers_on_request():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(fuser.errors.ConfigError, match="random"):
         config.check("random", "other")
+
+
+def test_no_operator_that_draws_is_taken_apart_by_torch():
+    """Its decomposition may draw other numbers: that of `bernoulli` does on CUDA. That of `rrelu` is our own."""
+    table = decomposition_table()
+    drawing = {op for op in table if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags}
+    assert drawing == {torch.ops.aten.rrelu_with_noise_functional.default}
 
 
 DRAWS = [
