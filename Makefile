@@ -16,11 +16,11 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard fuser/runtime/*.cp
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings scripts nnsmith packages vision stress lint types imports pages site bench report-page clean
+.PHONY: help demo test machines test-cuda cubins opinfo modes strides fuzz exactness peers zoo told spellings scripts nnsmith packages vision sweeps stress lint types imports pages site bench report-page clean
 
 help:
 	@sed -n '2,6p' Makefile | cut -c3-
-	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make modes, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make packages, make vision, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
+	@echo 'Also: make machines, make test-cuda (on a GPU), make cubins, make opinfo, make modes, make fuzz N=100000 (ARGS=--checked or --asan), make exactness, make peers, make zoo, make told, make spellings N=100000, make scripts N=2000, make nnsmith N=1000, make packages, make vision, make sweeps, make stress, make lint, make types, make imports, make pages, make site, make bench, make report-page (with npm), make clean'
 
 demo: $(VENV)/.has-base
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -79,6 +79,10 @@ packages: $(VENV)/.has-test $(VENV)/.has-packages
 
 vision: $(VENV)/.has-test $(VENV)/.has-vision
 	$(BIN)/python -m tests.vision $(ARGS)
+
+# What looks at one of a few operators in `make test`, with all of torch's.
+sweeps: $(VENV)/.has-test
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo $(ARGS)
 
 stress: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -s tests/unit/test_runtime_reentry.py tests/unit/test_runtime_sanitizers.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 import unittest
@@ -40,6 +41,11 @@ def operators() -> list[Any]:
     if not torch.cuda.is_available():
         torch.cuda._lazy_call = lambda *args, **kwargs: None  # each seed would be kept with a stack trace, for later
     return list(op_db)
+
+
+def some(of: int) -> list[Any]:
+    """One of so many of the database's entries; all with FUSER_TEST_ALL=1 (`make sweeps`)."""
+    return operators()[:: 1 if os.environ.get("FUSER_TEST_ALL") else of]
 
 
 def full_name(op: Any) -> str:

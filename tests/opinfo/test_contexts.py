@@ -16,12 +16,13 @@ from fuser.errors import Unsupported
 from tests.opinfo import database
 from tests.opinfo.runner import aten_graph, make_sample
 
+OF = 3  # operators, of which one is looked at
 SAMPLES = 2 if os.environ.get("FUSER_TEST_ALL") else 1
 
 
 def graphs():
     """Graphs that are fit for kernels, with their arguments."""
-    for op in database.operators():
+    for op in database.some(OF):
         for dtype in {torch.float32} & op.supported_dtypes("cpu"):
             for sample in itertools.islice(_samples(op, dtype), SAMPLES):
                 try:
@@ -60,4 +61,4 @@ def test_the_default_device_makes_no_constants(device):
             else:
                 wrong += [name] if got != want else []
     assert not wrong, "\n".join(wrong)
-    assert count > 400
+    assert count > 400 / OF
