@@ -104,7 +104,7 @@ def is_optimised(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True)
 def guards_take_no_time() -> Iterator[None]:
-    """Dynamo empties the processor's caches to time the guards of each graph, for its logs: a twentieth of the suite."""
+    """Dynamo empties the processor's caches to time each graph's guards, for its logs: a twentieth of the suite."""
     with pytest.MonkeyPatch.context() as patch:
         if guards := sys.modules.get("torch._dynamo.guards"):
             patch.setattr(guards, "profile_guard_manager", lambda *args: 0.0)
