@@ -75,7 +75,7 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
 
 
 def _draws(op: Any) -> bool:
-    """Whether an operator draws random numbers. torch's decomposition may draw others, as `bernoulli`'s does on CUDA."""
+    """Whether an operator draws random numbers: torch's decomposition may draw others (`bernoulli` on CUDA)."""
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
