@@ -10,8 +10,8 @@ import torch
 
 from fuser import targets
 from fuser.canonical import CanonicalGraph, text_of
-from fuser.kernel_cache import KernelEntry
 from fuser.kernel_spec import ArgSpec, TensorSpec
+from fuser.kernel_store import KernelEntry
 from fuser.reasons import because, told
 from fuser.trials import PLAIN_TENSORS
 

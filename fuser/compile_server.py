@@ -18,7 +18,8 @@ import torch
 from fuser import compiler, config, examples, forks, notices, plans
 from fuser.canonical import canonicalize, portable
 from fuser.errors import CompileError, NotPrebuilt, Unsupported
-from fuser.kernel_cache import KernelSpec, reason_of
+from fuser.kernel_cache import KernelSpec
+from fuser.kernel_store import reason_of
 from fuser.reasons import as_json
 from fuser.runtime import background, peer, process, workers
 

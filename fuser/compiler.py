@@ -20,7 +20,8 @@ from fuser.cpu import toolchain
 from fuser.cpu.target import TARGET as CPU
 from fuser.errors import BackendError, NotPrebuilt, Unsupported
 from fuser.fallback import Fallback
-from fuser.kernel_cache import FusedKernel, KernelSpec, KernelStore
+from fuser.kernel_cache import KernelSpec
+from fuser.kernel_store import FusedKernel, KernelStore
 from fuser.reasons import because, told
 from fuser.runtime import foreign, prebuilt, workers
 from fuser.runtime.background import as_here

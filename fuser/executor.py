@@ -22,18 +22,9 @@ from fuser import compiled_calls, compiler, config, examples, forks, notices, pr
 from fuser.arguments import arg_spec, broadcasts, home_of, is_acceptable, why_unfit
 from fuser.canonical import REQUIRED, Registered, canonicalize, skeleton
 from fuser.errors import GraphError, InputError, NotFusedError, NotPrebuilt, Unsupported, is_defect
-from fuser.kernel_cache import (
-    REGISTRY,
-    Bound,
-    Caller,
-    FusedKernel,
-    Identity,
-    KernelSpec,
-    Registration,
-    Registry,
-    reason_of,
-)
+from fuser.kernel_cache import REGISTRY, Bound, Caller, Identity, KernelSpec, Registration, Registry
 from fuser.kernel_spec import OUT_OF_BOUNDS, STATUS, ArgSpec
+from fuser.kernel_store import FusedKernel, reason_of
 from fuser.orders import MAX_FORMS, PENDING, Orders, in_background
 from fuser.reasons import because
 from fuser.runtime import foreign, launcher, process, torch_abi

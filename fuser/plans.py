@@ -25,8 +25,9 @@ import torch
 
 from fuser import config, extensions
 from fuser.errors import BackendError
-from fuser.kernel_cache import FusedKernel, KernelSpec
+from fuser.kernel_cache import KernelSpec
 from fuser.kernel_spec import Bind, BufferPattern, Check, GpuLaunch, InputPattern, LaunchProgram, Step, is_aligned
+from fuser.kernel_store import FusedKernel
 from fuser.lazy_dataclasses import dataclass
 from fuser.runtime import eviction, files, prebuilt, remote
 from fuser.runtime.encode import encode

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fuser import config, examples
 from fuser.arguments import NO_TENSOR, why_apart
-from fuser.kernel_cache import FusedKernel, KernelSpec, Registry
+from fuser.kernel_cache import KernelSpec, Registry
 from fuser.kernel_spec import ArgSpec
+from fuser.kernel_store import FusedKernel
 from fuser.reasons import because
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ import torch
 from fuser import forks, logs, notices, plans
 from fuser.contests import records
 from fuser.contests import trial as contest
-from fuser.kernel_cache import FusedKernel, KernelSpec
+from fuser.kernel_cache import KernelSpec
 from fuser.kernel_spec import ALIGNMENT, OUT_OF_BOUNDS
+from fuser.kernel_store import FusedKernel
 from fuser.lazy_dataclasses import dataclass
 from fuser.reasons import because
 from fuser.runtime import heap, launcher

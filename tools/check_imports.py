@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codegen", "contests", "cpu", "cuda", "runtime"),
     (
         "arguments", "bundles", "compile_server", "compiled_calls", "compiler", "elsewhere", "examples",
-        "executor", "orders", "kernel_cache", "fallback", "progress",
+        "executor", "orders", "kernel_cache", "kernel_store", "fallback", "progress",
         "pipeline", "plans", "preparing", "refusals", "reproduce", "splitting", "verify", "trials",
     ),  # fmt: skip
     ("interface", "metrics", "cache"),

@@ -12,7 +12,8 @@ from fuser.debug.relowering import entry_of, lowered_of
 from fuser.errors import FuserError, GraphError
 from fuser.ir.fx import Builder, body_to_fx
 from fuser.ir.sizes import STRIDE, Sym
-from fuser.kernel_cache import KernelEntry, KernelSpec
+from fuser.kernel_cache import KernelSpec
+from fuser.kernel_store import KernelEntry
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering.graph import Lowered
 from fuser.lowering.inputs import NumberInput

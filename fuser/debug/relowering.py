@@ -8,7 +8,8 @@ import torch
 
 from fuser import config, examples, pipeline
 from fuser.errors import GraphError
-from fuser.kernel_cache import REGISTRY, KernelEntry, KernelSpec
+from fuser.kernel_cache import REGISTRY, KernelSpec
+from fuser.kernel_store import KernelEntry
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.scheduler.schedule import Schedule, schedule
 

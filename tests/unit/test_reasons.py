@@ -16,7 +16,7 @@ import torch
 import fuser
 from fuser import errors
 from fuser.frontends.records import forget_compilations
-from fuser.kernel_cache import reason_of
+from fuser.kernel_store import reason_of
 from fuser.reasons import BY_CODE, REASONS, as_json, because, code_of, from_json, table, told
 from tests import versions
 
