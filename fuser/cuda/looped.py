@@ -10,7 +10,7 @@ from fuser.cuda import moments, tiles
 from fuser.cuda.layout import Dim, Online, online_phases, widest
 from fuser.cuda.moments import Moments, moments_by_phase
 from fuser.cuda.nest import Function, Nest
-from fuser.cuda.tiles import VECTOR
+from fuser.cuda.tiles import VECTOR, divisor_of
 from fuser.ir.loop_body import indirect_rows
 from fuser.ops import REDUCTIONS, TRITON_TYPES, triton_cell, triton_combine, triton_number
 from fuser.scheduler.kernel_plan import Reduce
@@ -60,6 +60,18 @@ class Looped:
         found = moments_by_phase(self.plan)
         self.moments: dict[int, tuple[Moments, ...]] = {p: m for p, m in found.items() if p - 1 not in self.online}
         self.tiled = not one_row  # there are kept dims: each element of a tile has moments of its own
+        self.lane = self._neighbours()
+
+    def _neighbours(self) -> int:
+        """How many neighbours a thread has: what it loads at once, so that no value moves between threads to be folded.
+
+        1024 rows of 50257 on an H200: cross entropy in bfloat16 60 µs, by eight neighbours 99; in float32 70 and 83;
+        layer norm 136 and 186, 158 and 190. Softmax in bfloat16 141 and 165, but in float32 223 and 187.
+        """
+        divisor = divisor_of(self.nest.ctx.hint(self.dim.size)) if self.nest.runs_along(self.dim) else VECTOR
+        again = bool(self.online) and len(self.passes()) > 1
+        few = divisor < 4 and not (again and widest(self.plan) > 2)
+        return min(self.lane, divisor) if few else self.lane
 
     def all_phases(self) -> None:
         """A loop for each phase, with what comes between."""

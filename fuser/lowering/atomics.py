@@ -16,14 +16,17 @@ from fuser import config
 from fuser.errors import Unsupported
 from fuser.ir.loop_body import LOW_PRECISION, Value, compute_dtype, ops
 from fuser.ir.nodes import Index, Scatter, TensorBox
-from fuser.ir.sizes import Expr
+from fuser.ir.sizes import Expr, product
 from fuser.lowering.context import LoweringContext
 from fuser.ops import REDUCTIONS
+from fuser.reasons import because
 
 Put = Callable[[Index], tuple[Value, Sequence[Expr]]]
 Change = Callable[[Value], Value]
 DIRECT = (torch.float32, torch.float64, torch.int32, torch.int64)
 NARROW = (torch.int8, torch.int16, torch.uint8)
+LARGE = 1 << 23  # elements of a wider copy, which takes longer than ATen takes to sort
+FEW = 8  # of these for each sum, at least
 
 
 def why_not_atomic() -> str | None:
@@ -83,12 +86,21 @@ class Target:
 
     def put(self, size: Sequence[Expr], inner_fn: Put, combine: bool = True) -> None:
         """One more loop over `size`: a value and the index where it goes; it replaces what is there, or is combined."""
+        self._need_sums(size)
 
         def inner(index: Index) -> tuple[Value, Sequence[Expr]]:
             value, where = inner_fn(index)
             return self.into(ops.to_dtype(value, compute_dtype(self.dtype))), where
 
         self.ctx.scatter_into(self.box, size, inner, self.combine if combine else "")
+
+    def _need_sums(self, size: Sequence[Expr]) -> None:
+        """Refuse a large target that is converted as a whole for few sums: a gradient of a table of words in halves."""
+        if self.ctx.target.ordered or self.box.dtype is self.dtype:
+            return
+        elements, sums = (self.ctx.hint(product(s)) for s in (self.size, size))
+        if elements >= LARGE and FEW * sums <= elements:
+            raise Unsupported(because("left_to_aten", f"few sums of {self.dtype} in a large tensor are left to ATen"))
 
     def result(self) -> TensorBox:
         """What has been written."""

@@ -3,9 +3,9 @@
 No table of decompositions reaches them: the dispatcher calls functions in Python that stand for autograd's key, or
 composite kernels. Images made larger or smaller would become look-ups of each element, up to five times as slow as
 ATen's kernels, and circular pads chains of masked writes; on the CPU the first stay whole, and the second become joins.
-On other devices such images are taken apart, and get the layout that eager's kernels give them. A dropout that drops
-nothing would become a copy, where eager returns its input. Classes as vectors would have the strides of their numbers,
-and 1-d pools without gradients the order of their input, where eager's are row-major.
+On other devices such images are taken apart, and get the layout that eager's kernels give them; on CUDA large ones stay
+whole. A dropout that drops nothing would become a copy, where eager returns its input. Classes as vectors would have
+the strides of their numbers, and 1-d pools without gradients the order of their input, where eager's are row-major.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ RESIZING = (
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
+_BY_PLACES = (aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default)
+_PLACES = 256  # of a result's image for each multiprocessor: an eighth of the threads that it holds
 WHOLE = ("multilabel_margin_loss_forward",)  # what stands for it counts labels behind the end of a row
 _lock = forks.lock()
 _inside = 0
@@ -105,7 +107,7 @@ class _Resized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         x, sizes, *rest, factors = (given[name] for name in self.names)
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" and not self._is_large(x, sizes, factors):
             made = self.own(x, sizes, *rest, factors)
             layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
             return made.contiguous(memory_format=layout) if suggests_channels_last(x) else made
@@ -114,6 +116,22 @@ class _Resized:
         whole: Any = torch.sym_int
         sizes = [whole(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
         return self.plain(x, sizes, *rest, *factors)
+
+
+    def _is_large(self, x: torch.Tensor, sizes: Any, factors: Any) -> bool:
+        """Whether ATen's kernel for CUDA, which has a thread for each place of a result's image, fills the device.
+
+        On an H200 it then takes 0.5 to 0.65 of the time of four to sixteen look-ups for each element, and with 9,440
+        places 3.6 times that time.
+        """
+        if self.plain not in _BY_PLACES or x.device.type != "cuda" or x.dim() != 4:
+            return False
+        made = sizes if factors is None else [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
+        if not all(type(n) in (int, float) for n in made):
+            return False
+        has_gpu = torch.cuda.is_available()
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if has_gpu else 1
+        return bool(made[0] * made[1] >= _PLACES * processors)
 
 
 class _Dropped:

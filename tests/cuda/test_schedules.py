@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuser import config, interface
 from fuser.debug.reference import interpret_schedule
+from fuser.errors import Unsupported
 from fuser.lowering.graph import Lowered, lower_graph
 from fuser.scheduler.schedule import Schedule, schedule
 
@@ -97,3 +99,41 @@ def test_a_variance_of_something_else_than_the_sum_is_split_by_itself():
 
     _, found = scheduled(Case("", f, lambda i: (i.normal(16, 1 << 17),)))
     assert [len(p.reductions) for p in found.plans] == [1, 1]
+
+
+@pytest.mark.parametrize("words, rows, dtype, mine", [
+    (50005, 1024, torch.bfloat16, False), (50005, 1024, torch.float32, True), (30522, 8192, torch.float16, True),
+    (512, 64, torch.bfloat16, True),
+])  # fmt: skip
+def test_few_sums_of_halves_in_a_large_table_are_left_to_aten(words, rows, dtype, mine):
+    """They gather in a copy of twice the width, which takes longer to convert than ATen takes to sort the rows."""
+
+    class Large(Case):
+        def fake_args(self):
+            with FakeTensorMode():
+                rows_of = torch.empty(rows, 768, dtype=dtype, device="cuda")
+                return rows_of, torch.empty(rows, dtype=torch.int64, device="cuda")
+
+    case = Large("", lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, words, -1, False), lambda i: ())
+    if mine:
+        assert scheduled(case)[1].plans
+    else:
+        with pytest.raises(Unsupported, match="few sums of torch.bfloat16 in a large tensor"):
+            scheduled(case)
+
+
+@pytest.mark.parametrize("dtype, size, neighbours", [
+    (torch.bfloat16, 50257, 1), (torch.bfloat16, 50258, 2), (torch.bfloat16, 50260, 8), (torch.bfloat16, 50272, 8),
+    (torch.float32, 50257, 1), (torch.float32, 50260, 4),
+])  # fmt: skip
+def test_a_thread_folds_what_it_loads_at_once(dtype, size, neighbours):
+    class Long(Case):
+        def fake_args(self):
+            with FakeTensorMode():
+                classes = torch.empty(512, dtype=torch.int64, device="cuda")
+                return torch.empty(512, size, dtype=dtype, device="cuda"), classes
+
+    case = Long("", lambda x, t: torch.nn.functional.cross_entropy(x.float(), t), lambda i: ())
+    text = case.source(case.fake_args()).text
+    (shape,) = set(re.findall(r"lane\d+ = tl.reshape\(.*, (\[.*\])\)", text))
+    assert shape.endswith(f", {neighbours}]"), shape

@@ -8,7 +8,10 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import export
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuser
 from fuser import aot
@@ -286,3 +289,20 @@ def test_what_the_dispatcher_takes_apart_is_as_in_eager(clean, name, reduction):
         with torch.no_grad():
             found[-1] += (f(x),)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("side", "is_whole"), [(4, False), (8, True)])
+def test_large_images_stay_whole_on_cuda(mode, side, is_whole, monkeypatch):
+    """ATen has a thread for each place of the result. Without a GPU one counts as a single multiprocessor."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def fn(x):
+        return F.interpolate(x, scale_factor=2.0, mode=mode) * 2
+
+    with FakeTensorMode(), enable_python_dispatcher(), dispatched.in_fast_forms():
+        graph = make_fx(fn)(torch.empty(2, 3, side, side, device="cuda")).graph
+    names = {str(n.target) for n in graph.nodes if n.op == "call_function"}
+    assert (f"aten.upsample_{mode}2d.default" in names) == is_whole
+    assert ("aten._unsafe_index.Tensor" in names) != is_whole
+
