@@ -291,8 +291,9 @@ def test_what_the_dispatcher_takes_apart_is_as_in_eager(clean, name, reduction):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("side", "is_whole"), [(4, False), (8, True)])
+@pytest.mark.parametrize(("mode", "side", "is_whole"), [
+    ("bilinear", 12, False), ("bilinear", 14, True), ("bicubic", 6, False), ("bicubic", 8, True),
+])  # fmt: skip
 def test_large_images_stay_whole_on_cuda(mode, side, is_whole, monkeypatch):
     """ATen has a thread for each place of the result. Without a GPU one counts as a single multiprocessor."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
