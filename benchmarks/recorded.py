@@ -4,7 +4,8 @@ The folder holds text files in the form of tritonbench's `input_configs`: a line
 `cnt: 12, ((T([64, 128], f16), 1.0), {})` with the sizes, dtypes and strides that a model's training step called it
 with. Each different call runs through `torch.compile` by itself; its result is compared with eager's and float64's,
 its time with eager's, and with that of a backend that does nothing. Numbers are random, places and classes are in
-range. Larger calls than `--most` are left out.
+range. Larger calls than `--most` are left out. With `--device cuda` the times are the device's alone, with memory that
+no cache holds.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from benchmarks import checks, contestants
+from benchmarks.h200_timing import device_time
 from benchmarks.runner import Budget, Call, geomean, interleave
 
 _LINE = re.compile(r"cnt: \d+, (\(.*\))\s*$")
 # Sparse tensors, cuDNN's own operators, and what makes tensors without looking at one.
 _LEFT_OUT = re.compile(r"_sparse|_cudnn|^aten\.(new_empty|empty|lift_fresh)|bernoulli|dropout|rand")
+_NOT_ON_CUDA = re.compile(r"_embedding_bag")  # places that it does not check end the process
+_LEAST = {"cpu": 1e-4, "cuda": 4e-6}  # seconds of eager's: below, what Dynamo or the GPU takes for a call would decide
 _DTYPES = {
     **{f"f{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
     **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -110,7 +114,7 @@ def _bound(operator: str, args: Any) -> int:
     return min(sizes, default=2)
 
 
-def _fill(made: _Made, bound: int) -> torch.Tensor:
+def _fill(made: _Made, bound: int, device: str) -> torch.Tensor:
     extent = torch.Size(made.size).numel() if made.stride is None else _extent(made.size, made.stride)
     if made.dtype.is_floating_point or made.dtype.is_complex:
         memory = torch.randn(extent).to(made.dtype)
@@ -118,6 +122,7 @@ def _fill(made: _Made, bound: int) -> torch.Tensor:
         memory = torch.rand(extent) < 0.5
     else:
         memory = torch.randint(0, max(1, min(bound, 100)), (extent,)).to(made.dtype)
+    memory = memory.to(device)
     return memory.view(made.size) if made.stride is None else memory.as_strided(made.size, made.stride)
 
 
@@ -129,7 +134,9 @@ def _from_forward(operator: str, args: list[Any]) -> list[Any]:
     return args
 
 
-def program(call: Recorded, narrow: torch.dtype, most: int) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+def program(
+    call: Recorded, narrow: torch.dtype, most: int, device: str = "cpu"
+) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """A function of a call's tensors, and these; None if they have more than `most` bytes."""
     args, kwargs = _described(call, narrow)
     leaves, spec = pytree.tree_flatten((list(args), kwargs))
@@ -137,7 +144,7 @@ def program(call: Recorded, narrow: torch.dtype, most: int) -> tuple[Callable[..
     if not described or sum(made.bytes() for made in described) > most:
         return None
     bound = _bound(call.operator, args)
-    filled = [_fill(v, bound) if isinstance(v, _Made) else v for v in leaves]
+    filled = [_fill(v, bound, device) if isinstance(v, _Made) else v for v in leaves]
     args, kwargs = pytree.tree_unflatten(filled, spec)
     leaves, spec = pytree.tree_flatten((_from_forward(call.operator, args), kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -187,14 +194,25 @@ def _raises(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> 
     return False
 
 
+def _may_run(call: Recorded, narrow: torch.dtype, most: int, device: str) -> bool:
+    """Whether a call's places are in range: on the CPU eager says so, on CUDA the process would be lost."""
+    if device == "cpu" or not re.search(r"\bi(8|16|32|64)\b", call.text):
+        return True
+    made = None if _NOT_ON_CUDA.search(call.operator) else program(call, narrow, most)
+    if made is None:
+        return False
+    made[0](*made[1])
+    return True
+
+
 def run(
-    call: Recorded, narrow: torch.dtype, most: int, budget: Budget | None
+    call: Recorded, narrow: torch.dtype, most: int, budget: Budget | None, device: str = "cpu"
 ) -> tuple[str, tuple[float, float] | None]:  # fmt: skip
     """What is wrong, and eager's time by fuser's, called by itself and by Dynamo. Refused if eager does not run it."""
-    torch.manual_seed(0)
     torch._dynamo.reset()
     try:
-        made = program(call, narrow, most)
+        torch.manual_seed(0)
+        made = program(call, narrow, most, device) if _may_run(call, narrow, most, device) else None
     except Exception as error:
         raise Refused(str(error)) from error
     if made is None:
@@ -211,14 +229,15 @@ def run(
             raise Refused("torch.compile itself raises") from error
     if problem is not None or budget is None:
         return problem or "", None
+    if device != "cpu":
+        eager, mine = (device_time(lambda f=f: f(*tensors)) for f in (function, compiled))
+        return "", None if eager < _LEAST[device] else (eager / mine, eager / mine)
     dynamo = contestants.compile_for("dynamo", function, dynamic=None)
     calls = {name: Call(f, tensors) for name, f in (("eager", function), ("dynamo", dynamo), ("fuser", compiled))}
     # What this thread spends alone does not depend on other processes.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     eager, beside, mine = (min(t.samples) for t in interleave(calls, budget, clock=clock, equal=True).values())
-    if eager < 1e-4:  # what Dynamo takes for a call would decide
-        return "", None
-    return "", (eager / mine, beside / mine)
+    return "", None if eager < _LEAST[device] else (eager / mine, beside / mine)
 
 
 def _chosen(calls: list[Recorded], options: argparse.Namespace) -> Iterator[Recorded]:
@@ -244,6 +263,7 @@ def main() -> int:
     parser.add_argument("--narrow", default="float32", help="the dtype that stands for float16")
     parser.add_argument("--most", type=int, default=1 << 26, help="bytes of a call's tensors")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=tuple(_LEAST), default="cpu")
     parser.add_argument("--untimed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -253,7 +273,7 @@ def main() -> int:
         if time.monotonic() - start > options.seconds:
             break
         try:
-            problem, share = run(call, getattr(torch, options.narrow), options.most, budget)
+            problem, share = run(call, getattr(torch, options.narrow), options.most, budget, options.device)
         except Refused:
             continue
         ran, wrong = ran + 1, wrong + bool(problem)
