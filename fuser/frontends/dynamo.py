@@ -30,7 +30,6 @@ from fuser.frontends.transforms import FORWARD, hide_transformed, is_in_forward_
 from fuser.passes.calls import called
 from fuser.passes.checking import copied
 from fuser.passes.classify import all_nodes
-from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.passes.registry import run_stage
 from fuser.passes.runner import PassRecord
@@ -312,26 +311,11 @@ class _GraphCompiler:
         return True
 
     def _trace(self, steps: Training) -> Function:
-        from torch._functorch.aot_autograd import aot_module_simplified
-
         corrected = fakes.corrected_traces(), fakes.loops_may_count(self.gm)
         with levels_kept(), corrected[0], corrected[1], in_fast_forms(), warnings.catch_warnings():
             # Where the trace of a gradient raises, eager runs: nobody has to hear which operator it was.
             warnings.filterwarnings("ignore", "Error detected in .*Backward")
-            wrapped: Function = aot_module_simplified(
-                self.gm,
-                self.example_inputs,
-                fw_compiler=steps.compiler_of("forward"),
-                bw_compiler=steps.compiler_of("backward"),
-                partition_fn=steps.partition,
-                inference_compiler=self.compile_inference,
-                decompositions=decomposition_table(),
-                keep_inference_input_mutations=True,
-            )
-        meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
-        if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may write: none, unless it asks then
-            meta.bw_donated_idxs = []  # AOTAutograd would refuse `retain_graph=True` after a backward without it
-        return wrapped
+            return steps.trace(self.gm, self.example_inputs, self.compile_inference)
 
     def _written_inputs(self) -> frozenset[int] | None:
         """The numbers of the inputs that AOTAutograd found to be written; None if nobody knows."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -25,7 +24,6 @@ from fuser.frontends.failures import guarded, say_unfused
 from fuser.frontends.higher_order import differentiable_twice
 from fuser.frontends.replay import Replay
 from fuser.frontends.training import Training
-from fuser.passes.decompositions import decomposition_table
 from fuser.passes.dispatched import in_fast_forms
 from fuser.runtime.memory import Tally
 
@@ -140,15 +138,7 @@ class _Program:
         steps = Training({}, ())
         fakes.correct(mode)
         with tracing(TracingContext(mode)), in_fast_forms():
-            compiled: Function = aot_module_simplified(
-                whole,
-                self._fake,
-                fw_compiler=steps.compiler_of("forward"),
-                bw_compiler=steps.compiler_of("backward"),
-                partition_fn=steps.partition,
-                decompositions=decomposition_table(),
-                keep_inference_input_mutations=True,
-            )
+            compiled = steps.trace(whole, self._fake)
         self._single = whole.single
         self._run = guarded(differentiable_twice(compiled, Replay(whole)), whole, Tally())
         self._guards = [g.expr for g in self._env.guards]

@@ -16,6 +16,7 @@ from fuser.frontends.functional import Compiled, compile_functional
 from fuser.frontends.views_of_inputs import view_written_inputs
 from fuser.passes.classify import all_nodes, tensors_of
 from fuser.passes.cleanup import keep_results_apart, merge_joint
+from fuser.passes.decompositions import decomposition_table
 from fuser.passes.grouping import group_nodes
 from fuser.passes.randomness import DRAWS, Draw, draws_of, node_draws
 from fuser.passes.registry import run_stage
@@ -58,6 +59,25 @@ class Training:
         self.compiled: dict[str, Compiled] = {}  # by stage
         self.gains_nothing = False  # whether dynamo's graph does the same, with a backward of eager's
         self._backward: fx.GraphModule | None = None  # before its passes
+
+    def trace(self, module: Any, inputs: Sequence[Any], inference_compiler: Function | None = None) -> Function:
+        """The module through AOTAutograd. Its backward may be asked for again, whatever the first call said."""
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        traced: Function = aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=self.compiler_of("forward"),
+            bw_compiler=self.compiler_of("backward"),
+            partition_fn=self.partition,
+            inference_compiler=inference_compiler,
+            decompositions=decomposition_table(),
+            keep_inference_input_mutations=True,
+        )
+        meta: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        if getattr(meta, "bw_donated_idxs", None):  # saved tensors that a backward may write: none, unless it asks then
+            meta.bw_donated_idxs = []  # AOTAutograd would refuse `retain_graph=True` after a backward without it
+        return traced
 
     def compiler_of(self, stage: str) -> Any:
         """AOTAutograd's compiler for the "forward" or the "backward"."""

@@ -144,6 +144,41 @@ def test_some_need_gradients_and_twice():
         assert not fused(x, x).requires_grad
 
 
+def once(results, x):
+    return torch.autograd.grad(sum(r.sum() for r in results), x)
+
+
+def in_turn(results, x):
+    return [torch.autograd.grad(r.sum(), x, retain_graph=True)[0] for r in results]
+
+
+def kept_then_freed(results, x):
+    total = sum(r.sum() for r in results)
+    total.backward(retain_graph=True)
+    total.backward()
+    return x.grad
+
+
+def differentiated_again(results, x):
+    (first,) = torch.autograd.grad(sum(r.sum() for r in results), x, create_graph=True)
+    return first, *torch.autograd.grad(first.square().sum(), x)
+
+
+@pytest.mark.parametrize("ask", [in_turn, kept_then_freed, differentiated_again], ids=lambda f: f.__name__)
+def test_a_backward_keeps_what_another_one_reads(ask):
+    def shares(x: Tensor, y: Tensor):
+        part = torch.clamp(x + y, -1.0, 1.0)  # the backward reads where x + y lies between, which no result tells
+        return part, torch.softmax(x, -1) * part
+
+    script = torch.jit.script(shares)
+    fused = fuser.fuse_script(script)
+    for way in (once, ask):  # the first backward compiles it
+        x, y = torch.randn(4, 5), torch.randn(4, 5)
+        want, got = (way(f(z := x.clone().requires_grad_(), y), z) for f in (script, fused))
+        torch.testing.assert_close(got, want)
+    assert [count for count, _ in routes(fused)] == [1]
+
+
 @pytest.mark.parametrize("name", ["add_", "mul_", "sub_", "div_"])
 def test_writes_in_place_have_gradients(name):
     """A residual block, as torchvision writes it: the write becomes an operator of the group."""
