@@ -40,7 +40,7 @@ def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) 
 
     Returns:
         A function or module with the script's signature, attributes and hooks. A module's parameters share the
-        original's memory. Saved, it is the original.
+        original's memory. Saved, or called by another script, it is the original.
 
     Raises:
         InputError: `script` is not TorchScript or has no `forward`, or `example_inputs` is no list or tuple.
@@ -94,10 +94,11 @@ _Module: Any = getattr(_jit, "RecursiveScriptModule", object)
 
 
 class FusedFunction(_Function):  # type: ignore[misc]
-    """A function that runs in fused groups; saved, it is the original."""
+    """A function that runs in fused groups; saved, or called by another script, it is the original."""
 
     __slots__ = ()
     original: Any
+    run: Any  # the function of the fused graph
     fused: Fused
     defaults: _Defaults | None
     direct: Direct | None
@@ -113,6 +114,17 @@ class FusedFunction(_Function):  # type: ignore[misc]
         """The original's signature."""
         return self.original.schema
 
+    @property
+    def graph(self) -> Any:
+        """The fused graph."""
+        return self.run.graph
+
+    inlined_graph = graph
+
+    def get_debug_state(self) -> Any:
+        """What TorchScript made of the fused graph."""
+        return self.run.get_debug_state()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _autocast():
             return self.under_autocast(args, kwargs)
@@ -125,7 +137,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
         defaults = self.defaults
         if defaults is not None:  # a function made from a graph has no defaults of its own
             args, kwargs = defaults.fill(args, kwargs)
-        return _call(self, *args, **kwargs)
+        return _call(self.run, *args, **kwargs)
 
     def cast(self) -> _Casting:
         """The form for the autocast of this thread."""
@@ -201,19 +213,31 @@ class _Defaults:
 def _fused_function(script: Any) -> Any:
     script = script.original if isinstance(script, FusedFunction) else script
     fused = _fused(script.inlined_graph, False)
-    made = _C._create_function_from_graph(script.name, fused.graph)
+    made = _same_function(script)
+    made.run = _C._create_function_from_graph(script.name, fused.graph)
     native: Any = launcher.native()
     made.__class__ = FusedFunction if native is None else _native_class(native)
     defaults = _Defaults(script.schema.arguments)
     made.original, made.fused, made.defaults = script, fused, defaults if defaults.values else None
     made.casting = {}
     direct = made.direct = direct_call(fused)
+    quick = None
     if native is not None and direct is not None:
-        made.quick = native.direct(direct.handle, direct.letters, direct.order) or "no native handle"
+        quick = native.direct(direct.handle, direct.letters, direct.order)
     elif not defaults.values:
-        made.quick = None  # a call is that of the function made here
+        quick = made.run
+    if quick is not None:
+        made.quick = quick
     made.__doc__ = script.__doc__
     return made
+
+
+def _same_function(script: Any) -> Any:
+    """A second object of a script's function: what a script that calls it has, and that lives as long as torch."""
+    found = torch.jit._state._python_cu.find_function(script.qualified_name)
+    if found is not None and found.graph is script.graph:
+        return found
+    return _C._create_function_from_graph(script.name, script.graph)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ PyMethodDef module_methods[] = {
      "direct(handle, kinds, order): how to call a handle in place of a script whose arguments are of these kinds; the "
      "handle takes those at the positions `order`. None if that cannot be."},
     {"script_call", module_script_call, METH_VARARGS,
-     "script_call(plain, other): `__call__` of fused scripts, whose `quick` is from the function above, None, or not there."},
+     "script_call(plain, other): `__call__` of fused scripts, whose `quick` is from the function above, a function, or not there."},
     {"unscripted", module_unscripted, METH_O, "unscripted(number): that operator may be called no more"},
     {"has_sequences", module_has_sequences, METH_NOARGS, "has_sequences(): whether torch's shim has all that a Sequence needs"},
     {"pool_tensor", module_pool_tensor, METH_VARARGS, "pool_tensor(sizes, strides, dtype_word, bytes) -> Tensor"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import os
@@ -382,6 +383,43 @@ def test_saved_is_the_original(program, args):
     again = fuser.fuse_script(loaded)
     assert_alike(again(*args), script(*args))
     assert len(again.fusion.groups) == len(fused.fusion.groups) > 0
+
+
+def scaled(x, n: int = 2):
+    return torch.softmax((x * n).relu() + 1, -1)
+
+
+def halved(x):
+    return (x / 2).tanh() - x
+
+
+@pytest.mark.parametrize("callee", [torch.jit.script(scaled), torch.jit.trace(halved, x())], ids=["script", "trace"])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
+def test_scripts_that_call_a_fused_one(callee, kept):
+    """They call the original: with its defaults, in their files, and after the fused one is gone."""
+    called = fuser.fuse_script(callee)
+
+    def function(x):
+        return called(x) + called(x * 3)
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return called(x) + called(x * 3)
+
+    wanted = callee(x()) + callee(x() * 3)
+    assert_alike(called(x()), callee(x()))
+    scripts = torch.jit.script(function), torch.jit.script(Module())
+    if not kept:
+        called = None
+        gc.collect()
+    for script in scripts:
+        assert "fuser" not in str(script.inlined_graph)
+        assert_alike(script(x()), wanted)
+        assert_alike(fuser.fuse_script(script)(x()), wanted)
+    file = io.BytesIO()
+    torch.jit.save(scripts[1], file)
+    file.seek(0)
+    assert_alike(torch.jit.load(file)(x()), wanted)
 
 
 def test_methods_and_containers():

@@ -275,8 +275,10 @@ void direct_dealloc(PyObject* self) {
 
 PyTypeObject DirectType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// What a class of fused scripts has for `__call__`: a script with a Direct as its `quick` runs that handle; others run
-// `plain(script, ...)` if their `quick` is None. `other(script, ...)` has all that is left, such as keywords.
+constexpr Py_ssize_t MOST_GIVEN = 16;  // arguments of a call that needs no Python, the script among them
+
+// What a class of fused scripts has for `__call__`: a script with a Direct as its `quick` runs that handle. If `quick` is
+// a function of TorchScript, `plain(quick, ...)` runs. `other(script, ...)` has all that is left, such as keywords.
 struct ScriptCall {
   PyObject_HEAD
   vectorcallfunc vectorcall;
@@ -311,10 +313,17 @@ PyObject* script_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
     PyObject** dict = _PyObject_GetDictPtr(args[0]);
     quick = dict && *dict ? PyDict_GetItemWithError(*dict, torch.quick_name) : nullptr;
   }
-  if (quick == Py_None) return PyObject_Vectorcall(c->plain, args, size_t(n), nullptr);
   if (quick && Py_TYPE(quick) == &DirectType) {
     PyObject* out = call_direct((Direct*)quick, args + 1, n - 1);
     if (out || PyErr_Occurred()) return out;
+  } else if (quick && n <= MOST_GIVEN) {
+    PyObject* given[MOST_GIVEN];
+    given[0] = quick;
+    for (Py_ssize_t i = 1; i < n; i++) given[i] = args[i];
+    Py_INCREF(quick);
+    PyObject* out = PyObject_Vectorcall(c->plain, given, size_t(n), nullptr);
+    Py_DECREF(quick);
+    return out;
   }
   if (PyErr_Occurred()) return nullptr;
   return PyObject_Vectorcall(c->other, args, nargsf, names);
