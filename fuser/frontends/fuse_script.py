@@ -40,7 +40,7 @@ def fuse_script(script: Script, *, example_inputs: Sequence[Any] | None = None) 
 
     Returns:
         A function or module with the script's signature, attributes and hooks. A module's parameters share the
-        original's memory. Saved, or called by another script, it is the original.
+        original's memory. Saved, called by another script or traced, it is the original.
 
     Raises:
         InputError: `script` is not TorchScript or has no `forward`, or `example_inputs` is no list or tuple.
@@ -90,17 +90,18 @@ def _fused(inlined: Any, evaluating: bool) -> Fused:
 _Function: Any = getattr(_C, "ScriptFunction", object)
 _call: Any = _Function.__call__  # `super()` takes 0.1 µs more
 _autocast: Any = getattr(_C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+_tracing: Any = getattr(_C, "_get_tracing_state", lambda: None)
 _Module: Any = getattr(_jit, "RecursiveScriptModule", object)
 
 
 class FusedFunction(_Function):  # type: ignore[misc]
-    """A function that runs in fused groups; saved, or called by another script, it is the original."""
+    """A function that runs in fused groups; saved, called by another script or traced, it is the original."""
 
     __slots__ = ()
     original: Any
     run: Any  # the function of the fused graph
     fused: Fused
-    defaults: _Defaults | None
+    signature: _Signature
     direct: Direct | None
     casting: dict[autocast.State | None, _Casting]
 
@@ -126,6 +127,8 @@ class FusedFunction(_Function):  # type: ignore[misc]
         return self.run.get_debug_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _tracing() is not None:
+            return self.original(*args, **kwargs)
         if _autocast():
             return self.under_autocast(args, kwargs)
         direct = self.direct
@@ -134,9 +137,9 @@ class FusedFunction(_Function):  # type: ignore[misc]
                 return direct.handle(*(args if direct.chosen is None else direct.chosen(args)))
             except Exception:  # the script says what is wrong, in its own words
                 pass
-        defaults = self.defaults
-        if defaults is not None:  # a function made from a graph has no defaults of its own
-            args, kwargs = defaults.fill(args, kwargs)
+        signature = self.signature
+        if signature:  # a function made from a graph has none of its own
+            args, kwargs = signature.fill(args, kwargs)
         return _call(self.run, *args, **kwargs)
 
     def cast(self) -> _Casting:
@@ -149,8 +152,8 @@ class FusedFunction(_Function):  # type: ignore[misc]
         made = self.cast()
         if made.function is None:
             return self.original(*args, **kwargs)
-        if self.defaults is not None:
-            args, kwargs = self.defaults.fill(args, kwargs)
+        if self.signature:
+            args, kwargs = self.signature.fill(args, kwargs)
         return autocast.without_autocast(made.function, *args, **kwargs)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,17 +200,37 @@ def _native_class(native: Any) -> type:
     return type("FusedFunction", (FusedFunction,), {"__slots__": (), "__call__": call, "__module__": __name__})
 
 
-class _Defaults:
-    """The defaults of a signature, by position and by name."""
+def _element(kind: Any) -> str:
+    """The kind of the elements of a list's type, or of an optional list's."""
+    found = kind.getElementType()
+    return str((found.getElementType() if found.kind() == "ListType" else found).kind())
+
+
+_NUMBERS = {"IntType": int, "FloatType": float}
+
+
+class _Signature:
+    """What a signature knows and a graph does not: defaults, and lists for whose elements one number may be given."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.names = [a.name for a in arguments]
-        self.values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.lists = {a.name: (_NUMBERS.get(_element(a.type), ()), a.N) for a in arguments if a.N is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self.defaults or self.lists)
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with the defaults of those left out."""
-        left = {n: self.values[n] for n in self.names[len(args) :] if n in self.values and n not in kwargs}
+        """The arguments of a call with the defaults of those left out, and with whole lists."""
+        if self.lists:
+            args = (*map(self._whole, self.names, args), *args[len(self.names) :])
+            kwargs = {name: self._whole(name, value) for name, value in kwargs.items()}
+        left = {n: self.defaults[n] for n in self.names[len(args) :] if n in self.defaults and n not in kwargs}
         return (args, {**kwargs, **left}) if left else (args, kwargs)
+
+    def _whole(self, name: str, value: Any) -> Any:
+        number, size = self.lists.get(name, ((), 0))
+        return [value] * size if isinstance(value, number) else value
 
 
 def _fused_function(script: Any) -> Any:
@@ -217,14 +240,14 @@ def _fused_function(script: Any) -> Any:
     made.run = _C._create_function_from_graph(script.name, fused.graph)
     native: Any = launcher.native()
     made.__class__ = FusedFunction if native is None else _native_class(native)
-    defaults = _Defaults(script.schema.arguments)
-    made.original, made.fused, made.defaults = script, fused, defaults if defaults.values else None
+    signature = _Signature(script.schema.arguments)
+    made.original, made.fused, made.signature = script, fused, signature
     made.casting = {}
     direct = made.direct = direct_call(fused)
     quick = None
     if native is not None and direct is not None:
         quick = native.direct(direct.handle, direct.letters, direct.order)
-    elif not defaults.values:
+    elif not signature:
         quick = made.run
     if quick is not None:
         made.quick = quick
@@ -278,7 +301,7 @@ class _Fusion:
         method = cpp._get_method(name)
         self.name = name
         self.inlined = method.inlined_graph
-        self.defaults = _Defaults(method.schema.arguments[1:])
+        self.signature = _Signature(method.schema.arguments[1:])
         self.trains = _asks_for_training(self.inlined)
         self.lock = forks.lock()
         self.made: dict[bool, tuple[Fused, Any]] = {}
@@ -288,10 +311,10 @@ class _Fusion:
     def call(self, cpp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The method's results for a module."""
         casting = self.casting(cpp) if _autocast() else None
-        if casting is not None and casting.function is None:
+        if casting is not None and casting.function is None or _tracing() is not None:
             return cpp._get_method(self.name)(*args, **kwargs)
-        if self.defaults.values:
-            args, kwargs = self.defaults.fill(args, kwargs)
+        if self.signature:
+            args, kwargs = self.signature.fill(args, kwargs)
         if casting is not None:
             return autocast.without_autocast(casting.function, cpp, *args, **kwargs)
         return self.function(cpp)(cpp, *args, **kwargs)

@@ -7,10 +7,12 @@ import gc
 import inspect
 import io
 import os
+from typing import Optional
 
 import pytest
 import torch
 from torch import nn
+from torch.jit.annotations import BroadcastingList2, BroadcastingList3
 
 import fuser
 from fuser.errors import InputError, Unsupported
@@ -137,6 +139,28 @@ def test_defaults_and_keywords():
         assert_alike(fused(*args, **kwargs), f(*args, **kwargs))
     with pytest.raises(RuntimeError):
         fused()
+
+
+def stretched(x, by: BroadcastingList2[int], to: Optional[BroadcastingList3[float]] = None):  # noqa: UP045
+    y = (x * by[0]).relu() + by[1]
+    return y if to is None else y * to[0] + to[2]
+
+
+class Stretched(nn.Module):
+    def forward(self, x, by: BroadcastingList2[int], to: Optional[BroadcastingList3[float]] = None):  # noqa: UP045
+        return stretched(x, by, to)
+
+
+@pytest.mark.parametrize("program", [stretched, Stretched], ids=["function", "module"])
+def test_one_number_stands_for_a_list(program):
+    script = scripted(program)
+    fused = fuser.fuse_script(script)
+    for args, named in (((x(), 3), {}), ((x(), [2, 4]), {}), ((x(), 3, 2.5), {}), ((x(),), {"to": 1.5, "by": 2})):
+        assert_alike(fused(*args, **named), script(*args, **named))
+    for args in ((x(), 1.5), (x(), 3, 2)):  # of another kind
+        for function in (script, fused):
+            with pytest.raises(RuntimeError):
+                function(*args)
 
 
 class Cell(nn.Module):
@@ -413,13 +437,43 @@ def test_scripts_that_call_a_fused_one(callee, kept):
         called = None
         gc.collect()
     for script in scripts:
-        assert "fuser" not in str(script.inlined_graph)
+        assert "fuser_ts" not in str(script.inlined_graph)
         assert_alike(script(x()), wanted)
         assert_alike(fuser.fuse_script(script)(x()), wanted)
     file = io.BytesIO()
     torch.jit.save(scripts[1], file)
     file.seek(0)
     assert_alike(torch.jit.load(file)(x()), wanted)
+
+
+def repeated(x, times: int):
+    for i in range(times):
+        x = (x * i).tanh() - x
+    return x
+
+
+class Calls(nn.Module):
+    def __init__(self, called, *rest):
+        super().__init__()
+        self.called, self.rest = called, rest
+
+    def forward(self, x):
+        return self.called(x, *self.rest) + 1
+
+
+@pytest.mark.parametrize(
+    ("program", "rest"), [(scaled, ()), (repeated, (3,)), (Normed, ())], ids=["function", "loop", "module"]
+)
+def test_traces_of_a_fused_one(program, rest):
+    """They have the original, which stays as it was: a trace may add methods to a module's type."""
+    script = scripted(program)
+    for called in (fuser.fuse_script(script), script):
+        traced = torch.jit.trace(Calls(called, *rest).eval(), (x(),))
+        assert "fuser_ts" not in str(traced.inlined_graph)
+        file = io.BytesIO()
+        torch.jit.save(traced, file)
+        file.seek(0)
+        assert_alike(torch.jit.load(file)(x()), script(x(), *rest) + 1)
 
 
 def test_methods_and_containers():
