@@ -287,6 +287,17 @@ class FusedModule(_Module):  # type: ignore[misc]
 
     inlined_graph = graph
 
+    @property
+    def code(self) -> str:
+        """The original's `forward` as text."""
+        return str(self._c._get_method("forward").code)
+
+    @property
+    def code_with_constants(self) -> tuple[str, Any]:
+        """The original's `forward` as text, and its constants by their names in there."""
+        text, constants = self._c._get_method("forward").code_with_constants
+        return text, _jit._script.ConstMap(constants)
+
     def __copy__(self) -> Any:
         return fuse_script(super().__copy__())
 
@@ -425,7 +436,9 @@ def _fused_module(script: Any) -> FusedModule:
     made.__class__ = FusedModule
     copy_python_side(script, made)
     made.__dict__["_fusion"] = _Fusion(made._c)
-    for name in made._c._method_names():
-        if name != "forward" and not name.startswith("__"):
+    for name in set(made._c._method_names()) - {"forward"}:
+        if not name.startswith("__"):
             made.__dict__[name] = FusedMethod(made._c, name)
+        elif isinstance(script.__dict__.get(name), _C.ScriptMethod):  # a name that Python knows, such as `__len__`
+            made.__dict__[name] = made._c._get_method(name)
     return made  # type: ignore[no-any-return]

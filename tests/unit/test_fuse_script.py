@@ -486,6 +486,37 @@ def test_methods_and_containers():
     assert_alike(single.shifted(x()), x() + 1)
 
 
+class Shelf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x):
+        return (x[:, :3] * self.w).relu() + 1
+
+    @torch.jit.export
+    def __len__(self):
+        return 3
+
+    @torch.jit.export
+    def __contains__(self, k: int):
+        return k < 3
+
+    @torch.jit.export
+    def __getitem__(self, k: int):
+        return self.w[k] * 2
+
+
+def test_what_python_asks_a_module():
+    script = scripted(Shelf)
+    fused = fuser.fuse_script(script)
+    assert (len(fused), 2 in fused, 5 in fused) == (3, True, False)
+    assert_alike(fused[1], script[1])
+    assert_alike(fused(x()), script(x()))
+    assert fused.code == script.code
+    assert fused.code_with_constants[0] == script.code_with_constants[0]
+
+
 # -- what is told ------------------------------------------------------------------------------------------------------
 def test_graph_for():
     fused = fuser.fuse_script(torch.jit.script(corpus.loop_break))
