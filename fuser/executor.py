@@ -175,6 +175,7 @@ class Executor:
         settings = (*self.spec.config, ("dtype", str(self._default_dtype)))
         return restored, (text, len(r.bound), r.graph.functional, in_place, settings, bound)
 
+    @torch_abi.untraced
     def slow(self, args: tuple[Any, ...], status: int, named: dict[str, Any] | None = None) -> Any:
         """The result of a call that no kernel took. InputError for wrong arguments, else whatever eager does.
 

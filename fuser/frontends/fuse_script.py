@@ -16,7 +16,7 @@ from fuser.frontends.script_copies import copied, copy_python_side
 from fuser.frontends.script_direct import Direct, direct_call
 from fuser.frontends.script_fusion import Fused, Unfused, fused_graph, training_flags
 from fuser.lazy_dataclasses import dataclass
-from fuser.runtime import launcher
+from fuser.runtime import launcher, torch_abi
 
 Script = Any  # torch.jit.ScriptFunction or torch.jit.ScriptModule
 _C: Any = torch._C
@@ -126,6 +126,7 @@ class FusedFunction(_Function):  # type: ignore[misc]
         """What TorchScript made of the fused graph."""
         return self.run.get_debug_state()
 
+    @torch_abi.untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _tracing() is not None:
             return self.original(*args, **kwargs)
@@ -270,6 +271,7 @@ class FusedModule(_Module):  # type: ignore[misc]
     Its C++ object is of the original's type, which stays as it is; so `forward` is a function of that object.
     """
 
+    @torch_abi.untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's results."""
         return self.__dict__["_fusion"].call(self._c, args, kwargs)
@@ -376,6 +378,7 @@ class FusedMethod:
                 self._fusion = _Fusion(self._cpp, self._name)
             return self._fusion
 
+    @torch_abi.untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._fusion or self._fused()).call(self._cpp, args, kwargs)
 

@@ -378,3 +378,15 @@ def _empty_strided(
 ) -> torch.Tensor:
     where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
     return torch.empty_strided(sizes, strides, dtype=dtype, device=where)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """The function; behind a graph break of a compiled function, Dynamo traces neither it nor what it calls."""
+    frames: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.utils import _pytree as pytree
 
 import fuser
@@ -177,6 +178,44 @@ def test_a_backward_keeps_what_another_one_reads(ask):
         want, got = (way(f(z := x.clone().requires_grad_(), y), z) for f in (script, fused))
         torch.testing.assert_close(got, want)
     assert [count for count, _ in routes(fused)] == [1]
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 5))
+
+    def forward(self, x: Tensor):
+        return torch.softmax((x * self.weight).relu() + 1, -1)
+
+
+def weighted(x: Tensor):
+    return torch.softmax((x * 2).relu() + 1, -1) * x
+
+
+def weighted_twice(x: Tensor, times: int = 2):
+    for _ in range(times):
+        x = torch.softmax((x * 3).relu() + 1, -1) * x
+    return x
+
+
+@pytest.mark.parametrize("program", [weighted, weighted_twice, Weighted], ids=["function", "loop", "module"])
+def test_dynamo_traces_nothing_that_makes_kernels(program):
+    """A compiled function calls scripts behind a graph break, where Dynamo offers to trace whatever Python runs."""
+    script = torch.jit.script(program() if isinstance(program, type) else program)
+    fused = fuser.fuse_script(script)
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    compiled = torch.compile(lambda x: fused(x) * 2, backend="eager")
+    for gradients in (False, True, True):
+        x, found = rand(3, 5), []
+        for function in (compiled, lambda x: script(x) * 2):
+            result = function(z := x.clone().requires_grad_(gradients))
+            found.append([result, *(torch.autograd.grad(result.square().sum(), z) if gradients else ())])
+        torch.testing.assert_close(*found)
+    package = os.path.dirname(fuser.__file__)
+    assert not [m.co_name for m in get_compilation_metrics() if (m.co_filename or "").startswith(package)]
+    assert all(not reasons for _, reasons in routes(fused))
 
 
 @pytest.mark.parametrize("name", ["add_", "mul_", "sub_", "div_"])
