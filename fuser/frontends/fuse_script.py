@@ -181,8 +181,11 @@ def _casting(script: Any, name: str, evaluating: bool = False) -> _Casting:
     """The form of a function's or method's graph for the autocast that is at work in this thread."""
     if autocast.state() is None:
         return _Casting(_left(script, "autocast of this device or version of torch is not fused"), None)
-    graph = autocast.with_casts(script.inlined_graph)
-    reason = autocast.why_not(graph)
+    graph = script.inlined_graph
+    reason = autocast.asks(graph)
+    if reason is None:
+        graph = autocast.with_casts(graph)
+        reason = autocast.why_not(graph)
     if reason is not None:
         return _Casting(_left(script, reason), None)
     with torch._C._DisableAutocast():

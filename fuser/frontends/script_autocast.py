@@ -65,6 +65,12 @@ def _cast_softmax(graph: Any) -> None:
             node.replaceInput(0, cast.output())
 
 
+def asks(graph: Any) -> str | None:
+    """Why a graph has to know that autocast is on; None if it does not. TorchScript's pass crashes on one that does."""
+    kinds = ("aten::is_autocast_enabled", "aten::is_autocast_cpu_enabled")
+    return next((f"{n.kind()} runs in the script" for n in every_node(graph) if n.kind() in kinds), None)
+
+
 def why_not(graph: Any) -> str | None:
     """Why a graph with casts does not compute the same with autocast off; None if it does."""
     keys = [key for device, key in _DEVICES.items() if torch.is_autocast_enabled(device)]

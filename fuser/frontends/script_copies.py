@@ -16,7 +16,7 @@ _HOOKS = (
 
 def copied(cpp: Any) -> Any:
     """A copy of a C++ module with all of its submodules."""
-    return _Copier().copied(cpp)
+    return _Copier(cpp).copied(cpp)
 
 
 def copy_python_side(script: Any, made: Any) -> None:
@@ -34,11 +34,25 @@ def copy_python_side(script: Any, made: Any) -> None:
 
 
 class _Copier:
-    """Copies C++ modules: own slots of the same types, parameters that share the originals' memory, own buffers."""
+    """Copies C++ modules: own slots of the same types, parameters that share the originals' memory, own buffers.
 
-    def __init__(self) -> None:
+    Buffers and attributes that share memory with each other do so in the copy; those that view a parameter still do.
+    """
+
+    def __init__(self, cpp: Any) -> None:
         self.modules: dict[Any, Any] = {}
         self.tensors: dict[int, tuple[Any, Any]] = {}  # the originals are kept, so that no id is used twice
+        self.storages: dict[int, tuple[Any, Any]] = {}  # by their addresses, beside their copies
+        self._shared: set[int] = set()
+        found: dict[int, list[Any]] = {}
+        self._read(cpp, found, set())
+        for at, tensors in found.items():
+            if any(map(_is_parameter, tensors)):
+                self._shared.add(at)
+                continue
+            storage = tensors[0].untyped_storage()
+            if len(tensors) > 1 or storage.nbytes() <= tensors[0].nbytes:  # one of a larger memory is copied alone
+                self.storages[at] = storage, storage.clone()
 
     def copied(self, cpp: Any) -> Any:
         """A copy of a module with all of its submodules."""
@@ -46,23 +60,57 @@ class _Copier:
             made = self.modules[cpp] = copy.copy(cpp)
             for name, module in _C.ModuleDict(cpp).items():
                 made.setattr(name, self.copied(module))
-            for name, tensor in _C.ParameterDict(cpp).items():
-                made.setattr(name, self._value(tensor))
-            attributes = _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes()
-            for name, (kind, _) in attributes.items():
-                if kind.kind() in ("ListType", "DictType", "TupleType", "OptionalType", "TensorType"):
-                    made.setattr(name, self._value(cpp.getattr(name)))
+            for name, value in _values(cpp):
+                made.setattr(name, torch.utils._pytree.tree_map_only(torch.Tensor, self._tensor, value))
         return self.modules[cpp]
 
-    def _value(self, value: Any) -> Any:
-        """An attribute's value; TorchScript hands out containers by value, the tensors in them as they are."""
-        if isinstance(value, (list, tuple, dict)):
-            return torch.utils._pytree.tree_map_only(torch.Tensor, self._value, value)
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _read(self, cpp: Any, found: dict[int, list[Any]], seen: set[Any]) -> None:
+        """The different tensors of a module and its submodules, by their memory."""
+        if cpp in seen:
+            return
+        seen.add(cpp)
+        for _, value in _values(cpp):
+            for tensor in torch.utils._pytree.tree_leaves(value):
+                if _has_memory(tensor):
+                    others = found.setdefault(tensor.untyped_storage()._cdata, [])
+                    if not any(tensor is other for other in others):
+                        others.append(tensor)
+        for _, module in _C.ModuleDict(cpp).items():
+            self._read(module, found, seen)
+
+    def _tensor(self, value: Any) -> Any:
+        """A tensor's copy; TorchScript hands out containers by value, the tensors in them as they are."""
         if id(value) not in self.tensors:
-            is_parameter = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
-            shared = value.detach()
-            made = torch.nn.Parameter(shared, value.requires_grad) if is_parameter else shared.clone()
-            self.tensors[id(value)] = value, made
+            self.tensors[id(value)] = value, self._made(value)
         return self.tensors[id(value)][1]
+
+    def _made(self, value: Any) -> Any:
+        plain = value.detach()
+        if _is_parameter(value):
+            return torch.nn.Parameter(plain, value.requires_grad)
+        at = value.untyped_storage()._cdata if _has_memory(value) else 0
+        if at in self._shared:
+            return plain
+        if at not in self.storages:
+            return plain.clone()
+        made = torch.empty(0, dtype=value.dtype, device=value.device)
+        return made.set_(self.storages[at][1], value.storage_offset(), value.shape, value.stride())
+
+
+def _values(cpp: Any) -> list[tuple[str, Any]]:
+    """A module's own parameters, buffers and attributes that hold tensors."""
+    found = list(_C.ParameterDict(cpp).items())
+    for name, (kind, _) in _C.ConcreteModuleType.from_jit_type(cpp._type()).get_attributes().items():
+        if kind.kind() in ("ListType", "DictType", "TupleType", "OptionalType", "TensorType"):
+            found.append((name, cpp.getattr(name)))
+    return found
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether a value is a tensor whose memory another one may view."""
+    own = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+    return own and not (value.is_conj() or value.is_neg() or value.is_meta)

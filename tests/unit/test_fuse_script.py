@@ -217,6 +217,23 @@ def test_autocast_casts_as_the_script_does(program, dtype):
     assert len(fuser.fuse_script(script).fusion.groups) == len(fused.fusion.groups)
 
 
+def asks_for_autocast(x):
+    y = torch.softmax((x * 2).relu(), -1)
+    return y + 1 if torch.is_autocast_cpu_enabled() else y * 2
+
+
+def test_a_script_that_asks_for_autocast():
+    script = torch.jit.script(asks_for_autocast)
+    fused = fuser.fuse_script(script)
+    before = torch._C._jit_set_autocast_mode(False)  # torch's pass crashes on such a script
+    try:
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", enabled=enabled):
+                assert_alike(fused(x()), script(x()))
+    finally:
+        torch._C._jit_set_autocast_mode(before)
+
+
 def test_autocast_in_another_dtype_is_another_graph():
     script = torch.jit.script(product)
     fused, x = fuser.fuse_script(script), torch.randn(4, 4)
@@ -353,6 +370,38 @@ def test_attributes_state_and_moves():
     other = {k: torch.ones_like(v) for k, v in script.state_dict().items()}
     fused.load_state_dict(other)
     assert fused.linear.weight.eq(1).all()
+
+
+class Views(nn.Module):
+    """Tensors that share memory: with each other, in containers, with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = torch.arange(6.0)
+        self.turned = self.whole.view(2, 3).t()
+        self.parts = [self.whole[1:3], torch.ones(2)]
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("middle", self.weight.detach()[1:3])
+        self.register_buffer("equal", torch.ones(1).expand(2))
+
+    def forward(self, x):
+        self.turned[1] += 10
+        self.parts[0][0] *= 2
+        return (self.whole.sum() * x[:2, :2]).relu() + 1, self.turned * 2 + 1, self.middle * self.equal
+
+
+def test_attributes_that_share_memory():
+    script = scripted(Views)
+    fused = fuser.fuse_script(script)
+    again = fuser.fuse_script(fused)
+    for _ in range(3):
+        want = script(x())
+        assert_alike(fused(x()), want)
+        assert_alike(again(x()), want)
+    with torch.no_grad():
+        script.weight.add_(1)
+    for module in (fused, again):
+        assert module.middle.equal(script.middle) and module.equal.stride() == script.equal.stride()
 
 
 def test_the_original_and_its_siblings_stay():
