@@ -214,18 +214,22 @@ _NUMBERS = {"IntType": int, "FloatType": float}
 
 
 class _Signature:
-    """What a signature knows and a graph does not: defaults, and lists for whose elements one number may be given."""
+    """What a signature knows and a graph does not: defaults, lists for whose elements one number may be given, and
+    arguments that are taken by name only."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.names = [a.name for a in arguments]
+        self.named = [a.name for a in arguments if a.kwarg_only]
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.lists = {a.name: (_NUMBERS.get(_element(a.type), ()), a.N) for a in arguments if a.N is not None}
 
     def __bool__(self) -> bool:
-        return bool(self.defaults or self.lists)
+        return bool(self.defaults or self.lists or self.named)
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with the defaults of those left out, and with whole lists."""
+        if len(args) > len(self.names) - len(self.named) and self.named:
+            raise RuntimeError(f"{len(args)} positional arguments were given: expected {', '.join(self.named)} by name")
         if self.lists:
             args = (*map(self._whole, self.names, args), *args[len(self.names) :])
             kwargs = {name: self._whole(name, value) for name, value in kwargs.items()}

@@ -163,6 +163,25 @@ def test_one_number_stands_for_a_list(program):
                 function(*args)
 
 
+def by_name(x, *, n: int, by: BroadcastingList2[int]):
+    return (x * n).relu() + by[1]
+
+
+class ByName(nn.Module):
+    def forward(self, x, *, n: int, by: BroadcastingList2[int]):
+        return by_name(x, n=n, by=by)
+
+
+@pytest.mark.parametrize("program", [by_name, ByName], ids=["function", "module"])
+def test_arguments_by_name_only(program):
+    script = scripted(program)
+    for function in (script, fuser.fuse_script(script)):
+        assert_alike(function(x(), by=2, n=3), script(x(), n=3, by=[2, 2]))
+        for args, named in (((x(), 3, 2), {}), ((x(), 3), {"by": 2}), ((x(),), {"n": 3}), ((), {"n": 3, "by": 2})):
+            with pytest.raises(RuntimeError):
+                function(*args, **named)
+
+
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()
