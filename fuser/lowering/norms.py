@@ -76,6 +76,8 @@ def lower_softmax_backward(
     ctx: LoweringContext, grad: TensorBox, out: TensorBox, dim: int, input_dtype: Any = None
 ) -> TensorBox:
     """(grad - sum(grad * out)) * out, or grad - exp(out) * sum(grad)"""
+    if input_dtype not in (None, grad.dtype) and ctx.target.device_type == "cpu":
+        raise Unsupported("the gradient of a softmax in another dtype than its input's")  # ATen's has the gradient's
     dtype = result_dtype(ctx)
     wide = compute_dtype(grad.dtype)
     size = ctx.size_of(grad)

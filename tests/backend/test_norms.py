@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from fuser import register_fusion, run_fusion
 from tests.backend.fused import fuse, no_fallback
 from tests.backend.support import check_all, fused, graph_of
+from tests.device import test_device
 
 aten = torch.ops.aten
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -37,6 +39,19 @@ SOFTMAXES: dict[str, Callable[..., Any]] = {
     "backward": lambda x: aten._softmax_backward_data(x.cos(), x.sin(), -1, x.dtype),
     "log_backward": lambda x: aten._log_softmax_backward_data(x.cos(), x.sin(), 1, x.dtype),
 }
+
+
+@pytest.mark.skipif(test_device() != "cpu", reason="a GPU converts to the dtype of the input")
+@pytest.mark.parametrize("op", [aten._softmax_backward_data, aten._log_softmax_backward_data], ids=str)
+def test_gradients_of_softmax_for_input_in_another_dtype(op):
+    """ATen's result has the dtype of the gradient, whatever torch's shape function says."""
+    for own, other in itertools.permutations((torch.float32, torch.float64, torch.bfloat16), 2):
+        x = drawn(3, 37, dtype=own)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda g, y, op=op, other=other: op(g * 2, y, 1, other), backend="fuser")
+        want, got = op(x * 2, x, 1, other), compiled(x, x)
+        assert got.dtype is want.dtype is own
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
