@@ -42,6 +42,7 @@ class Machine:
     lanes: which explicit vectors of `ops/lanes_cpp.py` it has; "" is none.
     masks: reads and writes some bytes of a whole register, as `cpu/bits.py` does it.
     dots: adds products of bytes to words in one instruction (VNNI).
+    bf16_dots: adds products of pairs of bfloat16 to float32 sums in one instruction.
     past_cache: the instruction of x86-64 that stores a register past the caches; "" is none.
     prefetches: whether asking for memory ahead of its use is worth the instruction.
     vector_math: the forms of a vector function, by letter and doubles, that its compilers call (x86-64's vector ABI).
@@ -61,6 +62,7 @@ class Machine:
     lanes: str = ""
     masks: bool = False
     dots: bool = False
+    bf16_dots: bool = False
     past_cache: str = ""
     prefetches: bool = True
     vector_math: tuple[tuple[str, int], ...] = ()
@@ -90,7 +92,7 @@ _AVX2_FLAGS = (*_SSE_FLAGS, "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-ml
 _AVX2_NEEDS = _SSE_NEEDS | set("avx avx2 fma f16c bmi1 bmi2 abm movbe".split())
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AVX512_PARTS = (
-    Part("bf16", "avx512_bf16", "-mavx512bf16"),
+    Part("bf16", "avx512_bf16", "-mavx512bf16", {"bf16_dots": True}),
     Part("bitalg", "avx512_bitalg", "-mavx512bitalg"),
     Part("vbmi", "avx512vbmi", "-mavx512vbmi"),
     Part("vbmi2", "avx512_vbmi2", "-mavx512vbmi2"),

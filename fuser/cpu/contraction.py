@@ -13,6 +13,8 @@ from dataclasses import replace
 
 import torch
 
+from fuser.cpu import dots
+from fuser.cpu.dots import DTYPES, ELEMENTS
 from fuser.cpu.facts import Facts
 from fuser.cpu.frame import closed, each_unit, opened, units_of
 from fuser.cpu.records import Function
@@ -27,9 +29,6 @@ COLUMNS = 16  # of a unit
 MOST_ROWS = 8
 IN_ORDER_ROWS, IN_ORDER_BYTES = 4, 1 << 14  # of `x`, up to which the weight is read as it lies, without prefetches
 WHOLE_BYTES, PART_BYTES = 24 << 10, 8 << 10  # rows of `x` that the first-level cache keeps; parts of longer ones
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_ELEMENTS = {"f32": "float", "bf16": "u16"}
-_ADD = {"f32": "{s} += {a} * b;", "bf16": "FUSER_DOT_BF16({s}, {a}, b);"}
 _CALL = re.compile(r"fuser_dot_(f32|bf16)_(\d+)$")
 
 
@@ -89,30 +88,6 @@ def _rows_of(plan: KernelPlan) -> int:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-_HEAD = """\
-#if defined(__clang__)
-#define FUSER_CONTRACT
-#define FUSER_CONTRACTS _Pragma("clang fp contract(fast)")
-#else
-#define FUSER_CONTRACT __attribute__((optimize("fp-contract=fast")))
-#define FUSER_CONTRACTS
-#endif
-typedef float fuser_dot_f __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef u32 fuser_dot_u __attribute__((vector_size(BYTES), aligned(2), may_alias));
-FUSER_FN float fuser_dot_of(float x) { return x; }
-FUSER_FN float fuser_dot_of(u16 x) {
-  const u32 u = (u32)x << 16;
-  float f;
-  __builtin_memcpy(&f, &u, 4);
-  return f;
-}
-#if defined(__clang__) || __GNUC__ >= 12
-#define FUSER_DOT_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef i32 fuser_dot_i __attribute__((vector_size(BYTES)));
-#define FUSER_DOT_PICK(a, b, ...) __builtin_shuffle(a, b, (fuser_dot_i){__VA_ARGS__})
-#endif
-"""
 # The sums of the lanes of as many registers as one has lanes, in their order: halves are added, two registers at once.
 _FOLD = """\
 FUSER_FN fuser_dot_f fuser_dot_fold(const fuser_dot_f* s) {
@@ -121,24 +96,6 @@ ROUNDS
   return t[0];
 }
 """
-# A vector that is used several times is loaded once: g++ makes it an operand in memory of each use.
-_KEEP = """\
-#if defined(__AVX512F__)
-#define FUSER_DOT_KEEP(b) asm("" : "+v"(b))
-#else
-#define FUSER_DOT_KEEP(b)
-#endif
-"""
-_BF16 = """\
-#if defined(__AVX512BF16__)
-#define FUSER_DOT_BF16(acc, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b))
-#else
-#define FUSER_DOT_BF16(acc, a, b) \\
-  acc += (fuser_dot_f)(a << 16) * (fuser_dot_f)(b << 16); \\
-  acc += (fuser_dot_f)(a & 0xffff0000u) * (fuser_dot_f)(b & 0xffff0000u)
-#endif
-"""
-
 
 _FUNCTION = """\
 FUSER_CONTRACT static void fuser_dot_NAME_ROWS(
@@ -159,9 +116,9 @@ def helpers(uses: Set[str], machine: Machine) -> str:
     calls = sorted((m[1], int(m[2])) for m in map(_CALL.match, uses) if m)
     if not calls:
         return ""
-    head = _HEAD + _KEEP + (_BF16 if any(dtype == "bf16" for dtype, _ in calls) else "")
     lanes = machine.vector_bytes // 4
-    head = filled(head + _FOLD, {"ROUNDS": _rounds(lanes), "LANES": lanes, "BYTES": 4 * lanes})
+    head = dots.words({dtype for dtype, _ in calls}, machine)
+    head += filled(_FOLD, {"ROUNDS": _rounds(lanes), "LANES": lanes})
     return head + "".join(_function(dtype, rows, machine) for dtype, rows in calls)
 
 
@@ -197,7 +154,7 @@ def _function(dtype: str, rows: int, machine: Machine) -> str:
     if rows <= IN_ORDER_ROWS and unroll > 1 and not machine.prefetches:
         in_order = "\n".join(_block(dtype, rows, width, 1, unroll, False))
         blocks = f"  if (sizeof(*x) * inner * ROWS <= {IN_ORDER_BYTES}) {{\n{in_order}\n  }} else {{\n{blocks}\n  }}"
-    words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": _ELEMENTS[dtype], "ROWS": rows, "COLUMNS": COLUMNS}
+    words = {"BLOCKS": blocks, "NAME": dtype, "TYPE": ELEMENTS[dtype], "ROWS": rows, "COLUMNS": COLUMNS}
     words |= {"LANES": lanes, "WIDTH": width}
     return filled(_FUNCTION, words)
 
@@ -219,7 +176,7 @@ def _block(
     dtype: str, rows: int, width: int, columns: int, unroll: int, ahead: bool, first: str = "0", last: str = "inner"
 ) -> list[str]:
     """The loop over columns, `columns` at a time, with `unroll` registers of each at a time; added to `sums`."""
-    element, vector = _ELEMENTS[dtype], f"fuser_dot_{'f' if dtype == 'f32' else 'u'}"
+    element, vector = ELEMENTS[dtype], f"fuser_dot_{'f' if dtype == 'f32' else 'u'}"
     turns, cells = range(unroll), [(i, m) for m in range(rows) for i in range(columns)]
     out = [
         f"  for (i64 c = 0; c < count; c += {columns}) {{",
@@ -235,7 +192,7 @@ def _block(
             at = f"k + {u * width}"
             out += [f"      const {vector} a{i}_{u} = *(const {vector}*)(w{i} + {at});" for i in range(columns)]
             for m in range(rows):
-                adds = " ".join(_ADD[dtype].format(s=f"s{i}_{m}_{u}", a=f"a{i}_{u}") for i in range(columns))
+                adds = " ".join(dots.add(dtype, f"s{i}_{m}_{u}", f"a{i}_{u}", "b") for i in range(columns))
                 keep = "FUSER_DOT_KEEP(b); " if columns > 1 else ""
                 out.append(f"      {{ {vector} b = *(const {vector}*)(x + {m} * step + {at}); {keep}{adds} }}")
         out.append("    }")

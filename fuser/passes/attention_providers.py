@@ -1,4 +1,4 @@
-"""Who computes attention on the CPU: ATen's fused kernel, in 16-bit floats products and a kernel in turn, or products.
+"""Who computes attention on the CPU: ATen's fused kernel, one of the package, products and a kernel in turn, products.
 
 ATen's kernel took 1.1 to 3 times as long forward on two AMD cores, and up to 20 times backward in float16, whose
 products it makes one by one; other machines differ. So a contest decides for each class of sizes (`fuser.contests`).
@@ -23,18 +23,20 @@ from fuser.attention.products import product_dtype
 from fuser.attention.reach import RANGES, Reach
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.cpu import attention as own
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import put_for
 from fuser.passes.hints import size_hint
 
 aten: Any = torch.ops.aten
-ATEN, PARTS, ROUNDED_PARTS, WRITTEN = "aten", "by parts", "by parts, scores rounded", "as written"
+ATEN, OWN, WRITTEN = "aten", "own kernel", "as written"
+PARTS, ROUNDED_PARTS = "by parts", "by parts, scores rounded"
 ROUNDED = "fuser_rounded_scores"  # in the metadata `custom` of attention that was written as products
 LEAST_WRITTEN, MOST_WRITTEN = 1 << 12, 1 << 19  # scores that products by themselves may be faster for
 LEAST_SCORES = 1 << 15  # below, calls cost more than products
 _MOST_SCORES = 1 << 22  # of a contest
 _DTYPES = (torch.bfloat16, torch.float16)
-_REACHED = (*_DTYPES, torch.float32)  # where the mask leaves each row some of the keys
+_ALL_DTYPES = (*_DTYPES, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,13 @@ def choose(attention: Attention) -> str:
     """The name of the candidate for a class: known, or by a contest now."""
     if attention.scores < LEAST_SCORES or config.is_deterministic():
         return ATEN
-    names = [ATEN, PARTS, *([ROUNDED_PARTS] if attention.rounded else [])]
+    names = [ATEN]
+    if attention.reach is not None or attention.dtype in _DTYPES:
+        names += [PARTS, *([ROUNDED_PARTS] if attention.rounded else [])]
+    if not attention.backward and own.why_not(attention.dtype, attention.width) is None:
+        names.append(OWN)
+    if len(names) == 1:
+        return ATEN
     return _attentions.choice(
         attention.key(), names, str(attention), lambda: _contestants(attention, names)
     ).winner  # fmt: skip
@@ -123,6 +131,7 @@ def _contestants(a: Attention, names: list[str]) -> Mapping[str, Contestant]:
 
     calls: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
         ATEN: by_aten,
+        OWN: lambda: own.attend(q, k, v, *given)[:1],
         PARTS: lambda: by_parts(False),
         ROUNDED_PARTS: lambda: by_parts(True),
         WRITTEN: written,
@@ -153,7 +162,7 @@ def _operands(a: Attention) -> list[Any]:
 
 
 def attention_by_parts(module: fx.GraphModule) -> int:
-    """Attention on the CPU, in 16-bit floats or of some keys, becomes products and a kernel between, where faster."""
+    """Attention on the CPU becomes one kernel, or products and a kernel between, where faster."""
     if config.numerics == "eager":
         return 0
     found = [n for n in module.graph.nodes if n.target in (FORWARD, BACKWARD)]
@@ -194,7 +203,7 @@ def _class_of(node: fx.Node, call: _Call) -> Attention | None:
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
         return None
     reach = node.meta.get(RANGES)
-    if q.dtype not in (_DTYPES if reach is None else _REACHED):
+    if q.dtype not in _ALL_DTYPES:
         return None
     if call.mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype.is_floating_point):
         return None
@@ -224,7 +233,9 @@ def _replaced(node: fx.Node) -> bool:
         return False
     tensors, given = (call.q, call.k, call.v), (call.causal, call.mask, call.scale, winner == ROUNDED_PARTS)
     reach = () if attention.reach is None else (node.meta[RANGES],)
-    if attention.backward:
+    if winner == OWN:
+        put_for(node, own.attend, (*tensors, *given[:3]))
+    elif attention.backward:
         put_for(node, attend_backward, (call.grad, *tensors, call.sums, *given, *reach))
     else:
         read = any(u.args[1] == 1 and u.users for u in node.users)
@@ -233,5 +244,6 @@ def _replaced(node: fx.Node) -> bool:
 
 
 __all__ = [
-    "ATEN", "PARTS", "ROUNDED", "ROUNDED_PARTS", "Attention", "attention_by_parts", "choose", "is_faster_written",
+    "ATEN", "OWN", "PARTS", "ROUNDED", "ROUNDED_PARTS", "Attention", "attention_by_parts", "choose",
+    "is_faster_written",
 ]  # fmt: skip

@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from fuser import config
+from fuser.cpu import packed
 from fuser.passes import providers
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, Kind, classify, is_view
 from fuser.passes.hints import are_numbers, is_contiguous, size_hint
 from fuser.passes.providers import linear_op
-from fuser.runtime import products, warm
+from fuser.runtime import packing, products, warm
 
 aten = torch.ops.aten
 _WIDE = 1 << 13  # columns from which on a result with an open number of rows may be large
@@ -133,12 +134,16 @@ def _provide(node: fx.Node, op: Any) -> bool:
     if how == providers.OWN:
         put_for(node, providers.product_op(), (bias, x, w))
         return True
-    if how not in (providers.ONEDNN, providers.PACKED):
+    if how not in (providers.ONEDNN, providers.PACKED, providers.OWN_PACKED):
         return False
     with node.graph.inserting_before(node):
         transposed = _transposed(node.graph, w)
         if _is_transposed(values[0]):
             x = _copied(node.graph, x)
+    if how == providers.OWN_PACKED:
+        call = packing.packed_call(packed.product, packed.pack, "packed_product")
+        put_for(node, call, (x, transposed, values[1].shape[1], bias))
+        return True
     new = put_for(node, op, (x, transposed, bias, "none", [], ""))
     if how == providers.PACKED:
         new.meta[PACKED] = True

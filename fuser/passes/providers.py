@@ -30,6 +30,7 @@ from fuser.attention.products import has_products
 from fuser.contests import race
 from fuser.contests.deciding import Decisions, numbers
 from fuser.contests.race import Contestant
+from fuser.cpu import packed
 from fuser.lazy_dataclasses import dataclass
 from fuser.passes.calls import own_operator
 from fuser.targets import LEAST_WEIGHT
@@ -42,7 +43,7 @@ _FEWEST_ROWS = 64
 _COLD_BYTES, _MOST_COPIES = 1 << 25, 8
 _COLDER_BYTES = 48 << 20  # for few rows, which wait for memory: more than last-level caches of most machines
 ATEN, APART, ONEDNN, PACKED = "aten", "aten, bias apart", "onednn", "onednn packed"
-OWN = "own kernel"
+OWN, OWN_PACKED = "own kernel", "own kernel, packed"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -177,6 +178,11 @@ def _own_kernel(bias: bool, epilogue: tuple[str, str] | None) -> Callable[..., t
     return call
 
 
+def _own_packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
+    made = dataclasses.replace(o, weights=tuple(packed.pack(w.t()) for w in o.weights))
+    return made.each(lambda w: packed.product(o.x, w, p.columns, o.bias))
+
+
 def is_for_few_rows(p: Product) -> bool:
     """Whether a kernel of the package makes a product, if it is the fastest."""
     few = p.rows <= targets.of("cpu").product_rows and p.inner * p.columns >= LEAST_WEIGHT
@@ -184,14 +190,20 @@ def is_for_few_rows(p: Product) -> bool:
 
 
 def _can_pack(p: Product) -> bool:
-    return p.frozen and p.w_turned and not p.x_turned and pack_op() is not None
+    return p.frozen and p.w_turned and not p.x_turned
+
+
+def _can_pack_itself(p: Product) -> bool:
+    many = p.rows > targets.of("cpu").product_rows
+    return _can_pack(p) and many and packed.why_not(p.dtype, p.inner) is None
 
 
 PROVIDERS: tuple[Provider, ...] = (
     Provider(ATEN, lambda p: True, _aten),
     Provider(APART, lambda p: p.bias and p.read and p.dtype is torch.float32, _apart),
     Provider(ONEDNN, lambda p: linear_op() is not None and p.work >= LEAST_WORK, _onednn, folds=True),
-    Provider(PACKED, _can_pack, _packed, folds=True),
+    Provider(PACKED, lambda p: _can_pack(p) and pack_op() is not None, _packed, folds=True),
+    Provider(OWN_PACKED, _can_pack_itself, _own_packed),
     Provider(OWN, is_for_few_rows, _own, folds=True),
 )
 _EPILOGUES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -271,5 +283,6 @@ def _matrix_of(flat: torch.Tensor, rows: int, turned: bool) -> torch.Tensor:
 
 
 __all__ = [
-    "APART", "ATEN", "ONEDNN", "OWN", "PACKED", "Operands", "Product", "Provider", "choose", "linear_op", "pack_op",
+    "APART", "ATEN", "ONEDNN", "OWN", "OWN_PACKED", "PACKED", "Operands", "Product", "Provider", "choose",
+    "linear_op", "pack_op",
 ]  # fmt: skip

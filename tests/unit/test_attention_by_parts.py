@@ -239,11 +239,11 @@ def test_reason_and_choice():
     assert any("attention of 1×2×150×150×16 bfloat16" in str(c) for c in fuser.debug.choices())
 
 
-@pytest.mark.parametrize("how", ["deterministic", "few", "float32", "dropout", "eager numerics"])
+@pytest.mark.parametrize("how", ["deterministic", "few", "float64", "dropout", "eager numerics"])
 def test_aten_stays(how, monkeypatch):
     chosen_of = []
     monkeypatch.setattr(providers._attentions, "choice", lambda *a, **k: chosen_of.append(a))
-    dtype = torch.float32 if how == "float32" else torch.bfloat16
+    dtype = torch.float64 if how == "float64" else torch.bfloat16
     length = 8 if how == "few" else 200
     args = [torch.randn(1, 2, length, 16, dtype=dtype) for _ in range(3)]
     share = 0.1 if how == "dropout" else 0.0

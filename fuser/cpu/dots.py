@@ -1,0 +1,71 @@
+"""Words of C++ for products of vectors: float32 sums of float32 operands, or of pairs of bfloat16 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+
+from fuser.cpu.text import filled
+from fuser.machines import Machine
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+ELEMENTS = {"f32": "float", "bf16": "u16"}
+PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that a lane of a sum takes at once
+_ADD = {"f32": "{s} += {a} * {b};", "bf16": "FUSER_DOT_BF16({s}, {a}, {b});"}
+
+_HEAD = """\
+#if defined(__clang__)
+#define FUSER_CONTRACT
+#define FUSER_CONTRACTS _Pragma("clang fp contract(fast)")
+#else
+#define FUSER_CONTRACT __attribute__((optimize("fp-contract=fast")))
+#define FUSER_CONTRACTS
+#endif
+typedef float fuser_dot_f __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef u32 fuser_dot_u __attribute__((vector_size(BYTES), aligned(2), may_alias));
+FUSER_FN float fuser_dot_of(float x) { return x; }
+FUSER_FN float fuser_dot_of(u16 x) {
+  const u32 u = (u32)x << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+#if defined(__clang__) || __GNUC__ >= 12
+#define FUSER_DOT_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef i32 fuser_dot_i __attribute__((vector_size(BYTES)));
+#define FUSER_DOT_PICK(a, b, ...) __builtin_shuffle(a, b, (fuser_dot_i){__VA_ARGS__})
+#endif
+"""
+# A vector that is used several times is loaded once: g++ makes it an operand in memory of each use.
+_KEEP = """\
+#if defined(__AVX512F__)
+#define FUSER_DOT_KEEP(b) asm("" : "+v"(b))
+#else
+#define FUSER_DOT_KEEP(b)
+#endif
+"""
+_BF16 = """\
+#if defined(__AVX512BF16__)
+#define FUSER_DOT_BF16(acc, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b))
+#else
+#define FUSER_DOT_BF16(acc, a, b) \\
+  acc += (fuser_dot_f)(a << 16) * (fuser_dot_f)(b << 16); \\
+  acc += (fuser_dot_f)(a & 0xffff0000u) * (fuser_dot_f)(b & 0xffff0000u)
+#endif
+"""
+
+
+def words(dtypes: Set[str], machine: Machine) -> str:
+    """The types and macros that products of these dtypes are spelled in."""
+    text = _HEAD + _KEEP + (_BF16 if "bf16" in dtypes else "")
+    return filled(text, {"BYTES": machine.vector_bytes})
+
+
+def add(dtype: str, s: str, a: str, b: str) -> str:
+    """The statement that adds the products of vectors `a` and `b` to the sums `s`."""
+    return _ADD[dtype].format(s=s, a=a, b=b)
+
+
+__all__ = ["DTYPES", "ELEMENTS", "PAIRS", "add", "words"]

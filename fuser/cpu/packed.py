@@ -1,0 +1,245 @@
+"""Products of many rows by a weight that was packed once: blocks of sums in registers, operands in the inner caches.
+
+The packed weight is panels of as many columns as some registers have lanes. In a panel the elements of all columns at
+one place of the inner dim are neighbours; of bfloat16 at two places, since a lane takes pairs. A unit is a block of
+rows by some panels, whose parts along the inner dim stay in the second-level cache. Each turn of the inner loop reads
+a panel's registers once and a broadcast element of each row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fuser import config, machines
+from fuser.cpu import dots, routines, toolchain
+from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
+from fuser.cpu.routines import Routine
+from fuser.cpu.text import filled
+from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
+from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
+from fuser.lazy_dataclasses import dataclass
+from fuser.machines import Machine
+from fuser.ops import cpp_load, cpp_store
+
+MOST_ROWS, PANELS = 192, 4  # of a unit
+PART_BYTES = 1536  # of a row, that a pass over a unit takes
+
+_PANEL = """\
+typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
+FUSER_CONTRACT static __attribute__((noinline)) void fuser_panel_NAME(
+    const TYPE* const* rows, const TYPE* w, i64 turns, float* sums, i64 across, bool first) {
+  FUSER_CONTRACTS
+ROWS_OF
+  i64 k = 0;
+  for (; k + 2 <= turns; k += 2) {
+TWO
+  }
+  if (k < turns) {
+ONE
+  }
+  if (!first) {
+ADDED
+  }
+STORE
+}
+"""
+_ENTRY = """\
+HELPER
+extern "C" void ENTRY(
+    char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
+  const TYPE* x = (const TYPE*)ptrs[0];
+  const TYPE* w = (const TYPE*)ptrs[1];
+  GIVEN
+  TYPE* out = (TYPE*)ptrs[LAST];
+  const i64 columns = s[0], rows = s[1], inner = s[2], step = s[3], panels = (columns + WIDTH - 1) / WIDTH;
+  const i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
+  const i64 parts = (inner + PART - 1) / PART, part = ((inner + parts - 1) / parts + PAIR - 1) / PAIR * PAIR;
+  for (i64 unit = begin; unit < end; ++unit) {
+    const i64 p0 = unit / blocks * PANELS, p1 = p0 + PANELS < panels ? p0 + PANELS : panels;
+    const i64 m0 = unit % blocks * each, m1 = m0 + each < rows ? m0 + each : rows;
+    for (i64 k0 = 0; k0 < inner; k0 += part) {
+      const i64 k1 = k0 + part < inner ? k0 + part : inner;
+      for (i64 p = p0; p < p1; ++p) {
+        const i64 left = columns - p * WIDTH;
+        for (i64 m = m0; m < m1; m += HIGH) {
+          const TYPE* at[HIGH];
+          for (int r = 0; r < HIGH; ++r) at[r] = x + (m + r < m1 ? m + r : m1 - 1) * step + k0;
+          float* sums = (float*)scratch + ((p - p0) * each + m - m0) * WIDTH;
+          fuser_panel_NAME(at, w + (p * inner + k0) * WIDTH, (k1 - k0) / PAIR, sums, WIDTH, k0 == 0);
+          if (k1 < inner) continue;
+          for (i64 r = 0; r < HIGH && m + r < m1; ++r) {
+            const float* from = sums + r * WIDTH;
+            TYPE* to = out + (m + r) * columns + p * WIDTH;
+            if (left >= WIDTH) {
+              #pragma omp simd
+              for (int j = 0; j < WIDTH; ++j) to[j] = STORED;
+            } else {
+              for (int j = 0; j < left; ++j) to[j] = STORED;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+"""
+
+
+def why_not(dtype: torch.dtype, inner: int) -> str | None:
+    """None if a kernel makes products of this dtype by packed weights here, else the reason."""
+    machine = machines.find(config.isa)
+    if dtype not in DTYPES or not machine.fma or dtype is torch.bfloat16 and not machine.bf16_dots:
+        return f"{machine.name} has no products of {dtype}"
+    if inner % PAIRS[DTYPES[dtype]]:
+        return "an odd number of elements makes no pairs"
+    return toolchain.why_not()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows, and registers of `lanes` columns, whose sums stay in registers with one of each operand."""
+
+    rows: int
+    registers: int
+    lanes: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.registers * self.lanes
+
+
+def _shape(columns: int, machine: Machine) -> Shape:
+    """The shape of which the least columns of the last panel are zeros."""
+    few = machine.registers < 32
+    shapes = [Shape(*s, machine.vector_bytes // 4) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
+    return min(shapes, key=lambda shape: -columns % shape.width)
+
+
+def wide_shape(machine: Machine) -> Shape:
+    """The shape with the most columns that are a power of two registers."""
+    return Shape(*((4, 2) if machine.registers < 32 else (6, 4)), machine.vector_bytes // 4)
+
+
+def pack(w: torch.Tensor) -> torch.Tensor:
+    """The panels of a weight (columns, inner), one a row; zeros where no columns are left."""
+    (columns, inner) = w.shape
+    width = _shape(columns, machines.find(config.isa)).width
+    words = w.clone(memory_format=torch.contiguous_format).view(torch.int32 if w.dtype.itemsize == 2 else w.dtype)
+    panels = -(-columns // width)
+    if columns % width:
+        words = F.pad(words, (0, 0, 0, panels * width - columns))
+    made = words.view(panels, width, -1).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return made.view(w.dtype).view(panels, inner * width)
+
+
+def unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """The weight (columns, inner) of which `pack` made panels."""
+    width = _shape(columns, machines.find(config.isa)).width
+    words = packed.view(torch.int32 if packed.dtype.itemsize == 2 else packed.dtype)
+    made = words.view(packed.shape[0], -1, width).transpose(1, 2).reshape(packed.shape[0] * width, -1)
+    return made[:columns].clone(memory_format=torch.contiguous_format).view(packed.dtype)
+
+
+def product(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ w.T (+ bias)` of x (rows, inner) and the panels of w (columns, inner)."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    given = () if bias is None else (bias.contiguous(),)
+    made: torch.Tensor = _handle(x.dtype, columns, bias is not None)(columns, x, packed, *given)
+    return made
+
+
+def prepare(dtype: torch.dtype, columns: int, bias: bool) -> None:
+    """Have the kernel made. CompileError if it cannot be."""
+    _handle(dtype, columns, bias)
+
+
+def _handle(dtype: torch.dtype, columns: int, bias: bool) -> Callable[..., Any]:
+    return _handle_of(dtype, _shape(columns, machines.find(config.isa)), bias, config.isa)
+
+
+@functools.lru_cache(maxsize=32)
+def _handle_of(dtype: torch.dtype, shape: Shape, bias: bool, isa: str) -> Callable[..., Any]:
+    return routines.handle_of(_routine(dtype, shape, bias, machines.find(isa)), _otherwise)
+
+
+def _otherwise(columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, unpacked(packed, columns), bias)
+
+
+def _routine(dtype: torch.dtype, shape: Shape, bias: bool, machine: Machine) -> Routine:
+    name, width = DTYPES[dtype], shape.width
+    value = f"from[j] + {cpp_load(dtype, 'bias[p * WIDTH + j]')}" if bias else "from[j]"
+    words: dict[str, object] = {
+        "HELPER": panel(name, shape), "ENTRY": f"product_packed_{name}{'_bias' if bias else ''}",
+        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "STORED": cpp_store(dtype, value),
+        "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
+        "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
+    }  # fmt: skip
+    text = dots.words({name}, machine) + filled(_ENTRY, words)
+    return Routine(text, _program(dtype, bias, width, str(words["ENTRY"])), machine)
+
+
+def panel(name: str, shape: Shape) -> str:
+    """C++ that adds some rows times a panel to their sums."""
+    high, registers, lanes = shape.rows, shape.registers, shape.lanes
+    cells = [(m, n) for m in range(high) for n in range(registers)]
+    vector = "fuser_dot_f" if name == "f32" else "fuser_dot_u"
+    word = "float" if name == "f32" else "fuser_word"
+    at = {(m, n): f"*(fuser_dot_f*)(sums + {m} * across + {n * lanes})" for m, n in cells}
+
+    def turn(number: int) -> list[str]:
+        out = []
+        for n in range(registers):
+            from_w = (number * registers + n) * lanes * PAIRS[name]
+            out.append(f"    {vector} w{n}_{number} = *(const {vector}*)(w + {from_w}); FUSER_DOT_KEEP(w{n}_{number});")
+        for m in range(high):
+            adds = " ".join(dots.add(name, f"s{m}_{n}", f"w{n}_{number}", "b") for n in range(registers))
+            out.append(f"    {{ {vector} b = x{m}[k + {number}] - ({vector}){{}}; FUSER_DOT_KEEP(b); {adds} }}")
+        return out
+
+    move = f"    w += {2 * registers * lanes * PAIRS[name]};"
+    parts = {
+        "ROWS_OF": [f"  const {word}* x{m} = (const {word}*)rows[{m}];" for m in range(high)]
+        + [f"  fuser_dot_f {', '.join(f's{m}_{n} = {{}}' for m, n in cells)};"],
+        "TWO": [*turn(0), *turn(1), move],
+        "ONE": turn(0),
+        "ADDED": [f"    s{m}_{n} += {at[m, n]};" for m, n in cells],
+        "STORE": [f"  {at[m, n]} = s{m}_{n};" for m, n in cells],
+    }
+    return filled(_PANEL, {k: "\n".join(v) for k, v in parts.items()})
+
+
+def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchProgram:
+    """Arguments (columns, x, packed, bias) to a new (rows, columns)."""
+    names = [Sym(n, STRIDE) for n in ("columns", "rows", "inner", "step")]
+    slots = {name: n for n, name in enumerate(names)}
+    columns, rows, inner, _ = map(expr, names)
+
+    def code(e: IntLike) -> tuple[int, ...]:
+        return program(e, slots)
+
+    panels = floordiv(columns + (width - 1), expr(width))
+    one = Check(code(1))
+    tensors = [
+        InputPattern("tensor", dtype, "cpu", (Bind(1), Bind(2)), (Bind(3), one)),
+        InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
+                     (Check(code(inner * width)), one)),
+    ]  # fmt: skip
+    if bias:
+        tensors.append(InputPattern("tensor", dtype, "cpu", (Check(code(columns)),), (one,)))
+    blocks = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS))
+    units = blocks * floordiv(panels + (PANELS - 1), expr(PANELS))
+    scratch = 4 * MOST_ROWS * PANELS * width
+    step = Step(entry, code(units), code(rows * columns * inner), code(scratch))
+    out = BufferPattern(dtype, (code(rows), code(columns)), (code(columns), code(1)), True)
+    number = InputPattern("int", slot=0)
+    return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
+
+
+__all__ = ["pack", "prepare", "product", "unpacked", "why_not"]

@@ -1,0 +1,48 @@
+"""Kernels that no plan describes: C++ of a module's own, launched like a group's kernel.
+
+A routine is a text with one entry and the program that launches it. Its handle is compiled when it is first asked for;
+calls that the program does not take go to `otherwise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fuser.cpu import toolchain
+from fuser.kernel_spec import LaunchProgram
+from fuser.lazy_dataclasses import dataclass
+from fuser.machines import Machine
+from fuser.ops import CPP_TYPEDEFS, helpers_in, prelude_for
+from fuser.runtime import launcher
+
+
+@dataclass(frozen=True)
+class Routine:
+    """The C++ of helpers and entry, without the typedefs and helpers of the op table, and how it is launched."""
+
+    text: str
+    program: LaunchProgram
+    machine: Machine
+
+    @property
+    def source(self) -> str:
+        """The complete source."""
+        return f"{CPP_TYPEDEFS}{prelude_for(helpers_in(self.text), self.machine)}{self.text}"
+
+
+def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher's handle of a routine. CompileError if it cannot be made."""
+
+    def slow(args: tuple[Any, ...], status: int) -> Any:
+        return otherwise(*args)
+
+    entries = [step.entry for step in routine.program.steps]
+    library = toolchain.compile_library((routine.source,), routine.machine, entries)
+    handle: Any = launcher.make_handle(slow)
+    handle.add_kernel(routine.program, library)
+    made: Callable[..., Any] = handle
+    return made
+
+
+__all__ = ["Routine", "handle_of"]

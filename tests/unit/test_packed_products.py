@@ -1,0 +1,114 @@
+"""Products by packed weights: results at every edge of their blocks, and who makes the products of a frozen model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fuser import config, machines
+from fuser.cpu import packed
+from fuser.frontends.dynamo import compilations
+from fuser.passes import providers
+from fuser.passes.providers import OWN_PACKED
+
+pytestmark = pytest.mark.usefixtures("clean")
+DTYPES = (torch.float32, torch.bfloat16)
+NAMES = [m for m in ("avx512", "avx2") if machines.why_not(machines.find(m)) is None]
+MACHINES = ["", *NAMES]
+BOUND = {torch.float32: 4e-6, torch.bfloat16: 1e-2}  # of the largest result
+
+
+def skip_unless_made(dtype, inner=2):
+    why = packed.why_not(dtype, inner)
+    if why is not None:
+        pytest.skip(why)
+
+
+def check(x, w, bias):
+    """A product is as near to float64 as its dtype allows, and made by the kernel rather than in its place."""
+    columns = w.shape[0]
+    made = packed.pack(w)
+    assert torch.equal(packed.unpacked(made, columns), w)
+    handle = packed._handle(x.dtype, columns, bias is not None)
+    hits, misses = handle.hits, handle.misses
+    got = packed.product(x, made, columns, bias)
+    assert (handle.hits, handle.misses) == (hits + 1, misses)
+    want = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+    assert got.shape == want.shape and got.dtype is x.dtype and got.is_contiguous()
+    if want.numel():
+        assert (got.double() - want).abs().max() <= BOUND[x.dtype] * max(float(want.abs().max()), 1.0)
+
+
+@pytest.mark.parametrize("isa", MACHINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_around_every_block(dtype, isa):
+    with config.override(isa=isa):
+        skip_unless_made(dtype)
+        part = packed.PART_BYTES // dtype.itemsize
+        for rows in (0, 1, 7, 8, 9, packed.MOST_ROWS, packed.MOST_ROWS + 1):
+            check(torch.randn(rows, 6).to(dtype), torch.randn(50, 6).to(dtype), None)
+        for inner in (2, 4, part - 2, part, part + 2, 2 * part + 2):
+            check(torch.randn(9, inner).to(dtype), torch.randn(48, inner).to(dtype), torch.randn(48).to(dtype))
+        for columns in (1, 15, 16, 47, 48, 49, 63, 64, 65, 4 * 48 + 1, 8 * 64):
+            check(torch.randn(9, 10).to(dtype), torch.randn(columns, 10).to(dtype), torch.randn(columns).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_in_any_order(dtype):
+    skip_unless_made(dtype)
+    x, w = torch.randn(20, 3, 64).to(dtype), torch.randn(64, 96).to(dtype)
+    bias = torch.randn(192).to(dtype)[::2]
+    check(x[:, 1], w.t(), bias)  # rows apart
+    check(x[:, 0].t().contiguous().t(), w.t(), bias)  # columns in one piece
+    check(x[:1, 0].expand(20, 64), w.t(), None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_so(dtype):
+    skip_unless_made(dtype)
+    x, w = torch.zeros(10, 8).to(dtype), torch.ones(50, 8).to(dtype)
+    x[3, 2], x[9, 7] = float("nan"), float("inf")
+    got = packed.product(x, packed.pack(w), 50, None)
+    assert torch.equal(got, F.linear(x, w)) or torch.isnan(got[3]).all() and (got[9] == float("inf")).all()
+    assert not torch.isnan(got[[0, 1, 2, 4, 5, 6, 7, 8, 9]]).any()
+
+
+def test_an_odd_number_makes_no_pairs():
+    assert packed.why_not(torch.bfloat16, 7) is not None and packed.why_not(torch.float64, 8) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_call_that_no_kernel_takes(dtype):
+    skip_unless_made(dtype)
+    x, w = torch.randn(20, 64).to(dtype), torch.randn(96, 64).to(dtype)
+    with config.override(enabled=False):
+        torch.testing.assert_close(packed.product(x, packed.pack(w), 96, None), F.linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_frozen_model(dtype, monkeypatch):
+    """The winner of the contest serves, and weights that were written are packed anew."""
+    skip_unless_made(dtype)
+    monkeypatch.setattr(providers, "choose", lambda product: OWN_PACKED if product.frozen else providers.ATEN)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 50, bias=False)).to(dtype).eval()
+    compiled = torch.compile(model, backend="fuser", options={"freeze": True})
+    x = torch.randn(30, 64).to(dtype)
+    with torch.no_grad(), config.override(linear_backend="measured"):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+            model[0].weight.mul_(-1)
+    assert sum("packed_product" in u.op for c in compilations() for u in c.unfused) == 2
+
+
+def test_it_competes_for_frozen_weights_of_many_rows():
+    skip_unless_made(torch.float32)
+    row = next(p for p in providers.PROVIDERS if p.name == OWN_PACKED)
+    product = providers.Product(64, 256, 256, torch.float32, frozen=True)
+    assert row.takes(product)
+    for other in ({"frozen": False}, {"x_turned": True}, {"rows": 4}, {"dtype": torch.float64}):
+        assert not row.takes(providers.Product(**{**product.__dict__, **other}))
+    operands = providers.operands_of(product)
+    want = operands.x @ operands.weights[0]
+    torch.testing.assert_close(row.call(product, operands)(), want, rtol=1e-4, atol=1e-4)
