@@ -180,7 +180,7 @@ def attend(
     around: tuple[torch.Tensor, ...] = ()
     if mask is not None:
         mask = mask if mask.dtype in _MASKS else mask.to(q.dtype)
-        mask = mask if mask.dim() and mask.stride(-1) in (0, 1) else mask.contiguous()
+        mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
         around = (mask.expand(batch, heads, rows, k.shape[2]),)
     handle = _handle(q.dtype, causal, None if mask is None else mask.dtype, config.isa)
     factor = width**-0.5 if scale is None else float(scale)

@@ -67,7 +67,7 @@ def test_operands_and_masks_in_any_order(dtype):
     skip_unless_made(dtype)
     q, k, v = torch.randn(2, 40, 3, 3, 16).to(dtype).unbind(2)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    for mask in (torch.randn(40, 40).t(), torch.randn(40, 80)[:, ::2], torch.randn(()), torch.randn(2, 1, 1, 40)):
+    for mask in (torch.randn(40, 40).t(), torch.randn(40, 80)[:, ::2], torch.randn(2, 1, 1, 40)):
         checked(dtype, q, k, v, False, mask.to(dtype), 0.25)
 
 
