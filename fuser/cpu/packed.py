@@ -26,8 +26,8 @@ from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 from fuser.ops import cpp_load, cpp_store
 
-MOST_ROWS, PANELS = 192, 4  # of a unit
-PART_BYTES = 1536  # of a row, that a pass over a unit takes
+MOST_ROWS, PANELS = 128, 4  # of a unit
+PART_BYTES = 2048  # of a row, that a pass over a unit takes
 
 _PANEL = """\
 typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
