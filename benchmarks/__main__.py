@@ -26,6 +26,7 @@ SUITES = {
     "components": "points, colours, boxes, rotated pairs and complex numbers, whose last dim is short",
     "decode": "tokens per second of a 100 million parameter decoder, one token at a time",
     "convnets": "small public convolutional architectures, inference",
+    "frozen": "four models with weights that do not change, beside all rivals that take these as constants",
     "steps": "small networks at batch 1, where the host decides; --mode train: with gradients",
     "shapes": "compilations and seconds for 100 sizes of one function, 0 and 1 included",
     "scaling": "compile seconds of graphs of 250 to 2,000 nodes",
@@ -34,6 +35,7 @@ SUITES = {
     "torchscript": "scripts with loops and branches beside their fused copies; the first call; memory over many calls",
     "aot": "an ahead-of-time file of GPT-2: the first result of a fresh process, and steady calls beside torch.compile",
     "background": "microseconds of calls while a compiler hangs in the background; seconds to exit",
+    "updates": "states that public models write in place: caches, queues, moving averages, optimisers",
     "pairs": "each activation before each operator that reads neighbours, beside eager, with trials off",
     "numerics": "what eager's very bits (numerics='eager') cost over numerics='fast', on chains of simple operators",
 }
@@ -90,9 +92,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--full", action="store_true", help="also what takes minutes, such as Inductor on 2,000 nodes")
     rivals = f"some of {','.join((*RIVALS, *FROZEN))}"
     p.add_argument("--rivals", type=_rivals, default=RIVALS, metavar="LIST", help=rivals)
-    p.add_argument(
-        "--threads", type=_threads, default=(), metavar="LIST", help="of kernels: run with each, as in 1,2,16"
-    )
+    threads = "of kernels and frozen: run with each, as in 1,2,16"
+    p.add_argument("--threads", type=_threads, default=(), metavar="LIST", help=threads)
     p.add_argument("--mode", choices=("infer", "train"), default="infer", help="of models: forward or training step")
     return p
 

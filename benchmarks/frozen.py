@@ -1,11 +1,13 @@
 """Rivals on the CPU that take weights as constants: TorchInductor with freezing, zentorch, OpenVINO, ONNX Runtime.
 
 OpenVINO and ONNX Runtime convert the program at the first call, for the sizes of its arguments, and use as many threads
-as torch. Their precision is float32 for float32 programs.
+as torch. OpenVINO is given a program in bfloat16 as one in float32, told to compute in bfloat16, and its results are
+cast back. ONNX Runtime has no kernels for bfloat16.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 from collections.abc import Callable, Sequence
@@ -52,17 +54,27 @@ def _like(results: Sequence[Tensor], tree: Any) -> Any:
 
 def _openvino(module: nn.Module, args: tuple[Tensor, ...]) -> Fn:
     ov = importlib.import_module("openvino")
-    tree = pytree.tree_flatten(module(*args))[1]
-    model = ov.convert_model(module, example_input=args, input=[list(a.shape) for a in args])
+    leaves, tree = pytree.tree_flatten(module(*args))
+    dtypes = [leaf.dtype for leaf in leaves]
+    half = torch.bfloat16 in dtypes
+    wide = tuple(map(_wide, args))
+    model = ov.convert_model(
+        copy.deepcopy(module).float() if half else module, example_input=wide, input=[list(a.shape) for a in args]
+    )
     settings = {"INFERENCE_NUM_THREADS": str(torch.get_num_threads()), "PERFORMANCE_HINT": "LATENCY"}
-    settings["INFERENCE_PRECISION_HINT"] = "f32"
+    settings["INFERENCE_PRECISION_HINT"] = "bf16" if half else "f32"
     request = ov.compile_model(model, "CPU", settings).create_infer_request()
 
     def call(*args: Tensor) -> Any:
-        found = request.infer([a.numpy() for a in args], share_inputs=True)
-        return _like([torch.from_numpy(found[i].copy()) for i in range(len(found))], tree)
+        found = request.infer([_wide(a).numpy() for a in args], share_inputs=True)
+        return _like([torch.from_numpy(found[i].copy()).to(d) for i, d in enumerate(dtypes)], tree)
 
     return call
+
+
+def _wide(t: Tensor) -> Tensor:
+    """bfloat16, which NumPy does not know, as float32."""
+    return t.float() if t.dtype is torch.bfloat16 else t
 
 
 def _onnxruntime(module: nn.Module, args: tuple[Tensor, ...]) -> Fn:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Options:
     """`rows` selects rows by a search in their names; `rivals` are the contestants beside fuser.
 
-    `threads` are the numbers of threads that `kernels` runs with; none: as many as torch has.
+    `threads` are the numbers of threads that `kernels` and `frozen` run with; none: as many as torch has.
     `caches` is a folder that keeps Inductor's compiler caches between runs of `kernels` and `optimizers`.
     """
 

@@ -218,7 +218,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "freeze", False,
-        "CPU, inference by torch.compile: weights are packed once for oneDNN where that is faster, which takes their "
+        "CPU, inference by torch.compile: weights are packed once where that is faster, which takes their "
         "memory twice. The user promises not to change parameters and buffers in ways that no version counter shows, "
         "such as p.data.copy_(); in-place operators, new data and load_state_dict are seen",
         choices=(True, False),
