@@ -20,14 +20,35 @@ from fuser.cpu import dots, routines, toolchain
 from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
 from fuser.cpu.routines import Routine
 from fuser.cpu.text import filled
+from fuser.ir.loop_body import Row, Value, ops, recording
 from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.lazy_dataclasses import dataclass
+from fuser.lowering import activations
 from fuser.machines import Machine
-from fuser.ops import cpp_load, cpp_store
+from fuser.ops import cpp_cell, cpp_constant, cpp_load, cpp_store
 
 MOST_ROWS, PANELS = 128, 4  # of a unit
 PART_BYTES = 2048  # of a row, that a pass over a unit takes
+
+Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """An activation on values of a loop body, and in eager."""
+
+    lowered: Callable[[Value], Value]
+    eager: Callable[[torch.Tensor], torch.Tensor]
+
+
+EPILOGUES: dict[Epilogue, _Activation] = {
+    ("gelu", "erf"): _Activation(activations.gelu, F.gelu),
+    ("gelu", "tanh"): _Activation(activations.gelu_tanh, functools.partial(F.gelu, approximate="tanh")),
+    ("swish", ""): _Activation(activations.silu, F.silu),
+    ("sigmoid", ""): _Activation(activations.logistic, torch.sigmoid),
+    ("tanh", ""): _Activation(lambda v: ops.tanh(v), torch.tanh),
+}
 
 _PANEL = """\
 typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
@@ -146,43 +167,64 @@ def unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return made[:columns].clone(memory_format=torch.contiguous_format).view(packed.dtype)
 
 
-def product(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ w.T (+ bias)` of x (rows, inner) and the panels of w (columns, inner)."""
+def product(
+    x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None, epilogue: Epilogue | None = None
+) -> torch.Tensor:
+    """`x @ w.T (+ bias)` of x (rows, inner) and the panels of w (columns, inner), then one of `EPILOGUES`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     given = () if bias is None else (bias.contiguous(),)
-    made: torch.Tensor = _handle(x.dtype, columns, bias is not None)(columns, x, packed, *given)
+    made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue)(columns, x, packed, *given)
     return made
 
 
-def prepare(dtype: torch.dtype, columns: int, bias: bool) -> None:
-    """Have the kernel made. CompileError if it cannot be."""
-    _handle(dtype, columns, bias)
+def _handle(dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None = None) -> Callable[..., Any]:
+    return _handle_of(dtype, _shape(columns, machines.find(config.isa)), bias, epilogue, config.isa)
 
 
-def _handle(dtype: torch.dtype, columns: int, bias: bool) -> Callable[..., Any]:
-    return _handle_of(dtype, _shape(columns, machines.find(config.isa)), bias, config.isa)
+@functools.lru_cache(maxsize=64)
+def _handle_of(
+    dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, isa: str
+) -> Callable[..., Any]:  # fmt: skip
+    routine = _routine(dtype, shape, bias, epilogue, machines.find(isa))
+    return routines.handle_of(routine, functools.partial(_otherwise, epilogue))
 
 
-@functools.lru_cache(maxsize=32)
-def _handle_of(dtype: torch.dtype, shape: Shape, bias: bool, isa: str) -> Callable[..., Any]:
-    return routines.handle_of(_routine(dtype, shape, bias, machines.find(isa)), _otherwise)
+def _otherwise(
+    epilogue: Epilogue | None, columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = F.linear(x, unpacked(packed, columns), bias)
+    return out if epilogue is None else EPILOGUES[epilogue].eager(out)
 
 
-def _otherwise(columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, unpacked(packed, columns), bias)
-
-
-def _routine(dtype: torch.dtype, shape: Shape, bias: bool, machine: Machine) -> Routine:
+def _routine(
+    dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, machine: Machine
+) -> Routine:  # fmt: skip
     name, width = DTYPES[dtype], shape.width
     value = f"from[j] + {cpp_load(dtype, 'bias[p * WIDTH + j]')}" if bias else "from[j]"
+    helper, value = ("", value) if epilogue is None else (_epilogue(epilogue), f"fuser_epilogue({value})")
+    entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
-        "HELPER": panel(name, shape), "ENTRY": f"product_packed_{name}{'_bias' if bias else ''}",
+        "HELPER": panel(name, shape) + helper, "ENTRY": entry,
         "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "STORED": cpp_store(dtype, value),
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
     }  # fmt: skip
     text = dots.words({name}, machine) + filled(_ENTRY, words)
-    return Routine(text, _program(dtype, bias, width, str(words["ENTRY"])), machine)
+    return Routine(text, _program(dtype, bias, width, entry), machine)
+
+
+def _epilogue(epilogue: Epilogue) -> str:
+    """C++ of a function of one float: the rows of an activation's lowering."""
+    with recording() as recorder:
+        result = EPILOGUES[epilogue].lowered(recorder.add_row(Row("scalar", (), torch.float32, "x")))
+    lines = []
+    for n, row in enumerate(recorder.rows[1:], 1):
+        if row.op == "const":
+            value = cpp_constant(float(row.attr), row.dtype)
+        else:
+            value = cpp_cell(row.op, row.dtype, *(f"t{a}" for a in row.args))
+        lines.append(f"  const float t{n} = {value};\n")
+    return f"FUSER_FN float fuser_epilogue(float t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
 
 
 def panel(name: str, shape: Shape) -> str:
@@ -242,4 +284,4 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = ["pack", "prepare", "product", "unpacked", "why_not"]
+__all__ = ["EPILOGUES", "Shape", "pack", "panel", "product", "unpacked", "why_not", "wide_shape"]

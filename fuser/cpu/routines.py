@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fuser import notices
 from fuser.cpu import toolchain
+from fuser.errors import CompileError
 from fuser.kernel_spec import LaunchProgram
 from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
@@ -32,15 +34,17 @@ class Routine:
 
 
 def handle_of(routine: Routine, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher's handle of a routine. CompileError if it cannot be made."""
+    """A launcher's handle of a routine. Where no library of it can be made, it only calls `otherwise`."""
 
     def slow(args: tuple[Any, ...], status: int) -> Any:
         return otherwise(*args)
 
-    entries = [step.entry for step in routine.program.steps]
-    library = toolchain.compile_library((routine.source,), routine.machine, entries)
     handle: Any = launcher.make_handle(slow)
-    handle.add_kernel(routine.program, library)
+    entries = [step.entry for step in routine.program.steps]
+    try:
+        handle.add_kernel(routine.program, toolchain.compile_library((routine.source,), routine.machine, entries))
+    except (CompileError, OSError) as e:
+        notices.warn_once(f"calls of {entries[0]} run on ATen, because {e}", entries[0])
     made: Callable[..., Any] = handle
     return made
 

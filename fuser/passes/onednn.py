@@ -22,7 +22,7 @@ from fuser.passes import providers
 from fuser.passes.calls import put_for
 from fuser.passes.classify import APART, Kind, classify, is_view
 from fuser.passes.hints import are_numbers, is_contiguous, size_hint
-from fuser.passes.providers import linear_op
+from fuser.passes.providers import OF_ONEDNN, Epilogue, linear_op
 from fuser.runtime import packing, products, warm
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def chosen(
-    x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: tuple[str, str] | None = None, read: bool = False,
+    x: torch.Tensor, w: torch.Tensor, bias: bool, epilogue: Epilogue | None = None, read: bool = False,
     frozen: bool = False,
 ) -> str:  # fmt: skip
     """Which of `providers` makes `x @ w (+ bias)`: matrices on the CPU, of sizes that `fits` takes."""
@@ -142,7 +142,9 @@ def _provide(node: fx.Node, op: Any) -> bool:
             x = _copied(node.graph, x)
     if how == providers.OWN_PACKED:
         call = packing.packed_call(packed.product, packed.pack, "packed_product")
-        put_for(node, call, (x, transposed, values[1].shape[1], bias))
+        put_for(node, call, (x, transposed, values[1].shape[1], bias, found[1:] if found else None))
+        if found:
+            _leave_out(found[0])
         return True
     new = put_for(node, op, (x, transposed, bias, "none", [], ""))
     if how == providers.PACKED:
@@ -203,14 +205,8 @@ def _is_free_to_choose(node: fx.Node) -> bool:
     return (reader is None or reader.target not in _EPILOGUES) and products.are_possible()
 
 
-def _gelu(node: fx.Node) -> tuple[str, str] | None:
-    return ("gelu", "tanh") if node.kwargs.get("approximate") == "tanh" else None
-
-
-# Operations that oneDNN computes as accurately as ATen does, on NaN and infinities too. Not here: its relu, hardtanh
-# and hardsigmoid turn NaN into a number, its gelu by erf turns infinity into NaN.
-_EPILOGUES: dict[Any, Callable[[fx.Node], tuple[str, str] | None]] = {
-    aten.gelu.default: _gelu,
+_EPILOGUES: dict[Any, Callable[[fx.Node], Epilogue]] = {
+    aten.gelu.default: lambda node: ("gelu", "tanh" if node.kwargs.get("approximate") == "tanh" else "erf"),
     aten.silu.default: lambda node: ("swish", ""),
     aten.sigmoid.default: lambda node: ("sigmoid", ""),
     aten.tanh.default: lambda node: ("tanh", ""),
@@ -228,7 +224,7 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def epilogue_of(node: fx.Node) -> tuple[fx.Node, str, str] | None:
-    """The activation that alone reads a product and can be part of oneDNN's: the node, oneDNN's name and algorithm."""
+    """The activation that alone reads a product and may be part of it: the node, oneDNN's name and algorithm."""
     reader = only_reader(node)
     found = _EPILOGUES[reader.target](reader) if reader is not None and reader.target in _EPILOGUES else None
     return (reader, *found) if reader is not None and found is not None else None
@@ -242,13 +238,18 @@ def fold_epilogues(module: fx.GraphModule) -> int:
         if op is None or node.target is not op or node.args[3] != "none":
             continue
         found = epilogue_of(node)
-        if found is None:
+        if found is None or found[1:] not in OF_ONEDNN:
             continue
         reader, name, algorithm = found
         node.args = (*node.args[:3], name, [], algorithm)
-        source = reader.args[0]
-        assert isinstance(source, fx.Node)
-        reader.replace_all_uses_with(source)
-        module.graph.erase_node(reader)
+        _leave_out(reader)
         changed += 1
     return changed
+
+
+def _leave_out(activation: fx.Node) -> None:
+    """Have what an activation reads stand for its result."""
+    source = activation.args[0]
+    assert isinstance(source, fx.Node)
+    activation.replace_all_uses_with(source)
+    activation.graph.erase_node(activation)

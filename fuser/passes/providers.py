@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from fuser import config, interface, targets
@@ -47,6 +46,13 @@ OWN, OWN_PACKED = "own kernel", "own kernel, packed"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
+EPILOGUES = frozenset(packed.EPILOGUES)  # that the package's kernels compute behind a product
+# Those that oneDNN computes as accurately as ATen does, on NaN and infinities too. Not its relu, hardtanh and
+# hardsigmoid, which turn NaN into a number, and its gelu by erf, which turns infinity into NaN.
+OF_ONEDNN = EPILOGUES - {("gelu", "erf")}
+
+
 @dataclass(frozen=True)
 class Product:
     """`x @ w (+ bias)` of matrices on the CPU, `x` of (rows, inner) and `w` of (inner, columns).
@@ -62,7 +68,7 @@ class Product:
     x_turned: bool = False
     w_turned: bool = True
     bias: bool = False
-    epilogue: tuple[str, str] | None = None
+    epilogue: Epilogue | None = None
     read: bool = False
     frozen: bool = False
 
@@ -99,12 +105,12 @@ class Operands:
 
 @dataclass(frozen=True)
 class Provider:
-    """One candidate: its name, which products it takes, its call, and whether the activation is part of that."""
+    """One candidate: its name, which products it takes, its call, and which activations may be part of that."""
 
     name: str
     takes: Callable[[Product], bool]
     call: Callable[[Product, Operands], Callable[[], torch.Tensor]]
-    folds: bool = False
+    folds: frozenset[Epilogue] = frozenset()
 
 
 def linear_op() -> Any:
@@ -145,15 +151,20 @@ def _apart(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
 
 
 def _onednn(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
-    op, (name, algorithm) = linear_op(), p.epilogue or ("none", "")
+    op, (name, algorithm) = linear_op(), _onednns(p)
     if p.x_turned:  # a kernel copies it first
         return o.each(lambda w: op(o.x.contiguous(), w.t(), o.bias, name, [], algorithm))
     return o.each(lambda w: op(o.x, w.t(), o.bias, name, [], algorithm))
 
 
+def _onednns(p: Product) -> Epilogue:
+    """What oneDNN computes behind a product."""
+    return p.epilogue if p.epilogue in OF_ONEDNN else ("none", "")
+
+
 def _packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     op, pack = linear_op(), pack_op()
-    name, algorithm = p.epilogue or ("none", "")
+    name, algorithm = _onednns(p)
     made = dataclasses.replace(o, weights=tuple(pack(w.t()) for w in o.weights))
     return made.each(lambda w: op(o.x, w, o.bias, name, [], algorithm))
 
@@ -165,13 +176,13 @@ def _own(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     return o.each(lambda w: call(o.x, w, *(() if o.bias is None else (o.bias,))))
 
 
-def _own_kernel(bias: bool, epilogue: tuple[str, str] | None) -> Callable[..., torch.Tensor]:
+def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Tensor]:
     """A function of (x, w, bias) by a kernel of the package."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     out = graph.call_function(product_op(), (graph.placeholder("bias") if bias else None, x, w))
     if epilogue is not None:
-        target, arguments = _EPILOGUES[epilogue[0]]
+        target, arguments = _OPERATORS[epilogue]
         out = graph.call_function(target, (out,), arguments)
     graph.output(out)
     call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
@@ -180,7 +191,7 @@ def _own_kernel(bias: bool, epilogue: tuple[str, str] | None) -> Callable[..., t
 
 def _own_packed(p: Product, o: Operands) -> Callable[[], torch.Tensor]:
     made = dataclasses.replace(o, weights=tuple(packed.pack(w.t()) for w in o.weights))
-    return made.each(lambda w: packed.product(o.x, w, p.columns, o.bias))
+    return made.each(lambda w: packed.product(o.x, w, p.columns, o.bias, p.epilogue))
 
 
 def is_for_few_rows(p: Product) -> bool:
@@ -201,22 +212,17 @@ def _can_pack_itself(p: Product) -> bool:
 PROVIDERS: tuple[Provider, ...] = (
     Provider(ATEN, lambda p: True, _aten),
     Provider(APART, lambda p: p.bias and p.read and p.dtype is torch.float32, _apart),
-    Provider(ONEDNN, lambda p: linear_op() is not None and p.work >= LEAST_WORK, _onednn, folds=True),
-    Provider(PACKED, lambda p: _can_pack(p) and pack_op() is not None, _packed, folds=True),
-    Provider(OWN_PACKED, _can_pack_itself, _own_packed),
-    Provider(OWN, is_for_few_rows, _own, folds=True),
+    Provider(ONEDNN, lambda p: linear_op() is not None and p.work >= LEAST_WORK, _onednn, OF_ONEDNN),
+    Provider(PACKED, lambda p: _can_pack(p) and pack_op() is not None, _packed, OF_ONEDNN),
+    Provider(OWN_PACKED, _can_pack_itself, _own_packed, EPILOGUES),
+    Provider(OWN, is_for_few_rows, _own, EPILOGUES),
 )
-_EPILOGUES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gelu": (aten.gelu.default, {"approximate": "tanh"}),
-    "swish": (aten.silu.default, {}),
-    "sigmoid": (aten.sigmoid.default, {}),
-    "tanh": (aten.tanh.default, {}),
-}
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "swish": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
+_OPERATORS: dict[Epilogue, tuple[Any, dict[str, Any]]] = {
+    ("gelu", "erf"): (aten.gelu.default, {}),
+    ("gelu", "tanh"): (aten.gelu.default, {"approximate": "tanh"}),
+    ("swish", ""): (aten.silu.default, {}),
+    ("sigmoid", ""): (aten.sigmoid.default, {}),
+    ("tanh", ""): (aten.tanh.default, {}),
 }
 _products = Decisions("product")
 
@@ -253,9 +259,9 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
         out = call()
         if provider.name == APART and bias is not None:
             out = out + bias
-        return out if epilogue is None or provider.folds else _ACTIVATIONS[epilogue[0]](out)
+        return out if epilogue is None or epilogue in provider.folds else packed.EPILOGUES[epilogue].eager(out)
 
-    if epilogue is None or provider.folds:
+    if epilogue is None or epilogue in provider.folds:
         return Contestant(call, result)
     return Contestant(lambda: torch.relu(call()), result)
 
@@ -283,6 +289,6 @@ def _matrix_of(flat: torch.Tensor, rows: int, turned: bool) -> torch.Tensor:
 
 
 __all__ = [
-    "APART", "ATEN", "ONEDNN", "OWN", "OWN_PACKED", "PACKED", "Operands", "Product", "Provider", "choose",
+    "APART", "ATEN", "OF_ONEDNN", "ONEDNN", "OWN", "OWN_PACKED", "PACKED", "Operands", "Product", "Provider", "choose",
     "linear_op", "pack_op",
 ]  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fuser import config, machines
-from fuser.cpu import packed
+from fuser.cpu import packed, toolchain
+from fuser.errors import CompileError
 from fuser.frontends.dynamo import compilations
 from fuser.passes import providers
 from fuser.passes.providers import OWN_PACKED
@@ -75,6 +78,27 @@ def test_what_is_no_number_stays_so(dtype):
     assert not torch.isnan(got[[0, 1, 2, 4, 5, 6, 7, 8, 9]]).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", packed.EPILOGUES, ids="".join)
+def test_activations(epilogue, dtype):
+    """As near to float64 as eager's on the rounded product is, and float64's on what is no number."""
+    skip_unless_made(dtype)
+    x, w, bias = torch.randn(30, 64).to(dtype), torch.randn(100, 64).to(dtype) / 4, torch.randn(100).to(dtype)
+    eager = packed.EPILOGUES[epilogue].eager
+    got = packed.product(x, packed.pack(w), 100, bias, epilogue)
+    want = eager(F.linear(x.double(), w.double(), bias.double()))
+    allowed = 2 * (eager(F.linear(x, w, bias)).double() - want).abs().max() + BOUND[dtype] / 10
+    assert got.dtype is dtype and (got.double() - want).abs().max() <= allowed
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 100.0, -100.0]).to(dtype)
+    zeros = torch.zeros(9, 4).to(dtype)
+    found = packed.product(zeros, packed.pack(torch.zeros(6, 4).to(dtype)), 6, special, epilogue)
+    torch.testing.assert_close(found[0], eager(special.double()).to(dtype), equal_nan=True)
+
+
+def test_every_activation_has_its_operator():
+    assert set(providers._OPERATORS) == set(packed.EPILOGUES) > providers.OF_ONEDNN
+
+
 def test_an_odd_number_makes_no_pairs():
     assert packed.why_not(torch.bfloat16, 7) is not None and packed.why_not(torch.float64, 8) is not None
 
@@ -87,12 +111,28 @@ def test_a_call_that_no_kernel_takes(dtype):
         torch.testing.assert_close(packed.product(x, packed.pack(w), 96, None), F.linear(x, w))
 
 
+@pytest.mark.parametrize("fault", [CompileError("no such flag"), OSError("no space")], ids=str)
+def test_a_compiler_that_fails(fault, monkeypatch):
+    """ATen serves, with one warning."""
+
+    def refuse(*args):
+        raise fault
+
+    monkeypatch.setattr(toolchain, "compile_library", refuse)
+    packed._handle_of.cache_clear()
+    x, w = torch.randn(20, 64), torch.randn(96, 64)
+    with pytest.warns(RuntimeWarning, match="run on ATen"):
+        torch.testing.assert_close(packed.product(x, packed.pack(w), 96, None), F.linear(x, w))
+    packed._handle_of.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_frozen_model(dtype, monkeypatch):
-    """The winner of the contest serves, and weights that were written are packed anew."""
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.Mish])
+def test_a_frozen_model(activation, dtype, monkeypatch):
+    """The winner of the contest serves with the activation behind, and weights that were written are packed anew."""
     skip_unless_made(dtype)
     monkeypatch.setattr(providers, "choose", lambda product: OWN_PACKED if product.frozen else providers.ATEN)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 50, bias=False)).to(dtype).eval()
+    model = nn.Sequential(nn.Linear(64, 96), activation(), nn.Linear(96, 50, bias=False)).to(dtype).eval()
     compiled = torch.compile(model, backend="fuser", options={"freeze": True})
     x = torch.randn(30, 64).to(dtype)
     with torch.no_grad(), config.override(linear_backend="measured"):
@@ -100,6 +140,8 @@ def test_a_frozen_model(dtype, monkeypatch):
             torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
             model[0].weight.mul_(-1)
     assert sum("packed_product" in u.op for c in compilations() for u in c.unfused) == 2
+    groups = sum(len(c.groups) for c in compilations())
+    assert groups == (1 if activation is nn.Mish else 0)
 
 
 def test_it_competes_for_frozen_weights_of_many_rows():
