@@ -26,11 +26,12 @@ from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchPr
 from fuser.lazy_dataclasses import dataclass
 from fuser.lowering import activations
 from fuser.machines import Machine
-from fuser.ops import cpp_cell, cpp_constant, cpp_load, cpp_store
+from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
 
 MOST_ROWS, PANELS = 128, 4  # of a unit
 PART_BYTES = 2048  # of a row, that a pass over a unit takes
 
+_LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
 Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
 
 
@@ -96,12 +97,16 @@ extern "C" void ENTRY(
           for (i64 r = 0; r < HIGH && m + r < m1; ++r) {
             const float* from = sums + r * WIDTH;
             TYPE* to = out + (m + r) * columns + p * WIDTH;
-            if (left >= WIDTH) {
-              #pragma omp simd
-              for (int j = 0; j < WIDTH; ++j) to[j] = STORED;
-            } else {
+            if (left < WIDTH) {
               for (int j = 0; j < left; ++j) to[j] = STORED;
+              continue;
             }
+            #if FUSER_LANES
+            for (int j = 0; j < WIDTH; j += FUSER_LANES) IN_LANES;
+            #else
+            #pragma omp simd
+            for (int j = 0; j < WIDTH; ++j) to[j] = STORED;
+            #endif
           }
         }
       }
@@ -200,12 +205,19 @@ def _routine(
     dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, machine: Machine
 ) -> Routine:  # fmt: skip
     name, width = DTYPES[dtype], shape.width
-    value = f"from[j] + {cpp_load(dtype, 'bias[p * WIDTH + j]')}" if bias else "from[j]"
-    helper, value = ("", value) if epilogue is None else (_epilogue(epilogue), f"fuser_epilogue({value})")
+    value, lanes = "from[j]", "fuser_lanes_load_float(from + j)"
+    if bias:
+        value = f"{value} + {cpp_load(dtype, 'bias[p * WIDTH + j]')}"
+        lanes = f"{lanes} + fuser_lanes_load_{_LANES[dtype]}(bias + p * WIDTH + j)"
+    helper = ""
+    if epilogue is not None:
+        helper, value, lanes = _epilogue(epilogue), f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
+    lanes = f"fuser_lanes_nearest_bfloat16({lanes})" if dtype is torch.bfloat16 else lanes
     entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
         "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "STORED": cpp_store(dtype, value),
+        "IN_LANES": f"fuser_lanes_store_{_LANES[dtype]}(to + j, {lanes})",
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
     }  # fmt: skip
@@ -214,17 +226,23 @@ def _routine(
 
 
 def _epilogue(epilogue: Epilogue) -> str:
-    """C++ of a function of one float: the rows of an activation's lowering."""
+    """C++ of an activation's lowering, as a function of one float and as one of a vector."""
     with recording() as recorder:
         result = EPILOGUES[epilogue].lowered(recorder.add_row(Row("scalar", (), torch.float32, "x")))
-    lines = []
-    for n, row in enumerate(recorder.rows[1:], 1):
-        if row.op == "const":
-            value = cpp_constant(float(row.attr), row.dtype)
-        else:
-            value = cpp_cell(row.op, row.dtype, *(f"t{a}" for a in row.args))
-        lines.append(f"  const float t{n} = {value};\n")
-    return f"FUSER_FN float fuser_epilogue(float t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
+
+    def function(name: str, kind: str, constant: str, cell: Callable[..., str | None]) -> str:
+        lines = []
+        for n, row in enumerate(recorder.rows[1:], 1):
+            if row.op == "const":
+                value: str | None = constant.format(cpp_constant(float(row.attr), row.dtype))
+            else:
+                value = cell(row.op, row.dtype, *(f"t{a}" for a in row.args))
+            lines.append(f"  const {kind} t{n} = {value};\n")
+        return f"FUSER_FN {kind} {name}({kind} t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
+
+    plain = function("fuser_epilogue", "float", "{}", cpp_cell)
+    lanes = function("fuser_lanes_epilogue", "lanes_f", "fuser_lanes_all({})", cpp_lanes)
+    return f"{plain}#if FUSER_LANES\n{lanes}#endif\n"
 
 
 def panel(name: str, shape: Shape) -> str:
