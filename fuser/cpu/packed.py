@@ -51,6 +51,15 @@ EPILOGUES: dict[Epilogue, _Activation] = {
     ("tanh", ""): _Activation(lambda v: ops.tanh(v), torch.tanh),
 }
 
+_PLAIN = """\
+            #pragma omp simd
+            for (int j = 0; j < WIDTH; ++j) to[j] = STORED;"""
+_IN_LANES = f"""\
+            #if FUSER_LANES
+            for (int j = 0; j < WIDTH; j += FUSER_LANES) VECTORS;
+            #else
+{_PLAIN}
+            #endif"""
 _PANEL = """\
 typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
 FUSER_CONTRACT static __attribute__((noinline)) void fuser_panel_NAME(
@@ -101,12 +110,7 @@ extern "C" void ENTRY(
               for (int j = 0; j < left; ++j) to[j] = STORED;
               continue;
             }
-            #if FUSER_LANES
-            for (int j = 0; j < WIDTH; j += FUSER_LANES) IN_LANES;
-            #else
-            #pragma omp simd
-            for (int j = 0; j < WIDTH; ++j) to[j] = STORED;
-            #endif
+WHOLE
           }
         }
       }
@@ -211,13 +215,13 @@ def _routine(
         lanes = f"{lanes} + fuser_lanes_load_{_LANES[dtype]}(bias + p * WIDTH + j)"
     helper = ""
     if epilogue is not None:
-        helper, value, lanes = _epilogue(epilogue), f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
+        helper, value, lanes = _epilogue(epilogue, machine), f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
     lanes = f"fuser_lanes_nearest_bfloat16({lanes})" if dtype is torch.bfloat16 else lanes
     entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
-        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "STORED": cpp_store(dtype, value),
-        "IN_LANES": f"fuser_lanes_store_{_LANES[dtype]}(to + j, {lanes})",
+        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
+        "STORED": cpp_store(dtype, value), "VECTORS": f"fuser_lanes_store_{_LANES[dtype]}(to + j, {lanes})",
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
     }  # fmt: skip
@@ -225,8 +229,8 @@ def _routine(
     return Routine(text, _program(dtype, bias, width, entry), machine)
 
 
-def _epilogue(epilogue: Epilogue) -> str:
-    """C++ of an activation's lowering, as a function of one float and as one of a vector."""
+def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
+    """C++ of an activation's lowering, as a function of one float and, where there are vectors, as one of these."""
     with recording() as recorder:
         result = EPILOGUES[epilogue].lowered(recorder.add_row(Row("scalar", (), torch.float32, "x")))
 
@@ -241,6 +245,8 @@ def _epilogue(epilogue: Epilogue) -> str:
         return f"FUSER_FN {kind} {name}({kind} t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
 
     plain = function("fuser_epilogue", "float", "{}", cpp_cell)
+    if not machine.lanes:
+        return plain
     lanes = function("fuser_lanes_epilogue", "lanes_f", "fuser_lanes_all({})", cpp_lanes)
     return f"{plain}#if FUSER_LANES\n{lanes}#endif\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser import config, machines
-from fuser.cpu import packed, toolchain
+from fuser.cpu import attention, packed, toolchain
 from fuser.errors import CompileError
 from fuser.frontends.dynamo import compilations
 from fuser.passes import providers
@@ -97,6 +98,17 @@ def test_activations(epilogue, dtype):
 
 def test_every_activation_has_its_operator():
     assert set(providers._OPERATORS) == set(packed.EPILOGUES) > providers.OF_ONEDNN
+
+
+@pytest.mark.parametrize("machine", [m for m in machines.ROWS if m.fma], ids=lambda m: m.name)
+def test_a_text_for_every_machine(machine):
+    """One that is for no vectors names none."""
+    for dtype, epilogue in itertools.product(DTYPES, (None, *packed.EPILOGUES)):
+        for columns in (48, 64):
+            text = packed._routine(dtype, packed._shape(columns, machine), True, epilogue, machine).source
+            assert machine.lanes or "fuser_lanes" not in text
+    for dtype, mask in itertools.product(DTYPES, (None, *DTYPES)):
+        assert "fuser_lanes" not in attention._routine(dtype, True, mask, machine).text
 
 
 def test_an_odd_number_makes_no_pairs():
