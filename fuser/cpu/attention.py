@@ -19,6 +19,7 @@ from fuser.cpu import dots, packed, routines
 from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
 from fuser.cpu.routines import Routine
 from fuser.cpu.text import filled
+from fuser.cpu.transposes import edge_of, transposition
 from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
 from fuser.kernel_spec import Bind, Check, InputPattern, LaunchProgram, Step
 from fuser.machines import Machine
@@ -96,6 +97,10 @@ static __attribute__((noinline)) void fuser_pack_keys(
   const i64 words = width / PAIR;
   for (i64 n = 0; n < count; n += WIDTH) {
     WORD* to = (WORD*)(out + n * width);
+    if (n + WIDTH <= count && step % PAIR == 0 && words % EDGE == 0) {
+      transpose_u32(k + n * step, step / PAIR, to, words, WIDTH);
+      continue;
+    }
     for (i64 l = 0; l < WIDTH; ++l) {
       const WORD* from = (const WORD*)(k + (n + l < count ? n + l : count - 1) * step);
       for (i64 j = 0; j < words; ++j) to[j * WIDTH + l] = from[j];
@@ -119,13 +124,7 @@ static __attribute__((noinline)) void fuser_weigh(
   MASKED
   const float old = *most, now = old > high ? old : high, base = now == -__builtin_inff() ? 0.0f : now;
   float sum = 0.0f;
-  #pragma omp simd reduction(+ : sum)
-  for (i64 j = 0; j < count; ++j) {
-    const float e = fuser_exp_down_f32(x[j] - base);
-    sum += e;
-    weights[j] = ROUNDED;
-  }
-  for (i64 j = count; j < filled; ++j) weights[j] = 0;
+EXPONENTIALS
   if (result) {
     const float by = fuser_exp_down_f32(old - base);
     *total = *total * by + sum;
@@ -137,6 +136,29 @@ static __attribute__((noinline)) void fuser_weigh(
   *most = now;
 }
 """
+_PLAIN = """\
+  #pragma omp simd reduction(+ : sum)
+  for (i64 j = 0; j < count; ++j) {
+    const float e = fuser_exp_down_f32(x[j] - base);
+    sum += e;
+    weights[j] = ROUNDED;
+  }
+  for (i64 j = count; j < filled; ++j) weights[j] = 0;"""
+# Whole vectors: the scores behind the last one are minus infinity, whose weights are 0.
+_IN_LANES = f"""\
+  #if FUSER_LANES
+  const i64 length = (filled + FUSER_LANES - 1) / FUSER_LANES * FUSER_LANES;
+  for (i64 j = count; j < length; ++j) x[j] = -__builtin_inff();
+  lanes_f sums = {{}};
+  for (i64 j = 0; j < length; j += FUSER_LANES) {{
+    const lanes_f e = fuser_lanes_exp_down_f32(fuser_lanes_load_float(x + j) - base);
+    sums += e;
+    VECTORS;
+  }}
+  for (int l = 0; l < FUSER_LANES; ++l) sum += sums[l];
+  #else
+{_PLAIN}
+  #endif"""
 _PAIRED = {
     "f32": """\
       const float* a = v + n * step + p;
@@ -211,15 +233,19 @@ def _routine(dtype: torch.dtype, causal: bool, mask: torch.dtype | None, machine
     entry = f"attention_{name}{'_causal' if causal else ''}{'' if mask is None else '_masked'}"
     of_mask = "const MASK* mask = (const MASK*)ptrs[5] + batch * s[23] + head * s[24];" if mask is not None else ""
     words: dict[str, object] = {
-        "HELPER": packed.panel(name, shape) + _HELPERS, "ENTRY": entry, "OF_MASK": of_mask,
+        "HELPER": packed.panel(name, shape) + transposition(4, machine, shape.width) + _HELPERS,
+        "ENTRY": entry, "OF_MASK": of_mask,
         "MASK_OF_ROW": "mask + (m + r) * s[25] + n0 * s[26], s[26]" if mask is not None else "0, 0",
         "LAST_SEEN": "m1 < keys ? m1 : keys" if causal else "keys",
         "FIRST_ROW": "(n0 > m0 ? m0 + (n0 - m0) / HIGH * HIGH : m0)" if causal else "m0",
         "SEEN(last)": seen.replace("ROW", "last"), "SEEN(m + r)": seen.replace("ROW", "m + r"),
+        "EXPONENTIALS": _IN_LANES if machine.lanes else _PLAIN,
+        "VECTORS": packed.store_lanes(dtype, "weights + j", "e"),
         "STORED": cpp_store(dtype, "result[j] * by"), "ROUNDED": cpp_store(dtype, "e"),
         "MASKED": _masked(mask), "MASK": "float" if mask is None else _MASKS[mask], "PAIRED": _PAIRED[name],
         "WORD": "float" if name == "f32" else "fuser_word", "NAME": name, "TYPE": ELEMENTS[name],
         "WIDTH": shape.width, "HIGH": shape.rows, "ROWS": ROWS, "KEYS": KEYS, "PAIR": PAIRS[name],
+        "EDGE": edge_of(4, machine),
     }  # fmt: skip
     text = dots.words({name}, machine) + filled(_ENTRY, words)
     return Routine(text, _program(dtype, mask, shape.width, shape.rows, entry), machine)

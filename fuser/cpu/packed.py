@@ -215,18 +215,25 @@ def _routine(
         lanes = f"{lanes} + fuser_lanes_load_{_LANES[dtype]}(bias + p * WIDTH + j)"
     helper = ""
     if epilogue is not None:
-        helper, value, lanes = _epilogue(epilogue, machine), f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
-    lanes = f"fuser_lanes_nearest_bfloat16({lanes})" if dtype is torch.bfloat16 else lanes
+        value, lanes = f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
+        helper = _epilogue(epilogue, machine)
     entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
     words: dict[str, object] = {
         "HELPER": panel(name, shape) + helper, "ENTRY": entry,
-        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "", "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
-        "STORED": cpp_store(dtype, value), "VECTORS": f"fuser_lanes_store_{_LANES[dtype]}(to + j, {lanes})",
+        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "",
+        "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
+        "STORED": cpp_store(dtype, value), "VECTORS": store_lanes(dtype, "to + j", lanes),
         "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
         "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
     }  # fmt: skip
     text = dots.words({name}, machine) + filled(_ENTRY, words)
     return Routine(text, _program(dtype, bias, width, entry), machine)
+
+
+def store_lanes(dtype: torch.dtype, to: str, value: str) -> str:
+    """C++ that rounds a vector to `dtype` and stores it."""
+    value = f"fuser_lanes_nearest_bfloat16({value})" if dtype is torch.bfloat16 else value
+    return f"fuser_lanes_store_{_LANES[dtype]}({to}, {value})"
 
 
 def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
@@ -308,4 +315,4 @@ def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchPr
     return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
 
 
-__all__ = ["EPILOGUES", "Shape", "pack", "panel", "product", "unpacked", "why_not", "wide_shape"]
+__all__ = ["EPILOGUES", "Shape", "pack", "panel", "product", "store_lanes", "unpacked", "why_not", "wide_shape"]

@@ -143,8 +143,13 @@ def edge_of(width: int, machine: Machine) -> int:
 
 def helpers(uses: Set[str], machine: Machine) -> str:
     """The functions `transpose_u8` … `transpose_u64` that are used, each with its `apart_u8` …."""
-    out = "".join(_function(width, machine) + _apart(width) for width, w in WORDS.items() if f"transpose_{w}" in uses)
-    return _SHUFFLE + out if out else ""
+    used = [width for width, w in WORDS.items() if f"transpose_{w}" in uses]
+    return _SHUFFLE + "".join(_function(width, machine) + _apart(width) for width in used) if used else ""
+
+
+def transposition(width: int, machine: Machine, stride: int) -> str:
+    """The function `transpose_u8` … for whole blocks, into rows that are `stride` elements apart."""
+    return _SHUFFLE + _function(width, machine, stride)
 
 
 def _apart(width: int) -> str:
@@ -156,7 +161,7 @@ def _apart(width: int) -> str:
     return filled(_APART, {"CASES": "".join(cases), "WORD": WORDS[width]})
 
 
-def _function(width: int, machine: Machine) -> str:
+def _function(width: int, machine: Machine, stride: int = TILE_STRIDE) -> str:
     """Rounds of interleaving row i with the row half a block below, one for each bit of a row's number."""
     edge = edge_of(width, machine)
     order = [str(lane) for i in range(edge) for lane in (i, i + edge)]
@@ -167,9 +172,10 @@ def _function(width: int, machine: Machine) -> str:
     words = {
         "AHEAD": _AHEAD if machine.prefetches else "", "ROUNDS": "\n".join(rounds), "RESULT": of,
         "LOW": ", ".join(order[:edge]), "HIGH": ", ".join(order[edge:]), "HALF": edge // 2, "EDGE": edge,
-        "BYTES": edge * width, "SIZE": width, "WORD": WORDS[width], "STRIDE": TILE_STRIDE,
+        "BYTES": edge * width, "SIZE": width, "WORD": WORDS[width], "STRIDE": stride,
     }  # fmt: skip
     return filled(_FUNCTION, words)
 
 
-__all__ = ["TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "fill_tiles", "helpers", "in_tiles", "transposed"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "TILE_STRIDE", "edge_of", "fill_tiles", "helpers", "in_tiles", "transposed",
+           "transposition"]  # fmt: skip
