@@ -3,8 +3,8 @@
 A class is what times depend on: dtypes, sizes (rows by their power of two), order in memory, bias, what is computed
 from each element right behind, and whether the weight is frozen. Its contest runs once on a machine, on operands of
 these sizes and orders, and its outcome is kept on disk (`fuser.contests`). Where a candidate leaves an activation to a
-kernel, ATen's relu stands for that: both read the result once and write another. The weight is several copies in turn,
-more than inner caches hold, because a program reads each of its weights once.
+kernel, one of that activation alone is timed with it. The weight is several copies in turn, more than inner caches
+hold, because a program reads each of its weights once.
 
 For few rows the package's own kernel competes (`fuser.lowering.products`), with bias and activation as parts of it. It
 stays unless a library is clearly faster, since norms and residuals around it become parts of it, too, and calls of
@@ -17,6 +17,7 @@ makes the product.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -263,7 +264,20 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 
     if epilogue is None or epilogue in provider.folds:
         return Contestant(call, result)
-    return Contestant(lambda: torch.relu(call()), result)
+    kernel = _activation(epilogue)
+    with config.override(slowest=0.0, compile_mode="wait"):
+        kernel(operands.x.new_zeros(operands.x.shape[0], product.columns))  # a call would take the next weight
+    return Contestant(lambda: kernel(call()), result)
+
+
+@functools.cache
+def _activation(epilogue: Epilogue) -> Callable[..., torch.Tensor]:
+    """A kernel of the package for an activation alone."""
+    graph = fx.Graph()
+    target, arguments = _OPERATORS[epilogue]
+    graph.output(graph.call_function(target, (graph.placeholder("x"),), arguments))
+    call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
+    return call
 
 
 def operands_of(product: Product) -> Operands:

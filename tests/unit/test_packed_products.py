@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuser import config, machines
+from fuser.contests import race
 from fuser.cpu import attention, packed, toolchain
 from fuser.errors import CompileError
 from fuser.frontends.dynamo import compilations
@@ -164,6 +165,11 @@ def test_it_competes_for_frozen_weights_of_many_rows():
     assert row.takes(product)
     for other in ({"frozen": False}, {"x_turned": True}, {"rows": 4}, {"dtype": torch.float64}):
         assert not row.takes(providers.Product(**{**product.__dict__, **other}))
+    for dtype, epilogue in itertools.product(DTYPES, (None, *packed.EPILOGUES)):
+        one = providers.Product(64, 64, 96, dtype, bias=True, epilogue=epilogue, frozen=True)
+        fit = [p for p in providers.PROVIDERS if p.takes(one)]
+        _, failed = race._checked(providers._contestants(one, fit), providers.ATEN)
+        assert OWN_PACKED in [p.name for p in fit] and not failed  # all give one result
     operands = providers.operands_of(product)
     want = operands.x @ operands.weights[0]
     torch.testing.assert_close(row.call(product, operands)(), want, rtol=1e-4, atol=1e-4)
