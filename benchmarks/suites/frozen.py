@@ -59,7 +59,8 @@ def run(options: Options) -> Report:
                 for row in rows:
                     bar.step(row.name)
                     results.append(contractions.measure(row, names, options))
-                _add(whole, contractions.report_of(f"frozen, {threads} threads", results, names, []), results)
+                title = f"frozen, {threads} thread{'s' if threads > 1 else ''}"
+                _add(whole, contractions.report_of(title, results, names, []), results)
     finally:
         torch.set_num_threads(before)
     return whole
@@ -67,7 +68,7 @@ def run(options: Options) -> Report:
 
 def _add(whole: Report, part: Report, results: list[Result]) -> None:
     whole.tables += part.tables
-    whole.claims.append(_claim(part.name, results))
-    whole.records += [{**r, "part": part.name} for r in part.records]
+    whole.claims.append(_claim(part.suite, results))
+    whole.records += [{**r, "part": part.suite} for r in part.records]
     whole.wrong += part.wrong
     whole.notes += part.notes

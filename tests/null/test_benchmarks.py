@@ -24,6 +24,7 @@ from benchmarks import (
     recorded,
     runner,
     training,
+    update_rows,
 )
 from benchmarks.child import spawn
 from benchmarks.kernel_rows import ROWS, SIZES, moved_bytes, seeded
@@ -32,7 +33,7 @@ from benchmarks.papers import PAPERS
 from benchmarks.report import Claim, Report, Table, at_least, at_most, seconds
 from benchmarks.singles_rows import ROWS as ROWS_OF_SINGLES
 from benchmarks.singles_rows import SIZES as SIZES_OF_SINGLES
-from benchmarks.suites import contractions, kernels, optimizers, overhead, scaling, shapes, singles
+from benchmarks.suites import contractions, frozen, kernels, optimizers, overhead, scaling, shapes, singles
 
 
 def test_quantiles_interpolate_between_samples():
@@ -504,3 +505,25 @@ def test_a_problem_whose_backend_is_wrong_or_fails_is_said(tmp_path, capsys, mon
         monkeypatch.setattr("sys.argv", ["problems", str(tmp_path), "--backends", name])
         assert problems.main() == 1
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", update_rows.ROWS, ids=lambda row: row.name)
+def test_updates_write_what_they_say(row):
+    """The arguments named in `mutates` are written, or moved by nothing, and no others."""
+    args = row.make(seeded(row.name, "papers", "cpu"), ())
+    before = checks.clones(args)
+    row.fn(*args)
+    changed = {i for i, (a, b) in enumerate(zip(args, before)) if not torch.equal(a, b)}
+    assert changed and changed <= set(row.mutates) and row.source
+
+
+def test_frozen_rows_and_what_is_promised_of_them(monkeypatch):
+    """Each model in both dtypes; with each number of threads a table and a claim of its own."""
+    assert {r.name for r in frozen.ROWS} == {f"{m}, {d}" for m in frozen.MODELS for d in ("float32", "bfloat16")}
+    timings = {"eager": runner.Timing((2.0,)), "fuser-frozen": runner.Timing((1.0,)), "zentorch": runner.Timing((0.9,))}
+    monkeypatch.setattr(
+        frozen.contractions, "measure", lambda row, names, options: contractions.Result(row.name, timings, {})
+    )
+    report = frozen.run(Options(rows="gpt2", threads=(1, 2)))
+    assert [t.title.split(":")[0] for t in report.tables] == ["frozen, 1 thread", "frozen, 2 threads"]
+    assert [c.met for c in report.claims] == [False, False] and "0.90" in report.claims[0].reached
