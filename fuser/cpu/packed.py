@@ -24,7 +24,6 @@ from fuser.ir.loop_body import Row, Value, ops, recording
 from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
 from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
 from fuser.lazy_dataclasses import dataclass
-from fuser.lowering import activations
 from fuser.machines import Machine
 from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
 
@@ -35,21 +34,25 @@ _LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads 
 Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
 
 
-@dataclass(frozen=True)
-class _Activation:
-    """An activation on values of a loop body, and in eager."""
-
-    lowered: Callable[[Value], Value]
-    eager: Callable[[torch.Tensor], torch.Tensor]
-
-
-EPILOGUES: dict[Epilogue, _Activation] = {
-    ("gelu", "erf"): _Activation(activations.gelu, F.gelu),
-    ("gelu", "tanh"): _Activation(activations.gelu_tanh, functools.partial(F.gelu, approximate="tanh")),
-    ("swish", ""): _Activation(activations.silu, F.silu),
-    ("sigmoid", ""): _Activation(activations.logistic, torch.sigmoid),
-    ("tanh", ""): _Activation(lambda v: ops.tanh(v), torch.tanh),
+EPILOGUES: dict[Epilogue, Callable[[torch.Tensor], torch.Tensor]] = {  # in eager
+    ("gelu", "erf"): F.gelu,
+    ("gelu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
+    ("swish", ""): F.silu,
+    ("sigmoid", ""): torch.sigmoid,
+    ("tanh", ""): torch.tanh,
 }
+
+
+def _lowered(epilogue: Epilogue, v: Value) -> Value:
+    """An activation of a value of a loop body."""
+    from fuser.lowering import activations  # a process that finds its kernels loads no lowerings
+
+    by_name: dict[Epilogue, Callable[[Value], Value]] = {
+        ("gelu", "erf"): activations.gelu, ("gelu", "tanh"): activations.gelu_tanh,
+        ("swish", ""): activations.silu, ("sigmoid", ""): activations.logistic, ("tanh", ""): ops.tanh,
+    }  # fmt: skip
+    return by_name[epilogue](v)
+
 
 _PLAIN = """\
             #pragma omp simd
@@ -202,7 +205,7 @@ def _otherwise(
     epilogue: Epilogue | None, columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = F.linear(x, unpacked(packed, columns), bias)
-    return out if epilogue is None else EPILOGUES[epilogue].eager(out)
+    return out if epilogue is None else EPILOGUES[epilogue](out)
 
 
 def _routine(
@@ -239,7 +242,7 @@ def store_lanes(dtype: torch.dtype, to: str, value: str) -> str:
 def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
     """C++ of an activation's lowering, as a function of one float and, where there are vectors, as one of these."""
     with recording() as recorder:
-        result = EPILOGUES[epilogue].lowered(recorder.add_row(Row("scalar", (), torch.float32, "x")))
+        result = _lowered(epilogue, recorder.add_row(Row("scalar", (), torch.float32, "x")))
 
     def function(name: str, kind: str, constant: str, cell: Callable[..., str | None]) -> str:
         lines = []

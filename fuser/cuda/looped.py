@@ -70,7 +70,7 @@ class Looped:
         """
         divisor = divisor_of(self.nest.ctx.hint(self.dim.size)) if self.nest.runs_along(self.dim) else VECTOR
         again = bool(self.online) and len(self.passes()) > 1
-        few = divisor < 4 and not (again and widest(self.plan) > 2)
+        few = divisor < 4 and self.bounds is None and not (again and widest(self.plan) > 2)
         return min(self.lane, divisor) if few else self.lane
 
     def all_phases(self) -> None:

@@ -260,7 +260,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
         out = call()
         if provider.name == APART and bias is not None:
             out = out + bias
-        return out if epilogue is None or epilogue in provider.folds else packed.EPILOGUES[epilogue].eager(out)
+        return out if epilogue is None or epilogue in provider.folds else packed.EPILOGUES[epilogue](out)
 
     if epilogue is None or epilogue in provider.folds:
         return Contestant(call, result)
