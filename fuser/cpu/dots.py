@@ -7,12 +7,41 @@ from collections.abc import Set
 import torch
 
 from fuser.cpu.text import filled
+from fuser.lazy_dataclasses import dataclass
 from fuser.machines import Machine
 
+Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation behind a product
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ELEMENTS = {"f32": "float", "bf16": "u16"}
 PAIRS = {"f32": 1, "bf16": 2}  # elements of each operand that a lane of a sum takes at once
 _ADD = {"f32": "{s} += {a} * {b};", "bf16": "FUSER_DOT_BF16({s}, {a}, {b});"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows, and registers of `lanes` columns, whose sums stay in registers with one of each operand."""
+
+    rows: int
+    registers: int
+    lanes: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return self.registers * self.lanes
+
+
+def shape_of(columns: int, machine: Machine) -> Shape:
+    """The shape of which the least columns of the last panel are zeros."""
+    few = machine.registers < 32
+    shapes = [Shape(*s, machine.vector_bytes // 4) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
+    return min(shapes, key=lambda shape: -columns % shape.width)
+
+
+def wide_shape(machine: Machine) -> Shape:
+    """The shape with the most columns that are a power of two registers."""
+    return Shape(*((4, 2) if machine.registers < 32 else (6, 4)), machine.vector_bytes // 4)
+
 
 _HEAD = """\
 #if defined(__clang__)
@@ -68,4 +97,4 @@ def add(dtype: str, s: str, a: str, b: str) -> str:
     return _ADD[dtype].format(s=s, a=a, b=b)
 
 
-__all__ = ["DTYPES", "ELEMENTS", "PAIRS", "add", "words"]
+__all__ = ["DTYPES", "ELEMENTS", "PAIRS", "Epilogue", "Shape", "add", "shape_of", "wide_shape", "words"]

@@ -16,23 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from fuser import config, machines
-from fuser.cpu import dots, routines, toolchain
-from fuser.cpu.dots import DTYPES, ELEMENTS, PAIRS
-from fuser.cpu.routines import Routine
-from fuser.cpu.text import filled
-from fuser.ir.loop_body import Row, Value, ops, recording
-from fuser.ir.sizes import STRIDE, IntLike, Sym, expr, floordiv, program
-from fuser.kernel_spec import Bind, BufferPattern, Check, InputPattern, LaunchProgram, Step
-from fuser.lazy_dataclasses import dataclass
-from fuser.machines import Machine
-from fuser.ops import cpp_cell, cpp_constant, cpp_lanes, cpp_load, cpp_store
-
-MOST_ROWS, PANELS = 128, 4  # of a unit
-PART_BYTES = 2048  # of a row, that a pass over a unit takes
-
-_LANES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # names of loads and stores of vectors
-Epilogue = tuple[str, str]  # oneDNN's name and algorithm of an activation
-
+from fuser.cpu import toolchain
+from fuser.cpu.dots import DTYPES, PAIRS, Epilogue, Shape, shape_of
 
 EPILOGUES: dict[Epilogue, Callable[[torch.Tensor], torch.Tensor]] = {  # in eager
     ("gelu", "erf"): F.gelu,
@@ -41,86 +26,6 @@ EPILOGUES: dict[Epilogue, Callable[[torch.Tensor], torch.Tensor]] = {  # in eage
     ("sigmoid", ""): torch.sigmoid,
     ("tanh", ""): torch.tanh,
 }
-
-
-def _lowered(epilogue: Epilogue, v: Value) -> Value:
-    """An activation of a value of a loop body."""
-    from fuser.lowering import activations  # a process that finds its kernels loads no lowerings
-
-    by_name: dict[Epilogue, Callable[[Value], Value]] = {
-        ("gelu", "erf"): activations.gelu, ("gelu", "tanh"): activations.gelu_tanh,
-        ("swish", ""): activations.silu, ("sigmoid", ""): activations.logistic, ("tanh", ""): ops.tanh,
-    }  # fmt: skip
-    return by_name[epilogue](v)
-
-
-_PLAIN = """\
-            #pragma omp simd
-            for (int j = 0; j < WIDTH; ++j) to[j] = STORED;"""
-_IN_LANES = f"""\
-            #if FUSER_LANES
-            for (int j = 0; j < WIDTH; j += FUSER_LANES) VECTORS;
-            #else
-{_PLAIN}
-            #endif"""
-_PANEL = """\
-typedef u32 fuser_word __attribute__((may_alias, aligned(2)));
-FUSER_CONTRACT static __attribute__((noinline)) void fuser_panel_NAME(
-    const TYPE* const* rows, const TYPE* w, i64 turns, float* sums, i64 across, bool first) {
-  FUSER_CONTRACTS
-ROWS_OF
-  i64 k = 0;
-  for (; k + 2 <= turns; k += 2) {
-TWO
-  }
-  if (k < turns) {
-ONE
-  }
-  if (!first) {
-ADDED
-  }
-STORE
-}
-"""
-_ENTRY = """\
-HELPER
-extern "C" void ENTRY(
-    char* const* ptrs, const i64* s, const double* f, i64 begin, i64 end, char* scratch, i32* status) {
-  const TYPE* x = (const TYPE*)ptrs[0];
-  const TYPE* w = (const TYPE*)ptrs[1];
-  GIVEN
-  TYPE* out = (TYPE*)ptrs[LAST];
-  const i64 columns = s[0], rows = s[1], inner = s[2], step = s[3], panels = (columns + WIDTH - 1) / WIDTH;
-  const i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, each = ((rows + blocks - 1) / blocks + HIGH - 1) / HIGH * HIGH;
-  const i64 parts = (inner + PART - 1) / PART, part = ((inner + parts - 1) / parts + PAIR - 1) / PAIR * PAIR;
-  for (i64 unit = begin; unit < end; ++unit) {
-    const i64 p0 = unit / blocks * PANELS, p1 = p0 + PANELS < panels ? p0 + PANELS : panels;
-    const i64 m0 = unit % blocks * each, m1 = m0 + each < rows ? m0 + each : rows;
-    for (i64 k0 = 0; k0 < inner; k0 += part) {
-      const i64 k1 = k0 + part < inner ? k0 + part : inner;
-      for (i64 p = p0; p < p1; ++p) {
-        const i64 left = columns - p * WIDTH;
-        for (i64 m = m0; m < m1; m += HIGH) {
-          const TYPE* at[HIGH];
-          for (int r = 0; r < HIGH; ++r) at[r] = x + (m + r < m1 ? m + r : m1 - 1) * step + k0;
-          float* sums = (float*)scratch + ((p - p0) * each + m - m0) * WIDTH;
-          fuser_panel_NAME(at, w + (p * inner + k0) * WIDTH, (k1 - k0) / PAIR, sums, WIDTH, k0 == 0);
-          if (k1 < inner) continue;
-          for (i64 r = 0; r < HIGH && m + r < m1; ++r) {
-            const float* from = sums + r * WIDTH;
-            TYPE* to = out + (m + r) * columns + p * WIDTH;
-            if (left < WIDTH) {
-              for (int j = 0; j < left; ++j) to[j] = STORED;
-              continue;
-            }
-WHOLE
-          }
-        }
-      }
-    }
-  }
-}
-"""
 
 
 def why_not(dtype: torch.dtype, inner: int) -> str | None:
@@ -133,36 +38,10 @@ def why_not(dtype: torch.dtype, inner: int) -> str | None:
     return toolchain.why_not()
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Rows, and registers of `lanes` columns, whose sums stay in registers with one of each operand."""
-
-    rows: int
-    registers: int
-    lanes: int
-
-    @property
-    def width(self) -> int:
-        """Columns of a panel."""
-        return self.registers * self.lanes
-
-
-def _shape(columns: int, machine: Machine) -> Shape:
-    """The shape of which the least columns of the last panel are zeros."""
-    few = machine.registers < 32
-    shapes = [Shape(*s, machine.vector_bytes // 4) for s in (((6, 2), (4, 3)) if few else ((8, 3), (6, 4)))]
-    return min(shapes, key=lambda shape: -columns % shape.width)
-
-
-def wide_shape(machine: Machine) -> Shape:
-    """The shape with the most columns that are a power of two registers."""
-    return Shape(*((4, 2) if machine.registers < 32 else (6, 4)), machine.vector_bytes // 4)
-
-
 def pack(w: torch.Tensor) -> torch.Tensor:
     """The panels of a weight (columns, inner), one a row; zeros where no columns are left."""
     (columns, inner) = w.shape
-    width = _shape(columns, machines.find(config.isa)).width
+    width = shape_of(columns, machines.find(config.isa)).width
     words = w.clone(memory_format=torch.contiguous_format).view(torch.int32 if w.dtype.itemsize == 2 else w.dtype)
     panels = -(-columns // width)
     if columns % width:
@@ -173,7 +52,7 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
 def unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """The weight (columns, inner) of which `pack` made panels."""
-    width = _shape(columns, machines.find(config.isa)).width
+    width = shape_of(columns, machines.find(config.isa)).width
     words = packed.view(torch.int32 if packed.dtype.itemsize == 2 else packed.dtype)
     made = words.view(packed.shape[0], -1, width).transpose(1, 2).reshape(packed.shape[0] * width, -1)
     return made[:columns].clone(memory_format=torch.contiguous_format).view(packed.dtype)
@@ -190,14 +69,16 @@ def product(
 
 
 def _handle(dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None = None) -> Callable[..., Any]:
-    return _handle_of(dtype, _shape(columns, machines.find(config.isa)), bias, epilogue, config.isa)
+    return _handle_of(dtype, shape_of(columns, machines.find(config.isa)), bias, epilogue, config.isa)
 
 
 @functools.lru_cache(maxsize=64)
 def _handle_of(
     dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, isa: str
 ) -> Callable[..., Any]:  # fmt: skip
-    routine = _routine(dtype, shape, bias, epilogue, machines.find(isa))
+    from fuser.cpu import packed_cpp, routines  # what writes a kernel is loaded where one is asked for
+
+    routine = packed_cpp.routine(dtype, shape, bias, epilogue, machines.find(isa))
     return routines.handle_of(routine, functools.partial(_otherwise, epilogue))
 
 
@@ -208,114 +89,4 @@ def _otherwise(
     return out if epilogue is None else EPILOGUES[epilogue](out)
 
 
-def _routine(
-    dtype: torch.dtype, shape: Shape, bias: bool, epilogue: Epilogue | None, machine: Machine
-) -> Routine:  # fmt: skip
-    name, width = DTYPES[dtype], shape.width
-    value, lanes = "from[j]", "fuser_lanes_load_float(from + j)"
-    if bias:
-        value = f"{value} + {cpp_load(dtype, 'bias[p * WIDTH + j]')}"
-        lanes = f"{lanes} + fuser_lanes_load_{_LANES[dtype]}(bias + p * WIDTH + j)"
-    helper = ""
-    if epilogue is not None:
-        value, lanes = f"fuser_epilogue({value})", f"fuser_lanes_epilogue({lanes})"
-        helper = _epilogue(epilogue, machine)
-    entry = "_".join(["product_packed", name, *(["bias"] if bias else []), *filter(None, epilogue or ())])
-    words: dict[str, object] = {
-        "HELPER": panel(name, shape) + helper, "ENTRY": entry,
-        "GIVEN": "const TYPE* bias = (const TYPE*)ptrs[2];" if bias else "",
-        "WHOLE": _IN_LANES if machine.lanes else _PLAIN,
-        "STORED": cpp_store(dtype, value), "VECTORS": store_lanes(dtype, "to + j", lanes),
-        "LAST": 3 if bias else 2, "NAME": name, "TYPE": ELEMENTS[name], "WIDTH": width, "HIGH": shape.rows,
-        "MOST_ROWS": MOST_ROWS, "PANELS": PANELS, "PART": PART_BYTES // dtype.itemsize, "PAIR": PAIRS[name],
-    }  # fmt: skip
-    text = dots.words({name}, machine) + filled(_ENTRY, words)
-    return Routine(text, _program(dtype, bias, width, entry), machine)
-
-
-def store_lanes(dtype: torch.dtype, to: str, value: str) -> str:
-    """C++ that rounds a vector to `dtype` and stores it."""
-    value = f"fuser_lanes_nearest_bfloat16({value})" if dtype is torch.bfloat16 else value
-    return f"fuser_lanes_store_{_LANES[dtype]}({to}, {value})"
-
-
-def _epilogue(epilogue: Epilogue, machine: Machine) -> str:
-    """C++ of an activation's lowering, as a function of one float and, where there are vectors, as one of these."""
-    with recording() as recorder:
-        result = _lowered(epilogue, recorder.add_row(Row("scalar", (), torch.float32, "x")))
-
-    def function(name: str, kind: str, constant: str, cell: Callable[..., str | None]) -> str:
-        lines = []
-        for n, row in enumerate(recorder.rows[1:], 1):
-            if row.op == "const":
-                value: str | None = constant.format(cpp_constant(float(row.attr), row.dtype))
-            else:
-                value = cell(row.op, row.dtype, *(f"t{a}" for a in row.args))
-            lines.append(f"  const {kind} t{n} = {value};\n")
-        return f"FUSER_FN {kind} {name}({kind} t0) {{\n{''.join(lines)}  return t{result.row};\n}}\n"
-
-    plain = function("fuser_epilogue", "float", "{}", cpp_cell)
-    if not machine.lanes:
-        return plain
-    lanes = function("fuser_lanes_epilogue", "lanes_f", "fuser_lanes_all({})", cpp_lanes)
-    return f"{plain}#if FUSER_LANES\n{lanes}#endif\n"
-
-
-def panel(name: str, shape: Shape) -> str:
-    """C++ that adds some rows times a panel to their sums."""
-    high, registers, lanes = shape.rows, shape.registers, shape.lanes
-    cells = [(m, n) for m in range(high) for n in range(registers)]
-    vector = "fuser_dot_f" if name == "f32" else "fuser_dot_u"
-    word = "float" if name == "f32" else "fuser_word"
-    at = {(m, n): f"*(fuser_dot_f*)(sums + {m} * across + {n * lanes})" for m, n in cells}
-
-    def turn(number: int) -> list[str]:
-        out = []
-        for n in range(registers):
-            from_w = (number * registers + n) * lanes * PAIRS[name]
-            out.append(f"    {vector} w{n}_{number} = *(const {vector}*)(w + {from_w}); FUSER_DOT_KEEP(w{n}_{number});")
-        for m in range(high):
-            adds = " ".join(dots.add(name, f"s{m}_{n}", f"w{n}_{number}", "b") for n in range(registers))
-            out.append(f"    {{ {vector} b = x{m}[k + {number}] - ({vector}){{}}; FUSER_DOT_KEEP(b); {adds} }}")
-        return out
-
-    move = f"    w += {2 * registers * lanes * PAIRS[name]};"
-    parts = {
-        "ROWS_OF": [f"  const {word}* x{m} = (const {word}*)rows[{m}];" for m in range(high)]
-        + [f"  fuser_dot_f {', '.join(f's{m}_{n} = {{}}' for m, n in cells)};"],
-        "TWO": [*turn(0), *turn(1), move],
-        "ONE": turn(0),
-        "ADDED": [f"    s{m}_{n} += {at[m, n]};" for m, n in cells],
-        "STORE": [f"  {at[m, n]} = s{m}_{n};" for m, n in cells],
-    }
-    return filled(_PANEL, {k: "\n".join(v) for k, v in parts.items()})
-
-
-def _program(dtype: torch.dtype, bias: bool, width: int, entry: str) -> LaunchProgram:
-    """Arguments (columns, x, packed, bias) to a new (rows, columns)."""
-    names = [Sym(n, STRIDE) for n in ("columns", "rows", "inner", "step")]
-    slots = {name: n for n, name in enumerate(names)}
-    columns, rows, inner, _ = map(expr, names)
-
-    def code(e: IntLike) -> tuple[int, ...]:
-        return program(e, slots)
-
-    panels = floordiv(columns + (width - 1), expr(width))
-    one = Check(code(1))
-    tensors = [
-        InputPattern("tensor", dtype, "cpu", (Bind(1), Bind(2)), (Bind(3), one)),
-        InputPattern("tensor", dtype, "cpu", (Check(code(panels)), Check(code(inner * width))),
-                     (Check(code(inner * width)), one)),
-    ]  # fmt: skip
-    if bias:
-        tensors.append(InputPattern("tensor", dtype, "cpu", (Check(code(columns)),), (one,)))
-    blocks = floordiv(rows + (MOST_ROWS - 1), expr(MOST_ROWS))
-    units = blocks * floordiv(panels + (PANELS - 1), expr(PANELS))
-    scratch = 4 * MOST_ROWS * PANELS * width
-    step = Step(entry, code(units), code(rows * columns * inner), code(scratch))
-    out = BufferPattern(dtype, (code(rows), code(columns)), (code(columns), code(1)), True)
-    number = InputPattern("int", slot=0)
-    return LaunchProgram((number, *tensors), 4, 0, (), (out,), (step,), (("buffer", 0),), True)
-
-
-__all__ = ["EPILOGUES", "Shape", "pack", "panel", "product", "store_lanes", "unpacked", "why_not", "wide_shape"]
+__all__ = ["EPILOGUES", "pack", "product", "unpacked", "why_not"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser import config, machines
-from fuser.cpu import attention
+from fuser.cpu import attention, attention_cpp
 from fuser.passes import attention_providers as providers
 from fuser.passes.attention_providers import ATEN, FORWARD, OWN
 from tests.unit import test_attention_by_parts as by_parts
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("clean")
 DTYPES = (torch.float32, torch.bfloat16)
 MACHINES = ["", *(m for m in ("avx512", "avx2") if machines.why_not(machines.find(m)) is None)]
 LARGER = {  # around blocks of rows, of keys and panels of values
-    "more rows than a unit": (1, 1, 1, attention.ROWS + 1, 30, 64),
-    "more keys than a block": (1, 2, 1, 9, 2 * attention.KEYS + 3, 66),
-    "both": (1, 2, 2, attention.ROWS + 70, attention.KEYS + 70, 8),
+    "more rows than a unit": (1, 1, 1, attention_cpp.ROWS + 1, 30, 64),
+    "more keys than a block": (1, 2, 1, 9, 2 * attention_cpp.KEYS + 3, 66),
+    "both": (1, 2, 2, attention_cpp.ROWS + 70, attention_cpp.KEYS + 70, 8),
     "wide": (1, 1, 1, 13, 21, 200),
     "two elements": (1, 1, 1, 13, 21, 2),
 }

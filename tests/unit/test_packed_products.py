@@ -12,7 +12,7 @@ from torch import nn
 
 from fuser import config, machines
 from fuser.contests import race
-from fuser.cpu import attention, packed, toolchain
+from fuser.cpu import attention_cpp, dots, packed, packed_cpp, toolchain
 from fuser.errors import CompileError
 from fuser.frontends.dynamo import compilations
 from fuser.passes import providers
@@ -51,8 +51,8 @@ def check(x, w, bias):
 def test_sizes_around_every_block(dtype, isa):
     with config.override(isa=isa):
         skip_unless_made(dtype)
-        part = packed.PART_BYTES // dtype.itemsize
-        for rows in (0, 1, 7, 8, 9, packed.MOST_ROWS, packed.MOST_ROWS + 1):
+        part = packed_cpp.PART_BYTES // dtype.itemsize
+        for rows in (0, 1, 7, 8, 9, packed_cpp.MOST_ROWS, packed_cpp.MOST_ROWS + 1):
             check(torch.randn(rows, 6).to(dtype), torch.randn(50, 6).to(dtype), None)
         for inner in (2, 4, part - 2, part, part + 2, 2 * part + 2):
             check(torch.randn(9, inner).to(dtype), torch.randn(48, inner).to(dtype), torch.randn(48).to(dtype))
@@ -106,10 +106,10 @@ def test_a_text_for_every_machine(machine):
     """One that is for no vectors names none."""
     for dtype, epilogue in itertools.product(DTYPES, (None, *packed.EPILOGUES)):
         for columns in (48, 64):
-            text = packed._routine(dtype, packed._shape(columns, machine), True, epilogue, machine).source
+            text = packed_cpp.routine(dtype, dots.shape_of(columns, machine), True, epilogue, machine).source
             assert bool(machine.lanes) == ("fuser_lanes" in text)
     for dtype, mask in itertools.product(DTYPES, (None, *DTYPES)):
-        text = attention._routine(dtype, True, mask, machine).source
+        text = attention_cpp.routine(dtype, True, mask, machine).source
         assert bool(machine.lanes) == ("fuser_lanes" in text)
 
 
