@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuser
-from fuser import compiler, config, elsewhere, examples, executor, interface, kernel_cache, trials
+from fuser import compiler, config, elsewhere, examples, executor, interface, kernel_store, trials
 from fuser.contests import trial as contest
 from fuser.errors import CompileError, ConfigError, Unsupported
 from fuser.runtime import background, files, launcher, workers
@@ -126,7 +126,7 @@ def test_errors_become_reasons(monkeypatch, error):
             assert torch.equal(handle(x, x), scaled(x, x))
             assert fuser.wait(SECONDS)
         assert torch.equal(handle(x, x), scaled(x, x))
-    reason = kernel_cache.reason_of(error)
+    reason = kernel_store.reason_of(error)
     (entry,) = spec.store.entries
     assert entry.state == "failed" and entry.reason == reason and len(stub.calls) == 1
     assert spec.store.fallbacks == {executor.PENDING: 1, reason: 2}
