@@ -80,9 +80,9 @@ packages: $(VENV)/.has-test $(VENV)/.has-packages
 vision: $(VENV)/.has-test $(VENV)/.has-vision
 	$(BIN)/python -m tests.vision $(ARGS)
 
-# What looks at one of a few operators in `make test`, with all of torch's.
+# What takes a part of torch's operators, or of pairs, in `make test`, with all.
 sweeps: $(VENV)/.has-test
-	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo $(ARGS)
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo tests/unit/test_transforms.py $(ARGS)
 
 stress: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -s tests/unit/test_runtime_reentry.py tests/unit/test_runtime_sanitizers.py
