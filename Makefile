@@ -82,7 +82,7 @@ vision: $(VENV)/.has-test $(VENV)/.has-vision
 
 # What takes a part of torch's operators, or of pairs, in `make test`, with all.
 sweeps: $(VENV)/.has-test
-	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo tests/unit/test_transforms.py $(ARGS)
+	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/opinfo tests/unit/test_transforms.py tests/cuda/test_interpreted.py $(ARGS)
 
 stress: $(VENV)/.has-test
 	FUSER_TEST_ALL=1 $(BIN)/python -m pytest -s tests/unit/test_runtime_reentry.py tests/unit/test_runtime_sanitizers.py

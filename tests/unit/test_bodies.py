@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,8 +177,7 @@ def test_inference(operator: str, body: str) -> None:
     assert _graphs() and any(r.groups for r in _graphs())
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("body", ["reducing", "branching"])
+@pytest.mark.parametrize(("operator", "body"), zip(OPERATORS, itertools.cycle(["branching", "reducing"])))
 def test_gradients(operator: str, body: str) -> None:
     assert _check(OPERATORS[operator](BODIES[body]), _inputs(torch.float32), True, False)
     assert {r.stage for r in _graphs() if r.groups} == {"forward", "backward"}
