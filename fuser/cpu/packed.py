@@ -19,13 +19,21 @@ from fuser import config, machines
 from fuser.cpu import toolchain
 from fuser.cpu.dots import DTYPES, PAIRS, Epilogue, Shape, shape_of
 
-EPILOGUES: dict[Epilogue, Callable[[torch.Tensor], torch.Tensor]] = {  # in eager
-    ("gelu", "erf"): F.gelu,
-    ("gelu", "tanh"): functools.partial(F.gelu, approximate="tanh"),
-    ("swish", ""): F.silu,
-    ("sigmoid", ""): torch.sigmoid,
-    ("tanh", ""): torch.tanh,
+_aten = torch.ops.aten
+EPILOGUES: dict[Epilogue, tuple[Any, dict[str, Any]]] = {  # operators, and what follows their tensor
+    ("gelu", "erf"): (_aten.gelu.default, {}),
+    ("gelu", "tanh"): (_aten.gelu.default, {"approximate": "tanh"}),
+    ("swish", ""): (_aten.silu.default, {}),
+    ("sigmoid", ""): (_aten.sigmoid.default, {}),
+    ("tanh", ""): (_aten.tanh.default, {}),
 }
+
+
+def activated(epilogue: Epilogue, x: torch.Tensor) -> torch.Tensor:
+    """One of `EPILOGUES` of a tensor, by ATen."""
+    operator, arguments = EPILOGUES[epilogue]
+    made: torch.Tensor = operator(x, **arguments)
+    return made
 
 
 def why_not(dtype: torch.dtype, inner: int) -> str | None:
@@ -50,9 +58,9 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     return made.view(w.dtype).view(panels, inner * width)
 
 
-def unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """The weight (columns, inner) of which `pack` made panels."""
-    width = shape_of(columns, machines.find(config.isa)).width
+def unpacked(packed: torch.Tensor, columns: int, inner: int) -> torch.Tensor:
+    """The weight (columns, inner) of which `pack` made panels, for this machine or another."""
+    width = packed.shape[1] // inner if inner else 1
     words = packed.view(torch.int32 if packed.dtype.itemsize == 2 else packed.dtype)
     made = words.view(packed.shape[0], -1, width).transpose(1, 2).reshape(packed.shape[0] * width, -1)
     return made[:columns].clone(memory_format=torch.contiguous_format).view(packed.dtype)
@@ -64,12 +72,16 @@ def product(
     """`x @ w.T (+ bias)` of x (rows, inner) and the panels of w (columns, inner), then one of `EPILOGUES`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     given = () if bias is None else (bias.contiguous(),)
-    made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue)(columns, x, packed, *given)
+    made: torch.Tensor = _handle(x.dtype, columns, bias is not None, epilogue, config.isa)(columns, x, packed, *given)
     return made
 
 
-def _handle(dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None = None) -> Callable[..., Any]:
-    return _handle_of(dtype, shape_of(columns, machines.find(config.isa)), bias, epilogue, config.isa)
+@functools.lru_cache(maxsize=256)
+def _handle(
+    dtype: torch.dtype, columns: int, bias: bool, epilogue: Epilogue | None, isa: str
+) -> Callable[..., Any]:  # fmt: skip
+    """Looked up at each call. Numbers of columns with one shape of blocks have one handle."""
+    return _handle_of(dtype, shape_of(columns, machines.find(isa)), bias, epilogue, isa)
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,8 +97,8 @@ def _handle_of(
 def _otherwise(
     epilogue: Epilogue | None, columns: int, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    out = F.linear(x, unpacked(packed, columns), bias)
-    return out if epilogue is None else EPILOGUES[epilogue](out)
+    out = F.linear(x, unpacked(packed, columns, x.shape[1]), bias)
+    return out if epilogue is None else activated(epilogue, out)
 
 
-__all__ = ["EPILOGUES", "pack", "product", "unpacked", "why_not"]
+__all__ = ["EPILOGUES", "activated", "pack", "product", "unpacked", "why_not"]

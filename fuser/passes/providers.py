@@ -183,7 +183,7 @@ def _own_kernel(bias: bool, epilogue: Epilogue | None) -> Callable[..., torch.Te
     x, w = graph.placeholder("x"), graph.placeholder("w")
     out = graph.call_function(product_op(), (graph.placeholder("bias") if bias else None, x, w))
     if epilogue is not None:
-        target, arguments = _OPERATORS[epilogue]
+        target, arguments = packed.EPILOGUES[epilogue]
         out = graph.call_function(target, (out,), arguments)
     graph.output(out)
     call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
@@ -218,13 +218,6 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(OWN_PACKED, _can_pack_itself, _own_packed, EPILOGUES),
     Provider(OWN, is_for_few_rows, _own, EPILOGUES),
 )
-_OPERATORS: dict[Epilogue, tuple[Any, dict[str, Any]]] = {
-    ("gelu", "erf"): (aten.gelu.default, {}),
-    ("gelu", "tanh"): (aten.gelu.default, {"approximate": "tanh"}),
-    ("swish", ""): (aten.silu.default, {}),
-    ("sigmoid", ""): (aten.sigmoid.default, {}),
-    ("tanh", ""): (aten.tanh.default, {}),
-}
 _products = Decisions("product")
 
 
@@ -260,7 +253,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
         out = call()
         if provider.name == APART and bias is not None:
             out = out + bias
-        return out if epilogue is None or epilogue in provider.folds else packed.EPILOGUES[epilogue](out)
+        return out if epilogue is None or epilogue in provider.folds else packed.activated(epilogue, out)
 
     if epilogue is None or epilogue in provider.folds:
         return Contestant(call, result)
@@ -274,7 +267,7 @@ def _contestant(provider: Provider, product: Product, operands: Operands) -> Con
 def _activation(epilogue: Epilogue) -> Callable[..., torch.Tensor]:
     """A kernel of the package for an activation alone."""
     graph = fx.Graph()
-    target, arguments = _OPERATORS[epilogue]
+    target, arguments = packed.EPILOGUES[epilogue]
     graph.output(graph.call_function(target, (graph.placeholder("x"),), arguments))
     call: Callable[..., torch.Tensor] = interface.fusion_handle(interface.register_fusion(graph))
     return call
