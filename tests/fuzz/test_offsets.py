@@ -65,3 +65,40 @@ def test_a_read_outside_ends_the_process(environment):
     )
     assert "begun" in run.stdout and "not seen" not in run.stdout, run.stdout + run.stderr
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr, run.stderr
+
+
+# Products and attention without a plan, at the edges of their blocks.
+ROUTINES = """
+import itertools, torch
+from fuser import config, machines
+from fuser.cpu import attention, packed
+calls = missed = 0
+for isa in ("", "avx2"):
+    if isa and machines.why_not(machines.find(isa)) is not None:
+        continue
+    with config.override(isa=isa):
+        for dtype in (d for d in (torch.float32, torch.bfloat16) if packed.why_not(d, 2) is None):
+            for rows, columns, inner in itertools.product((1, 9, 130), (5, 48, 50, 130), (2, 30, 1030)):
+                x, w, bias = (torch.randn(*s).to(dtype) for s in ((rows, inner), (columns, inner), (columns,)))
+                packed.product(x, packed.pack(w), columns, bias, ("gelu", "erf"))
+                missed += packed._handle(dtype, columns, True, ("gelu", "erf"), isa).misses
+                calls += 1
+            for m, n, d in ((9, 21, 2), (193, 300, 64), (1, 257, 66), (13, 515, 8)):
+                for causal, mask in itertools.product((False, True), (None, (m, n), (1, n))):
+                    q, k, v = (torch.randn(2, h, s, d).to(dtype) for h, s in ((2, m), (1, n), (1, n)))
+                    around = None if mask is None else torch.randn(mask).to(dtype)
+                    attention.attend(q, k, v, causal, around, None)
+                    missed += attention._handle(dtype, causal, None if mask is None else dtype, isa).misses
+                    calls += 1
+print(calls, missed)
+"""
+
+
+def test_kernels_without_a_plan_stay_inside_of_tensors(environment):
+    """`config.check_bounds` does not see them."""
+    run = subprocess.run(
+        [sys.executable, "-c", ROUTINES], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    calls, missed = map(int, run.stdout.split())
+    assert calls >= 60 and missed == 0
