@@ -34,6 +34,7 @@ JOINT_GRAPH: tuple[Pass, ...] = (
     Pass("small_products_to_sums", later("small_products", "small_products_to_sums"), calls=_MATRICES),
     Pass("add_to_addmm", later("matmuls", "add_to_addmm"), calls="aten.mm"),
     Pass("addmm_to_add", later("matmuls", "addmm_to_add"), calls="aten.addmm"),
+    Pass("aligned_products", later("aligned_products", "aligned_products"), calls="aten.mm aten.addmm"),
     Pass("forget_statistics", later("statistics", "forget_statistics"), calls="aten.native_batch_norm_backward"),
     Pass("norms_again", later("norms", "norms_again"), calls="aten._native_batch_norm_legit_functional"),
     Pass("keep_logits", later("losses", "keep_logits"), calls="aten._log_softmax"),

@@ -44,3 +44,29 @@ def test_compiled() -> None:
         eager, exact = model(x), model.double()(x.double())
     assert "_addmm_activation" in last_compilation().source
     assert (out - exact).square().mean() <= 2 * (eager - exact).square().mean()
+
+
+@pytest.mark.cuda
+def test_an_odd_vocabulary() -> None:
+    """Logits of 5,001 words and their gradients are made of padded matrices, no further from float64 than eager's."""
+    from fuser.contests import records
+    from fuser.frontends.dynamo import fuser_backend
+
+    def loss(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((x @ w.t()).float(), target)
+
+    torch.manual_seed(1)
+    leaves = [torch.randn(n, 768, device="cuda").mul_(0.1).bfloat16().requires_grad_() for n in (4096, 5001)]
+    target = torch.randint(5001, (4096,), device="cuda")
+    found = torch.autograd.grad(torch.compile(loss, backend=fuser_backend)(*leaves, target), leaves)
+    eager = torch.autograd.grad(loss(*leaves, target), leaves)
+    exact = torch.autograd.grad(loss(*(t.double() for t in leaves), target), leaves)
+    for mine, theirs, true in zip(found, eager, exact):
+        assert mine.stride() == theirs.stride() and mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+        assert (mine - true).square().mean() <= 2 * (theirs - true).square().mean()
+    raced = [c for c in records.choices() if "product of" in c.what and "5001" in c.what]
+    assert len(raced) == 3 and all({n for n, _ in c.times} == {"as it is", "padded"} for c in raced)
+    wide = [t.detach() for t in leaves]
+    with torch.no_grad():
+        logits = torch.compile(lambda x, w: x @ w.t(), backend=fuser_backend)(*wide)
+    assert logits.is_contiguous() and torch.allclose(logits, wide[0] @ wide[1].t(), rtol=0.02, atol=0.02)
