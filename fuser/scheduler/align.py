@@ -1,8 +1,8 @@
-"""Bringing the loops of two nodes together.
+"""Matches the loops of a node with the loops of a kernel.
 
 A kernel has *axes*; a node has variables. A node can run inside a kernel if each of its variables is a run of whole
-axes. Both are lists of digits of mixed-radix numbers, so matching them is comparing digit sizes from the right and
-splitting the larger of two that differ, where it divides.
+axes. Both are lists of digits of mixed-radix numbers. Matching compares the digits' sizes from the right, and splits
+the larger of two that differ if the smaller divides it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def digits_of(e: Expr, sizes: Mapping[Sym, Expr]) -> Digits | None:
 
 @dataclass
 class Axes:
-    """The axes of a kernel in natural order, and how many were made (for fresh names)."""
+    """The axes of a kernel in natural order. `made` counts all axes ever added, for fresh names."""
 
     order: list[Sym] = field(default_factory=list)
     size: dict[Sym, Expr] = field(default_factory=dict)
     made: int = 0
 
     def copy(self) -> Axes:
-        """An independent copy, for a trial."""
+        """An independent copy, on which a fusion can be tried."""
         return Axes(list(self.order), dict(self.size), self.made)
 
     def add(self, size: Expr, at: int | None = None) -> Sym:
@@ -67,7 +67,7 @@ class Axes:
 
 
 class Matching:
-    """Finds, for a node's variables, the axes they run over; splits axes and variables as needed."""
+    """Finds the axes that a node's variables run over; splits axes and variables as needed."""
 
     def __init__(self, axes: Axes, sizes: Mapping[Sym, Expr]) -> None:
         self.axes = axes
@@ -88,7 +88,7 @@ class Matching:
         return None if digits is None else [d for d, _ in digits]
 
     def match(self, variables: Sequence[Sym], axes: Sequence[Sym]) -> bool:
-        """Let the number with digits `variables` equal the one with digits `axes`. False if they cannot match."""
+        """Equate the number with digits `variables` and the one with digits `axes`. False if they cannot match."""
         left = [p for v in variables for p in self.variable_digits(v)]
         right = list(axes)
         while left and right:
@@ -142,7 +142,7 @@ class Matching:
         return [hi, lo]
 
     def is_assigned(self, v: Sym) -> bool:
-        """Whether every part of the variable has its axis."""
+        """Whether every part of the variable has an axis."""
         return all(p in self.variables for p in self.variable_digits(v))
 
     def used_axes(self) -> set[Sym]:

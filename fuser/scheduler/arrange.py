@@ -1,7 +1,7 @@
-"""The memory order of intermediate results that loops read again and again: that of their readers.
+"""Chooses the memory order of intermediate results that are read many times: the order of their readers.
 
-A table of biases, looked up for each pair of places, has its heads side by side. Scores of all windows read it row by
-row, so that each of their loads would be one of every so many elements.
+A table of biases, gathered for each pair of positions, is computed with its heads innermost. The scores of all windows
+read it row by row, so in the producer's order each of their loads would be strided.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fuser.ir.sizes import ZERO, Expr, Sym, coefficient, symbols
 from fuser.lowering.context import LoweringContext
 from fuser.scheduler.nodes import Node
 
-AGAIN = 4  # readings of each element from which the order of the readers counts, not that of who makes it
+AGAIN = 4  # readings per element from which the readers' order counts, not the producer's
 
 
 def arrange(
     ctx: LoweringContext, nodes: list[Node], fixed: Collection[str], strides: Mapping[str, tuple[Expr, ...]]
 ) -> None:  # fmt: skip
-    """Have the dims of such buffers lie in the order in which readers go over memory; `fixed` ones keep theirs."""
+    """Reorder the dims of such buffers as their readers traverse memory. `fixed` buffers stay as they are."""
     made = {n.buffer.name: n.buffer for n in nodes}
     readers: dict[str, list[Node]] = {}
     for node in nodes:
@@ -40,7 +40,7 @@ def arrange(
 
 
 def _is_free(buffer: Buffer) -> bool:
-    """Whether one loop without an order of its own makes a buffer of several dims."""
+    """Whether a buffer has several dims and is filled by one pointwise loop nest, so that its order may change."""
     plain = len(buffer.loops) == 1 and isinstance(buffer.loops[0], Pointwise) and not buffer.table
     return plain and len(buffer.size) > 1
 
@@ -52,7 +52,7 @@ def _points(ctx: LoweringContext, node: Node) -> int:
 def _order_of(
     ctx: LoweringContext, node: Node, buffer: Buffer, strides: Mapping[str, tuple[Expr, ...]]
 ) -> tuple[int, ...] | None:  # fmt: skip
-    """The buffer's dims as a reader's loops go over them, from outermost to innermost; None if that cannot be told."""
+    """The buffer's dims in the order of a reader's loops, outermost first; None if the order is not known."""
     if node.ordered is not None or node.contracts:
         return None
     steps = _steps(ctx, node, strides)
@@ -64,14 +64,14 @@ def _order_of(
         for e in row.attr[1]:
             used = symbols(e)
             if any(v not in steps for v in used):
-                return None  # a place that a row computes
+                return None  # an index that a row computes
             nearest.append(min((steps[v] for v in used), default=math.inf))
         found.add(tuple(sorted(range(len(nearest)), key=lambda d: -nearest[d])))
     return found.pop() if len(found) == 1 else None
 
 
 def _steps(ctx: LoweringContext, node: Node, strides: Mapping[str, tuple[Expr, ...]]) -> dict[Sym, float]:
-    """How far each loop moves in the tensor that the node reads along most loops; by their order if there is none."""
+    """The stride of each loop variable in the tensor that the node reads along most loops; else by the loops' order."""
     out = {v: float(len(node.domain) - n) for n, (v, _) in enumerate(node.domain)}
     best = 1
     for row in node.rows:

@@ -1,11 +1,11 @@
-"""Components that lie side by side in memory, written out: of a point, a colour, a box, a complex number.
+"""Writes out a short innermost axis, such as the components of a point, a colour, a box or a complex number.
 
-A rotation of pairs or a stack along the last dim chooses by the place in a short innermost axis what an element is made
-of; a point divided by its length computes that for each component. A loop along that axis fills no register, and one
-along another does all of it again for each place and writes with steps. Without the axis one turn computes all
-components: a choice is known when the kernel is written, and what they share is computed once. Nor is an axis worth a
-loop if something that is read does not run on from its end to its next turn, such as a factor for each point: the
-axis merges with no other.
+A rotation of pairs or a stack along the last dim selects its operands by the index along a short innermost axis; a
+point divided by its length computes the length for each component. A loop along that axis does not fill a register. A
+loop along another axis repeats the work for each component and stores with a stride. Without the axis, one iteration
+computes all components: selections are known when the kernel is written, and common subexpressions are computed once. A
+short axis is also written out if some load is not contiguous from the axis's end to the next iteration, such as a
+factor for each point: such an axis cannot be merged with another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fuser.scheduler.nodes import row_cost
 
 Stores = list[tuple[str, Expr, int]]
 MOST_ROWS = 512
-MOST_TOGETHER = 16  # elements of a turn, side by side, of several axes
-MANY = 32  # turns that fill registers; for fewer a free size stays free
-SHARED = 0.4  # of the work, from which components are computed together though nothing chooses between them
+MOST_TOGETHER = 16  # adjacent elements that one iteration computes, over several axes
+MANY = 32  # iterations that fill registers; with fewer, a free size stays free
+SHARED = 0.4  # share of the work saved from which an axis without selections is written out, too
 _KNOWN: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 } | {"logical_not": operator.not_, "logical_and": operator.and_, "logical_or": operator.or_}
@@ -34,9 +34,9 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 def write_out(
     ctx: LoweringContext, sizes: Sequence[tuple[Sym, Expr]], rows: list[Row], stores: Stores, run: int = 1
 ) -> tuple[Sym | None, list[Row], Stores]:
-    """The rows and stores of a loop nest without one of its axes, and which that is; None where there is no such one.
+    """The written-out axis, and the rows and stores without it; (None, rows, stores) if no axis qualifies.
 
-    `sizes`: the axes, none of them reduced. `run`: elements that one turn computes already, side by side. A size that
+    `sizes`: the axes, none of them reduced. `run`: adjacent elements that one iteration computes already. A size that
     was free becomes a guard of the kernel.
     """
     for axis, size in sizes:
@@ -63,10 +63,10 @@ def write_out(
 def beside(
     ctx: LoweringContext, sizes: Mapping[Sym, Expr], step: Expr, run: int, stores: Stores, many: int = MANY
 ) -> Sym | None:
-    """The axis whose neighbours are `step` elements apart in all results; None if it and those beyond make few turns.
+    """The axis whose neighbours are `step` elements apart in all results; None if it makes too few iterations.
 
-    `run`: elements that one turn computes if the axes up to `step` are written out. So may be the next, if it is short
-    enough; then it makes no turns.
+    `run`: elements that one iteration computes if the axes up to `step` are written out. If this axis is short enough,
+    it may be written out next; then the axes beyond it have to make `many` iterations.
     """
     for axis, size in sizes.items():
         if not all(coefficient(e, axis) == step for _, e, _ in stores):
@@ -82,7 +82,7 @@ def beside(
 
 
 def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
-    """Whether what is read along both axes is read as along one. What varies along `axis` alone comes round."""
+    """Whether all reads along `outer` and `axis` are contiguous across both, apart from reads along `axis` alone."""
     for e in (e for row in rows for e in row_exprs(row)):
         beyond, own = coefficient(e, outer), coefficient(e, axis)
         along = {s for s in symbols(e) if s.kind != SIZE}
@@ -92,7 +92,7 @@ def runs_on(rows: Sequence[Row], outer: Sym, axis: Sym, size: int) -> bool:
 
 
 def fixed(numbers: Mapping[Sym, Expr], rows: list[Row], stores: Stores) -> tuple[list[Row], Stores]:
-    """Rows and stores with numbers for some symbols."""
+    """The rows and stores with `numbers` substituted for symbols."""
     if not numbers:
         return rows, stores
 
@@ -107,8 +107,8 @@ def _work(rows: Sequence[Row]) -> float:
 
 
 def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
-    """Whether some choice depends on the place along `axis` alone."""
-    behind: list[set[Sym] | None] = []  # the axes and sizes that each row depends on; None if it depends on memory, too
+    """Whether some selection depends on the index along `axis` alone."""
+    behind: list[set[Sym] | None] = []  # axes and sizes that each row depends on; None if it also depends on memory
     for row in rows:
         of_args = [behind[a] for a in row.args]
         own = {s for e in row_exprs(row) for s in symbols(e)}
@@ -119,7 +119,7 @@ def _chooses(rows: Sequence[Row], axis: Sym) -> bool:
 
 
 def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tuple[list[Row], Stores]:
-    """Rows and stores for each place of `axis`. What is equal for all is there once."""
+    """The rows and stores for each index along `axis`. Rows equal for all indices occur once."""
     out, kept = Recorder(), list[tuple[str, Expr, int]]()
     for place in map(expr, range(places)):
         number: dict[int, int] = {}
@@ -136,7 +136,7 @@ def _copies(rows: Sequence[Row], stores: Stores, axis: Sym, places: int) -> tupl
 
 
 def settled(out: Recorder, row: Row) -> int:
-    """The number of a row that says the same as `row`, which may be known now."""
+    """The number of a row in `out` equal to `row`, simplified by the constants that are known by now."""
     known = [_constant(out.rows[a]) for a in row.args]
     if row.op == "where" and known[0] is not None:
         return row.args[1 if known[0] else 2]
@@ -149,7 +149,7 @@ def settled(out: Recorder, row: Row) -> int:
         value = _KNOWN[row.op](*known)
     elif row.op == "logical_and" and False in known:
         value = False
-    elif row.op == "load" and known == [False]:  # nobody uses it
+    elif row.op == "load" and known == [False]:  # the value is not used
         value = 0.0 if row.dtype.is_floating_point else False if row.dtype is torch.bool else 0
     elif row.op in ("load", "indirect") and len(known) == 1 + (row.op == "indirect") and known[-1] is True:
         row = Row(row.op, row.args[:-1], row.dtype, row.attr)

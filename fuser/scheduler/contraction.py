@@ -1,7 +1,7 @@
-"""Contractions in plans: which axes are rows, which columns, and where each operand is in memory.
+"""Contractions in plans: which axes are rows, which are columns, and where each operand is in memory.
 
 A contraction is a reduction whose values are products of two operands, `x` along its rows and `w` along its columns.
-Code generators take both apart: an element of `w` is read once for all rows.
+Code generators treat the operands differently: an element of `w` is read once for all rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fuser.ir.sizes import INDIRECT, ONE, Expr, Sym, coefficient, symbols
 from fuser.lazy_dataclasses import dataclass
 from fuser.ops import REDUCTIONS
 
-Sums = Sequence[tuple[str, int]]  # of reductions: kind, and the row that is reduced
+Sums = Sequence[tuple[str, int]]  # of reductions: kind, and the reduced row
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Contraction:
-    """The contractions of one loop nest: of each both operands. `row` is the axis of their rows; None for one row."""
+    """The contractions of one loop nest, each with both operands. `row` is the axis of their rows; None for one row."""
 
     row: Sym | None
     columns: tuple[Sym, ...]
@@ -40,7 +40,7 @@ class Contraction:
 def contraction_of(
     kept: Sequence[Sym], reduced: Sequence[Sym], rows: Sequence[Row], sums: Sums, dtypes: dict[str, torch.dtype]
 ) -> Contraction | None:
-    """The contraction that a nest is; None if it is none, or its operands do not lie along the reduced axis."""
+    """The nest's contraction; None if it has none, or if an operand is not read along the reduced axis."""
     if not sums or len(reduced) != 1 or not all(REDUCTIONS[kind].contracts for kind, _ in sums):
         return None
     found: list[tuple[Operand, Operand]] = []

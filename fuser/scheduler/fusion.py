@@ -1,8 +1,8 @@
-"""Which loops run in one kernel.
+"""Decides which loops run in one kernel.
 
 Nodes are taken in order of execution. Kernels have an order too, and a node may join a kernel that comes no earlier
-than any kernel it reads from: that never makes a cycle and needs no search. Among those, `score_fusion` (bytes of
-memory traffic saved) chooses; `can_fuse` says yes or why not, and the reasons are kept.
+than any kernel it reads from. That never makes a cycle and needs no search. `score_fusion`, the bytes of memory traffic
+saved, ranks these kernels; `can_fuse` accepts or gives a reason, and the reasons are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fuser.scheduler.nodes import Node, scanned_rows
 
 Key = TypeVar("Key")
 MOST_CANDIDATES = 8  # kernels that a node, or another kernel, is tried in
-SHARE_TO_MERGE = 8  # kernels become one if that saves at least one of so many bytes that the later one reads
+SHARE_TO_MERGE = 8  # kernels merge if that saves at least 1/SHARE_TO_MERGE of the bytes that the later one reads
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Memory:
 
 @dataclass(eq=False)
 class Kernel:
-    """Nodes that share one loop nest. `order` is its place in the sequence of launches."""
+    """Nodes that share one loop nest. `order` is the kernel's position in the sequence of launches."""
 
     order: int
     axes: Axes = field(default_factory=Axes)
@@ -47,11 +47,11 @@ class Kernel:
     maps: dict[str, dict[Sym, Expr]] = field(default_factory=dict)  # node name -> variable -> expression over axes
     produced: dict[str, Node] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
-    after: set[str] = field(default_factory=set)  # buffers that need a reduction of this kernel to be complete
-    n_rows: int = 0  # in which a function counts as several, see `Node.size_of_code`
+    after: set[str] = field(default_factory=set)  # buffers that need this kernel's reductions to be complete
+    n_rows: int = 0  # rows, where a costly function counts as several; see `Node.size_of_code`
 
     def copy(self) -> Kernel:
-        """One that more nodes may join; the nodes themselves are shared."""
+        """A copy that more nodes may join; the nodes themselves are shared."""
         maps = {name: dict(mapping) for name, mapping in self.maps.items()}
         return Kernel(
             self.order, self.axes.copy(), set(self.reduced), [*self.nodes], maps, dict(self.produced), set(self.reads),
@@ -101,7 +101,7 @@ def can_fuse(ctx: LoweringContext, kernel: Kernel, node: Node, most_rows: int, m
 
 
 def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Verdict:
-    """The scans for extremes and for their places may be one, of the same values in the same loops."""
+    """Accept a scan for extremes and the scan for their indices, if both scan the same values in the same loops."""
     first = kernel.nodes[0]
     kinds = [n.ordered.how for n in (first, node) if n.ordered is not None and n.ordered.kind == "scan"]
     same = len(kernel.nodes) == 1 and len(kinds) == 2 and SCANS[kinds[0]].value == kinds[1] != ""
@@ -115,7 +115,7 @@ def _extreme_and_places(ctx: LoweringContext, kernel: Kernel, node: Node) -> Ver
 
 
 def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Expr, ...]) -> bool:
-    """Match the reader's index with the producer's store index, dim by dim."""
+    """Match the reader's index with the producer's store index, dim by dim; False if some dim does not match."""
     own = kernel.maps[producer.name]
     for e, store in zip(index, producer.store_index):
         variables = digits_of(e, matching.sizes)
@@ -126,7 +126,7 @@ def _line_up(kernel: Kernel, matching: Matching, producer: Node, index: tuple[Ex
 
 
 def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, memory: Memory) -> Verdict:
-    """Place the variables that no shared buffer placed, and check what is reduced."""
+    """Match the variables that no shared buffer matched with the free axes, then check the reduced axes."""
     parts = [p for v, _ in node.domain for p in matching.variable_digits(v) if p not in matching.variables]
     used = matching.used_axes()
     free = [a for a in matching.axes.order if a not in used]
@@ -155,16 +155,16 @@ def _check_axes(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matc
     return Verdict(matching)
 
 
-# Elements of a row, and of all, beyond which single elements far apart are taken to cost more than a launch. Images of
-# 56x56 and more, on an H200, are faster so; where the bound lies is not measured.
+# Elements of a reduced row, and of the whole nest, beyond which scattered stores are taken to cost more than a launch.
+# On an H200 images of 56x56 and more are faster with a kernel of their own; the exact bound is not measured.
 _TURNED_ROW, _TURNED = 1024, 1 << 20
-RUN = 16  # elements that lie side by side, from which on it matters
+RUN = 16  # contiguous elements from which contiguity matters
 
 
 def _turns(ctx: LoweringContext, kernel: Kernel, node: Node, matching: Matching, memory: Memory) -> bool:
     """Whether `node` is stored along another axis than those along which the kernel's reductions read.
 
-    A loop that reads rows would store single elements, far apart; a kernel of its own turns tiles.
+    A loop that reads rows would store single elements, far apart; a separate kernel transposes tiles.
     """
     if node.is_reduction or node.buffer.name not in memory.strides or not node.reads & kernel.after:
         return False
@@ -193,7 +193,7 @@ def _address(index: tuple[Expr, ...], stride: tuple[Expr, ...], places: Mapping[
 
 
 def _runs_along(address: Expr, n: Mapping[Sym, int]) -> Sym | None:
-    """The axis along which neighbours are neighbours in memory, if it is long enough to matter."""
+    """The axis along which an address is contiguous, if it has at least RUN elements."""
     return next((a for a, size in n.items() if size >= RUN and coefficient(address, a) == ONE), None)
 
 
@@ -205,7 +205,7 @@ def _split_set(axes: set[Sym], matching: Matching) -> set[Sym]:
 
 
 def _reads_once(ctx: LoweringContext, kernel: Kernel, node: Node) -> bool:
-    """Whether the kernel's one reading of its rows can serve the variance that `node` adds up."""
+    """Whether the kernel's single pass over its rows can also compute the variance that `node` adds up."""
     if not ctx.target.moments or any(n.is_reduction and n.reads & kernel.after for n in kernel.nodes):
         return False
     return spreads_from_sum(node, kernel.nodes, kernel.after)
@@ -219,7 +219,7 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool
     if not target.columns(1):
         return rows < few and row >= target.long_row
     if row * target.columns(1) < target.long_row:
-        return False  # whichever axis the columns are along
+        return False  # whatever axis the columns run along
     columns, itemsize = _columns(kernel, memory)
     if columns is not None and columns not in kernel.reduced:
         n, block = sizes[columns], target.columns(itemsize)
@@ -231,7 +231,7 @@ def _few_long_rows(ctx: LoweringContext, kernel: Kernel, memory: Memory) -> bool
 
 
 def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
-    """The axis, if it is kept, along which the first tensor that the kernel reduces is contiguous; bytes an element."""
+    """The kept axis along which the first reduced tensor is contiguous, if any, and the tensor's bytes per element."""
     for node in kernel.nodes:
         for row in node.rows if node.is_reduction else ():
             if row.op != "load" or row.attr[0] not in memory.strides:
@@ -244,7 +244,7 @@ def _columns(kernel: Kernel, memory: Memory) -> tuple[Sym | None, int]:
 
 
 def apply(kernel: Kernel, node: Node, matching: Matching) -> None:
-    """Put `node` into `kernel` as `matching` found."""
+    """Add `node` to `kernel` as `matching` found."""
     if matching.axis_splits:
         for mapping in kernel.maps.values():
             for v in mapping:
@@ -279,13 +279,13 @@ def start_kernel(node: Node, order: int) -> Kernel:
 
 
 def score_fusion(kernel: Kernel, node: Node, buffers: dict[str, tuple[int, int]]) -> int:
-    """Bytes of memory traffic saved by running `node` in `kernel`: what it reads that the kernel makes or reads."""
+    """Bytes of memory traffic saved by running `node` in `kernel`: what it reads and the kernel makes or reads."""
     shared = (node.reads & kernel.reads) | (node.reads & set(kernel.produced))
     return sum(buffers.get(b, (0, 0))[0] for b in shared)
 
 
 def score_merger(first: Kernel, second: Kernel, buffers: dict[str, tuple[int, int]]) -> int:
-    """Bytes of memory traffic saved where one kernel runs both."""
+    """Bytes of memory traffic saved by running both kernels as one."""
     return sum(buffers.get(b, (0, 0))[0] for b in second.reads & (first.reads | set(first.produced)))
 
 
@@ -341,12 +341,12 @@ def fuse(
 def _merge(
     ctx: LoweringContext, kernels: list[Kernel], sizes: dict[str, tuple[int, int]], most_rows: int, memory: Memory
 ) -> None:
-    """Make one of two kernels where that saves a good part of their memory traffic.
+    """Merge pairs of kernels where that saves at least 1/SHARE_TO_MERGE of the bytes that the later one reads.
 
-    A node joins a kernel for what it reads itself. The norms of two tensors start two kernels, and the product of the
-    tensors, which comes later, can be in one of them only.
+    `fuse` adds a node to a kernel only for the node's own reads. The norms of two tensors start two kernels, and the
+    product of the tensors, which comes later, can be in one of them only.
     """
-    users: dict[str, list[Kernel]] = defaultdict(list)  # of a buffer: the kernels that make or read it
+    users: dict[str, list[Kernel]] = defaultdict(list)  # by buffer: the kernels that make or read it
     for kernel in [*kernels]:
         near = {k.order: k for b in kernel.reads for k in users[b][-MOST_CANDIDATES:]}
         ranked = sorted(near.values(), key=lambda k: (-score_merger(k, kernel, sizes), k.order))
@@ -373,7 +373,7 @@ def _bytes_read(kernel: Kernel, sizes: dict[str, tuple[int, int]]) -> int:
 def _merged(
     ctx: LoweringContext, kernels: list[Kernel], first: Kernel, second: Kernel, most_rows: int, memory: Memory
 ) -> Kernel | None:
-    """The kernel that two became in the list, which lies where all that it reads is there; None if they stay two."""
+    """The kernel that replaces `first` and `second` in `kernels`, after all of its inputs; None if they stay two."""
     a, b = kernels.index(first), kernels.index(second)
     between = kernels[a + 1 : b]
     late = all(_may_change_places(first, k) for k in between)
@@ -395,7 +395,7 @@ def _merged(
 
 
 def _may_change_places(first: Kernel, second: Kernel) -> bool:
-    """Whether the second needs nothing of the first. Some buffers are filled by one kernel, then changed by another."""
+    """Whether the two kernels may swap. Some buffers are filled by one kernel and then changed by another."""
     return second.reads.isdisjoint(first.produced) and second.produced.keys().isdisjoint(first.produced)
 
 
@@ -407,10 +407,10 @@ def _renumber(orders: dict[Key, int], now: Mapping[int, int]) -> None:
 def _join_postponed(
     ctx: LoweringContext, kernels: list[Kernel], node: Node, earliest: int, most_rows: int, memory: Memory
 ) -> Kernel | None:
-    """The kernel that `node` joined after it was put behind kernel `earliest`; its `order` is still the old one.
+    """The kernel that `node` joined after it moved behind kernel `earliest`, with its old `order`, or None.
 
-    A norm that needs statistics of two tensors reads a result of the first kernel and one of the second. Where no
-    kernel in between reads what the first makes, the first may run last.
+    A norm that needs statistics of two tensors reads a result of the first kernel and one of the second. If no kernel
+    in between reads results of the first, the first may run last.
     """
     for kernel in reversed(kernels[:max(earliest, 0)]):
         between = kernels[kernel.order + 1 : earliest + 1]
@@ -435,10 +435,10 @@ def _candidates(
 
 
 def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
-    """Whether running together saves something: memory traffic, or for like pointwise loops a launch.
+    """Whether fusing saves something: memory traffic, or for pointwise loops of equal sizes a launch.
 
-    A pointwise node may join like loops that it shares nothing with (yet): a later one often reads both. So may one
-    that reads nothing along its loops, as random numbers do, also where those are of a reduction.
+    A pointwise node may join loops of equal sizes without common reads: a later node often reads both. A node that
+    reads nothing along its loops, such as random numbers, may also join the loops of a reduction.
     """
     if not node.is_reduction and not any(symbols(e) for r in node.rows if r.op == "load" for e in r.attr[1]):
         return True
@@ -448,7 +448,7 @@ def _is_worth_it(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
 
 
 def _shares_an_access(kernel: Kernel, node: Node, verdict: Verdict) -> bool:
-    """Whether some element that the node reads is read or made by the kernel at the same point of its loops."""
+    """Whether the kernel reads or makes some element that the node reads, at the same point of its loops."""
     matching = verdict.matching
     assert matching is not None
     mine = {v: matching.expression(v) for v, _ in node.domain if matching.is_assigned(v)}

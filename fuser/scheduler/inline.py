@@ -1,11 +1,11 @@
-"""Recomputing cheap producers inside their readers.
+"""Inlines cheap producers into their readers, which recompute them.
 
-A pointwise buffer that is read at an index which cannot line up with the reader's loops (broadcast, sliced, shifted,
-under a mask) would need a kernel of its own. Where recomputing costs little, its rows are copied into the reader
-instead, with the reader's index in place of its loop variables. Buffers nobody reads any more disappear later.
+A pointwise buffer may be read at an index that cannot line up with the reader's loops (broadcast, sliced, shifted,
+under a mask). It would need a kernel of its own. If recomputation costs little, its rows are copied into the reader
+instead, with the reader's index for its loop variables. Buffers without readers are dropped later.
 
-A producer may be the last of a chain, which would be copied as a whole: what counts is the cost of the chain, times
-how often it is computed more than once. Else steps of a stencil would compute each step anew for each neighbour.
+A producer may be the last of a chain, which would be copied as a whole. The cost of the chain counts, times how often
+it is computed more than once. Otherwise each step of a stencil would recompute the step before for each neighbour.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from fuser.scheduler.align import digits_of
 from fuser.scheduler.nodes import Node, normalise, row_cost
 
 CHEAP = 8  # operations a recomputed element may cost
-FEW = 8  # a reader of at most one element in so many computes them itself, whatever they cost
-AGAIN = 8  # readings of an element that is looked up, from which it is looked up once and kept in memory
-# A value that follows from reductions by at least FEW_OPERATIONS is stored if at least MANY elements read it.
+FEW = 8  # a reader with at most 1/FEW of the producer's points computes its elements itself, whatever they cost
+AGAIN = 8  # readings per gathered element from which it is computed once and stored
+# A value computed from reductions by at least FEW_OPERATIONS is stored if at least MANY elements read each of it.
 MANY, FEW_OPERATIONS = 64, 4
-DEEP = 48  # operations that chains may cost for each element they make, beside those of the first time
-REPEATS = 4  # times at most that an element counts which a reader computes along a loop of its own
-COSTLY = 64  # what an element may cost that a scatter or scan computes itself
-MOST_ROWS = 96  # rows a reader may have after it took in a producer
+DEEP = 48  # operations per element that repeated evaluations of a chain may cost in all
+REPEATS = 4  # upper bound on the evaluations counted for an element along a reader's own loop
+COSTLY = 64  # operations that an element may cost if a scatter or scan recomputes it
+MOST_ROWS = 96  # rows that a reader may have after inlining
 
 
 @dataclass(frozen=True)
 class Producers:
-    """Who computes which buffer, and how many points a loop nest has in the example."""
+    """The producer of each buffer by name, and `hint`, which gives a size's value in the example."""
 
     by_buffer: Mapping[str, Node]
     hint: Callable[[Expr], int]
     stored: Collection[str] = ()  # buffers that are written to memory in any case
-    shared: Collection[str] = ()  # buffers that loops read which no scan can join
-    apart: bool = False  # whether what each row or column has one value of is computed with the reduction before it
-    reductions: Collection[str] = ()  # the buffers that these make
-    components: int = 0  # of a place, up to which one turn of a loop computes them all
-    table_work: int = 0  # operations to spare from which what comes from indices alone lies in memory; 0: it never does
+    shared: Collection[str] = ()  # buffers that loops which no scan can join read
+    apart: bool = False  # whether values that each row or column has one of are computed with the reduction before them
+    reductions: Collection[str] = ()  # the buffers that reductions make
+    components: int = 0  # largest number of components that one iteration computes together
+    table_work: int = 0  # saved operations from which a value of indices alone is stored; 0: never
     evaluations: Mapping[str, float] = field(default_factory=dict)  # how often an element is computed if it is inlined
 
     def points(self, node: Node) -> int:
-        """Points of the loops of `node` in the example."""
+        """Number of points of the node's loops in the example."""
         return math.prod(max(self.hint(size), 1) for _, size in node.domain)
 
     def spares(self, node: Node) -> bool:
-        """Whether who reads the result of `node`, which lies in memory, spares that of another which then need not."""
+        """Whether materialising `node` lets one of its producers, at least as large, stay unmaterialised."""
         if node.buffer.name not in self.stored:
             return False
         behind = [self.by_buffer[b] for b in node.reads if b in self.by_buffer and b not in self.stored]
         return any(n.reads and self.points(n) >= self.points(node) for n in behind)
 
     def computed_together(self, reader: Node, innermost: Sym, producer: Node) -> bool:
-        """Whether one turn of the reader's loop computes all its components, for which an element of `producer` is one.
+        """Whether one iteration of the reader's loop computes all components that share one element of `producer`.
 
-        `scheduler.choices` takes the innermost loop away then.
+        `scheduler.choices` then writes out the innermost loop.
         """
         count = reader.sizes()[innermost].as_int()
         if count is None or count > self.components or reader.is_reduction or not reader.identity_store:
@@ -81,7 +81,7 @@ class Producers:
         return self.points(reader) <= count * self.points(producer)
 
     def is_deep(self, node: Node) -> bool:
-        """Whether inlining repeats more than DEEP operations: those from memory to the result, times the repeats."""
+        """Whether inlining repeats more than DEEP operations: those of the chain times its repeated evaluations."""
         again = self.evaluations.get(node.buffer.name, 1.0) - 1
         if again <= 0:
             return False
@@ -106,8 +106,8 @@ def inline_cheap(
 ) -> None:
     """Copy cheap producers into readers that cannot line up with them. `nodes` are in order of execution.
 
-    `scans_share`: what is not cheap and other loops read too is not computed a second time by a scan.
-    `table_work`, `apart`: as in `Target`. `components`: as in `Producers`.
+    `scans_share`: a scan does not recompute a costly value that other loops read, too. `table_work`, `apart`: as in
+    `Target`. `components`: as in `Producers`.
     """
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
     shared = {b for n in nodes if n.ordered is None for b in n.reads} if scans_share else ()
@@ -122,7 +122,7 @@ def inline_cheap(
 
 
 def _evaluations(nodes: Sequence[Node], producers: Producers) -> dict[str, float]:
-    """By buffer: once for all readers that line up with its loops, and for each other as often as that has points."""
+    """Evaluations per element by buffer: 1 for all aligned readers, and for every other reader the ratio of points."""
     aligned: set[str] = set()
     out: dict[str, float] = {}
     for node in nodes:
@@ -143,7 +143,7 @@ def _evaluations(nodes: Sequence[Node], producers: Producers) -> dict[str, float
 
 
 def _lines_up(producer: Node, index: tuple[Expr, ...], sizes: Mapping[Sym, Expr]) -> bool:
-    """Whether each loop of a reader, whose loops have these `sizes`, is one of the producer's, and all of it."""
+    """Whether a reader with loops of these `sizes` reads the whole of `producer`, along all its loops."""
     digits = [digits_of(e, sizes) for e in index]
     whole = all(
         d is not None and product(s for _, s in d) == n for d, n in zip(digits, producer.buffer.size, strict=True)
@@ -152,7 +152,7 @@ def _lines_up(producer: Node, index: tuple[Expr, ...], sizes: Mapping[Sym, Expr]
 
 
 def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence[Row]) -> bool:
-    """Whether `reader`, whose rows are `rows` by now, computes what it reads by `load` itself, if it has room."""
+    """Whether `reader`, with `rows` by now, computes the element of `load` itself, provided that it has room."""
     producer = producers.by_buffer.get(load.attr[0])
     if producer is None or producer is reader:
         return False
@@ -160,7 +160,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return True
     if not reads_all_checked(producer, load, reader.sizes()):
         return False
-    if reader.ordered is not None:  # it shares its loops with nobody
+    if reader.ordered is not None:  # a scatter or scan shares its loops with no other node
         dear = producer.cost() > CHEAP or any(r.op == "indirect" for r in producer.rows)
         if dear and reader.ordered.kind == "scan" and load.attr[0] in producers.shared:
             return False
@@ -172,7 +172,7 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
         return False
     read = _varies_along(rows, index)
     innermost = next(iter(_inwards(reader)), None)
-    # Once for a row; where rows are turned, what varies along them alone is made once for all, as generators do.
+    # Hoisted: computed once per row. With a permuted result, a value along the innermost loop alone is computed once.
     hoisted = innermost not in read or (reader.buffer.order is not None and read == {innermost})
     together = innermost is not None and producers.computed_together(reader, innermost, producer)
     hoisted = hoisted and (innermost in read or innermost is None or together or _turns(producers, reader, read) >= FEW)
@@ -181,13 +181,13 @@ def _should_inline(producers: Producers, reader: Node, load: Row, rows: Sequence
     if producers.apart and not reader.is_reduction and _is_of_reductions(producers, producer, reader):
         return False
     if together and load.args and _varies_along(rows, (indirect_symbol(load.args[0]),)) == {innermost}:
-        return True  # a piece of a join: only the turn of its own components computes it
+        return True  # a piece of a join: only its own components' iterations compute it
     few = producers.points(reader) * FEW <= producers.points(producer)
     return hoisted or few or (producer.cost() <= CHEAP and not producers.is_deep(producer))
 
 
 def _is_of_reductions(producers: Producers, producer: Node, reader: Node) -> bool:
-    """Whether what reductions leave is computed on by itself, in the kernel of one, and read for many elements each."""
+    """Whether a costly value computed from reductions is better stored by their kernel: MANY elements read each."""
     if producers.points(reader) < MANY * producers.points(producer) or producer.cost() < FEW_OPERATIONS:
         return False
     seen, pending = set[str](), [*producer.reads]
@@ -203,7 +203,7 @@ def _is_of_reductions(producers: Producers, producer: Node, reader: Node) -> boo
 
 
 def _is_table(producers: Producers, producer: Node, reader: Node) -> bool:
-    """Whether what comes from indices alone is worth memory: each element is dear, and is read many times."""
+    """Whether a value of indices alone is worth memory: each element is costly and is read many times."""
     points, cost = producers.points(producer), producer.cost()
     again = producers.points(reader) - points
     many = again >= (AGAIN - 1) * points and again * cost >= producers.table_work
@@ -211,7 +211,7 @@ def _is_table(producers: Producers, producer: Node, reader: Node) -> bool:
 
 
 def _inwards(reader: Node) -> list[Sym]:
-    """The loops, from the one that runs over neighbours in the memory of the result to the outermost."""
+    """The loops, innermost first: from the one along which the result is contiguous to the outermost."""
     loops = [v for v, _ in reader.domain][::-1]
     if reader.is_reduction or not reader.identity_store or reader.buffer.order is None:
         return loops
@@ -223,14 +223,14 @@ def _inwards(reader: Node) -> list[Sym]:
 
 
 def _turns(producers: Producers, reader: Node, read: Set[Sym]) -> int:
-    """How many points in a row share what varies along the loops `read`."""
+    """Number of consecutive points that share the values which vary along the loops `read`."""
     sizes = reader.sizes()
     shared = itertools.takewhile(lambda v: v not in read, _inwards(reader))
     return math.prod(max(producers.hint(sizes[v]), 1) for v in shared)
 
 
 def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | None) -> bool:
-    """Whether a reader at `index` would look up another place for each turn of its innermost loop."""
+    """Whether a reader at `index` would gather with another index in each iteration of its innermost loop."""
     body = producer.rows
     found = (_varies_along(body, (expr(indirect_symbol(n)),)) for n, r in enumerate(body) if r.op == "indirect")
     along = set[Sym]().union(*found)
@@ -239,7 +239,7 @@ def _looks_up_along(producer: Node, index: tuple[Expr, ...], innermost: Sym | No
 
 
 def _varies_along(body: Sequence[Row], index: tuple[Expr, ...]) -> set[Sym]:
-    """The loops along which an index varies, by itself or by what rows of `body` look up for it."""
+    """The loops along which an index varies, directly or by the gathered indices that rows of `body` compute."""
     pending = {s for e in index for s in symbols(e)}
     rows = [int(s.name[1:]) for s in pending if s.kind == INDIRECT]
     seen: set[int] = set()
@@ -254,9 +254,9 @@ def _varies_along(body: Sequence[Row], index: tuple[Expr, ...]) -> set[Sym]:
 
 
 def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> bool:
-    """Whether a reader with loops of `sizes` reads, by `load`, at all places where `producer` checks an index.
+    """Whether `load`, in a reader with loops of `sizes`, covers every index at which `producer` checks bounds.
 
-    Eager checks each of them, so whoever reads only some must leave the others' checks to the producer.
+    Eager checks each index, so a reader of only a part must leave the checks to the producer's own loops.
     """
     checked = [n for n, r in enumerate(producer.rows) if is_checked(r)]
     if not checked:
@@ -276,15 +276,15 @@ def reads_all_checked(producer: Node, load: Row, sizes: Mapping[Sym, Expr]) -> b
 
 
 def inline_buffers(reader: Node, makers: Mapping[str, Node]) -> None:
-    """Have `reader` compute what it loads of the buffers that `makers` make, and what these load of each other."""
+    """Have `reader` compute what it loads of the buffers that `makers` make, and what these load from each other."""
     out = Recorder()
     _replace(reader, out, _copied(reader, _Copies(out, lambda row: makers.get(row.attr[0])).add))
 
 
 def _inline_into(reader: Node, producers: Producers) -> None:
-    """Copy producers into `reader`, each for all loads that want it or for none.
+    """Copy producers into `reader`, each for all its loads or for none.
 
-    If there is room for some of these loads only, the buffer has to be in memory for the others, and all read it there.
+    If only some of a buffer's loads can be inlined, the others need the buffer in memory, and all loads read it there.
     """
     refused: set[str] = set()
     while mixed := _try_to_inline(reader, producers, refused):
@@ -292,7 +292,7 @@ def _inline_into(reader: Node, producers: Producers) -> None:
 
 
 def _try_to_inline(reader: Node, producers: Producers, refused: Collection[str]) -> set[str]:
-    """Copy producers into `reader`, but for those of `refused`; unless some loads of a buffer found no room: these."""
+    """Copy producers but `refused` into `reader`, unless a buffer has room for only some of its loads: return these."""
     out, inlined, crowded = Recorder(), set[str](), set[str]()
 
     def producer_of(load: Row) -> Node | None:
@@ -312,7 +312,7 @@ def _try_to_inline(reader: Node, producers: Producers, refused: Collection[str])
 
 
 def _copied(reader: Node, add: Callable[[Row], int]) -> dict[int, int]:
-    """Put the rows of `reader` somewhere by `add`, which may put others in their place; returns their numbers there."""
+    """Add the rows of `reader` by `add`, which may add others instead; returns the new number of each row."""
     number: dict[int, int] = {}
     for n, row in enumerate(reader.rows):
         number[n] = add(renumber(row, number))
@@ -320,7 +320,7 @@ def _copied(reader: Node, add: Callable[[Row], int]) -> dict[int, int]:
 
 
 def _replace(reader: Node, out: Recorder, number: Mapping[int, int]) -> None:
-    """The rows of `out` in place of those of `reader`, which have these numbers there."""
+    """Replace the rows of `reader` by those of `out`; `number` gives each old row's number there."""
     store = tuple(renumber_expr(e, number) for e in reader.store_index)
     body, reader.store_index = prune_with(out.rows, number[reader.result], store)
     reader.rows, reader.result = list(body.rows), body.result
@@ -329,10 +329,10 @@ def _replace(reader: Node, out: Recorder, number: Mapping[int, int]) -> None:
 
 
 class _Copies:
-    """Rows added to `out`, where a load for which `producer_of` names a producer becomes the producer's rows.
+    """Adds rows to `out`, and copies a producer's rows for each load for which `producer_of` names a producer.
 
-    Equal loads are copied once: of a chain of producers, each of which reads the one before several times, the number
-    of copies would double at each link.
+    Equal loads are copied once. Otherwise, in a chain of producers each of which reads its predecessor twice, the
+    number of copies would double at each link.
     """
 
     def __init__(self, out: Recorder, producer_of: Callable[[Row], Node | None]) -> None:
@@ -340,7 +340,7 @@ class _Copies:
         self._copied: dict[Row, int] = {}
 
     def add(self, row: Row) -> int:
-        """Add a row, or what it loads; and so on for what that loads. Returns its number."""
+        """The number of `row` in `out`, or of the copied value if it is a load of a producer."""
         if row.op != "load":
             return self._out.add_row(row).row
         if row not in self._copied:
@@ -357,7 +357,7 @@ class _Copies:
 def copy_rows(
     out: Recorder, producer: Node, index: tuple[Expr, ...], mask: int | None, add: Callable[[Row], int] | None = None
 ) -> int:
-    """Add `producer`'s rows, evaluated at `index`, to `out`; loads only where `mask` holds. Returns the result row."""
+    """Add the rows of `producer` at `index` to `out`, with loads masked by `mask`. Returns the result row's number."""
     variables = {v for v, _ in producer.domain}
     mapping: dict[Sym, Expr] = {}
     for store, e in zip(producer.store_index, index):
@@ -380,7 +380,7 @@ def copy_rows(
 
 
 def _solve(store: Expr, e: Expr, sizes: Mapping[Sym, Expr]) -> dict[Sym, Expr]:
-    """Loop variables from `store == e`, where `store` is a mixed-radix number of loop variables."""
+    """The loop variables' values for which `store == e`, where `store` is a mixed-radix number of loop variables."""
     digits = digits_of(store, sizes)
     assert digits is not None
     out: dict[Sym, Expr] = {}

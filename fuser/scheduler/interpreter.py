@@ -1,6 +1,6 @@
-"""Kernel plans, run by torch: the reference between the scheduler and a code generator.
+"""Runs kernel plans with torch: the reference between the scheduler and a code generator.
 
-It walks `KernelPlan.passes` like the generators: a row that no pass names has no value here either.
+It walks `KernelPlan.passes` as the generators do: a row that no pass names has no value here either.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class FlatMemory:
         self.tensors = dict(tensors)
 
     def flat(self, name: str) -> torch.Tensor:
-        """All that the tensor's storage holds from its first element on."""
+        """The tensor's storage as 1-D, from its first element to its last."""
         t = self.tensors[name]
         span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
         return t.as_strided((span,), (1,))
 
     def load(self, name: str, index: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> torch.Tensor:
-        """The elements at an address, 0 where `mask` does not hold."""
+        """The elements at the flat address `index`; 0 where `mask` is False."""
         source = self.flat(name)
         (address,) = index
         dtype = compute_dtype(source.dtype)
@@ -46,7 +46,7 @@ class FlatMemory:
         return torch.where(mask, source[torch.where(mask, address, 0)].to(dtype), torch.zeros((), dtype=dtype))
 
     def check(self, name: str, address: torch.Tensor, flat: torch.Tensor) -> None:
-        """OutOfRange if an address is not in the buffer."""
+        """Raise OutOfRange if an address is outside the buffer."""
         if bool(((address < 0) | (address >= flat.numel())).any()):
             raise OutOfRange(f"an address outside of {name}, which has {flat.numel()} elements")
 
@@ -82,7 +82,7 @@ def _run_plan(
 
 
 class _Walk:
-    """Runs the passes of a plan in order. Rows of the loops are gone after each; those outside keep their values."""
+    """Runs the passes of a plan in order. Values of loop rows are dropped after each pass; rows outside keep theirs."""
 
     def __init__(self, plan: KernelPlan, memory: FlatMemory, evaluator: Evaluator, domain: list[int]) -> None:
         self.plan, self.memory, self.evaluator, self.domain = plan, memory, evaluator, domain
@@ -91,7 +91,7 @@ class _Walk:
         self.outside: dict[int, torch.Tensor] = {}
 
     def run(self, p: Pass) -> None:
-        """One pass. Where its loops have no turn, nothing is computed for them: there may be nothing to read."""
+        """Run one pass. If its loops have no iterations, their rows are not computed: there may be nothing to read."""
         values = dict(self.outside)
         if self.turns:
             self._compute(p.before, values)

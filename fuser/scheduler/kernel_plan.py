@@ -1,13 +1,13 @@
 """Kernel plans: what the scheduler hands to a code generator.
 
 A plan is one loop nest with everything decided: axes in order, which of them are reduced, which one runs over vector
-lanes, the fused rows with flat addresses, the stores and the reductions with their phases. It holds no code and no
-device, and hashes by its text.
+lanes, the fused rows with flat addresses, the stores, and the reductions with their phases. It contains no code and no
+device, and its text is its hash key.
 
 Phases: a row that needs the result of a reduction of the same nest belongs to a later pass over the reduced axes. A
 pass recomputes what it needs from earlier ones; the generator may keep costly values in a row buffer instead.
-`KernelPlan.passes` says of each pass what comes before its loops, in them and after them. Generators and the
-interpreter read it, so they agree on what a pass is.
+`KernelPlan.passes` lists for each pass the rows before, inside and after its loops. Generators and the interpreter read
+it, so they agree on what a pass is.
 """
 
 from __future__ import annotations
@@ -57,33 +57,33 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the inner loops, in the order of its fields; rows are in order, each after those that it needs.
+    """One pass over the inner loops, with its fields in the order of execution and rows in order of dependence.
 
-    `before` and `outer` are rows outside the loops. Several passes may name one of them: its value stays.
+    `before` and `outer` are rows outside the loops. Several passes may name the same such row: its value stays.
     """
 
-    before: tuple[int, ...]  # what the loops need
+    before: tuple[int, ...]  # rows that the loops need
     inner: tuple[int, ...]  # rows of the loops: computed at each point, and again in each pass
-    stores: tuple[Store, ...]  # of the loops
-    folds: tuple[Reduce, ...]  # of the loops
+    stores: tuple[Store, ...]  # stores in the loops
+    folds: tuple[Reduce, ...]  # reductions in the loops
     results: tuple[int, ...]  # rows that are the results of `folds`
-    outer: tuple[int, ...]  # what `after` needs
+    outer: tuple[int, ...]  # rows that `after` needs
     after: tuple[Store, ...]  # stores outside the loops
 
     @property
     def roots(self) -> list[int]:
-        """Rows that the loops compute for a store or a reduction; some of them may be known before."""
+        """Rows that the loops compute for a store or a reduction; some may be known before the loops."""
         out = [s.row for s in self.stores] + [n for s in self.stores for n in address_rows(s.address)]
         return out + [r.row for r in self.folds]
 
     @property
     def outer_roots(self) -> list[int]:
-        """Rows that the stores outside the loops take."""
+        """Rows that the stores outside the loops need."""
         return [n for s in self.after for n in (s.row, *address_rows(s.address))]
 
 
 class Passes(Sequence[Pass]):
-    """The passes of `plan`. Rows `constant` count as known before the inner loops, although they vary in them."""
+    """The passes of `plan`. Rows in `constant` count as known before the inner loops, although they vary in them."""
 
     def __init__(self, plan: KernelPlan, constant: Set[int] = frozenset()) -> None:
         self._plan = plan
@@ -119,19 +119,19 @@ class Passes(Sequence[Pass]):
         return Pass(tuple(before), tuple(inner), within, folds, results, tuple(outer), after)
 
     def closure(self, roots: Iterable[int], stop: Set[int] = frozenset()) -> list[int]:
-        """Rows of the inner loops that `roots` need, in order; not looking behind `stop`."""
+        """Rows of the inner loops that `roots` depend on, in order; the inputs of rows in `stop` are not followed."""
         return self._behind(roots, lambda n: n in self.full, stop)
 
     def outside(self, roots: Iterable[int]) -> list[int]:
-        """Rows outside the inner loops that `roots` need, in order, but for results of reductions."""
+        """Rows outside the inner loops that `roots` depend on, in order, without results of reductions."""
         return self._behind(roots, lambda n: n not in self.full and self._plan.rows[n].op != "reduced")
 
     def varying(self, roots: Iterable[int]) -> list[int]:
-        """Rows that vary along an axis and that `roots` need, in order."""
+        """Rows that vary along an axis and that `roots` depend on, in order."""
         return self._behind(roots, lambda n: bool(self._plan.varies[n]))
 
     def needed(self, roots: Iterable[int]) -> list[int]:
-        """Rows that `roots` need, in order; not looking behind results of reductions."""
+        """Rows that `roots` depend on, in order. The search stops at results of reductions."""
         return self._behind(roots, lambda n: True)
 
     def _behind(
@@ -148,7 +148,7 @@ class Passes(Sequence[Pass]):
         return sorted(seen)
 
     def known(self, phase: int) -> list[int]:
-        """All rows outside the loops that can be computed before the loops of pass `phase`, results apart."""
+        """Rows outside the loops that can be computed before the loops of pass `phase`, but results of reductions."""
         rows = enumerate(self._plan.rows)
         return [n for n, r in rows if n not in self.full and r.op != "reduced" and self._plan.phases[n] <= phase]
 
@@ -180,8 +180,8 @@ class KernelPlan:
     buffers: tuple[tuple[str, torch.dtype], ...]  # in order of first use
     split: bool  # few outputs, much to reduce: partial results per chunk, then combined
     comments: tuple[str, ...] = ()
-    # A scatter or scan: the reduced axes run in order, and `stores` has one entry, or of a scan for places two: that of
-    # the row `pair` is the place, that of its value the extreme there.
+    # A scatter or scan: the reduced axes run in order, and `stores` has one entry. A scan for indices has two: the
+    # store of row `pair` takes the index, the store of its value the extreme.
     ordered: Ordered | None = None
 
     @property
@@ -191,7 +191,7 @@ class KernelPlan:
 
     @property
     def contraction(self) -> Contraction | None:
-        """What the nest contracts, if it is a contraction along its vector axis."""
+        """The contraction of this nest along its vector axis; None if it has none."""
         kept, reduced = ([a.sym for a in self.axes if a.reduced is side] for side in (False, True))
         sums = [(r.kind, r.row) for r in self.reductions]
         found = contraction_of(kept, reduced, self.rows, sums, dict(self.buffers))
@@ -199,7 +199,7 @@ class KernelPlan:
 
     @functools.cached_property
     def inside(self) -> frozenset[Sym]:
-        """The axes of the inner loops, over which passes run: the reduced ones, or if there are none the lanes'."""
+        """The axes of the inner loops, which passes run over: the reduced ones, or the vector axis if none is."""
         reduced = frozenset(a.sym for a in self.axes if a.reduced)
         return reduced or frozenset({self.vector} if self.vector is not None else ())
 
@@ -210,7 +210,7 @@ class KernelPlan:
 
     @property
     def n_phases(self) -> int:
-        """Passes over the reduced axes."""
+        """The number of passes over the inner loops."""
         return len(self.passes)
 
 

@@ -1,4 +1,4 @@
-"""Sums of squared distances: what a variance adds up."""
+"""Recognises sums of squared differences, of which a variance is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuser.scheduler.nodes import Node
 
 
 def squared_difference(rows: Sequence[Row], kind: str, row: int) -> tuple[int, int] | None:
-    """The two float32 rows whose difference is squared and added up by a reduction `kind` of `row`."""
+    """The two float32 rows whose squared difference a reduction `kind` of `row` adds up; None for other reductions."""
     square = rows[row]
     if not REDUCTIONS[kind].adds or square.traits.sign != "*" or square.dtype is not torch.float32:
         return None
@@ -23,9 +23,9 @@ def squared_difference(rows: Sequence[Row], kind: str, row: int) -> tuple[int, i
 
 
 def spreads_from_sum(node: Node, others: Iterable[Node], after: set[str]) -> bool:
-    """Whether `node` adds up squared distances of what one of `others` adds up, from a value that depends on that sum.
+    """Whether `node` adds up the squared differences between a value and a centre that depends on the value's sum.
 
-    `after` are the buffers of a kernel that depend on its reductions.
+    The sum is one of `others`. `after` are the buffers of a kernel that depend on its reductions.
     """
     pair = squared_difference(node.rows, node.kind, node.result) if node.is_reduction else None
     if pair is None:

@@ -1,8 +1,8 @@
-"""Scheduler nodes: the loops of the buffers, with indices put into a form that can be compared.
+"""Scheduler nodes: the loops of the buffers, with indices in a comparable form.
 
-A node is one loop nest of one buffer. Its loop variables are its own; facts are put in, loops of size
-1 are gone, and a variable that is taken apart by `//` and `%` is split in two, so that most indices are sums of
-`variable * stride`.
+A node is one loop nest of one buffer, with its own loop variables. Known facts are substituted, loops of size 1 are
+dropped, and a variable that appears under `//` and `%` is split in two, so that most indices are sums of `variable *
+stride`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ordered:
 class Node:
     """One loop nest of one buffer. `domain` lists (variable, size), the reduced ones last.
 
-    Of an *ordered* node, a scatter or a scan, the last `n_reduced` loops run in order, one point after another.
+    The last `n_reduced` loops of an *ordered* node, a scatter or a scan, run in order, one point after another.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Node:
 
     @property
     def is_reduction(self) -> bool:
-        """Whether it reduces."""
+        """Whether the node is a reduction."""
         return bool(self.kind)
 
     @property
     def contracts(self) -> bool:
-        """Whether it is a contraction, whose operands are read from memory."""
+        """Whether the node is a contraction, whose operands are read from memory."""
         return bool(self.kind) and REDUCTIONS[self.kind].contracts
 
     @property
@@ -85,20 +85,20 @@ class Node:
         return dict(self.domain)
 
     def cost(self) -> int:
-        """About how many simple operations a point costs, loads apart."""
+        """Approximate number of simple operations per point, without loads."""
         return sum(row_cost(r) for r in self.rows)
 
     def size_of_code(self) -> int:
-        """About how many instructions a compiler sees: one for a row, several for a function expanded in place."""
+        """Approximate number of instructions a compiler sees: one per row, several for a function expanded inline."""
         return sum(max(1, row_cost(r) // 2) for r in self.rows)
 
     def update_reads(self) -> None:
-        """Recompute the set of buffers read, after rows changed."""
+        """Recompute `reads` after rows changed."""
         self.reads = {r.attr[0] for r in self.rows if r.op == "load"}
 
 
 def scanned_rows(node: Node) -> tuple[Row, ...]:
-    """The rows that compute what a scan's values are, without their places; the last one is the value."""
+    """The rows that compute a scan's values, without their indices; the last one is the value."""
     row = node.rows[node.result]
     return prune_with(node.rows, row.args[0] if row.op == "pair" else node.result, ())[0].rows
 
@@ -107,7 +107,7 @@ _FREE_ROWS = frozenset({"load", "const", "scalar", "index", "indirect", "reduced
 
 
 def row_cost(row: Row) -> int:
-    """About how many simple operations one evaluation of the row costs."""
+    """Approximate number of simple operations of one evaluation of the row."""
     if row.op in _FREE_ROWS:
         return 0
     spec = OPS.get(row.op)
@@ -115,10 +115,10 @@ def row_cost(row: Row) -> int:
 
 
 def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Collection[str] = ()) -> list[Node]:
-    """Nodes of `buffers`, in order, normalised.
+    """The nodes of `buffers`, in order, normalised.
 
-    Nothing is read of buffers that are `empty`, without elements at every call: they may have no address. What stands
-    in place of an element, 0, nobody uses.
+    Buffers in `empty` have no elements at any call, and perhaps no address, so loads of them become the constant 0. No
+    result uses that 0.
     """
     out: list[Node] = []
     for buffer in buffers:
@@ -137,9 +137,9 @@ def make_nodes(ctx: LoweringContext, buffers: list[Buffer], empty: Collection[st
 def _ordered_last(
     domain: list[tuple[Sym, Expr]], store: tuple[Expr, ...]
 ) -> tuple[list[tuple[Sym, Expr]], int]:  # fmt: skip
-    """A scatter's loops with those last, in order, whose points may meet in one place; and how many these are.
+    """A scatter's loops, those whose points may write the same element last; and the number of these.
 
-    Different values of a variable that is a store index by itself never meet.
+    Different values of a variable that is a store index by itself never write the same element.
     """
     alone = {e.as_symbol() for e in store}
     apart = [d for d in domain if d[0] in alone]
@@ -175,13 +175,13 @@ def _make_node(ctx: LoweringContext, buffer: Buffer, loops: Loops, n: int) -> No
 
 
 def _nothing(dtype: torch.dtype) -> Row:
-    """A zero of a dtype, as `ops.constant` writes it."""
+    """A constant zero of a dtype, spelled as `ops.constant` spells it."""
     kind = float if dtype.is_floating_point else bool if dtype is torch.bool else int
     return Row("const", (), dtype, repr(kind(0)))
 
 
 def normalise(node: Node) -> None:
-    """Drop loops of size 1, resolve divisions, split variables that indices take apart."""
+    """Drop loops of size 1, simplify divisions, and split variables that appear under `//` and `%`."""
     ones = {v: ZERO for v, size in node.domain if size == ONE}
     if ones:
         kept_before = len(node.kept)
@@ -199,7 +199,7 @@ def normalise(node: Node) -> None:
 
 
 def _reduce_one(node: Node) -> None:
-    """A reduction over loops of size 1 alone is pointwise: the value itself, in the accumulator's dtype."""
+    """Make a reduction over loops of size 1 alone pointwise: its value, in the accumulator's dtype."""
     row, value = REDUCTIONS[node.kind], node.rows[node.result]
     if value.op == "pair":
         node.result = value.args[1]
@@ -220,7 +220,7 @@ def replace_variables(node: Node, mapping: Mapping[Sym, Expr]) -> None:
 
 
 def simplify(node: Node) -> None:
-    """Resolve divisions and remainders by the loop bounds."""
+    """Simplify divisions and remainders by the loop bounds."""
     sizes = node.sizes()
     node.rows = [map_exprs(r, lambda e: simplify_divmod(e, sizes)) if row_exprs(r) else r for r in node.rows]
     node.store_index = tuple(simplify_divmod(e, sizes) for e in node.store_index)
@@ -236,7 +236,7 @@ def _calls(e: Expr) -> list[Call]:
 
 
 def _find_split(node: Node) -> tuple[Sym, Expr] | None:
-    """A variable `v` of size `q*d` of which some index takes `v // d` or `v % d`."""
+    """A variable `v` of size `q*d` and the divisor `d`, where some index uses `v // d` or `v % d`; else None."""
     sizes = node.sizes()
     exprs = [e for r in node.rows for e in row_exprs(r)]
     for e in (*exprs, *node.store_index):
@@ -253,7 +253,7 @@ def _find_split(node: Node) -> tuple[Sym, Expr] | None:
 
 
 def split_variable(node: Node, v: Sym, inner: Expr) -> None:
-    """Replace loop `v` by two: `v = hi * inner + lo`."""
+    """Replace loop `v` by two loops: `v = hi * inner + lo`."""
     hi, lo = Sym(f"{v.name}h", LOOP), Sym(f"{v.name}l", LOOP)
     size = node.sizes()[v]
     outer = divide_exactly(size, inner)

@@ -1,4 +1,4 @@
-"""From a fused kernel to its plan: rows, the axis that runs over lanes, phases, stores."""
+"""Builds a kernel's plan: rows, the axis that runs over lanes, phases, stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Builder:
         self.reductions: list[tuple[str, int, torch.dtype]] = []
 
     def add(self, node: Node, is_stored: Callable[[str], bool]) -> None:
-        """Append a member's rows, then its store or reduction."""
+        """Append a node's rows, then its store or reduction."""
         mapping = self.kernel.maps[node.name]
         sizes = self.kernel.axes.size
         number: dict[int, int] = {}
@@ -88,7 +88,7 @@ def build_plan(
     ctx: LoweringContext, kernel: Kernel, strides: dict[str, tuple[Expr, ...]], dtypes: dict[str, torch.dtype],
     is_stored: Callable[[str], bool],
 ) -> KernelPlan | None:  # fmt: skip
-    """The plan of a kernel, or None if nothing that it computes is needed outside."""
+    """The plan of a kernel; None if no result of it is needed outside."""
     builder = _Builder(ctx, kernel, strides)
     for node in kernel.nodes:
         builder.add(node, is_stored)
@@ -134,16 +134,16 @@ def build_plan(
 def _column_axis(
     axes: list[Axis], rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype]
 ) -> Sym | None:
-    """The axis along which the results of a contraction are neighbours; None if the nest is none."""
+    """The axis along which a contraction's results are contiguous; None if the nest is not a contraction."""
     kept, reduced = ([a.sym for a in axes if a.reduced is side] for side in (False, True))
     found = contraction_of(kept, reduced, rows, [(kind, n) for kind, n, _ in reductions], dtypes)
     return found.columns[-1] if found is not None else None
 
 
 def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
-    """The kept axis along which one operand of a reduction lies side by side while another does along a reduced one.
+    """A kept axis along which one large operand is contiguous while another is contiguous along a reduced axis.
 
-    Tiles of columns read both in runs. None where all lie alike, or only small operands do not.
+    Tiles of columns read both operands in runs. None if all large operands are contiguous along the same kind of axis.
     """
     points = math.prod(max(a.hint, 1) for a in axes)
     loads = [r.attr[1][0] for r in rows if r.op == "load" and not indirect_rows(r)]
@@ -156,9 +156,9 @@ def _crossed(axes: list[Axis], rows: list[Row]) -> Sym | None:
 def _ordered_plan(
     ctx: LoweringContext, kernel: Kernel, ordered: Ordered, builder: _Builder, dtypes: dict[str, torch.dtype]
 ) -> KernelPlan:
-    """A scatter's or scan's plan: axes stay as they are, a kept one along which memory runs goes over vector lanes.
+    """A scatter's or scan's plan: the axes are not merged; a kept axis along which stores are contiguous uses lanes.
 
-    Where there are no lanes, the kept axis along which loads are contiguous comes last.
+    If no axis uses lanes, the kept axis along which loads are contiguous comes last.
     """
     rows, stores, _ = _live(builder)
     if ordered.kind == "scan" and any(rows[row].op == "pair" for _, _, row in stores):
@@ -177,9 +177,9 @@ LEAST_LANES = 4
 
 
 def _read_across(axes: Sequence[Axis], rows: Sequence[Row]) -> Sym | None:
-    """The kept axis along which loads are contiguous while loops read with steps: None if there is none.
+    """The kept axis along which loads are contiguous; None if there is none, or if a reduced axis is such an axis.
 
-    Neighbours along it should follow each other, because they read the same lines.
+    Iterations along it should be consecutive, because they read the same cache lines.
     """
     loads = [r.attr[1][0] for r in rows if r.op == "load"]
     if any(coefficient(e, a.sym) == ONE for e in loads for a in axes if a.reduced):
@@ -188,7 +188,7 @@ def _read_across(axes: Sequence[Axis], rows: Sequence[Row]) -> Sym | None:
 
 
 def _live(builder: _Builder) -> tuple[list[Row], list[tuple[str, Expr, int]], list[tuple[str, int, torch.dtype]]]:
-    """Drop rows and reductions that no store needs; renumber."""
+    """The rows, stores and reductions without those that no store needs, renumbered."""
     rows = builder.out.rows
     needed: set[int] = set()
     pending = [n for _, e, row in builder.stores for n in (row, *address_rows(e))]
@@ -221,7 +221,7 @@ def _all_exprs(rows: list[Row], stores: list[tuple[str, Expr, int]]) -> list[Exp
 def _order_and_merge(
     ctx: LoweringContext, axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]]
 ) -> tuple[list[Axis], list[Row], list[tuple[str, Expr, int]]]:
-    """Axes in the order of the main access's strides, neighbours that behave as one merged."""
+    """Sort axes by the main access's strides, and merge adjacent axes along which all addresses are contiguous."""
     main = _main_access(rows, stores, axes)
     position = {a.sym: i for i, a in enumerate(axes)}
 
@@ -250,7 +250,7 @@ def _is_plain(e: Expr) -> bool:
 
 
 def _main_access(rows: list[Row], stores: list[tuple[str, Expr, int]], axes: list[Axis]) -> Expr | None:
-    """The address that touches most axes: a store if one does, else a load."""
+    """The address that depends on the most axes; a store's address comes before a load's."""
     everywhere = [e for _, e, _ in stores] + [r.attr[1][0] for r in rows if r.op == "load"]
     count = {e: sum(1 for a in axes if a.sym in symbols(e)) for e in everywhere}
     return max(everywhere, key=lambda e: count[e], default=None)
@@ -268,10 +268,10 @@ def _mergeable(e: Expr, x: Axis, y: Axis) -> bool:
 def _choose_vector(
     axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], short: int, run: int = 1
 ) -> Sym | None:
-    """The axis with most neighbouring accesses, each counted for as much as it reads or writes.
+    """The axis with the most contiguous accesses, weighted by the amount that each reads or writes.
 
-    Neighbours follow each other, or lie `run` elements apart where others fill the gap. A reduced axis of fewer
-    elements than `short` gives way to a kept one.
+    Accesses also count if their stride is `run`, where the elements between are accessed, too. A reduced axis shorter
+    than `short` gives way to a kept axis.
     """
     if not axes:
         return None
@@ -312,9 +312,10 @@ def _choose_vector(
 def _is_thin(
     a: Axis, axes: list[Axis], rows: list[Row], stores: list[tuple[str, Expr, int]], vector: Sym | None
 ) -> bool:
-    """Whether lanes may run along another axis than that of neighbours in memory, which has a few elements only.
+    """Whether axis `a` is a contiguous axis of fewer than FEW elements and lanes may run along another axis.
 
-    So they do where something is read along another axis alone, as one number for each channel of images.
+    Lanes also take another axis if some load varies along one other axis alone, such as one number per channel of
+    images.
     """
     if a.hint >= FEW or not all(coefficient(e, a.sym) == ONE for _, e, _ in stores):
         return False
@@ -324,19 +325,19 @@ def _is_thin(
     return a.sym != vector or alone
 
 
-FEW, LEAST_APART = 8, 64  # neighbours that fill no register; elements apart that do, where arithmetic outweighs memory
-TURN = 64  # elements that the turns around a loop of a few cost as much as, where registers are filled along one axis
-LONG_ROW = 256  # a row of elements that do not lie side by side counts as short up to here
-LEAST_ACROSS = 8  # rows that are worth lanes
+FEW, LEAST_APART = 8, 64  # adjacent elements that fill no register; strided ones that do, if arithmetic dominates
+TURN = 64  # elements that cost as much as the overhead of a loop of a few iterations
+LONG_ROW = 256  # length below which a row of non-contiguous elements counts as short
+LEAST_ACROSS = 8  # number of rows from which lanes across rows pay
 
 
 def _short_row(
     rows: list[Row], reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype], target: Target
 ) -> int:
-    """Row length below which lanes run across rows: a short row does not fill a register, and its lanes need folding.
+    """Row length below which lanes run across rows: a short row fills no register and pays for a horizontal fold.
 
-    Not so long ones in float64, of which a sum of lanes is more exact than one number after the other. A single extreme
-    is folded sooner than one with its index, or than one that further passes over the row wait for.
+    float64 sums have a lower limit: a sum over lanes is more exact than a sequential sum. So does a single extreme: it
+    is cheaper to fold than an extreme with its index, or than one that further passes over the row wait for.
     """
     dearly = any(REDUCTIONS[kind].extreme for kind, _, _ in reductions)
     dearly = dearly and not any(REDUCTIONS[kind].adds and dtype is torch.float64 for kind, _, dtype in reductions)
@@ -346,7 +347,7 @@ def _short_row(
 
 
 def _touched(e: Expr, axes: list[Axis]) -> int:
-    """How many elements an address reaches; as many as there are points where it is looked up."""
+    """Number of elements that an address reaches; the number of points if it is a gather."""
     looked_up = any(s.kind == INDIRECT for s in symbols(e))
     return math.prod(max(a.hint, 1) for a in axes if looked_up or a.sym in symbols(e))
 
@@ -356,7 +357,7 @@ def _finish(
     reductions: list[tuple[str, int, torch.dtype]], dtypes: dict[str, torch.dtype], target: Target,
 ) -> KernelPlan:  # fmt: skip
     phases, varies = phases_of(axes, rows, [r for _, r, _ in reductions])
-    # Two parts of a result that are both empty, or the same, may come to be one store.
+    # Two empty or equal parts of a result may become the same store.
     final = tuple(dict.fromkeys(Store(b, e, r, _store_phase(phases, r, e)) for b, e, r in stores))
     done = tuple(Reduce(i, k, r, d, phases[r]) for i, (k, r, d) in enumerate(reductions))
     full = {n for n, along in enumerate(varies) if along & {a.sym for a in axes if a.reduced}}
@@ -398,15 +399,16 @@ def _store_phase(phases: Sequence[int], row: int, address: Expr) -> int:
     return max([phases[row], *(phases[u] for u in address_rows(address))])
 
 
-COSTLY = 40  # operations that are worth a thought about where they are done
+COSTLY = 40  # operations from which a row is not computed twice for a store
 
 
 def _late(
     stores: tuple[Store, ...], rows: list[Row], reductions: tuple[Reduce, ...], full: set[int]
 ) -> tuple[Store, ...]:
-    """Stores put off to the pass that computes their rows for another store, where no reduction needs them before.
+    """The stores, where a costly row is stored in the pass that computes it for another store anyway.
 
-    So a dropout's mask is not computed twice, once to store it and once to apply it. `full`: rows of the reduced loops.
+    This computes a dropout's mask once, to store and to apply it, unless an earlier reduction needs it. `full`: rows of
+    the reduced loops.
     """
     costly = {s.row for s in stores if s.row in full and sum(row_cost(rows[n]) for n in _behind(rows, s.row)) >= COSTLY}
     if not reductions or not costly:
@@ -422,7 +424,7 @@ def _late(
 
 
 def _behind(rows: list[Row], n: int) -> set[int]:
-    """The row `n` and all that it is computed from, up to what is reduced."""
+    """The row `n` and all rows that it depends on, up to results of reductions."""
     seen: set[int] = set()
     pending = [n]
     while pending:
@@ -436,7 +438,7 @@ def _behind(rows: list[Row], n: int) -> set[int]:
 def _wants_split(
     axes: list[Axis], vector: Sym | None, reductions: tuple[Reduce, ...], stores: tuple[Store, ...], target: Target
 ) -> bool:
-    """Few independent results, much to reduce, one pass over the data."""
+    """Whether to split the reduction: few independent results, many elements, one pass over the data."""
     if not reductions or any(r.phase for r in reductions):
         return False
     reduced = {a.sym for a in axes if a.reduced}
@@ -451,7 +453,7 @@ def _wants_split(
 
 
 def _name(kernel: Kernel, axes: list[Axis], reductions: tuple[Reduce, ...]) -> str:
-    """What a kernel does, for readers of code and of profiles: `red_sum_mul_add_d2`, with its first operators."""
+    """The kernel's name for readers of code and profiles: kind and first operators, such as `red_sum_mul_add_d2`."""
     kinds = dict.fromkeys(r.kind for r in reductions)
     words = [*(["red", *kinds] if kinds else ["pw"]), *_operators(kernel, kinds)]
     return f"{'_'.join(words)[:40].rstrip('_')}_d{len(axes)}"
@@ -461,7 +463,7 @@ _NAMED = 4  # operators in a kernel's name
 
 
 def _operators(kernel: Kernel, known: Container[str]) -> list[str]:
-    """The first operators of a kernel, as words, without those that are `known`."""
+    """The first operators of a kernel, as words, without those in `known`."""
     packets = (n.buffer.origin.partition(".")[2] or "copy" for n in kernel.nodes if n.buffer.origin)
     words = dict.fromkeys(packet.partition(".")[0].strip("_") for packet in packets)
     return [word for word in words if word.isidentifier() and word not in known][:_NAMED]

@@ -1,8 +1,8 @@
-"""Computing again what another kernel would have to write to memory.
+"""Recomputes values that another kernel would have to write to memory.
 
-Loops that cannot share a kernel (sums along rows and sums along columns of the same values) hand each other elementwise
-results through memory. Where these come from less memory than they take themselves, each reader computes them anew:
-two kernels read two halves, instead of one that writes float32 values of them and another that reads those.
+Loops that cannot share a kernel (sums along rows and sums along columns of the same values) pass elementwise results
+through memory. If a result is computed from less memory than it takes itself, each reader recomputes it: two kernels
+read 16-bit floats, instead of one that writes float32 values and another that reads them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Sizes = Mapping[str, tuple[int, int]]
 
 
 def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes: Sizes, target: Target) -> bool:
-    """Copy producers into readers in other kernels where that saves memory traffic; True if any was.
+    """Copy producers into readers in other kernels where that saves memory traffic. Returns whether any was copied.
 
-    `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer. Nodes that nobody reads any
-    more stay in `nodes`.
+    `stored` are buffers that are written in any case, `sizes` (bytes, elements) by buffer. Nodes without readers stay
+    in `nodes`.
     """
     home = {n.buffer.name: k for k in fusion.kernels for n in k.nodes}
     makers = {n.buffer.name: n for n in nodes if n.identity_store and not n.is_reduction and not n.buffer.table}
@@ -43,7 +43,7 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
             continue
         rows = sum(len(n.rows) for n in inner.values())
         if any(is_checked(r) for n in inner.values() for r in n.rows):
-            continue  # who reads a part would check that part's places alone
+            continue  # a reader of one part would check the bounds of that part alone
         for node in (n for k in kernels for n in k.nodes if b in n.reads):
             copies = len({r for r in node.rows if r.op == "load" and r.attr[0] == b})
             if node.ordered is None and not node.contracts and len(node.rows) + rows * copies <= MOST_ROWS:
@@ -53,7 +53,7 @@ def recompute(nodes: list[Node], fusion: Fusion, stored: Collection[str], sizes:
 
 
 def _behind(b: str, makers: Mapping[str, Node], crossing: Collection[str]) -> tuple[dict[str, Node], set[str]]:
-    """The elementwise loops that make `b` from what is in memory anyway, and what they read of that."""
+    """The elementwise loops that compute `b` from buffers in memory, by buffer, and the names of those buffers."""
     inner: dict[str, Node] = {}
     leaves: set[str] = set()
     pending = [b]

@@ -1,4 +1,4 @@
-"""From lowered buffers to kernel plans: the whole scheduler in order."""
+"""Runs the whole scheduler: from lowered buffers to kernel plans."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fuser.scheduler.together import Joined, join_plans
 from fuser.scheduler.unroll import unroll_short
 from fuser.scheduler.writes import place_writes
 
-MOST_ROUNDS = 3  # of fusing anew once results are computed again instead of stored
+MOST_ROUNDS = 3  # rounds of fusing again after results are recomputed instead of stored
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Plans in launch order, the buffers that need memory, and why nodes were kept apart.
 
-    `joined`: what a plan and the next may be run as, by the plan's number.
+    `joined`: by a plan's number, the plan that can replace it and the next one.
     """
 
     plans: tuple[KernelPlan, ...]
@@ -42,7 +42,7 @@ class Schedule:
 
 
 def schedule(lowered: Lowered, most_rows: int) -> Schedule:
-    """Decide everything about the kernels of a lowered graph."""
+    """The kernel plans of a lowered graph. Unsupported if an index would go unchecked or an output uncomputed."""
     ctx = lowered.ctx
     outputs = {name for kind, name in lowered.outputs if kind == "buffer"}
     roots = outputs | {name for name, _ in ctx.writes}
@@ -94,7 +94,7 @@ def schedule(lowered: Lowered, most_rows: int) -> Schedule:
 
 
 def _empty(lowered: Lowered) -> set[str]:
-    """The inputs and buffers that have no elements at every call."""
+    """The names of inputs and buffers that have no elements at any call."""
     sizes = {b.name: b.size for b in lowered.ctx.buffers}
     sizes |= {f"in{n}": r.size for n, r in enumerate(lowered.inputs) if isinstance(r, TensorInput)}
     return {name for name, size in sizes.items() if any(lowered.ctx.canon(s) == ZERO for s in size)}
@@ -117,7 +117,7 @@ def _add_inputs(
 
 
 def _is_checking(buffer: Buffer) -> bool:
-    """Whether its loops report an index that is out of range."""
+    """Whether the buffer's loops check an index against its bounds."""
     return any(is_checked(r) for loops in buffer.loops for r in loops.body.rows)
 
 
@@ -141,7 +141,7 @@ def _live_nodes(nodes: list[Node], outputs: set[str]) -> list[Node]:
 
 
 def _crossing(fusion: Fusion) -> set[str]:
-    """Buffers that one kernel makes and another reads."""
+    """Buffers that one kernel writes and another reads."""
     out: set[str] = set()
     for kernel in fusion.kernels:
         for node in kernel.nodes:

@@ -1,7 +1,8 @@
-"""Short axes of reducing nests, written out: losses of boxes and points, sums over places that share a weight.
+"""Writes out short axes of reducing nests: losses of boxes and points, sums over elements that share a weight.
 
-As in `scheduler.choices`, an axis is taken away if something that is read does not run on from its end to its next
-turn. What is reduced along it is combined by arithmetic first; what is kept along it has a reduction for each place.
+As in `scheduler.choices`, an axis is written out if some load is not contiguous from the axis's end to the next
+iteration. Values reduced along it are first combined by arithmetic; along a kept axis each index gets its own
+reduction.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Reductions = list[tuple[str, int, torch.dtype]]
 def write_out_reducing(
     ctx: LoweringContext, axes: Sequence[Axis], rows: list[Row], stores: Stores, reductions: Reductions
 ) -> tuple[Sym | None, list[Row], Stores, Reductions]:
-    """A nest without one of its axes, and which that is; None where there is no such one."""
+    """The written-out axis, and rows, stores and reductions without it; None and the given ones if there is none."""
     for axis in axes:
         n = axis.hint
         if not 1 < n <= ctx.target.written_out or n * len(rows) > MOST_ROWS or not _is_free(axis, rows, reductions):
             continue
-        if axis.reduced and sum(a.reduced for a in axes) == 1:  # rows by themselves, which have ways of their own
+        if axis.reduced and sum(a.reduced for a in axes) == 1:  # the generators handle short rows
             continue
         numbers = {s: expr(ctx.hints[s]) for s in symbols(axis.size)}
         own, addressed = fixed(numbers, rows, stores)
@@ -44,7 +45,7 @@ def write_out_reducing(
 
 
 def _is_free(axis: Axis, rows: Sequence[Row], reductions: Reductions) -> bool:
-    """Whether the reductions can be made for each place of an axis, or combined along it."""
+    """Whether every reduction can be repeated for each index along an axis, or be combined along it."""
     for kind, value, _ in reductions:
         spec = REDUCTIONS[kind]
         if spec.index or spec.contracts:
@@ -55,7 +56,7 @@ def _is_free(axis: Axis, rows: Sequence[Row], reductions: Reductions) -> bool:
 
 
 def _runs(rows: Sequence[Row], stores: Stores, axis: Sym) -> Stores:
-    """The addresses whose neighbours along `axis` are neighbours in memory, of those that vary along others, too."""
+    """The addresses that vary along `axis` and others, if all of them are contiguous along `axis`; else none."""
     loads = [(r.attr[0], r.attr[1][0], 0) for r in rows if r.op == "load"]
     varying = [(b, e, n) for b, e, n in (*loads, *stores) if {s for s in symbols(e) if s.kind != SIZE} > {axis}]
     varying = [(b, e, n) for b, e, n in varying if coefficient(e, axis) != ZERO]
@@ -63,7 +64,7 @@ def _runs(rows: Sequence[Row], stores: Stores, axis: Sym) -> Stores:
 
 
 class _Copies:
-    """Rows, stores and reductions for each place of an axis; what is equal for all is there once."""
+    """Rows, stores and reductions for each index along an axis. Rows equal for all indices occur once."""
 
     def __init__(self, rows: list[Row], stores: Stores, reductions: Reductions, axis: Axis, places: int) -> None:
         self.rows, self.stores, self.old, self.axis = rows, stores, reductions, axis
@@ -71,7 +72,7 @@ class _Copies:
         self.number: list[dict[int, int]] = [{} for _ in range(places)]
 
     def made(self) -> tuple[list[Row], Stores, Reductions]:
-        """Row by row, all places of it."""
+        """The copied rows, stores and reductions."""
         for n, row in enumerate(self.rows):
             for place, number in enumerate(self.number):
                 number[n] = self._reduced(row, place) if row.op == "reduced" else self._copied(row, place)
@@ -98,7 +99,7 @@ class _Copies:
         return self.out.add_row(Row("reduced", (), row.dtype, self.reductions.index(new))).row
 
     def _combined(self, kind: str, value: int) -> int:
-        """One value of all places. Of equal extremes the first stays."""
+        """The row that combines the values at all indices. Of equal extremes the first stays."""
         spec, (first, *rest) = REDUCTIONS[kind], [number[value] for number in self.number]
         total = first
         for n in rest:

@@ -1,8 +1,8 @@
-"""Two plans over the same points that one pass over memory can serve.
+"""Joins two plans over the same points so that one pass over memory serves both.
 
-Sums along rows and sums along columns of the same values, as a norm's gradients are, are two loop nests: no nest
-reduces along different axes. Where one kernel can hold whole rows, it may add up the columns while it goes over the
-rows. Here the two are found and written as one plan; a code generator uses it where a row fits.
+The gradients of a norm are sums along rows and sums along columns of the same values. These are two loop nests, because
+a nest reduces along one set of axes. If a kernel can hold whole rows, it can add up the columns during its pass over
+the rows. This module finds such plans and writes each pair as one plan; a code generator uses it if a row fits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fuser.scheduler.plan import phases_of
 
 @dataclass(frozen=True)
 class Joined:
-    """`plan`: reductions along rows, with all that two plans store but for what `columns` leads to.
+    """Two plans as one: `plan` reduces along rows and has the stores of both, without those that depend on `columns`.
 
-    `columns` are the reductions of `down` along the other axes, their rows by the numbers of `plan`. The reduced axes
-    of `plan`, as one number, are the kept ones of `down`.
+    `columns` are the reductions of `down` along the other axes, with row numbers of `plan`. The reduced axes of `plan`,
+    as one mixed-radix number, are the kept axes of `down`.
     """
 
     plan: KernelPlan
     columns: tuple[Reduce, ...]
     down: KernelPlan
-    shared: int  # tensors along both axes that the two no longer hand over or read twice
+    shared: int  # tensors along both axes that are no longer written and read, or no longer read twice
 
 
 def join_plans(plans: Sequence[KernelPlan], kept: Collection[str]) -> tuple[list[KernelPlan], dict[int, Joined]]:
-    """`plans` with those that belong together side by side; by the number of the first of two, what they make.
+    """`plans` with joinable plans adjacent, and by the first one's number their joined plan.
 
-    `kept` are buffers that are needed in memory whoever reads them. Those that share most find each other first.
+    `kept` are buffers that are stored in any case. Pairs that share the most tensors are joined first.
     """
     out = list(plans)
     pairs: list[tuple[KernelPlan, KernelPlan, Joined]] = []
@@ -50,7 +50,7 @@ def join_plans(plans: Sequence[KernelPlan], kept: Collection[str]) -> tuple[list
 
 
 def _candidates(plans: Sequence[KernelPlan]) -> Iterator[tuple[tuple[int, int], Joined]]:
-    """The numbers of two plans, in order, and the two as one."""
+    """Pairs of plans that can be joined: their numbers in order, and the joined plan."""
     downs = [n for n, p in enumerate(plans) if _reduces_across(p) and reduces_in_one_pass(p)]
     for along in [n for n, p in enumerate(plans) if downs and _reduces_along_memory(p)]:
         touched = _reads(plans[along]) | _writes(plans[along])
@@ -65,7 +65,7 @@ def _candidates(plans: Sequence[KernelPlan]) -> Iterator[tuple[tuple[int, int], 
 def _without_handed_over(
     joined: Joined, first: KernelPlan, second: KernelPlan, plans: Sequence[KernelPlan], kept: Collection[str]
 ) -> Joined:
-    """Without stores of what the one hands to the other and nobody else reads."""
+    """`joined` without stores of buffers that only its two plans use."""
     read = {b for p in plans if p is not first and p is not second for b in _reads(p)}
     read |= {r.attr[0] for n, r in enumerate(joined.down.rows) if r.op == "load" and joined.down.phases[n] > 0}
     stores = tuple(s for s in joined.plan.stores if s.buffer in kept or s.buffer in read)
@@ -89,7 +89,7 @@ def _reduces_across(plan: KernelPlan) -> bool:
 
 
 def reduces_in_one_pass(plan: KernelPlan) -> bool:
-    """Whether a plan's reductions need no other's result, and nothing along the reduced axes needs theirs."""
+    """Whether all reductions are in the first pass, and no later pass stores along the reduced axes."""
     if not plan.reductions or any(r.phase for r in plan.reductions):
         return False
     return not any(p.stores for p in plan.passes[1:])
@@ -105,7 +105,7 @@ def _writes(plan: KernelPlan) -> set[str]:
 
 
 def _moved_together(plans: Sequence[KernelPlan], i: int, j: int) -> list[KernelPlan] | None:
-    """The plans with number `j` right behind `i`, or `i` right before `j`; None if what is between forbids both."""
+    """The plans with number `j` right behind `i`, or `i` right before `j`; None if plans in between forbid both."""
     between = plans[i + 1 : j]
     if not any(_conflict(p, plans[j]) for p in between):
         return [*plans[: i + 1], plans[j], *between, *plans[j + 1 :]]
@@ -123,7 +123,7 @@ Moved = Mapping[Sym, Expr]
 
 
 def _join(first: KernelPlan, second: KernelPlan) -> Joined | None:
-    """The two as one, `second` using what `first` computes; None if they have nothing in common, or need more."""
+    """The two plans as one, where `second` uses rows of `first`; None if they share nothing or cannot be joined."""
     along, down = (first, second) if _reduces_along_memory(first) else (second, first)
     axes, of_along, of_down = _common_axes(along, down)
     if not axes:
@@ -152,7 +152,7 @@ def _join(first: KernelPlan, second: KernelPlan) -> Joined | None:
 
 
 def _common_axes(along: KernelPlan, down: KernelPlan) -> tuple[list[Axis], Moved, Moved]:
-    """Axes for both, the rows' first, and each plan's axes as expressions over them; none if they do not match."""
+    """Axes for both plans, those of rows first, and each plan's axes as expressions over them; none without a match."""
     axes: list[Axis] = []
     moved: tuple[dict[Sym, Expr], dict[Sym, Expr]] = ({}, {})
     for reduced in (False, True):
@@ -168,7 +168,7 @@ def _common_axes(along: KernelPlan, down: KernelPlan) -> tuple[list[Axis], Moved
 def _matched(
     mine: list[Axis], theirs: list[Axis], at: int, reduced: bool, moved: tuple[dict[Sym, Expr], dict[Sym, Expr]]
 ) -> list[Axis]:
-    """The finer of two lists of axes whose sizes are the same, or one of which is one axis."""
+    """The finer of two lists of axes that have equal sizes, or equal products where one list is a single axis."""
     same = [a.size for a in mine] == [a.size for a in theirs]
     whole = product(a.size for a in mine) == product(a.size for a in theirs)
     if not mine or not same and not (whole and 1 in (len(mine), len(theirs))):
@@ -187,19 +187,18 @@ def _matched(
 
 
 class _Merged:
-    """The rows of two plans, each once; what one stores and the other loads is handed over."""
+    """The rows of two plans, equal rows once. A load of a value that the first plan stores becomes the stored row."""
 
     def __init__(self) -> None:
         self.out = Recorder()
         self.numbers: dict[int, dict[int, int]] = {}  # by the plan's identity
         self.stores: list[Store] = []
-        self.shared = 0  # values along both axes that the second has from the first
-        self.known: dict[tuple[str, Expr], int] = {}  # what is stored, and where
+        self.shared = 0  # values along both axes that the second plan takes from the first
+        self.known: dict[tuple[str, Expr], int] = {}  # row by stored buffer and address
         self.written: set[str] = set()
 
     def add(self, plan: KernelPlan, mapping: Moved, is_down: bool) -> bool:
-        """Take in a plan; False if it needs what the other has not got at the same point. `is_down`: what follows its
-        reductions is left out."""
+        """Add a plan's rows and stores; False if a load is not of the same point. `is_down`: only the plan's pass 0."""
         number: dict[int, int] = {}
         self.numbers[id(plan)] = number
         before = len(self.out.rows)

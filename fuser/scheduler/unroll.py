@@ -1,7 +1,7 @@
-"""Reductions over a few points, written out as arithmetic.
+"""Writes out reductions over a few points as arithmetic.
 
-A sum over the two heads that share a key is no work for a tile along what is reduced: nearly all of it would be masked
-off, and what follows at another index, a rotation say, would need a kernel of its own. As arithmetic it is inlined.
+A sum over the two heads that share a key wastes a tile along the reduced axis: nearly all lanes would be masked off. A
+later reader at another index, such as a rotation, would need a kernel of its own. As arithmetic the sum is inlined.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ MOST_ROWS = 64
 
 
 def unroll_short(nodes: list[Node], apart: int, components: int) -> None:
-    """Turn each reduction over at most `apart` points that lie apart in memory, or all `components`, into a pointwise
-    loop.
-    """
+    """Make reductions over at most `apart` strided points, or over all `components`, pointwise loops."""
     for node in nodes:
         if _is_short(node, apart, components):
             _unroll(node)
@@ -57,7 +55,7 @@ def _unroll(node: Node) -> None:
 
 
 def _copied(out: Recorder, node: Node, at: dict[Sym, Expr]) -> int:
-    """Add the node's rows with the reduced loops at one point; returns the row of its value there."""
+    """Add the node's rows for one point of the reduced loops. Returns the row of its value there."""
     number: dict[int, int] = {}
 
     def moved(e: Expr) -> Expr:

@@ -1,4 +1,4 @@
-"""The rules of lowered graphs and of kernel plans, checked. Tests check every kernel: the setting is `check_ir`."""
+"""Checks the rules of lowered graphs and of kernel plans. Tests check every kernel: the setting is `check_ir`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuser.scheduler.schedule import Schedule
 
 
 def verify_lowered(lowered: Lowered, schedule: Schedule | None = None) -> None:
-    """Check the IR's rules, and those of the plans if given. VerifyError says which one is broken."""
+    """Check the IR's rules, and those of the plans if given. VerifyError names the broken rule."""
     ctx = lowered.ctx
     records = enumerate(lowered.inputs)
     inputs = {f"in{n}": (r.dtype, len(r.size)) for n, r in records if isinstance(r, TensorInput)}
@@ -37,7 +37,7 @@ def verify_lowered(lowered: Lowered, schedule: Schedule | None = None) -> None:
 def verify_plan(
     plan: KernelPlan, dtypes: Mapping[str, torch.dtype], ready: set[str], known: Iterable[Sym], scalars: Iterable[str]
 ) -> None:
-    """Check one plan. `ready` are the buffers that hold data before it; those that it stores are added."""
+    """Check one plan. `ready` are the buffers that hold data before it; the buffers that it stores are added."""
     try:
         _verify(plan, dtypes, ready, frozenset(known), frozenset(scalars))
     except VerifyError as e:

@@ -1,8 +1,8 @@
-"""Writes into inputs: a kernel stores straight into an input where nobody still needs what it held, else a copy does.
+"""Writes into inputs: a kernel stores into an input directly if its old content is no longer needed, else a copy does.
 
-A written input is read, by the lowering's rules, only for its old content. So the store may replace that content once
-every read has happened: in later kernels and later passes nobody reads the input, and in the same kernel each point
-reads it only where it stores. Anything else goes through a buffer of its own and is copied at the very end.
+By the lowering's rules, reads of a written input are reads of its old content. A store may replace that content once
+every read has happened: no later kernel or pass reads the input, and in the same kernel each point reads it only where
+it stores. Any other write goes through a separate buffer, which is copied at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Dtypes = dict[str, torch.dtype]
 def place_writes(
     ctx: LoweringContext, plans: Sequence[KernelPlan], kept: set[str], strides: Strides, dtypes: Dtypes
 ) -> list[KernelPlan]:
-    """`plans` with each of the context's writes made; `kept` are buffers that are needed in memory all the same."""
+    """`plans` with the context's writes into inputs added. `kept` are buffers that stay in memory in any case."""
     out = list(plans)
     if any(is_checked(r) for p in out for r in p.rows):
         raise Unsupported(because("writes", "an index that is checked may fail when inputs are written already"))
@@ -46,9 +46,9 @@ def place_writes(
 
 
 def _is_last_use(plans: Sequence[KernelPlan], at: int, buffer: str, target: str) -> bool:
-    """Whether no read of `target` comes behind the stores into `buffer`, and each point reads it only where it stores.
+    """Whether nothing reads `target` after the stores into `buffer`, and each point reads it only where it stores.
 
-    A point that stores several elements, of a short axis, may read each only for its own new content.
+    A point that stores several elements, of a short axis, may read each element only for that element's new content.
     """
 
     def loads(plan: KernelPlan) -> dict[int, Expr]:
@@ -71,7 +71,7 @@ def _is_last_use(plans: Sequence[KernelPlan], at: int, buffer: str, target: str)
 
 
 def _redirected(plan: KernelPlan, buffer: str, target: str, keep: bool, dtypes: Dtypes) -> KernelPlan:
-    """The plan with the stores into `buffer` made into `target`, instead or besides."""
+    """The plan with stores into `target` instead of `buffer`, or in addition if `keep`."""
     stores: list[Store] = []
     for s in plan.stores:
         moved = dataclasses.replace(s, buffer=target)
